@@ -1,4 +1,4 @@
-# make demo: train a small GPT on this machine.   make test: the suite; make test-all: with its slow tests and matrices.   All do their own set-up.
+# make demo: a small GPT survives an out-of-memory error and a kill.   make test: the suite; make test-all: with its slow tests and matrices.   All do their own set-up.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,11 +7,12 @@ BASE := $(VENV)/.base
 STAMP := $(VENV)/.installed
 DOCS := build/docs-venv
 CUDA := build/cuda
+CANARY := build/canary
 
 # Without bytecode on disk every process of the suite would compile the library again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all matrix again check unit docs bench gpu cuda cluster sweep dist clean
+.PHONY: setup demo test test-core test-all matrix again check unit docs bench walks guard gpu cuda canary cluster sweep dist clean
 
 setup: $(STAMP)
 
@@ -27,7 +28,7 @@ $(STAMP): $(BASE)
 	touch $(STAMP)
 
 demo: $(BASE)
-	$(BIN)/headway launch $$($(BIN)/python -c "import torch; print('' if torch.accelerator.is_available() else '--cpu -n 2')") examples/text.py
+	$(BIN)/python examples/demo.py
 
 check: setup
 	$(BIN)/ruff check .
@@ -37,6 +38,12 @@ check: setup
 
 unit: setup
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow and not matrix" tests/unit tests/house
+
+# What a change in the core needs while one works on it: two minutes of two cores. `make test` follows before a merge.
+CORE_TESTS := tests/house tests/unit/common tests/unit/core tests/unit/test_accelerator.py \
+	$(addprefix tests/distributed/,test_accumulation.py test_collectives.py test_loader.py test_resume.py)
+test-core: setup
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not matrix" $(CORE_TESTS)
 
 test: check
 	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slurm and not matrix and not slow" tests || $(MAKE) --no-print-directory again
@@ -59,8 +66,9 @@ again:
 
 # The site, in build/site; of the source, only names are imported, so neither Headway nor torch is installed.
 docs: $(DOCS)/.installed
-	PYTHONPATH=src $(PYTHON) scripts/pages.py $(PAGES)
+	PYTHONPATH=src $(DOCS)/bin/python scripts/pages.py $(PAGES)
 	PATH="$(CURDIR)/$(DOCS)/bin:$$PATH" $(DOCS)/bin/zensical build --clean --strict --config-file build/mkdocs.yml
+	PYTHONPATH=src $(DOCS)/bin/python scripts/llms.py
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)
@@ -69,8 +77,9 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 # Wheel and source archive in dist/, checked in an empty environment. URL=https://... makes README's links absolute.
+# TAG=1 adds the annotated tag of the version to this commit, or checks the one that is there; it never pushes.
 dist: setup
-	$(BIN)/python scripts/release.py --url "$(URL)"
+	$(BIN)/python scripts/release.py --url "$(URL)" $(if $(TAG),--tag)
 
 # Machines as network namespaces, a real SLURM and mpirun (root; Debian: iproute2 slurmctld slurmd slurm-client munge openmpi-bin).
 cluster: setup
@@ -91,6 +100,14 @@ sweep: setup
 bench: setup
 	$(BIN)/python benchmarks/run.py
 
+# Calls inside the library for one micro-step, save, load and launch, beside the recorded ones; exact, 30 seconds.
+walks: setup
+	$(BIN)/python -m benchmarks.walks.measure $(ARGS)
+
+# What Headway adds to plain PyTorch in a step, loader, import, launch, save and load, beside the recorded figures; two minutes.
+guard: setup
+	$(BIN)/python -m benchmarks.guard.measure $(ARGS)
+
 # All that only an accelerator can show, in ten minutes; without one: make gpu ARGS="--device cpu" (CONTRIBUTING.md).
 # Installs nothing, since such a machine may have no network: .venv's Python where there is one, else the one that has torch.
 gpu:
@@ -103,6 +120,17 @@ cuda: $(CUDA)/.installed
 $(CUDA)/.installed: constraints.txt tests/simulated_cuda/install
 	PYTHON="$(PYTHON)" tests/simulated_cuda/install $(CUDA)
 	touch $@
+
+# The newest torch and transformers that can be installed, in an environment of their own: private names and the unit tier.
+# TORCH=2.13.0 and TRANSFORMERS=5.24.0 choose versions (the newest torch may be a CUDA build of gigabytes), TESTS= a part.
+canary:
+	$(PYTHON) -m venv $(CANARY)
+	grep -vE "^(torch|transformers)==" constraints.txt > $(CANARY)/constraints.txt
+	$(CANARY)/bin/pip install --quiet --upgrade --constraint $(CANARY)/constraints.txt \
+		"torch$(if $(TORCH),==$(TORCH))" "transformers$(if $(TRANSFORMERS),==$(TRANSFORMERS))" --editable ".[dev]"
+	$(CANARY)/bin/python -c "import torch, transformers; print('torch', torch.__version__, 'transformers', transformers.__version__)"
+	$(CANARY)/bin/pytest -q tests/house/test_torch_names.py
+	$(CANARY)/bin/pytest -q -n 2 --dist loadfile -m "not slow and not matrix" $(or $(TESTS),tests/unit tests/house)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache runs

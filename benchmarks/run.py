@@ -13,6 +13,8 @@ QUESTIONS = {
     "step_cost": "What does a prepared loop cost per micro-batch beyond the same loop by hand?",
     "switch_cost": "What does a micro-batch cost under Accelerate's name beside Headway's own?",
     "loader_cost": "What does a prepared loader cost per batch beyond torch's?",
+    "mixture": "What do batches of a mixture of three sources cost, how long does a resume take, and what does a worker hold?",
+    "packing": "What do packed batches cost beside padded ones, and how much padding do they save?",
     "command_line": "How long does a help text take?",
     "import_time": "What does the import cost beyond torch's?",
     "launch_time": "What does launching on one process cost beyond `python script.py`?",
@@ -22,6 +24,7 @@ QUESTIONS = {
     "control_cost": "What does a vote on the control plane cost?",
     "watch_cost": "What does the hang watch cost a rank?",
     "guard_cost": "What do the throughput meter and the guard against non-finite values cost?",
+    "moving_average": "What does an average of the weights cost per update, beside one by hand?",
     "trainer": "What does a micro-batch cost in the Trainer beyond the same loop by hand?",
     "microbatching": "What does automatic micro-batching cost when nothing goes wrong?",
     "device_map": "How long does placing a model on devices take?",
@@ -29,6 +32,7 @@ QUESTIONS = {
     "big_model_load": "How long does a checkpoint of 1.6 GB take to load and place?",
     "recovery": "What does it cost to keep each update in memory, to save beside the loop, and to compile again (or not)?",
     "checkpoint": "What does a checkpoint of 400 MB cost, and a resume late in an epoch?",
+    "disk": "How close do saves and loads come to the disk?",
     "sharded_checkpoint": "What do saving and loading a sharded model cost, beside torch.distributed.checkpoint?",
     "preemption_cost": "What does it cost a rank to be ready to stop?",
     "offload": "How fast is a forward pass with 23 of 24 blocks on disk?",
@@ -99,10 +103,10 @@ def highlights() -> str:
     machine = about["machine"]
     lines += [
         "",
-        f"Medians of interleaved repeats, {about['date']}: {machine['cores']} {machine['cpu']} cores, torch {machine['torch']}, "
-        f"Accelerate {machine['accelerate']}, load average {machine['load_average']} in the first row. "
-        "[All benchmarks](benchmarks/README.md); "
-        "`make bench` repeats them.",
+        f"Values are medians of interleaved repeats ({about['date']}, {machine['cores']} {machine['cpu']} cores, "
+        f"torch {machine['torch']}, Accelerate {machine['accelerate']}). "
+        f"During the first row, the load average was {machine['load_average']}. "
+        "See [all benchmarks](benchmarks/README.md). `make bench` repeats them.",
     ]
     return "\n".join(lines)
 

@@ -75,16 +75,16 @@ def rows_of(found: dict[str, list[tuple[float, float]]], scale: float) -> dict[s
     return rows if HAS_ACCELERATE else {**rows, "accelerate": ACCELERATE_MISSING}
 
 
-def whole_processes(commands: Mapping[str, list[str]], repeats: int) -> dict[str, Any]:
-    """Rows for commands run from start to end, in seconds; every one must succeed."""
-
+def start_command(command: list[str]) -> Callable[[], Any]:
+    """Return a function that runs a command from start to end, and raises if it fails."""
     # Bytecode is cached, as it is after any installation: the warm-up writes it where it is missing.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return lambda: subprocess.run(command, check=True, capture_output=True, env=environment)
 
-    def runner(command: list[str]) -> Callable[[], Any]:
-        return lambda: subprocess.run(command, check=True, capture_output=True, env=environment)
 
-    passes = {name: runner(command) for name, command in commands.items()}
+def whole_processes(commands: Mapping[str, list[str]], repeats: int) -> dict[str, Any]:
+    """Return rows for commands that are run from start to end, in seconds. Every command must succeed."""
+    passes = {name: start_command(command) for name, command in commands.items()}
     return rows_of(interleave(passes, repeats, children), 1.0)
 
 

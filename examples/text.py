@@ -1,4 +1,4 @@
-"""A small byte-level GPT, trained on the Python standard library's own source files: the project's demo.
+"""A small byte-level GPT, trained on the Python standard library's own source files.
 
     headway launch examples/text.py                 every accelerator of this machine
     headway launch --cpu -n 2 examples/text.py      two CPU processes
@@ -76,7 +76,7 @@ def bigram_bits(training: torch.Tensor, held_out: Chunks) -> float:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each on normalised inputs and added to the stream."""
+    """Attention and a feed-forward layer, each on normalized inputs and added to the stream."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()

@@ -1,8 +1,11 @@
-"""Builds the source archive and from it the wheel, into dist/, and checks both in an empty environment.
+"""Build the source archive and from it the wheel, into dist/, and check both in an empty environment.
 
-`python scripts/release.py [--url URL]`: with the URL of the repository, which a checkout does not know, README's links are absolute
-and the metadata names the project's pages. What is built is what git tracks. The packages that Headway needs are lent from the
-environment that runs this.
+`python scripts/release.py [--url URL] [--tag]`. URL is the address of the repository, which a checkout does not know.
+With it, README's links are absolute and the metadata names the project's pages. The archives contain what git tracks.
+The packages that Headway needs are taken from the environment that runs this script.
+
+`--tag` adds the annotated tag `v<version>` to the current commit after all checks have passed, or checks the tag that
+is there. It never pushes.
 """
 
 import argparse
@@ -34,18 +37,18 @@ print(headway.__version__)
 
 
 def version() -> str:
-    """The one place that says it, read without an import."""
+    """Return the version of Headway without importing it."""
     return re.findall(r'__version__ = "(.+)"', (ROOT / "src/headway/version.py").read_text())[0]
 
 
 def with_absolute_links(text: str, url: str) -> str:
-    """A page whose links to files of the repository lead there, at this version."""
+    """Return a page whose links to files of the repository are absolute, at the tag of this version."""
     kinds = {"": "blob", "!": "raw"}
     return _LINK.sub(lambda at: f"{at[1]}[{at[2]}]({url}/{kinds[at[1]]}/v{version()}/{at[3]})", text)
 
 
 def build(target: Path, url: str | None) -> tuple[Path, Path]:
-    """The wheel and the source archive in `target`."""
+    """Build the wheel and the source archive in `target` and return their paths."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +77,7 @@ def _run_backend(hook: str, tree: Path, target: Path) -> None:
 
 
 def check_contents(wheel: Path) -> Message:
-    """Compare the wheel with the source, file by file, and look at its metadata, which is returned."""
+    """Compare the wheel with the source, file by file, check its metadata, and return the metadata."""
     with zipfile.ZipFile(wheel) as file:
         beside = f"headway-{version()}.dist-info/"
         held = {name for name in file.namelist() if not name.startswith(beside)}
@@ -123,16 +126,60 @@ def check_in_an_empty_environment(archive: Path) -> None:
             assert told.returncode == 0, f"{command}: {told.stderr}"
 
 
+def run_git(root: Path, *arguments: str) -> str:
+    """Run git in a repository and return its output without the last line break."""
+    ran = subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=True, text=True)
+    return ran.stdout.rstrip("\n")
+
+
+def check_ready_for_tag(root: Path = ROOT) -> None:
+    """Exit if the repository is not ready for the tag of this version.
+
+    There must be no uncommitted changes, the changelog must have a section for the version, and a tag that exists must
+    be annotated and on the current commit.
+
+    Args:
+        root: Folder of the repository.
+    """
+    name = f"v{version()}"
+    if changed := run_git(root, "status", "--porcelain"):
+        sys.exit(f"{name} was not tagged: there are uncommitted changes; commit them first\n{changed}")
+    if f"## [{version()}]" not in (root / "CHANGELOG.md").read_text():
+        sys.exit(f"{name} was not tagged: CHANGELOG.md has no section ## [{version()}]")
+    if not run_git(root, "tag", "--list", name):
+        return
+    if run_git(root, "cat-file", "-t", name) != "tag":
+        sys.exit(f"{name} is a lightweight tag; delete it (git tag -d {name}), and run this again")
+    tagged, here = (run_git(root, "rev-parse", f"{each}^{{commit}}") for each in (name, "HEAD"))
+    if tagged != here:
+        sys.exit(f"{name} is at {tagged[:10]} and not at the current commit {here[:10]}; a released tag never moves")
+
+
+def add_tag(root: Path = ROOT) -> str:
+    """Add the annotated tag of this version to the current commit, if it is not there, and return its name."""
+    name = f"v{version()}"
+    if not run_git(root, "tag", "--list", name):
+        run_git(root, "tag", "--annotate", name, "--message", f"Headway {version()}")
+    return name
+
+
 def main() -> None:
-    """Build and check; what was built stays in dist/."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", help="the repository, such as https://example.org/headway")
-    url = parser.parse_args().url or None
+    """Build and check the archives, and leave them in dist/. With `--tag`, add the tag."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="address of the repository, such as https://example.org/headway")
+    parser.add_argument("--tag", action="store_true", help="add the annotated tag of this version, or check it")
+    arguments = parser.parse_args()
+    url = arguments.url or None
+    if arguments.tag:
+        check_ready_for_tag()
     wheel, archive = build(ROOT / "dist", url)
     check_contents(wheel)
     for each in (wheel, archive):
         check_in_an_empty_environment(each)
     print(f"{wheel}\n{archive}")
+    if arguments.tag:
+        name = add_tag()
+        print(f"tag {name} is on this commit; publish it with: git push origin {name}")
 
 
 if __name__ == "__main__":

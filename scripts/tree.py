@@ -18,8 +18,8 @@ FOLDERS = {
     "tests/accelerator": "an accelerator that no part of Headway names, built here and run on the host",
     "tests/house": "the rules of this house: layers, sizes, names, this tree",
     "tests/docs": "runs every code block of README.md and docs/",
-    "tests/wrong_use": "a table of mistakes by layout, each cell compared with a hand-written loop; docs/wrong_use.md shows it",
-    "tests/synchronisations": "counts how often the host waits for the device, on a device that is none",
+    "tests/wrong_use": "a table of mistakes by layout, each cell compared with a hand-written loop; docs/wrong_use_table.md shows it",
+    "tests/synchronizations": "counts how often the host waits for the device, on a device that is none",
     "tests/gpu": "what needs a GPU; never needed to pass",
     "docs": "tutorial, how-to pages, architecture; `make docs` builds the site",
 }

@@ -1,42 +1,67 @@
-"""Writes docs/wrong_use.md from the table of mistakes in tests/wrong_use.
+"""Write docs/wrong_use_table.md from the mistakes in tests/wrong_use.
 
 `python scripts/wrong_use.py` prints the page; `--write` writes it.
 """
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.wrong_use.row import Row
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "wrong_use.md"
-HEADINGS = {"single": "one process", "ddp": "ddp", "fsdp": "fsdp", "tp": "tp"}
-INTRODUCTION = """# Mistakes, and what follows
+PAGE = ROOT / "docs" / "wrong_use_table.md"
+LAYOUTS = {"single": "one process", "ddp": "ddp", "fsdp": "fsdp", "tp": "tp"}
+INTRODUCTION = """# Mistakes: the table
 
-What Headway does when a script makes a mistake, or looks as if it did. Each cell is a test (`tests/wrong_use`) that runs on real
-processes, two under ddp, fsdp and tp, and compares with the same lines in plain PyTorch:
-
-- **equal**: the numbers are those of the hand-written loop, and nothing is said.
-- **error**: the run ends on all ranks, with an error that says what to do.
-- **warning**: one line, before the second update.
-
-Nothing else may follow. The last column is part of what is said. The page is written by `python scripts/wrong_use.py --write`.
+Every mistake in `tests/wrong_use` and its result in each layout. [Mistakes, and what follows](wrong_use.md) explains the
+results. The message column quotes a part of the message. `python scripts/wrong_use.py --write` writes this page.
 """
 
 
 def page() -> str:
-    """The page's text."""
+    """Return the text of the page."""
     sys.path.insert(0, str(ROOT))
     from tests.wrong_use.table import SECTIONS
 
     lines = [INTRODUCTION]
     for section in SECTIONS:
-        lines += [f"## {section.title}\n", f"| mistake | {' | '.join(HEADINGS.values())} | what is said |"]
-        lines.append("|---" * (len(HEADINGS) + 2) + "|")
-        for row in section.rows:
-            kinds = [row.cells[layout].kind if layout in row.cells else "" for layout in HEADINGS]
-            said = dict.fromkeys(f"`{cell.text}`" for cell in row.cells.values() if cell.text)
-            lines.append(f"| {row.about} | {' | '.join(kinds)} | {', '.join(said)} |")
-        lines.append("")
+        lines.append(f"## {section.title}\n")
+        reported = [row for row in section.rows if any(cell.kind != "equal" for cell in row.cells.values())]
+        if reported:
+            lines += ["| mistake | result | message |", "|---|---|---|", *map(render_row, reported), ""]
+        harmless = [row for row in section.rows if row not in reported]
+        if harmless:
+            lines += ["Equal to plain PyTorch:\n", *(f"- {row.about}{_name_layouts(row)}" for row in harmless), ""]
     return "\n".join(lines)
+
+
+def render_row(row: Row) -> str:
+    """Return the table row of a mistake that is reported in some layout."""
+    layouts: dict[str, list[str]] = {}
+    for layout, name in LAYOUTS.items():
+        if layout in row.cells:
+            layouts.setdefault(row.cells[layout].kind, []).append(name)
+    if len(layouts) == 1:
+        result = next(iter(layouts)) + _name_layouts(row)
+    else:
+        result = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in sorted(layouts.items(), key=_is_equal))
+    messages = dict.fromkeys(f"`{cell.text}`" for cell in row.cells.values() if cell.text)
+    return f"| {row.about} | {result} | {', '.join(messages)} |"
+
+
+def _is_equal(result: tuple[str, list[str]]) -> bool:
+    return result[0] == "equal"
+
+
+def _name_layouts(row: Row) -> str:
+    """Return the names of the layouts in parentheses, if the mistake cannot be made in all of them."""
+    if len(row.cells) == len(LAYOUTS):
+        return ""
+    return f" ({', '.join(name for layout, name in LAYOUTS.items() if layout in row.cells)})"
 
 
 if __name__ == "__main__":

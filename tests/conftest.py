@@ -13,7 +13,7 @@ import pytest
 
 from headway import log
 from headway.common import scope
-from headway.runtime import process
+from headway.core.runtime import process
 
 ROOT = Path(__file__).parent
 MATRICES = (

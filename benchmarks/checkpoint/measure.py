@@ -147,7 +147,7 @@ def anonymous_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
 
-def peak_of(run: Callable[[], Any]) -> int:
+def get_peak(run: Callable[[], Any]) -> int:
     """The most anonymous bytes that `run` adds, looked at every 2 ms."""
     before, highest, is_over = anonymous_bytes(), 0, threading.Event()
 
@@ -171,10 +171,10 @@ def memory(library: str, way: str) -> int:
         accelerator.save_state()
         gc.collect()
         if way == "load":
-            return peak_of(accelerator.load_state)
+            return get_peak(accelerator.load_state)
         if way == "behind":
-            return peak_of(lambda: (accelerator.save_state(blocking=False), accelerator.wait_for_save()))
-        return peak_of(accelerator.save_state)
+            return get_peak(lambda: (accelerator.save_state(blocking=False), accelerator.wait_for_save()))
+        return get_peak(accelerator.save_state)
 
 
 class Numbers(Dataset[int]):

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import headway
 from benchmarks.timing import interleave, rows_of
-from headway.runtime import process
-from headway.runtime.control_plane import control
+from headway.core.runtime import process
+from headway.core.runtime.control_plane import control
 
 NUM_CALLS = 100
 
@@ -31,7 +31,7 @@ def many(call: Callable[[], object]) -> Callable[[], None]:
 
 def everybody_reads_everything(rank: int, world_size: int) -> Callable[[], object]:
     """The other way to vote: each rank writes a key and reads those of all, so W x W values travel."""
-    store, numbers, value = process.control_link().store, count(), struct.pack("<4d", 0, 0, 0, 0)
+    store, numbers, value = process.get_control_link().store, count(), struct.pack("<4d", 0, 0, 0, 0)
 
     def vote() -> object:
         number = next(numbers)
@@ -50,7 +50,7 @@ def main() -> None:
     logging.disable(logging.INFO)
     own = headway.Accelerator(cpu=True)
     plane, rank, size = control.current(), own.process_index, own.num_processes
-    store, number = process.control_link().store, torch.zeros(1)
+    store, number = process.get_control_link().store, torch.zeros(1)
     passes = {
         "round trip to the store": lambda: store.add(f"own/{rank}", 1),
         "round trip to the store, again (A/A)": lambda: store.add(f"own/{rank}", 1),

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.cuda_build.models import MODELS
-from headway.forecasting.tracing.tensors import unmasked
+from headway.forecasting.tracing.attention_masks import skip_causal_mask
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def make(case: Case) -> nn.Module:
     if case.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     # Without values transformers cannot see that no token is masked, and would build masks that a run does not.
-    return unmasked(model).train() if hasattr(model, "set_attn_implementation") else model.train()
+    return skip_causal_mask(model).train() if hasattr(model, "set_attn_implementation") else model.train()
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -219,7 +219,7 @@ def real(case: Case) -> tuple[int, int]:
 def forecast(case: Case) -> tuple[int, int, int]:
     """The same, and the most that the process may take without the device's overhead."""
     import headway
-    from headway.forecasting.device.devices import find
+    from headway.forecasting.device.devices import find_device
 
     model, own = MODELS[case.model], case.optimizer == "adafactor"
     found = headway.forecast(
@@ -228,7 +228,7 @@ def forecast(case: Case) -> tuple[int, int, int]:
         optimizer="adafactor" if own else OPTIMIZERS[case.optimizer], device=case.device, precision=case.precision,
         accumulation=case.accumulation, loop=case.loop, lengths=case.lengths, largest=False,
     )  # fmt: skip
-    return int(found.allocated), int(found.reserved), int(found.most) - find(case.device).overhead[2]
+    return int(found.allocated), int(found.reserved), int(found.most) - find_device(case.device).overhead[2]
 
 
 def of_device(device: str, with_values: bool) -> None:

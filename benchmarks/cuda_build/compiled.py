@@ -47,7 +47,7 @@ def build(name: str) -> tuple[nn.Module, Any, Callable[[int], dict[str, torch.Te
     """The model, its blocks, and what makes a batch."""
     import transformers as hf
 
-    from headway.forecasting.tracing.tensors import unmasked
+    from headway.forecasting.tracing.attention_masks import skip_causal_mask
 
     def tokens(size: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(size, TOKENS, dtype=torch.long)
@@ -58,7 +58,7 @@ def build(name: str) -> tuple[nn.Module, Any, Callable[[int], dict[str, torch.Te
         return model, model.blocks, lambda size: {"x": torch.zeros(size, TOKENS, 1024)}
     if name == "GPT-2":
         made = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=4, use_cache=False))
-        return unmasked(made), made.transformer.h, tokens
+        return skip_causal_mask(made), made.transformer.h, tokens
     sizes: dict[str, Any] = {
         "hidden_size": 1024,
         "intermediate_size": 2816,
@@ -66,7 +66,7 @@ def build(name: str) -> tuple[nn.Module, Any, Callable[[int], dict[str, torch.Te
         "num_key_value_heads": 4,
     }
     made = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=32000, use_cache=False))
-    return unmasked(made), made.model.layers, tokens
+    return skip_causal_mask(made), made.model.layers, tokens
 
 
 def compiled(name: str, how: str) -> nn.Module:

@@ -46,7 +46,7 @@ def fits(case: Case, size: int) -> bool:
 def forecast(case: Case) -> tuple[int, int]:
     """The largest batch, and the MiB of a context."""
     import headway
-    from headway.forecasting.device.devices import find
+    from headway.forecasting.device.devices import find_device
 
     model = MODELS[case.model]
     found = headway.forecast(
@@ -54,7 +54,7 @@ def forecast(case: Case) -> tuple[int, int]:
         optimizer=OPTIMIZERS[case.optimizer], device=case.device, budget=f"{GIB}GiB", precision=case.precision,
         accumulation=case.accumulation, loop=case.loop,
     )  # fmt: skip
-    return found.largest_batch or 0, find(case.device).overhead[2] >> 20
+    return found.largest_batch or 0, find_device(case.device).overhead[2] >> 20
 
 
 def ask(*arguments: object, **simulated: str) -> object:

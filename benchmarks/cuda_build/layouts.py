@@ -23,10 +23,12 @@ BATCH, TOKENS = 4, 512
 def build(layers: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from headway.forecasting.tracing.tensors import unmasked
+    from headway.forecasting.tracing.attention_masks import skip_causal_mask
 
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16}
-    return unmasked(LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=16000, use_cache=False)))
+    return skip_causal_mask(
+        LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=16000, use_cache=False))
+    )
 
 
 def strategy_of(layout: str) -> tuple[str, list[Any]]:

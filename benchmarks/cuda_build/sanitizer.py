@@ -115,11 +115,11 @@ def recomputation() -> None:
 
 @feature("activations in host memory")
 def activations() -> None:
-    from headway.training.transforms.activation_offload import offloading
+    from headway.extras.activation_offload import offload_saved_tensors
 
     model = net().cuda()
     for _ in range(3):
-        with offloading(min_bytes=1):
+        with offload_saved_tensors(min_bytes=1):
             out = model(torch.randn(512, WIDTH, device="cuda"))
         out.square().mean().backward()
 

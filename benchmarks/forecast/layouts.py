@@ -13,11 +13,12 @@ from torch import nn
 import headway
 from benchmarks.forecast.models import CASES, Case
 from benchmarks.timing import machine
-from headway.config.engines import ActivationCheckpointing, AutocastKwargs, DistributedDataParallelKwargs
-from headway.config.parallelism import ShardingOptions, TensorParallelOptions
+from headway.core.config.activation_checkpointing import ActivationCheckpointing
+from headway.core.config.parallelism import ShardingOptions, TensorParallelOptions
+from headway.core.config.torch_kwargs import AutocastKwargs, DistributedDataParallelKwargs
 from headway.forecasting.device.devices import MIB
-from headway.forecasting.tracing.tensors import plain
-from headway.planning.sources import unmasked
+from headway.forecasting.tracing.attention_masks import skip_causal_mask
+from headway.forecasting.tracing.tensors import iterate_plain_tensors
 
 FOLDER = Path(__file__).parent
 BATCH, RUNS = 8, 1
@@ -188,7 +189,7 @@ def taken(model: str, setting: Setting, batch: int = BATCH) -> int:
         gradient_accumulation_steps=setting.accumulation, kwargs_handlers=setting.of(model),
     )  # fmt: skip
     made = case.make()
-    prepared = accelerator.prepare(unmasked(made) if hasattr(made, "set_attn_implementation") else made)
+    prepared = accelerator.prepare(skip_causal_mask(made) if hasattr(made, "set_attn_implementation") else made)
     optimizer = accelerator.prepare(torch.optim.AdamW(prepared.parameters()))
     own = _bytes(prepared.parameters()) + _bytes(prepared.buffers())
     with torch.autograd.profiler.profile(profile_memory=True, use_cpu=True) as profile:
@@ -210,7 +211,7 @@ def taken(model: str, setting: Setting, batch: int = BATCH) -> int:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    parts = [part for tensor in tensors for part in plain(tensor)]
+    parts = [part for tensor in tensors for part in iterate_plain_tensors(tensor)]
     return sum({part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}.values())
 
 

@@ -13,13 +13,13 @@ from torch import nn
 from benchmarks.forecast.models import CASES, Case
 from benchmarks.forecast.truth import peak
 from benchmarks.timing import machine
-from headway.config.engines import ActivationCheckpointing
-from headway.forecasting.device.allocator import plain_peak
-from headway.forecasting.device.devices import MIB, find
-from headway.forecasting.tracing.fake import trace
+from headway.core.config.activation_checkpointing import ActivationCheckpointing
+from headway.extras.activation_checkpointing import checkpoint_activations
+from headway.forecasting.device.allocator import compute_exact_peak
+from headway.forecasting.device.devices import MIB, find_device
+from headway.forecasting.tracing.attention_masks import skip_causal_mask
+from headway.forecasting.tracing.fake import trace_step
 from headway.forecasting.tracing.step import StepRecipe
-from headway.planning.sources import unmasked
-from headway.training.transforms.activation_checkpointing import checkpoint_activations
 
 FOLDER = Path(__file__).parent
 BATCH = 8
@@ -46,7 +46,7 @@ SETTINGS: dict[str, tuple[Callable[..., torch.optim.Optimizer], str, int, bool]]
 
 def _made(case: Case) -> nn.Module:
     model = case.make()
-    return unmasked(model) if hasattr(model, "set_attn_implementation") else model
+    return skip_causal_mask(model) if hasattr(model, "set_attn_implementation") else model
 
 
 def compare(case: Case, setting: str) -> tuple[int, int, float]:
@@ -56,12 +56,12 @@ def compare(case: Case, setting: str) -> tuple[int, int, float]:
     batch = partial(case.batch, BATCH)
     began = time.perf_counter()
     prepare = _checkpointed if is_recomputed else None
-    traced = trace(partial(_made, case), batch, recipe, find("cpu"), prepare)
+    traced = trace_step(partial(_made, case), batch, recipe, find_device("cpu"), prepare)
     took = time.perf_counter() - began
     model = case.make().train()
     if is_recomputed:
         _checkpointed(model)
-    return plain_peak(traced.events), peak(model, recipe, batch), took
+    return compute_exact_peak(traced.events), peak(model, recipe, batch), took
 
 
 def main() -> None:

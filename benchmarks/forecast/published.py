@@ -3,44 +3,46 @@
 import warnings
 
 from benchmarks.forecast.reference import LARGEST, PUBLISHED, PUBLISHED_V100, AdamWOf2022, batch, model, recompute
-from headway.forecasting.device.allocator import MemoryEvent, replay
-from headway.forecasting.device.devices import MIB, find, room, spread
+from headway.forecasting.device.allocator import MemoryEvent, replay_events
+from headway.forecasting.device.devices import MIB, compute_allocator_limit, estimate_use, find_device
 from headway.forecasting.forecaster import BudgetSearch
-from headway.forecasting.tracing.fake import trace
+from headway.forecasting.tracing.fake import trace_step
 from headway.forecasting.tracing.step import StepRecipe
-from headway.planning.optimizers import maker
+from headway.planning.optimizers import resolve_optimizer
 
-DEVICE, V100 = find("rtx-3090"), find("v100-16gb")
+DEVICE, V100 = find_device("rtx-3090"), find_device("v100-16gb")
 
 
 def events(size: int, is_checkpointed: bool, accumulation: int = 2) -> list[MemoryEvent]:
     """Of two updates. Two micro-batches stand for the 4 and 8 of the tutorial, after which nothing new happens."""
     # transformers' Trainer computes the loss in a function, so outputs go when it returns.
     recipe = StepRecipe(AdamWOf2022, None, "no", accumulation, 1.0, keeps_gradients=True, loop="loss_function")
-    return trace(model, lambda: batch(size), recipe, DEVICE, recompute if is_checkpointed else None).events
+    return trace_step(model, lambda: batch(size), recipe, DEVICE, recompute if is_checkpointed else None).events
 
 
 def row(size: int, is_checkpointed: bool) -> tuple[int, int, int]:
     """In use on the card, in bytes: least, likely, most."""
-    return spread(DEVICE, replay(events(size, is_checkpointed)).reserved)
+    return estimate_use(DEVICE, replay_events(events(size, is_checkpointed)).reserved)
 
 
 def on_a_v100(size: int, is_checkpointed: bool, is_half: bool, has_adafactor: bool) -> int:
     """Likely in use on the card, in bytes."""
     recipe = StepRecipe(
-        maker("adafactor_transformers") if has_adafactor else AdamWOf2022, None, "fp16" if is_half else "no",
+        resolve_optimizer("adafactor_transformers") if has_adafactor else AdamWOf2022, None, "fp16" if is_half else "no",
         2 if size == 1 else 1, 1.0, keeps_gradients=True, loop="loss_function",
     )  # fmt: skip
-    traced = trace(model, lambda: batch(size), recipe, V100, recompute if is_checkpointed else None)
-    return spread(V100, replay(traced.events).reserved)[1]
+    traced = trace_step(model, lambda: batch(size), recipe, V100, recompute if is_checkpointed else None)
+    return estimate_use(V100, replay_events(traced.events).reserved)[1]
 
 
 def largest() -> int:
     """The largest batch with checkpointing, which the tutorial trained without accumulation."""
     assert DEVICE.memory is not None
     return BudgetSearch(
-        lambda size: events(size, True, 1), lambda each: replay(each).reserved, room(DEVICE, DEVICE.memory)
-    ).run()
+        lambda size: events(size, True, 1),
+        lambda each: replay_events(each).reserved,
+        compute_allocator_limit(DEVICE, DEVICE.memory),
+    ).find_largest()
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.errors import DataError
-from headway.forecasting.device.allocator import Allocator, rounded
+from headway.forecasting.device.allocator import Allocator, round_to_block
 
 _TAKEN = ("segment_alloc", "segment_map")
 _GIVEN = ("segment_free", "segment_unmap")
@@ -75,7 +75,7 @@ def _replayed(entries: Iterable[Mapping[str, Any]], model: Allocator) -> Compare
             taken -= size
         elif action == "alloc":
             count += 1
-            live[address] = rounded(size)
+            live[address] = round_to_block(size)
             held += live[address]
             most_held = max(most_held, held)
             model.allocate(address, size, entry.get("stream", 0))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.forecasting.tracing.step import StepRecipe, run
+from headway.forecasting.tracing.step import StepRecipe, run_recipe
 
 
 def peak(model: nn.Module, recipe: StepRecipe, batch: Callable[[], Any]) -> int:
@@ -15,7 +15,7 @@ def peak(model: nn.Module, recipe: StepRecipe, batch: Callable[[], Any]) -> int:
         each.untyped_storage()._cdata: each.untyped_storage().nbytes()
         for each in (*model.parameters(), *model.buffers())
     }
-    return profiled(lambda: run(model, recipe, batch), sum(held.values()))
+    return profiled(lambda: run_recipe(model, recipe, batch), sum(held.values()))
 
 
 def profiled(work: Callable[[], object], in_use: int) -> int:

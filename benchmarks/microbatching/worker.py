@@ -13,8 +13,8 @@ import torch
 
 import headway
 from benchmarks.timing import interleave, rows_of, summary
-from headway.runtime.control_plane import control
-from headway.training.replay.piece_size import PieceSize
+from headway.core.runtime.control_plane import control
+from headway.extras.replay.piece_size import PieceSize
 
 NUM_BATCHES, STEPS, WIDTH = 4, 2, 1600
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from headway.offload.readahead import bring_in, give_back, share_resident
+from headway.offload.readahead import measure_resident_share, read_pages, release_pages
 
 WIDTH = 1440
 NUM_BLOCKS = 24
@@ -62,20 +62,20 @@ def drop(files: list[Path], model: nn.Module | None = None) -> float:
     """Drop the files from the page cache; returns the share that stayed, by mincore."""
     for tensor in [] if model is None else model.parameters():
         if tensor.device.type == "cpu" and hasattr(tensor, "headway_mapped_at"):
-            give_back(tensor)  # the kernel does not drop pages that are mapped
+            release_pages(tensor)  # the kernel does not drop pages that are mapped
     gc.collect()
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
-    shares = [share_resident(_mapped(file)) or 0.0 for file in files]
+    shares = [measure_resident_share(_mapped(file)) or 0.0 for file in files]
     return sum(shares) / len(shares)
 
 
 def read(files: list[Path]) -> None:
     """The floor of a cold start: every page of the files brought in, in order."""
     for file in files:
-        bring_in(_mapped(file))
+        read_pages(_mapped(file))
 
 
 def anonymous_bytes() -> int:

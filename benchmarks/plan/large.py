@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 
 import headway
 from headway import ActivationCheckpointing, ShardingOptions, TensorParallelOptions
-from headway.planning.costs import ClusterRates, cost
-from headway.planning.sources import of_config
+from headway.planning.costs import ClusterRates, compute_cost
+from headway.planning.sources import make_config_source
 
 RANKS, GIB = 512, 1 << 30
 SHAPE = {
@@ -23,7 +23,7 @@ SHAPE = {
 def main() -> None:
     """Print the rows."""
     config = LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"])
-    source = of_config(config, "Llama 3.1 405B")
+    source = make_config_source(config, "Llama 3.1 405B")
     print("| layout | activation checkpointing | peak, GiB | tokens/s per GPU | waits for |\n|---|---|---|---|---|")
     for strategy in ("fsdp", "fsdp+tp=8", "hsdp=8+tp=8"):
         for is_checkpointed in (False, True):
@@ -33,7 +33,7 @@ def main() -> None:
             planned = headway.plan(
                 source.make, strategy, RANKS, step=source.step, tokens=source.tokens, kwargs_handlers=options
             )
-            spent = cost(planned, ClusterRates())
+            spent = compute_cost(planned, ClusterRates())
             assert spent is not None
             assert planned.peak is not None
             print(

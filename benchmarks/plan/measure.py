@@ -42,11 +42,11 @@ def one(size: str, strategy: str, num_ranks: int) -> None:
 
     from headway.planning.compare import plan
     from headway.planning.dry_run import fake_group
-    from headway.planning.sources import of_config
+    from headway.planning.sources import make_config_source
 
     if "," in strategy:
-        fake_group.OneOfEach = nullcontext  # type: ignore[misc, assignment]
-    source = of_config(LlamaConfig(**LLAMAS[size], architectures=["LlamaForCausalLM"]), size)
+        fake_group.SharedChunks = nullcontext  # type: ignore[misc, assignment]
+    source = make_config_source(LlamaConfig(**LLAMAS[size], architectures=["LlamaForCausalLM"]), size)
     found = plan(
         source.make, strategy.partition(",")[0], num_ranks, step=source.step, precision="bf16", tokens=source.tokens
     )

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import headway
 from headway import ActivationCheckpointing, ShardingOptions, TensorParallelOptions
-from headway.forecasting.tracing.tensors import unmasked
-from headway.planning.costs import ClusterRates, cost
+from headway.forecasting.tracing.attention_masks import skip_causal_mask
+from headway.planning.costs import ClusterRates, compute_cost
 
 RESERVED = 82.4
 GIB = 1 << 30
@@ -34,7 +34,7 @@ def model(size: str, length: int) -> nn.Module:
 
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     sizes: dict[str, Any] = dict(zip(names, _SIZES[size])) | {"num_key_value_heads": 8, "vocab_size": 128256}
-    return unmasked(LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=length, use_cache=False)))
+    return skip_causal_mask(LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=length, use_cache=False)))
 
 
 def batch(length: int, size: int) -> dict[str, torch.Tensor]:
@@ -132,7 +132,7 @@ def main() -> None:
             partial(model, row.size, row.length), row.strategy, row.ranks, step=step, tokens=row.batch * row.length,
             kwargs_handlers=row.options(),
         )  # fmt: skip
-        spent = cost(planned, ClusterRates())
+        spent = compute_cost(planned, ClusterRates())
         assert spent is not None
         assert planned.peak is not None
         speed = spent.tokens_per_second / row.ranks

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import headway
 from benchmarks.timing import interleave, num_repeats, rows_of, save
-from headway.runtime.control_plane.control import Control
-from headway.runtime.control_plane.stopping import StopAgreement
-from headway.runtime.control_plane.store import StoreAddress, StoreLink, serve
+from headway.core.runtime.control_plane.control import Control
+from headway.core.runtime.control_plane.stopping import StopAgreement
+from headway.core.runtime.control_plane.store import StoreAddress, StoreLink, start_store
 
 CALLS = 100
 
@@ -59,7 +59,7 @@ def main() -> None:
     """Measure and save."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    server = serve("127.0.0.1")
+    server = start_store("127.0.0.1")
     link = StoreLink(StoreAddress("127.0.0.1", server.port, "bench"), timedelta(seconds=10))
     stopping = StopAgreement(Control(0, 2, link, timedelta(seconds=10)), (), None, "bench")
     with tempfile.TemporaryDirectory() as folder:

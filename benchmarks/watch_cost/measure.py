@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from benchmarks.timing import interleave, num_repeats, rows_of, save
 from headway.common import env
-from headway.runtime.collective_log import CollectiveLedger
-from headway.runtime.heartbeat import NUM_RECORDED, Call, Heartbeat, Recorder
-from headway.runtime.pulse import HeartbeatFile
+from headway.core.runtime.collective_ledger import CollectiveLedger
+from headway.core.runtime.flight_recorder import Call, FlightRecorder
+from headway.core.runtime.heartbeat import NUM_RECORDED, Heartbeat
+from headway.core.runtime.pulse import HeartbeatFile
 
 CALLS = 100
 
@@ -31,15 +32,15 @@ def many(call: Callable[[], Any]) -> Callable[[], None]:
 
 def mark(ledger: CollectiveLedger) -> Callable[[], None]:
     """What each collective of Headway's does."""
-    return lambda: ledger.leave(ledger.record("gather"))
+    return lambda: ledger.record_exit(ledger.record_entry("gather"))
 
 
-class Direct(Recorder):
+class Direct(FlightRecorder):
     """Looks in the heartbeat's own thread, so that both are timed."""
 
-    def calls(self) -> list[Call] | None:
+    def get_calls(self) -> list[Call] | None:
         """What a look finds."""
-        self.look()
+        self.check_counters()
         return []
 
 
@@ -49,8 +50,8 @@ def beat(pulse: HeartbeatFile, *, is_training: bool) -> Callable[[], None]:
     def run() -> None:
         recorder = Direct()
         if not is_training:
-            recorder.look()  # the next look finds that nothing has moved, and reads the whole recording
-        Heartbeat(pulse, recorder).beat()
+            recorder.check_counters()  # the next look finds that nothing has moved, and reads the whole recording
+        Heartbeat(pulse, recorder).write_beat()
 
     return run
 

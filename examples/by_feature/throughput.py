@@ -1,4 +1,4 @@
-"""How fast training is: samples a second, model-FLOPs utilisation, the share of time waiting for data."""
+"""How fast training is: samples a second, model-FLOPs utilization, the share of time waiting for data."""
 
 import torch
 from sklearn.datasets import load_digits

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, set_seed
-from headway.tracking.runlog import read_run  # feature
+from headway.core.tracking.runlog_reader import read_run  # feature
 
 NUM_EPOCHS = 3
 

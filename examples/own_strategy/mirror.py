@@ -6,21 +6,21 @@ headway launch -n 6 --strategy mirror=3 train.py    two parts of the data, each 
 
 from typing import Any
 
-from headway.config.engines import EngineOptions
-from headway.data.sampling.shard import ShardIndex
+from headway.core.config.engines import EngineOptions
+from headway.core.data.sampling.shard import ShardIndex
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.strategies.base import Capabilities
+from headway.core.strategies.ddp import DDPStrategy
 from headway.errors import ConfigError
-from headway.runtime.collectives.checked import Collectives
-from headway.strategies.base import Capabilities
-from headway.strategies.ddp import DDPStrategy
 
 
 class MirrorStrategy(DDPStrategy):
-    """DDP over all ranks, of which `copies` neighbouring ranks count as one.
+    """DDP over all ranks, in which each group of `copies` adjacent ranks counts as one.
 
     Args:
-        collectives: all processes.
-        text: the requested strategy: "mirror" or "mirror=COPIES".
-        options: of the engines.
+        collectives: Collectives over all ranks.
+        text: Requested strategy: "mirror" or "mirror=COPIES".
+        options: Options of torch's engines.
     """
 
     name = "mirror"
@@ -35,7 +35,7 @@ class MirrorStrategy(DDPStrategy):
                 f"strategy {text!r}: {world} ranks cannot be divided into groups of {number}; choose another"
             )
         count = world // copies
-        # Which part of the data this rank reads: neighbours read the same.
+        # Part of the data that this rank reads. Ranks of one group read the same part.
         self.data_shard = ShardIndex(collectives.rank // copies, count)
         # One rank of each part: losses and metrics are summed over these, so that each sample counts once.
         self.data_group = collectives.split([range(copy, world, copies) for copy in range(copies)])
@@ -43,7 +43,7 @@ class MirrorStrategy(DDPStrategy):
         self.gradient_divisor = count
 
     def check(self, model: Any) -> bool:
-        """Do all ranks hold the same weights?"""
+        """Return whether all ranks hold the same weights."""
         sums = [float(parameter.detach().double().sum()) for parameter in model.parameters()]
         rows = self.everyone.gather_numbers(sums)
         return all(row == rows[0] for row in rows)

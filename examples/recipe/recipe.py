@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from headway import Accelerator, DataLoaderConfiguration, ProjectConfiguration, set_seed, track
-from headway.tracking.report import html_page, load
+from headway.core.tracking.report import html_page, load
 
 STAGES = ("pretraining", "finetuning", "reinforcement")
 LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data", "encodings"}
@@ -110,7 +110,7 @@ def collate(pairs: list[Pair]) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each on normalised inputs and added to the residual."""
+    """Attention and a feed-forward layer, each on normalized inputs and added to the residual."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,7 +1,10 @@
 """Headway: your own PyTorch training loop, on any hardware.
 
-Every public name can be imported from here, and Accelerate's names too (`headway.compat.accelerate`), also by its module paths. Names
-are loaded on first use, so that the command line never pays for torch, from the places that `__init__.pyi` gives them.
+All public names can be imported from this package. They are loaded on first use, from the modules that `__init__.pyi`
+lists, so that the command line does not import torch.
+
+Scripts that replaced `accelerate` by `headway` in their imports find Accelerate's names here too, and Accelerate's
+modules, such as `headway.utils`. `headway.compat.accelerate` has both.
 """
 
 import re
@@ -9,29 +12,40 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from headway.compat.accelerate.served.names import SERVED, find, install
+from headway.common.garbage import pause_garbage_collection
 from headway.version import __version__ as __version__
 
-# The stub is the table: what type checkers see is what is loaded on first use (as SPEC 1 has it).
+# The stub is the table of names, so that type checkers see exactly what is loaded on first use (SPEC 1).
 _IMPORT = re.compile(r"^from (\S+) import \(?\s*(\w+) as", re.MULTILINE)
 _STUB = Path(__file__).with_suffix(".pyi").read_text("utf-8")
-_PLACES = {name: place for place, name in _IMPORT.findall(_STUB) if name not in SERVED and name != "__version__"}
+_MODULES_OF_NAMES = {name: place for place, name in _IMPORT.findall(_STUB) if name != "__version__"}
 
-__all__ = ["__version__", *sorted(_PLACES)]
+# Accelerate's module paths, such as `headway.utils`. Headway's own modules come first.
+__path__.append(str(Path(__file__).parent / "compat" / "accelerate" / "module_paths"))
 
 
 def __getattr__(name: str) -> Any:
-    place = _PLACES.get(name)
-    if place is None:
-        value = find(name)
+    place = _MODULES_OF_NAMES.get(name)
+    if name == "__all__":
+        value: Any = ["__version__", *sorted(_MODULES_OF_NAMES.keys() - _names_of_accelerate().SERVED.keys())]
     else:
-        value = import_module(f"headway.{name}") if place == "headway" else getattr(import_module(place), name)
+        # Pause garbage collection during imports: modules live as long as the process, and it would search a million
+        # new objects of torch in vain. This shortens the import of torch and the Accelerator by a fifth.
+        with pause_garbage_collection():
+            if place is None:
+                value = _names_of_accelerate().find(name, _MODULES_OF_NAMES)
+            else:
+                value = import_module(f"headway.{name}") if place == "headway" else getattr(import_module(place), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *SERVED})
+    return sorted({"__version__", *_MODULES_OF_NAMES, *_names_of_accelerate().SERVED})
 
 
-install()
+def _names_of_accelerate() -> Any:
+    """Return the module that finds names which only Accelerate has."""
+    from headway.core import extensions
+
+    return extensions.load("names", "accelerate")

@@ -1,4 +1,4 @@
-"""`python -m headway` is the `headway` command."""
+"""Entry point of `python -m headway`, which runs the `headway` command."""
 
 from headway.cli.main import main
 

@@ -1,114 +1,72 @@
-"""The Accelerator: a table of contents, where each method delegates to the part that does the work."""
+"""`Accelerator`, Headway's public class.
 
-import weakref
+The constructor turns its arguments into `Settings`, and creates a `Run` from them. Each method delegates to one part
+of the run. Methods about ranks, such as `print`, are in the base class `RankAware`
+(`headway.core.runtime.collectives.ranks`). Modules that only one method needs are imported in that method, so that
+scripts start faster.
+"""
+
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import TypeVarTuple, Unpack
 
-from headway.checkpoint.resume.checkpoints import (
+from headway.common import env, scope, tracebacks
+from headway.core import extensions
+from headway.core.checkpoint.resume.comparison import Restored
+from headway.core.checkpoint.resume.save_and_resume import (
     Checkpoints,
     LoadHook,
     SaveHook,
     check_load_arguments,
     check_save_arguments,
 )
-from headway.checkpoint.resume.comparison import Restored
-from headway.checkpoint.resume.run import RunState
-from headway.common import callsite, scope
-from headway.common.optional import Later
-from headway.config.engines import (
-    ActivationCheckpointing,
-    AutocastKwargs,
-    Backend,
-    Float8Options,
-    ProfileKwargs,
-    TorchDynamoPlugin,
-    collect_options,
-    compiler,
-)
-from headway.config.layout_choice import RequestedLayout
-from headway.config.load import UNSET, run_setting
-from headway.config.parallelism import LayoutPlugin
-from headway.config.run import (
-    DataLoaderConfiguration,
-    GradientAccumulationPlugin,
-    Preemption,
-    ProjectConfiguration,
-    caller,
-    is_automatic,
-    loading_settings,
-    preemption_settings,
-    project_settings,
-    windows,
-)
-from headway.config.values import known_keywords
-from headway.data.build import skip_first_batches
-from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.sampling.order import LoadingRules
-from headway.errors import ConfigError, StateError, UnsupportedError
-from headway.forecasting import is_forecast
-from headway.launch import watch
+from headway.core.checkpoint.resume.state import CheckpointState
+from headway.core.config.activation_checkpointing import ActivationCheckpointing
+from headway.core.config.compilation import Backend, TorchDynamoPlugin
+from headway.core.config.engine_plugin import EnginePlugin
+from headway.core.config.guards import NonFinitePolicy, SpikePolicy
+from headway.core.config.parallelism import LayoutPlugin
+from headway.core.config.preemption import Preemption
+from headway.core.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from headway.core.config.torch_kwargs import AutocastKwargs, ProfileKwargs
+from headway.core.config.values import report_unknown_keywords
+from headway.core.data.build import skip_first_batches
+from headway.core.data.loader import PreparedLoader
+from headway.core.runtime import process
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.collectives.ranks import RankAware
+from headway.core.runtime.collectives.tree import Tree
+from headway.core.runtime.hang_watch import start_hang_watch
+from headway.core.tracking.base import Tracker
+from headway.core.tracking.record import Recorder, TrackerKwargs
+from headway.core.training.behavior import Behavior
+from headway.core.training.build import build_preparation, build_run, build_step, join_process, start_process
+from headway.core.training.checks.bypass import BypassDetector
+from headway.core.training.facts import publish_facts
+from headway.core.training.local_blocks import LocalTraining
+from headway.core.training.metrics import gather_for_metrics, warn_of_repeats
+from headway.core.training.prepared.optimizer import PreparedOptimizer
+from headway.core.training.prepared.scheduler import PreparedScheduler, SchedulerStepRule
+from headway.core.training.settings import Settings, resolve_settings
+from headway.core.training.weights import WholeWeights
+from headway.core.training.windows import LossPolicy
+from headway.core.weights.compiled import remove_wrappers, unwrap_compiled
+from headway.core.weights.export import save_object
+from headway.errors import CallError, ConfigError, StateError, UnsupportedError
 from headway.log import get_logger, is_debugging
-from headway.memory.oom import EmergencyReserve, is_out_of_memory
-from headway.precision import float8
-from headway.precision.mixed import build_precision, halve_embeddings
-from headway.runtime import events, process, pulse
-from headway.runtime.collectives.checked import Collectives
-from headway.runtime.collectives.ranks import RankAware, generator_names
-from headway.runtime.collectives.tree import Tree
-from headway.runtime.control_plane.attendance import Attendance
-from headway.runtime.control_plane.control import note_progress
-from headway.runtime.seed import RNGReader
-from headway.strategies.build import choose_strategy
-from headway.strategies.deepspeed import plugin as deepspeed
-from headway.tracking.base import Tracker
-from headway.tracking.record import RunRecorder, TrackerKwargs
-from headway.training.checks.bypass import BypassDetector
-from headway.training.checks.replicas import ReplicaCheck, RowCountCheck
-from headway.training.hooks import NonFiniteNotice, RunParts, StepHooks
-from headway.training.local_sgd import LocalTraining
-from headway.training.metrics import gather_for_metrics, look_for_repeats
-from headway.training.prepared.objects import PreparedObjects
-from headway.training.prepared.optimizer import PreparedOptimizer
-from headway.training.prepared.prepare import Preparation, Wrappers
-from headway.training.prepared.registry import AcceleratorRegistry
-from headway.training.prepared.scheduler import PreparedScheduler, SchedulerStepRule, choose_rule
-from headway.training.run import AcceleratorRun
-from headway.training.step import MicroBatch, StepGuard, TrainingStep, WholeStep
-from headway.training.weights import WholeWeights
-from headway.training.windows import AccumulationWindows, LossPolicy, UpdateClock
-from headway.weights.export import save_object
 
-# What only some runs use is loaded by its first use: a script that does without starts the sooner.
 if TYPE_CHECKING:
-    from headway.forecasting.answer import Forecast
-    from headway.forecasting.tracing.step import Loop, Loss, MakeOptimizer
-    from headway.memory import report as memory_report
-    from headway.training import forecast as forecasts
-    from headway.training import throughput, weight_stream
-    from headway.training.checks import finite
-    from headway.training.checks import spikes as spike_checks
-    from headway.training.replay import step as replay
-    from headway.training.transforms import activation_checkpointing as recompute
-    from headway.training.transforms import compiling
-else:
-    compiling = Later("headway.training.transforms.compiling")
-    memory_report = Later("headway.memory.report")
-    recompute = Later("headway.training.transforms.activation_checkpointing")
-    replay = Later("headway.training.replay.step")
-    throughput = Later("headway.training.throughput")
-    weight_stream = Later("headway.training.weight_stream")
-    finite = Later("headway.training.checks.finite")
-    spike_checks = Later("headway.training.checks.spikes")
-    forecasts = Later("headway.training.forecast")
+    from headway.core.training.checks.finite import FiniteGuard
+    from headway.core.training.forecast_types import Forecast, Loop, Loss, MakeOptimizer
+    from headway.core.training.interfaces import Proofs, SpikeReport, ThroughputMeter, WeightBuckets
 
 log = get_logger(__name__)
 
@@ -117,58 +75,82 @@ M = TypeVar("M", bound=torch.nn.Module)
 Ts = TypeVarTuple("Ts")
 
 
-@known_keywords
+@report_unknown_keywords
 class Accelerator(RankAware):
-    """Runs a PyTorch loop on whatever the launcher started: one process or many, any device, any precision.
+    """Runs your PyTorch loop on any number of processes, any device and any precision.
+
+    Pass your objects through `prepare`, and keep the loop that you would write for one process::
+
+        accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_fn(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Precision, layout and similar settings that are not given here come from the launcher's flags, `HEADWAY_*`
+    variables and the config file.
 
     Args:
-        device_placement: move models and batches to `device`.
-        split_batches: short for `DataLoaderConfiguration(split_batches=True)`.
-        mixed_precision: "no" (the default), "bf16", "fp16" or "fp8" (float8 by torchao, `Float8Options`).
-        gradient_accumulation_steps: micro-batches per update; default 1.
-        cpu: compute on the CPU even where there is an accelerator.
-        dataloader_config: how prepared loaders split, pad and move batches.
-        fsdp_plugin, torch_tp_plugin, parallelism_config: the layout and its options by Accelerate's names; `strategy` says it in
-            a word.
-        deepspeed_plugin: DeepSpeed's settings (`headway.DeepSpeedPlugin`); `deepspeed_plugins` by name: one only.
-        megatron_lm_plugin: planned; anything but None is an error that says what to do today.
-        gradient_accumulation_plugin: the same and more about windows; not together with the steps.
-        step_scheduler_with_optimizer: a schedule's step() follows its optimizer's updates; False: each call is a tick.
-        adjust_scheduler_to_accumulation: schedules were counted in micro-batches.
-        scheduler_ticks: "updates": schedules were counted in real updates, one tick each. None: by the rule of
-            `headway.training.prepared.scheduler`. An object with `name`, `reason` and `ticks(window_length)` is a rule of your own.
-        global_batch_size: samples per update; derives the accumulation from ranks and the loader's batch size.
-        rng_types: streams to make equal over ranks when a loader begins: "generator" (default), "torch", "python",
-            "numpy", "device" (or its kind, "cuda" say).
-        kwargs_handlers: options of the engines underneath, one each of `headway.config.engines`.
-        dynamo_backend: compile models at prepare() by torch.compile with this backend, "inductor" say; None or "no": do not.
-        dynamo_plugin: the same with its settings, a `TorchDynamoPlugin`.
-        project_dir: where the run keeps files; or a `project_config`.
-        loss_policy: how losses are divided; default: the exact mean over the window and all ranks.
-        microbatching: "auto": where memory runs out, the batch is run again in smaller pieces, on all ranks and with the
-            same result; loops then use `forward_backward` or `microbatches`. None: batches stay whole.
-        on_non_finite: "skip", "stop", "raise" or "explain" for an update whose loss or gradients are nan or infinite; or a
-            `NonFinitePolicy`. None: one warning for the first such loss, and training continues.
-        log_with: trackers that the run's log is fed to: "tensorboard", "wandb", "mlflow", "all" (that are installed), an
-            instance of `headway.Tracker`, or a list of these.
-        preemption: a signal or deadline makes all ranks save and end with exit code 75 (`Preemption`). True: as that class
-            says; None: the same where checkpoints are named automatically; False: signals end the process as ever.
-        strategy: the layout: "ddp" (the default: a replica per process), "fsdp", "hsdp=8", "tp", "fsdp+tp=2" ...
-            (`headway.config.mesh`); "zero1", "zero2", "zero3", "deepspeed": by DeepSpeed.
-        on_spike: "skip" or "go_back" for an update whose loss or gradient norm is far above those of recent updates; or a
+        device_placement: Whether to move models and batches to `device`. Default: True.
+        split_batches: Short form of `DataLoaderConfiguration(split_batches=True)`. Default: False.
+        mixed_precision: "no", "bf16", "fp16" or "fp8" (float8 by torchao, see `Float8Options`). Default: the launcher's
+            setting, or "no".
+        gradient_accumulation_steps: Number of micro-batches per update. Default: 1.
+        cpu: Whether to compute on the CPU even if an accelerator is available.
+        dataloader_config: Settings for splitting, padding and moving batches of prepared loaders.
+        deepspeed_plugin: DeepSpeed's settings (`headway.DeepSpeedPlugin`).
+        fsdp_plugin: Options of a sharded layout under Accelerate's names. The `strategy` argument is the short form.
+        torch_tp_plugin: Tensor parallelism under Accelerate's older name.
+        megatron_lm_plugin: Not supported. Any value but None raises an error that names an alternative.
+        rng_types: RNGs to synchronize across ranks at the start of each pass over a loader: "generator", "torch",
+            "python", "numpy", and "device" or its type, such as "cuda". Default: ("generator",).
+        log_with: Trackers that receive the run's log: "tensorboard", "wandb", "mlflow", "all" (those that are
+            installed), an instance of `headway.Tracker`, or a list of these.
+        project_dir: Directory of the run's files. Use either this or `project_config`.
+        project_config: Directory of the run's files, with naming and retention of checkpoints.
+        gradient_accumulation_plugin: Accumulation steps with more options. Cannot be combined with
+            `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: Whether a scheduler steps only when its optimizer does. If False, each step()
+            call advances the schedule. Default: True.
+        kwargs_handlers: Options of torch components such as DDP and GradScaler, at most one of each class (see
+            `headway.core.config.engines`).
+        dynamo_backend: torch.compile backend, such as "inductor", that compiles models in prepare(). None or "no": do
+            not compile.
+        dynamo_plugin: torch.compile backend with its settings, a `TorchDynamoPlugin`.
+        deepspeed_plugins: DeepSpeed's settings by name. Only one entry is supported.
+        parallelism_config: Sizes of the layout's axes under Accelerate's names. The `strategy` argument is the short
+            form.
+        adjust_scheduler_to_accumulation: Whether schedules were sized in micro-batches rather than updates. Default:
+            False.
+        scheduler_ticks: How many steps a schedule advances per update. "updates": one. An object with `name`, `reason`
+            and `ticks(window_length)` is a custom rule. None: the rules of `headway.core.training.prepared.scheduler`.
+        global_batch_size: Samples per update. The accumulation steps are derived from the number of ranks and the
+            loader's batch size.
+        loss_policy: How losses are averaged. Default: the exact mean over the accumulation window and all ranks.
+        microbatching: "auto" to run a batch again in smaller pieces if memory runs out, on all ranks and with an
+            identical result. Loops then use `forward_backward` or `microbatches`. None: batches are never split.
+        on_non_finite: "skip", "stop", "raise" or "explain" for updates whose loss or gradients are NaN or infinite, or
+            a `NonFinitePolicy`. None: warn once about the first such loss and continue.
+        preemption: Whether a signal or deadline makes all ranks save and exit with code 75, or a `Preemption` with
+            options. None: enabled if checkpoints are named automatically. False: signals keep their usual effect.
+        strategy: Layout: "ddp" (the default, one replica per process), "fsdp", "hsdp=8", "tp", "fsdp+tp=2" and others
+            (`headway.core.config.mesh`), or "zero1", "zero2", "zero3" and "deepspeed" by DeepSpeed.
+        on_spike: "skip" or "go_back" for updates whose loss or gradient norm is far above recent ones, or a
             `SpikePolicy`. None: no check.
 
     Raises:
-        ConfigError: contradicting or impossible settings.
-        LaunchError: the launcher promised another number of processes than came.
-        DeviceUnavailable: an accelerator was asked for that this process cannot use.
-        UnsupportedError: a layout that is not there yet.
+        ConfigError: If settings are invalid or contradict each other.
+        LaunchError: If the number of processes that joined differs from the number that the launcher announced.
+        DeviceUnavailable: If a requested accelerator cannot be used by this process.
+        UnsupportedError: If the layout is not supported.
     """
 
-    _refuses_drift: ClassVar[bool] = True
-    """Are ranks whose models or optimizers are not alike an error? For a class that may only say so."""
-    _wrappers: ClassVar[Wrappers] = Wrappers()
-    _windows: ClassVar[type[AccumulationWindows]] = AccumulationWindows
+    _behavior: Behavior = Behavior()
+    """Rules for losses, windows, loaders and checkpoints. A subclass with different rules assigns this before
+    `Accelerator.__init__`.
+    """
 
     def __init__(
         self,
@@ -178,7 +160,7 @@ class Accelerator(RankAware):
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: deepspeed.DeepSpeedPlugin | None = None,
+        deepspeed_plugin: EnginePlugin | None = None,
         fsdp_plugin: LayoutPlugin | None = None,
         torch_tp_plugin: LayoutPlugin | None = None,
         megatron_lm_plugin: None = None,
@@ -191,204 +173,122 @@ class Accelerator(RankAware):
         kwargs_handlers: list[Any] | None = None,
         dynamo_backend: Backend | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugins: "Mapping[str, deepspeed.DeepSpeedPlugin] | None" = None,
+        deepspeed_plugins: Mapping[str, EnginePlugin] | None = None,
         parallelism_config: LayoutPlugin | None = None,
-        # Accelerate's end here; what follows is Headway's own.
+        # Accelerate's arguments end here. The following are Headway's own.
         adjust_scheduler_to_accumulation: bool = False,
         scheduler_ticks: str | SchedulerStepRule | None = None,
         global_batch_size: int | None = None,
         loss_policy: LossPolicy | None = None,
         microbatching: str | None = None,
-        on_non_finite: "str | finite.NonFinitePolicy | None" = None,
+        on_non_finite: str | NonFinitePolicy | None = None,
         preemption: Preemption | bool | None = None,
         strategy: str | None = None,
-        on_spike: "str | spike_checks.SpikePolicy | None" = None,
+        on_spike: str | SpikePolicy | None = None,
     ) -> None:
-        scope.own(callsite.Hook).put_in(lambda: not is_debugging())
-        origin = caller()
-        dynamo = compiler(dynamo_backend, dynamo_plugin)
-        options = collect_options(kwargs_handlers)
-        engine = deepspeed_plugin or deepspeed_plugins
-        plugins = (fsdp_plugin, parallelism_config, torch_tp_plugin, megatron_lm_plugin)
-        requested = RequestedLayout(strategy, origin, *plugins, uses_deepspeed=engine is not None)
-        on_cpu, _ = run_setting("cpu", UNSET if cpu is None else cpu, False, code_origin=origin)
-        group = options.process_group
-        runtime = process.start(cpu=on_cpu, backend=group.backend, init_method=group.init_method, timeout=group.timeout)
-        watch.start()
-        super().__init__(runtime, Collectives(runtime))
-        asked = str(mixed_precision) if mixed_precision else UNSET
-        chosen = deepspeed.resolve(requested, options, runtime, engine)
-        self.options = options = chosen.options
-        zero = chosen.deepspeed
-        self.mixed_precision, _ = run_setting("mixed_precision", asked, deepspeed.precision(zero), code_origin=origin)
-        steps = deepspeed.steps(zero, gradient_accumulation_steps, gradient_accumulation_plugin)
-        plugin = windows(steps, gradient_accumulation_plugin, global_batch_size, origin)
-        cuts_batches = is_automatic(microbatching, plugin)
-        self.strategy = choose_strategy(chosen, self.collectives, self.mixed_precision, cuts_batches)
-        scaling = deepspeed.unscaled(zero, options)
-        self.precision = build_precision(self.mixed_precision, runtime.hardware, scaling, self.strategy)
-        self.global_batch_size = global_batch_size
-        self.clock = UpdateClock()
-        self._events = LoaderEvents()
-        neighbours = runtime.scope.own(AcceleratorRegistry)
-        divides = loss_policy or LossPolicy()
-        self._training_step = self._build_step(plugin, divides, (on_non_finite, on_spike), cuts_batches, neighbours)
-        self.local_training = LocalTraining(self._training_step.windows)
-        loading = loading_settings(dataloader_config, split_batches)
-        more_updates = 1 if loading.split_batches else self.strategy.data_shard.count
-        rule = choose_rule(scheduler_ticks, adjust_scheduler_to_accumulation or plugin.adjust_scheduler, more_updates)
-        self._preparation = Preparation(
-            self._training_step,
-            neighbours,
-            loading,
-            device_placement,
-            rule,
-            step_scheduler_with_optimizer,
-            tuple(generator_names(rng_types or ())),
-            global_batch_size,
-            partial(self._transforms, options.checkpointing, dynamo),
-            self._loading_rules(),
-            self._wrappers,
+        scope.own(tracebacks.ExceptionHook).install(lambda: not is_debugging())
+        settings = resolve_settings(
+            device_placement=device_placement,
+            split_batches=split_batches,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=cpu,
+            dataloader_config=dataloader_config,
+            deepspeed_plugin=deepspeed_plugin,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            rng_types=rng_types,
+            log_with=log_with,
+            project_dir=project_dir,
+            project_config=project_config,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            kwargs_handlers=kwargs_handlers,
+            dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            parallelism_config=parallelism_config,
+            adjust_scheduler_to_accumulation=adjust_scheduler_to_accumulation,
+            scheduler_ticks=scheduler_ticks,
+            global_batch_size=global_batch_size,
+            loss_policy=loss_policy,
+            microbatching=microbatching,
+            on_non_finite=on_non_finite,
+            preemption=preemption,
+            strategy=strategy,
+            on_spike=on_spike,
         )
-        self._start_records(log_with, project_settings(project_dir, project_config), preemption)
-        self._run = AcceleratorRun(
-            self.collectives,
-            self.mixed_precision,
-            weakref.ref(self._training_step.windows),
-            plugin.adjust_scheduler,
-            chosen,
-            dynamo,
-            getattr(self.strategy, "mesh", None),
+        verify = extensions.load("feature", "verify") if env.get(env.VERIFY) else None
+        if verify is not None:
+            settings = verify.redirect_settings(settings)
+        runtime = start_process(settings)
+        start_hang_watch()
+        if settings.loss_policy is not None:
+            self._behavior = replace(self._behavior, loss_policy=settings.loss_policy)
+        run = build_run(settings, runtime, self._behavior)
+        super().__init__(runtime, run.collectives)
+        self._run = run
+        self.options = run.options
+        self.mixed_precision = run.mixed_precision
+        self.strategy = run.strategy
+        self.precision = run.precision
+        self.clock = run.clock
+        self.global_batch_size = settings.global_batch_size
+        recorder = None if verify is None else verify.record_run(run)
+        self._build_parts(settings)
+        if recorder is not None:
+            recorder.attach(self, self._training_step, self._checkpoints)
+
+    def _build_parts(self, settings: Settings) -> None:
+        """Create the parts to which the public methods delegate: training step, preparation, checkpoints, tracking and
+        others.
+        """
+        run = self._run
+        self._training_step = build_step(run, settings, self._behavior)
+        self._preparation = build_preparation(run, settings, self._training_step, self._behavior)
+        self.local_training = LocalTraining(run.windows)
+        self._checkpoint_state = CheckpointState(run, self._preparation, self._training_step, self.local_training)
+        self._checkpoints = Checkpoints(
+            self._checkpoint_state,
+            settings.project,
+            run.hooks,
+            run.collectives,
+            self._behavior.choose_last_save_hook,
+            repeats_evaluations=self._behavior.repeats_evaluations,
+            resume_method=self._behavior.resume_method,
         )
-        self._take_part(runtime)
+        self._checkpoints.watch(settings.preemption, is_asked_for=settings.is_preemption_requested)
+        place = self._checkpoints.place
+        self._recorder = Recorder(
+            runtime=run.runtime,
+            project=lambda: place.project,
+            log_with=settings.log_with,
+            clock=run.clock,
+            notes=run.notes,
+            has_checkpoints=place.has_any,
+            grad_norm=lambda: self._training_step.grad_norm,
+        )
+        self._whole_weights = WholeWeights(run.strategy, run.runtime)
+        self._facts = publish_facts(run)
+        self._bypasses = run.runtime.scope.own(BypassDetector)
+        self._registration = join_process(run, self._training_step, self._preparation)
 
     @property
     def _readers(self) -> Collectives:
         return self.strategy.data_group
 
-    def _take_part(self, runtime: process.ProcessRuntime) -> None:
-        """Be known to this process: what ends with it is let go of then."""
-        runtime.scope.own(Attendance).start(runtime)
-        process.at_end(self._preparation.release)
-        self._whole_weights = WholeWeights(self.strategy, runtime)
-        runtime.scope.own(RNGReader).index = self.strategy.data_shard.index
-        self._bypasses = runtime.scope.own(BypassDetector)
-        self._membership = self._bypasses.join(self._training_step)
-        scope.own(EmergencyReserve).fill()
-        scope.own(callsite.Hook).add(_use_of_memory)
+    # ---------------------------------------------------------------- members that scripts written for others read
 
-    def _build_step(
-        self,
-        plugin: GradientAccumulationPlugin,
-        policy: LossPolicy,
-        guards: "tuple[str | finite.NonFinitePolicy | None, str | spike_checks.SpikePolicy | None]",
-        cuts_batches: bool,
-        neighbours: AcceleratorRegistry,
-    ) -> TrainingStep:
-        prepared, runtime = PreparedObjects(self.strategy.at_rest), self.runtime
-        windows = self._windows(
-            plugin.num_steps,
-            self._events,
-            plugin.sync_with_dataloader,
-            plugin.sync_each_batch,
-            partial(neighbours.loader_beside, prepared),
-        )
-        is_watched = pulse.is_watched() or runtime.world_size > 1
-        moments = StepHooks(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
-        parts = RunParts(windows, self.clock, prepared, self.strategy, self.precision, self._events, runtime, moments)
-        on_non_finite, on_spike = guards
-        if on_spike is not None:
-            guard: StepGuard = spike_checks.SpikeGuard(on_spike, on_non_finite, parts, lambda: self._run_state)
-        elif on_non_finite is not None:
-            guard = finite.FiniteGuard(on_non_finite, parts)
-        else:
-            guard = StepGuard(parts, None if is_forecast() else NonFiniteNotice(windows, self.clock, runtime))
-        if runtime.world_size > 1:
-            moments.begun.append(runtime.scope.own(Attendance).count_micro_batch)
-            self._compare_ranks(parts, cuts_batches, type(policy) is LossPolicy)
-        return replay.PieceStep(parts, policy, guard) if cuts_batches else WholeStep(parts, policy, guard)
-
-    def _compare_ranks(self, parts: RunParts, cuts_batches: bool, weighs: bool) -> None:
-        moments, rows = parts.moments, RowCountCheck(parts.windows)
-        replicas = ReplicaCheck(parts.prepared, self.strategy, rows, self._refuses_drift)
-        moments.reduced.append(replicas.note)
-        # In pieces, an update may be tried several times: ranks are together right after they have reduced gradients.
-        (moments.reduced if cuts_batches else moments.before_update).append(replicas.check)
-        if self.strategy.data_shard.count > 1 and weighs:
-            moments.before_forward.append(rows.see)
-            moments.unweighed.append(rows.unweighed)
-
-    def _loading_rules(self) -> LoadingRules:
-        """What loaders go by; for a class that loads in another way."""
-        return LoadingRules()
-
-    def _last_save_hook(self) -> SaveHook | None:
-        """What is called after all save hooks; for a class that writes more into a checkpoint."""
-        return None
-
-    def _transforms(
-        self, plan: ActivationCheckpointing | None, dynamo: TorchDynamoPlugin, learns: bool
-    ) -> tuple[Callable[[torch.nn.Module], Any], ...]:
-        """What is done to a model before it is wrapped: to float8, then checkpointed, then compiled."""
-        made: list[Callable[[torch.nn.Module], Any]] = []
-        if self.mixed_precision == "fp8":
-            ranks = self.collectives if learns else None
-            made.append(partial(float8.convert_model, options=self.options.float8 or Float8Options(), ranks=ranks))
-        if self.options.autocast.half_residual:
-            made.append(halve_embeddings)
-        if plan is not None and learns:
-            made.append(partial(recompute.checkpoint_activations, plan=plan, device=self.device))
-        if dynamo.compiles:
-            is_gathered = learns and not self.strategy.capabilities.lone_forward
-            compiles = partial(compiling.compile_model, plugin=dynamo, device=self.device, is_gathered=is_gathered)
-            made.append(partial(compiles, accumulates=self.gradient_accumulation_steps > 1))
-        return tuple(made)
-
-    def _start_records(
-        self, log_with: Any, project: ProjectConfiguration, preemption: Preemption | bool | None
-    ) -> None:
-        run_state = RunState(
-            self.runtime,
-            self.collectives,
-            self.strategy,
-            self.precision,
-            self._preparation,
-            self._training_step,
-            self.clock,
-            self.local_training,
-        )
-        self._run_state = run_state
-        self._checkpoints = Checkpoints(
-            run_state, project, self._training_step.moments, self.collectives, self._last_save_hook
-        )
-        self._checkpoints.watch(preemption_settings(preemption, project), is_asked_for=bool(preemption))
-        place = self._checkpoints.place
-        self._record = RunRecorder(
-            self.runtime,
-            lambda: place.project,
-            log_with,
-            self.clock,
-            run_state.notes,
-            place.has_any,
-            lambda: self._training_step.grad_norm,
-        )
-
-    # ---------------------------------------------------------------- what Accelerate's has besides
-
-    @cached_property
-    def _members_of_accelerate(self) -> Any:
-        """What only scripts written for Accelerate read; nothing below knows that package, which is loaded by its first use."""
-        return import_module("headway.compat.accelerate.members").Members(self)
-
-    if not TYPE_CHECKING:  # a type checker goes on to report what does not exist
+    if not TYPE_CHECKING:  # hidden from type checkers, which still report unknown names
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):  # asked for by copies and the like
+            if name.startswith("__"):  # requested by copy and pickle
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            return getattr(self._members_of_accelerate, name)
+            return extensions.load("members", "accelerate").read_member(self, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._members_of_accelerate)})
+        return sorted({*super().__dir__(), *extensions.load("members", "accelerate").list_members()})
 
     # ---------------------------------------------------------------- prepare
 
@@ -403,19 +303,27 @@ class Accelerator(RankAware):
     def prepare(  # type: ignore[misc]  # mypy does not see that *objects takes what the second overload does
         self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False
     ) -> Any:
-        """Make models, optimizers, loaders and schedules ready, in any order; returns them in the order given.
+        """Prepare models, optimizers, loaders and schedulers for this run, and return them in the given order.
 
-        The model comes back as the same object. One argument comes back alone, several as a tuple; None passes through;
-        what is prepared already is returned as it is, and so is an object of another kind, with a warning. For type checkers,
-        each keeps the type that it came with: a prepared optimizer, loader or schedule has its attributes, too.
+        The model is returned as the same object. None and objects that are already prepared are returned unchanged.
+        Objects of other types are also returned unchanged, with a warning. For type checkers each object keeps its
+        type; prepared optimizers, loaders and schedulers have the attributes of the originals.
 
         Args:
-            objects: models, optimizers, DataLoaders, schedules.
-            device_placement: one truth value for each object: move it to the device?
-            strict: an object of another kind is an error.
+            objects: Models, optimizers, DataLoaders and schedulers, in any order.
+            device_placement: One boolean per object: whether to move it to the device. Default: the constructor's
+                `device_placement` for all.
+            strict: Whether an object of another type is an error. Default: False.
+
+        Returns:
+            The prepared object if one was given, else a tuple.
 
         Raises:
-            PrepareError: objects that do not belong together, or with `strict` one of another kind.
+            PrepareError: If the objects do not belong together, or, with `strict`, if one is of another type.
+
+        Example::
+
+            model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         """
         prepared = self._preparation.prepare(objects, device_placement, strict)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -423,50 +331,957 @@ class Accelerator(RankAware):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Prepare one model; with `evaluation_mode` it gets no engine for gradients."""
-        prepared = self._preparation.model(model, device_placement, evaluation_mode)
-        self._preparation.adopt()
+        """Prepare one model and return it.
+
+        Args:
+            model: Model to prepare.
+            device_placement: Whether to move the model to the device. None: the constructor's `device_placement`.
+            evaluation_mode: Whether the model is only evaluated, so that it has no gradients to reduce. Default: False.
+        """
+        prepared = self._preparation.prepare_model(model, device_placement, evaluation_mode)
+        self._preparation.create_engine_if_ready()
         return prepared
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
-        """Prepare one optimizer; its state goes where the parameters are, whatever `device_placement` says."""
-        prepared = self._preparation.optimizer(optimizer)
-        self._preparation.adopt()
+        """Prepare one optimizer and return its wrapper.
+
+        Args:
+            optimizer: Optimizer to prepare.
+            device_placement: Ignored. The optimizer's state is always on the device of its parameters.
+        """
+        prepared = self._preparation.prepare_optimizer(optimizer)
+        self._preparation.create_engine_if_ready()
         return prepared
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: None = None
     ) -> PreparedLoader:
-        """Prepare one loader.
+        """Prepare one loader and return its wrapper.
+
+        Args:
+            data_loader: DataLoader to prepare.
+            device_placement: Whether to move batches to the device. None: the constructor's `device_placement`.
+            slice_fn_for_dispatch: Not supported. Dispatched batches are split by rows.
 
         Raises:
-            UnsupportedError: a function that slices dispatched batches: they are cut by rows.
+            UnsupportedError: If `slice_fn_for_dispatch` is given.
         """
         if slice_fn_for_dispatch is not None:
             raise UnsupportedError(
                 "slice_fn_for_dispatch is not served: dispatched batches are cut by rows; leave it out"
             )
-        return self._preparation.loader(data_loader, device_placement)
+        prepared = self._preparation.prepare_loader(data_loader, device_placement)
+        self._preparation.check_packed_models()
+        return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Prepare one schedule; its optimizer must be prepared."""
-        return self._preparation.scheduler(scheduler)
-
-    def unwrap_model(self, model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> M:
-        """The user's own module: what prepare() gave back is that object already.
+        """Prepare one scheduler and return its wrapper.
 
         Args:
-            model: prepared or not; a DistributedDataParallel instance of the user's own is opened too.
-            keep_fp32_wrapper: accepted for the name's sake: outputs are never converted.
-            keep_torch_compile: False: also take off the wrapper that torch.compile(model) made. A model that was compiled in place,
-                as prepare() does it, has none and comes back as it is.
+            scheduler: Scheduler to prepare. Its optimizer must already be prepared.
+        """
+        return self._preparation.prepare_scheduler(scheduler)
+
+    def unwrap_model(self, model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> M:
+        """Return the original module. A model from `prepare` already is that object.
+
+        Args:
+            model: Prepared or unprepared model. A DistributedDataParallel or DataParallel wrapper that you created is
+                removed.
+            keep_fp32_wrapper: Ignored, because outputs are never converted. Accepted for compatibility with Accelerate.
+            keep_torch_compile: Whether to keep the wrappers of `torch.compile(module)`. False: remove them. If
+                submodules are wrapped, a copy of the module tree is returned that shares all tensors with the model. A
+                model that was compiled in place, as prepare() does, has no wrapper and is returned unchanged. Default:
+                True.
         """
         if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
             model = model.module
-        own: Any = self.strategy.unwrap(model)
-        return own if keep_torch_compile else getattr(own, "_orig_mod", own)  # type: ignore[no-any-return]
+        own: Any = self.strategy.unwrap_model(model)
+        return own if keep_torch_compile else remove_wrappers(own)  # type: ignore[return-value]
+
+    def load_weights(self, model: torch.nn.Module, source: str | Path, strict: bool = False) -> None:
+        """Load pretrained weights into a model. Call it on every rank; each rank reads only its own shards, once.
+
+        Before `prepare`, names and shapes are checked immediately, and values are read when the model is prepared. The
+        model can then be built on the meta device. After `prepare`, values are read immediately.
+
+        Args:
+            model: Model, or a part of one, such as its base without a new head.
+            source: Directory, index or file of safetensors or `.bin`, or a model ID on the Hub. Models of transformers
+                accept the names and layouts that `from_pretrained` accepts.
+            strict: Whether stored names that the model does not have are an error instead of a warning. Default: False.
+
+        Raises:
+            CheckpointError: If the source is missing or damaged or does not fit (nothing has changed then), or if a
+                rank could not read its shards.
+        """
+        self._preparation.weights.add(model, source, strict, self._preparation.models)
+
+    # ---------------------------------------------------------------- the step
+
+    def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return the context of one micro-batch. step() and zero_grad() have no effect until the accumulation window is
+        complete.
+
+        An accumulation window consists of the micro-batches of one update. Put forward, backward and step of each
+        micro-batch inside the context. Calls right after the block still belong to that micro-batch.
+
+        Args:
+            models: Models that are trained in the block. None given: all prepared models. Different sets of models have
+                separate accumulation windows.
+
+        Example::
+
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_fn(model(batch)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """
+        step = self._training_step
+        return step.micro_batch(step, models or step.prepared.models)
+
+    def microbatches(self, batch: Tree) -> Iterator[Tree]:
+        """Iterate over pieces of a batch that fit into memory (docs/microbatching.md).
+
+        If memory runs out, the iterator starts again and yields all of the batch in smaller pieces. Each piece belongs
+        in `with accelerator.accumulate(model)`, with backward and step. Without `microbatching="auto"` the batch is the
+        only piece.
+
+        Args:
+            batch: Nested containers of tensors. Values with one entry per row are split. Every piece contains all other
+                values unchanged.
+
+        Raises:
+            MemoryExhausted: If pieces of one row do not fit.
+
+        Example::
+
+            for batch in loader:
+                for piece in accelerator.microbatches(batch):
+                    with accelerator.accumulate(model):
+                        accelerator.backward(loss_fn(model(piece)))
+                        optimizer.step()
+                        optimizer.zero_grad()
+        """
+        return self._training_step.microbatches(batch)
+
+    def forward_backward(
+        self,
+        batch: Tree,
+        fn: Callable[[Tree], torch.Tensor],
+        weight: Callable[[Tree], Any] | None = None,
+        reduction: str = "mean",
+    ) -> torch.Tensor:
+        """Run forward and backward of a batch, in pieces if memory requires it.
+
+        It includes `accumulate`. With `microbatching="auto"` a batch that ran out of memory is run again in smaller
+        pieces.
+
+        Args:
+            batch: Nested containers of tensors. Values with one entry per row are split. Every piece contains all other
+                values unchanged.
+            fn: Function that returns the loss of a piece.
+            weight: Function that returns the number of items in a piece over which its loss was taken, such as tokens.
+                None: the number of its rows.
+            reduction: "mean" (the default) if the loss is a mean over those items, "sum" if it is their sum.
+
+        Returns:
+            The loss of the batch over all ranks, a 0-d tensor without a graph.
+
+        Raises:
+            MemoryExhausted: If pieces of one row do not fit.
+
+        Example::
+
+            loss = accelerator.forward_backward(batch, lambda piece: model(**piece).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        """
+        return self._training_step.forward_backward(batch, fn, weight, reduction)
+
+    @contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Return a context for forwards whose backward must not reduce gradients over ranks.
+
+        Args:
+            model: Prepared model.
+
+        Raises:
+            UnsupportedError: If the strategy cannot defer the reduction of gradients.
+        """
+        self.strategy.capabilities.require("deferred_sync", self.strategy.name, "reduce at every micro-batch")
+        with self.strategy.micro_batch_context(model, False):
+            yield
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: torch.nn.Module) -> Iterator[None]:
+        """Return a context in which the next backward reduces gradients, even if its forward ran inside `no_sync`.
+
+        Args:
+            model: Prepared model.
+        """
+        self.strategy.expect_backward([model])
+        yield
+
+    def backward(
+        self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, reduction: str = "mean", **kwargs: Any
+    ) -> None:
+        """Run backward on a loss, weighted so that the update is exact over the accumulation window and all ranks.
+
+        The weighting is described in `headway.core.training.windows`.
+
+        Args:
+            loss: Scalar loss.
+            weight: Number of items on this rank over which the loss was taken, such as tokens. None: the number of
+                non-padding samples in the current micro-batch. Give it either on all ranks or on none.
+            reduction: "mean" (the default) if the loss is a mean over those items, "sum" if it is their sum.
+            kwargs: Keyword arguments of torch.autograd.backward (retain_graph, create_graph, inputs).
+
+        Raises:
+            LossError: If the loss is not a scalar or has no graph, or if the weight is invalid.
+
+        Example::
+
+            accelerator.backward(loss, weight=(labels != -100).sum())
+        """
+        if self.precision.is_mixed:
+            self._warn_low_precision(loss)
+        self._training_step.backward(loss, None if weight is None else float(weight), reduction, **kwargs)
+
+    def _warn_low_precision(self, loss: Any) -> None:
+        if getattr(loss, "dtype", None) in (torch.bfloat16, torch.float16):
+            log.warning_once(
+                "the loss was computed in %s, because it was computed outside autocast from half-precision outputs: "
+                "wrap the loss function in `with accelerator.autocast():` to compute it in float32",
+                loss.dtype,
+            )
+
+    def unscale_gradients(self, optimizer: PreparedOptimizer | Sequence[PreparedOptimizer] | None = None) -> None:
+        """Divide fp16 gradients by the loss scale, at most once per accumulation window.
+
+        Needed only before gradients are read by hand; clipping and updates unscale them automatically.
+
+        Args:
+            optimizer: One prepared optimizer or several. None: all prepared optimizers.
+        """
+        chosen = self._preparation.optimizers if optimizer is None else optimizer
+        for one in [chosen] if isinstance(chosen, PreparedOptimizer) else chosen:
+            self._training_step.unscale(one.optimizer)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
+        """Clip gradients by their global norm at the end of an accumulation window. Before its end, leave them
+        unchanged.
+
+        Args:
+            parameters: One parameter, or an iterable of parameters.
+            max_norm: Largest norm that gradients may have after clipping.
+            norm_type: Type of the norm, as in torch. 2.0 (the default) is the Euclidean norm; "inf" is accepted.
+
+        Returns:
+            The norm of the unscaled gradients before clipping, a 0-d tensor.
+        """
+        return self._training_step.clip(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamp each gradient entry to [-clip_value, clip_value] at the end of an accumulation window.
+
+        Before its end, leave gradients unchanged.
+
+        Args:
+            parameters: One parameter, or an iterable of parameters.
+            clip_value: Largest absolute value of a gradient entry.
+
+        Raises:
+            UnsupportedError: If the strategy cannot clip by value.
+        """
+        self.strategy.capabilities.require("clip_by_value", self.strategy.name, "use clip_grad_norm_")
+        self._training_step.clip_value(parameters, clip_value)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return the autocast context of the run's precision, for losses and other code outside a model's forward.
+
+        Args:
+            autocast_handler: Settings of the context. `AutocastKwargs(enabled=False)` disables autocast in it. None:
+                the run's settings.
+
+        Example::
+
+            with accelerator.autocast():
+                loss = loss_fn(outputs, targets)
+        """
+        if autocast_handler is not None and not autocast_handler.enabled:
+            return self.runtime.hardware.without_autocast()
+        return self.precision.autocast()
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Gradient scaler of fp16, updated for all finished steps. None with other precisions.
+
+        Prepared optimizers use it automatically, so a loop does not need to call it.
+        """
+        self.precision.settle(len(self._preparation.optimizers))
+        return self.precision.scaler
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch ends its accumulation window, so that step() takes effect.
+
+        Loops that define their own accumulation windows can assign it.
+        """
+        windows = self._training_step.windows
+        return windows.is_last and not windows.is_held
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._training_step.windows.set_due(value)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Number of micro-batches per update. Can be assigned."""
+        return self._training_step.windows.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, num_steps: int) -> None:
+        self._training_step.windows.set_steps(GradientAccumulationPlugin(num_steps=num_steps).num_steps)
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates since training began, including those before a resume. Skipped steps do not count."""
+        return self.clock.num_updates
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step() of a prepared optimizer at the end of an accumulation window made no update."""
+        return any(optimizer.step_was_skipped for optimizer in self._preparation.optimizers)
+
+    @property
+    def non_finite(self) -> "FiniteGuard | None":
+        """Guard that applies `on_non_finite` and counts skipped updates. None without `on_non_finite`."""
+        return cast("FiniteGuard | None", self._training_step.guard.of_non_finite)
+
+    @property
+    def spikes(self) -> "SpikeReport | None":
+        """Guard that applies `on_spike` and counts spikes and skipped updates. None without `on_spike`."""
+        return cast("SpikeReport | None", self._training_step.guard.of_spikes)
+
+    # ---------------------------------------------------------------- data and metrics
+
+    def gather(self, tensor: T) -> T:
+        """Concatenate tensors of all ranks along dimension 0, in rank order.
+
+        First dimensions may differ between ranks. Samples that were repeated to complete a batch are included, with one
+        warning. `gather_for_metrics` leaves them out.
+
+        Args:
+            tensor: Tensor, or nested containers of tensors. A 0-d tensor counts as one row.
+
+        Returns:
+            The same structure with the concatenated tensors, on every rank.
+        """
+        warn_of_repeats(tensor, self._training_step.windows.loader, self.num_processes)
+        return super().gather(tensor)  # type: ignore[no-any-return]
+
+    def gather_for_metrics(
+        self, input_data: Tree, use_gather_object: bool = False, loader: PreparedLoader | None = None
+    ) -> Tree:
+        """Concatenate per-sample results of all ranks, in the order of the data and without padding or repeated
+        samples.
+
+        Args:
+            input_data: Tuples and dicts of tensors or arrays with one row per sample, or lists with one item per
+                sample.
+            use_gather_object: Whether to treat every list as one item per sample, whatever it contains. Default: False.
+            loader: Loader that the batch came from. None: the innermost loader that is being iterated.
+
+        Returns:
+            The concatenated results, in the structure of `input_data`.
+
+        Raises:
+            MetricError: If a value does not have one entry per sample.
+            StateError: If `loader` is not being iterated.
+
+        Example::
+
+            for inputs, targets in eval_loader:
+                predictions, targets = accelerator.gather_for_metrics((model(inputs), targets))
+                metric.update(predictions, targets)
+        """
+        active = self._run.events.active
+        if loader is not None and loader not in active:
+            raise StateError(
+                "gather_for_metrics(loader=...) was called outside that loader's loop; call it for each batch, inside"
+            )
+        chosen = loader if loader is not None else self._training_step.windows.loader
+        if chosen is None:
+            self._bypasses.look_for_loader(self._training_step)
+        return gather_for_metrics(input_data, chosen, self._readers, use_gather_object)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return the loader without its first batches, in its next epoch only. Skipped batches are not read.
+
+        Args:
+            dataloader: Loader, prepared or not.
+            num_batches: Number of batches to skip. Default: 0.
+        """
+        return skip_first_batches(dataloader, num_batches)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Return a context for training on data that cannot be divided evenly among ranks, as torch's `Join` does.
+
+        Prepared loaders give every rank the same number of batches, and missing ones have weight 0, so no `Join` is
+        needed. In the context, prepared loaders use the given `even_batches`.
+
+        Args:
+            joinables: Prepared models.
+            even_batches: Value of `even_batches` in the context. None: unchanged.
+
+        Raises:
+            StateError: If a model is not prepared.
+        """
+        for model in joinables:
+            if not any(model is known for known in self._preparation.models):
+                raise StateError(
+                    f"join_uneven_inputs got a {type(model).__name__} that is not prepared; prepare it first"
+                )
+        with nullcontext() if even_batches is None else self._preparation.use_evenness(even_batches):
+            yield
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """Settings for splitting, padding and moving batches of prepared loaders."""
+        return self._preparation.loading
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether torchdata's StatefulDataLoader reads the data."""
+        return self._preparation.loading.use_stateful_dataloader
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last step's batches are completed with samples from the start of the data. Can be assigned."""
+        return self._preparation.loading.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self._preparation.set_evenness(value)
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is the global batch size over all ranks."""
+        return self._preparation.loading.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the main process reads the batches and sends them to all ranks. None: decided per loader."""
+        return self._preparation.loading.dispatch_batches
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device asynchronously."""
+        chosen = self._preparation.loading.non_blocking
+        return self.device.type != "cpu" if chosen is None else chosen
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the shuffled order depends only on the seed and the epoch."""
+        return self._preparation.loading.is_seedable
+
+    # ---------------------------------------------------------------- checkpoints: save, load, resume, stop
+
+    def save_state(
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        metric: float | None = None,
+        weights: str | None = None,
+        **save_model_func_kwargs: Any,
+    ) -> Path:
+        """Commit a checkpoint of all prepared and registered objects. Call it on every rank.
+
+        The checkpoint is on disk when the method returns. If the process is killed earlier, the previous checkpoint is
+        intact. If only one rank calls it (`if accelerator.is_main_process:`), that rank writes everything except the
+        other ranks' RNG states and warns once. For a sharded model that is an error.
+
+        Args:
+            output_dir: Directory of the checkpoint. An existing checkpoint there is replaced. Ignored with automatic
+                naming, which uses `<project_dir>/checkpoints/checkpoint_<n>`.
+            safe_serialization: Ignored, because checkpoints contain safetensors and JSON, never pickles. Accepted for
+                compatibility with Accelerate.
+            blocking: Whether to wait until the checkpoint is on disk. False: return after the state is copied to host
+                memory and write in the background. The next save waits for it. Errors are raised by the next
+                `accumulate`, save or `end_training`. Default: True.
+            metric: Quality of this state, for `ProjectConfiguration(keep_best=...)`, `best_checkpoint` and
+                `resume("best")`.
+            weights: "huggingface" to add the full weights with config.json and related files, so that `from_pretrained`
+                can open the directory. With several models, these are the first model's weights; those of the others
+                are in `model_1`, `model_2` and so on. None (the default): only the checkpoint.
+            save_model_func_kwargs: Ignored. Accepted for compatibility with Accelerate.
+
+        Returns:
+            The directory of the checkpoint.
+
+        Raises:
+            CheckpointError: On every rank, if any rank could not write. Previous checkpoints are intact.
+            ConfigError: If an argument is unknown, or if no directory is given and automatic naming is off.
+        """
+        check_save_arguments(save_model_func_kwargs)
+        if weights not in (None, "huggingface"):
+            raise ConfigError(f"save_state(weights={weights!r}); allowed: 'huggingface' or None")
+        also = None if weights is None else self._whole_weights.publish_all
+        return self._checkpoints.save(output_dir, blocking, metric, also)
+
+    def wait_for_save(self) -> None:
+        """Wait until a background save is on disk. Call it on every rank.
+
+        Raises:
+            CheckpointError: On every rank, if any rank could not write.
+        """
+        self._checkpoints.wait()
+
+    def load_state(
+        self,
+        input_dir: str | Path | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        strict: bool = False,
+        changed: str | Collection[str] | None = (),
+        **load_model_func_kwargs: Any,
+    ) -> Restored:
+        """Load a checkpoint into the prepared objects. Call it on every rank, after prepare.
+
+        Everything is checked on all ranks before anything is changed.
+
+        Args:
+            input_dir: Directory of the checkpoint. None, with automatic naming: the newest valid checkpoint.
+            load_kwargs: Ignored, because nothing is unpickled. Accepted for compatibility with Accelerate.
+            strict: Whether to refuse a checkpoint saved with a different world size, batch size, precision or version.
+                Default: False.
+            changed: What differs from the checkpoint on purpose: "data", "schedule", "groups" or several of them. A
+                difference that is not named here is refused: data with another number of samples, a scheduler whose
+                learning rate jumps or whose steps are counted differently, or parameters that are grouped differently.
+                With "data" the epoch begins at its first batch. With "groups" each parameter keeps its state, and
+                groups that have changed keep the options of the script. None: only warn about other data and
+                schedules, and keep the position in the data. Default: ().
+            load_model_func_kwargs: Ignored. `map_location` ("cpu" or "on_device") has no effect, because the state is
+                loaded to the device of each object. Others are accepted for compatibility with Accelerate.
+
+        Returns:
+            A printable summary of what was restored and what differs.
+
+        Raises:
+            CheckpointError: On every rank, if the checkpoint is missing, damaged or does not fit. Nothing is changed
+                then.
+            ConfigError: If an argument is unknown, or if no directory is given and automatic naming is off.
+        """
+        check_load_arguments({**(load_kwargs or {}), **load_model_func_kwargs})
+        return self._checkpoints.load(input_dir, strict, changed)
+
+    def resume(
+        self,
+        checkpoint: str | Path = "latest",
+        *,
+        strict: bool = False,
+        run: str | None = None,
+        changed: str | Collection[str] | None = (),
+    ) -> Restored | None:
+        """Resume from a checkpoint if one exists. Call it on every rank, after prepare, and loop over `epochs(n)`.
+
+        Args:
+            checkpoint: Directory of a checkpoint, "latest" (the default) for the newest valid one in the project's
+                directory, or "best" for `best_checkpoint`. Invalid ones are reported and skipped.
+            strict: Whether to refuse a checkpoint saved with a different world size, batch size, precision or version.
+                Default: False.
+            run: ID of a run. With "latest" or "best", only checkpoints whose manifest has this ID under "run" are
+                considered. None: all. For "best", None means all until this run has saved or resumed, then its own.
+            changed: What differs from the checkpoint on purpose: "data", "schedule", "groups" or several of them. Such
+                differences are refused otherwise. None: only warn about other data and schedules. See `load_state`.
+                Default: ().
+
+        Returns:
+            A printable summary of what was restored, or None if "latest" or "best" found no checkpoint.
+
+        Raises:
+            CheckpointError: On every rank, if the checkpoint does not fit, if the given directory is damaged, or if
+                "best" finds only checkpoints without a metric.
+            ConfigError: If "best" is given without `keep_best` and automatic naming.
+
+        Example::
+
+            accelerator.resume()
+            for epoch in accelerator.epochs(10):
+                for batch in loader:
+                    ...
+        """
+        return self._checkpoints.resume(checkpoint, strict, run, changed)
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """Iterate over the numbers of the remaining epochs. After a resume, start with the epoch that continues.
+
+        Args:
+            num_epochs: Total number of epochs of the training, 0 or more.
+        """
+        return self._checkpoints.epochs(num_epochs)
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """Directory of the checkpoint with the best `save_state(metric=...)`, or None if none was saved with a metric.
+
+        The earliest among equally good ones. A save in the background counts once it is on disk. A run that has neither
+        saved nor resumed considers the checkpoints of all runs in its directory.
+
+        Raises:
+            ConfigError: If the project has no `keep_best`, or checkpoints are not named automatically.
+        """
+        return self._checkpoints.best
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next automatically named checkpoint."""
+        return self._checkpoints.place.iteration
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Include objects in every later checkpoint, and restore them in every load.
+
+        Args:
+            objects: Objects with state_dict() and load_state_dict(). State dicts must contain only values that need no
+                pickle.
+
+        Raises:
+            ConfigError: If an object lacks one of the two methods. The message names the objects.
+        """
+        self._checkpoints.register(objects)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Register a hook that each save calls on every rank before anything is written.
+
+        Args:
+            hook: Called as `hook(models, weights, folder)`. Files that it writes into the folder become part of the
+                checkpoint. `weights` holds one dict of tensors by name per model. If the hook removes a model's entry,
+                that model is not saved.
+
+        Returns:
+            A handle whose `remove()` removes the hook.
+        """
+        return self._checkpoints.add_save_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Register a hook that each load calls before anything is loaded.
+
+        Args:
+            hook: Called as `hook(models, folder)`. If it removes a model from the list, that model is not loaded.
+
+        Returns:
+            A handle whose `remove()` removes the hook.
+        """
+        return self._checkpoints.add_load_hook(hook)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether all ranks have agreed to stop, so that the loop should save and end.
+
+        True only with `Preemption(exits=False)`; otherwise the process ends by itself.
+        """
+        return self._checkpoints.is_preempted
+
+    def check_preemption(self) -> bool:
+        """Save a checkpoint and stop if a signal or deadline requests the end of the run.
+
+        It is for loops without a prepared loader. Call it on every rank, the same number of times.
+
+        Returns:
+            Whether all ranks have agreed to stop (`preempted`).
+
+        Raises:
+            Preempted: If a checkpoint was committed on all ranks. Let it end the process.
+        """
+        return self._checkpoints.check_preemption()
+
+    def stop_watching(self) -> None:
+        """Ignore signals and deadlines from now on, and release the checkpoint directory for other runs.
+
+        Call it on every rank when the training is over.
+        """
+        self._checkpoints.stop_watching()
+
+    def start_watching(self) -> None:
+        """Handle signals and deadlines again, after `stop_watching` or after another Accelerator handled them.
+
+        Call it on every rank. It does nothing if preemption is disabled, or outside the main thread, where Python
+        cannot handle signals.
+        """
+        self._checkpoints.start_watching()
+
+    # ---------------------------------------------------------------- weights of models, in files and on the Hub
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """Return the model's tensors by name.
+
+        For a sharded model every rank must call it. Rank 0 gets the full tensors in host memory, and other ranks get
+        an empty dict.
+
+        Args:
+            model: Prepared or unprepared model.
+            unwrap: Whether to use the names of the unwrapped module. False: the names of the given object. Default:
+                True.
+
+        Raises:
+            UnsupportedError: If the model is sharded and only some ranks call it.
+        """
+        bare = unwrap_compiled(self.unwrap_model(model)) if unwrap else model
+        return self._whole_weights.state_dict(bare, is_bare=unwrap)
+
+    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
+        """Write an object to a file with torch.save or safetensors, on the main process only.
+
+        Args:
+            obj: Object to write; a dict of tensors with `safe_serialization`.
+            f: Path of the file.
+            safe_serialization: Whether to write safetensors instead of a pickle. Default: False.
+        """
+        if self.is_main_process:
+            save_object(obj, f, safe_serialization)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+        weights: str | None = None,
+    ) -> None:
+        """Write the model's weights from the main process, as `model.safetensors` or as shards with an index.
+
+        Call it on every rank. For a sharded model, one full tensor at a time is sent to the main process. For any
+        other model a call under `if accelerator.is_main_process:` works too, and does not wait for other ranks.
+
+        Args:
+            model: Prepared or unprepared model.
+            save_directory: Directory to write to, created if it does not exist.
+            max_shard_size: Largest size of a file, in bytes or as text. Default: "10GB".
+            safe_serialization: Whether to write safetensors. False: write one `pytorch_model.bin` with torch.save, of
+                any size. The full weights of a sharded model are then sent to the main process at once. Default: True.
+            weights: Name of a `headway.ExponentialMovingAverage` of the model, such as "ema", whose averages are written
+                in the model's dtypes. None (the default): the model's own weights.
+
+        Raises:
+            CallError: If `model` is not a module.
+            ConfigError: If the model has no average of this name.
+            UnsupportedError: If the model is sharded and only some ranks call it.
+        """
+        if not isinstance(model, torch.nn.Module):
+            raise CallError(f"save_model() got a {type(model).__name__} first; write save_model(model, save_directory)")
+        bare = unwrap_compiled(self.unwrap_model(model))
+        use = nullcontext if weights is None else extensions.load("feature", "average")(self._run.custom, bare, weights)
+        with use():
+            self._whole_weights.save(bare, save_directory, max_shard_size, safe_serialization)
+
+    def push_to_hub(
+        self,
+        model: torch.nn.Module,
+        repo_id: str,
+        *parts: Any,
+        private: bool | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload model",
+        max_shard_size: int | str = "5GB",
+    ) -> str | None:
+        """Upload a model to the Hugging Face Hub, as a directory that `from_pretrained` can open.
+
+        Call it on every rank.
+
+        Args:
+            model: Prepared or unprepared model. If it has PEFT adapters, only these are uploaded.
+            repo_id: "name" or "owner/name" of the repository, created if it does not exist.
+            parts: A tokenizer, a processor, or other objects with `save_pretrained`.
+            private: Whether a new repository is private. None: according to the owner's settings.
+            token: Access token. None: the token of `hf auth login` or HF_TOKEN.
+            revision: Branch, created if it does not exist. None: the main branch.
+            commit_message: Message of the commit. Default: "Upload model".
+            max_shard_size: Largest size of a file, in bytes or as text. Default: "5GB".
+
+        Returns:
+            The URL of the commit on the main process, None on the others.
+
+        Raises:
+            OptionalDependencyMissing: If huggingface_hub is not installed.
+            UnsupportedError: If the model is sharded and only some ranks call it.
+        """
+        bare = unwrap_compiled(self.unwrap_model(model))
+        about = {"private": private, "token": token, "revision": revision, "commit_message": commit_message}
+        return self._whole_weights.push(bare, repo_id, parts, max_shard_size, about)
+
+    def stream_weights(
+        self, model: torch.nn.Module, bucket_size: int | str = "64MiB", merge_adapters: bool = False
+    ) -> "WeightBuckets":
+        """Return an iterable over the model's weights, for an inference engine. Every rank must iterate over it.
+
+        Rank 0 gets buckets of (name, full tensor). Names and values are those that `save_model` writes, with one
+        tensor of each tied pair. Rank 0 holds one bucket plus one tensor that is being assembled; a bucket is emptied
+        when the next one is requested. Other ranks get the same names, with tensors that have no memory. If the
+        receiver on one rank fails and stops iterating, all ranks raise an error.
+
+        Args:
+            model: Prepared or unprepared model.
+            bucket_size: Largest size of a bucket, in bytes or as text. A larger tensor gets its own bucket. Default:
+                "64MiB".
+            merge_adapters: Whether to merge PEFT adapters into their layers, bit for bit like `merge_and_unload`, under
+                the names of the model without adapters. The model itself does not change. False (the default): adapters
+                are separate tensors.
+
+        Returns:
+            An iterable for one pass. Its `metadata` lists (name, dtype name, shape) of each tensor in advance.
+
+        Raises:
+            UnsupportedError: If the model is sharded and only some ranks call it, or if its adapters cannot be merged.
+            ConfigError: If the state dict holds something other than tensors.
+        """
+        bare = unwrap_compiled(self.unwrap_model(model))
+        tensors = self._whole_weights.export(bare, "stream_weights")
+        merged = bare if merge_adapters else None
+        make_stream = extensions.load("feature", "stream_weights")
+        stream: WeightBuckets = make_stream(tensors.items(), bucket_size, self.collectives, merged)
+        return stream
+
+    # ---------------------------------------------------------------- tracking: the run's files, log and trackers
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Directory of the run's files, with the naming and retention of checkpoints. Can be assigned."""
+        return self._checkpoints.place.project
+
+    @project_configuration.setter
+    def project_configuration(self, project: ProjectConfiguration) -> None:
+        self._checkpoints.place.project = project.freeze_copy()
+
+    @property
+    def project_dir(self) -> str | Path | None:
+        """Directory of the run's files."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | Path | None:
+        """Directory of the run's log and of trackers that write files."""
+        return self.project_configuration.logging_dir
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: TrackerKwargs | None = None) -> None:
+        """Begin a run: open its log `<logging_dir>/<project_name>/log.jsonl` and start the trackers of `log_with`.
+
+        An existing log is continued: a run that was killed and resumed uses the same log and the same runs of the
+        trackers. A run in progress is ended first. If this Accelerator has already ended the run, it is opened again
+        and that does not count as a further attempt.
+
+        Args:
+            project_name: Name of the directory, and of the project or experiment in the trackers.
+            config: Configuration of the run: a mapping, a dataclass or an argparse.Namespace.
+            init_kwargs: Options for the start of each tracker, by tracker name, such as `{"wandb": {"tags": ["first"]},
+                "mlflow": {"run_name": "a"}}`.
+
+        Raises:
+            ConfigError: If the name is not a relative path, or the config is not a mapping.
+            TrackingError: If the directory holds a `log.jsonl` that is not a run's log.
+        """
+        self._recorder.start_run(project_name, config, init_kwargs)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None) -> None:
+        """Log values of one step. Any rank may call it; only rank 0 writes.
+
+        Args:
+            values: Numbers, texts, 0-d tensors, numpy scalars, or mappings of these, by name. Names of nested mappings
+                are joined with "/", and None is left out. Other values go to the trackers that accept them
+                (`Tracker.takes`); the run's log then records only their type.
+            step: Number of the step. None: the number of updates so far.
+            log_kwargs: Options for the `log` method of each tracker, by tracker name.
+
+        Example::
+
+            accelerator.log({"train/loss": loss, "lr": scheduler.get_last_lr()[0]})
+        """
+        self._recorder.log(values, step, log_kwargs)
+
+    def log_images(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None
+    ) -> None:
+        """Log images of one step, as PNG files in the run's directory and to the trackers that accept images.
+
+        Args:
+            values: Images by name: arrays, tensors or PIL images of shape [H, W], [H, W, C] or [C, H, W], with bytes or
+                floats in 0..1. Shapes [N, H, W, C] and [N, C, H, W] and lists are several images.
+            step: Number of the step. None: the number of updates so far.
+            log_kwargs: Options for the `log_images` method of each tracker, by tracker name.
+
+        Raises:
+            TrackingError: If an image has another shape or type. The message contains its name.
+        """
+        self._recorder.log_images(values, step, log_kwargs)
+
+    def log_artifact(
+        self,
+        path: str | Path,
+        name: str | None = None,
+        step: int | None = None,
+        log_kwargs: TrackerKwargs | None = None,
+    ) -> None:
+        """Log a file or directory that belongs to the run. It is not moved; trackers that store artifacts copy it.
+
+        Args:
+            path: Path that rank 0 can read.
+            name: Name of the artifact. None: the file name.
+            step: Number of the step. None: the number of updates so far.
+            log_kwargs: Options for the `log_artifact` method of each tracker, by tracker name.
+
+        Raises:
+            TrackingError: On rank 0, if the path does not exist.
+        """
+        self._recorder.log_artifact(path, name, step, log_kwargs)
+
+    def log_event(self, name: str, step: int | None = None, **details: Any) -> None:
+        """Record an event in the run's log. Any rank may call it; only rank 0 writes.
+
+        Args:
+            name: Name of the event, such as "evaluation".
+            step: Number of the step. None: the number of updates so far.
+            details: Further values of the event, by name.
+        """
+        self._recorder.log_event(name, step, details)
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """Trackers that this rank uses: those of `log_with` on rank 0, none on other ranks."""
+        return self._recorder.trackers
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker by its name.
+
+        Args:
+            name: Name as in `log_with`.
+            unwrap: Whether to return the package's own object: a SummaryWriter, W&B's run or MLflow's run. Default:
+                False.
+
+        Returns:
+            The tracker. If this rank has none, or the tracker has failed, an object that is false in a condition,
+                accepts every call and does nothing.
+
+        Raises:
+            ConfigError: If `log_with` names no such tracker.
+        """
+        return self._recorder.get_tracker(name, unwrap)
+
+    def end_trackers(self, summary: Mapping[str, Any] | None = None) -> None:
+        """End the run in progress, if any, with its log and its trackers. The process continues.
+
+        Args:
+            summary: Values for the log's last line, in addition to the number of updates and the duration in seconds.
+        """
+        self._recorder.end_run(summary)
+
+    # ---------------------------------------------------------------- memory, forecasts and measurements
 
     def checkpoint_activations(
         self,
@@ -476,28 +1291,35 @@ class Accelerator(RankAware):
         offload: bool = False,
         blocks: Sequence[Any] = (),
     ) -> torch.nn.Module:
-        """Let the model's blocks drop their activations and compute them again in backward; returns the same object.
+        """Enable activation checkpointing in a model, and return the model. Its blocks drop their activations and
+        recompute them in backward.
 
         Args:
-            model: prepared or not.
-            every: every n-th block; 1: all of them.
-            policy: what a block keeps: "recompute", "keep_matmul", "keep_attention", "keep_all" or a callable; see
-                `headway.ActivationCheckpointing`, which does the same at prepare() for all models.
-            offload: keep what is kept in host memory, on an accelerator.
-            blocks: classes, class names or module names; none: what is repeated in the module tree.
+            model: Prepared or unprepared model, changed in place.
+            every: Apply it to every n-th block. 1 (the default): to all blocks.
+            policy: Which activations a block keeps: "recompute" (the default, none), "keep_matmul", "keep_attention",
+                "keep_all" or a callable. See `headway.ActivationCheckpointing`, which applies it to all models in
+                prepare().
+            offload: Whether to move kept activations to host memory. Has an effect only on an accelerator. Default:
+                False.
+            blocks: Classes, class names or module names of the blocks. Empty (the default): modules that are repeated
+                in the module tree.
 
         Raises:
-            ConfigError: an unknown policy, or no blocks found.
+            ConfigError: If the policy is unknown or no blocks are found.
         """
-        count = recompute.checkpoint_activations(
-            model, ActivationCheckpointing(every, policy, offload, tuple(blocks)), self.device
-        )
+        plan = ActivationCheckpointing(every, policy, offload, tuple(blocks))
+        count = extensions.load("feature", "checkpoint_activations")(model, plan, self.device)
         log.info("activations of %d blocks of %s are computed again in backward", count, type(model).__name__)
         return model
 
     def keep_activations(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Undo `checkpoint_activations`; returns the same object."""
-        recompute.keep_activations(model)
+        """Disable the activation checkpointing that `checkpoint_activations` enabled, and return the model.
+
+        Args:
+            model: Model that was passed to `checkpoint_activations`.
+        """
+        extensions.load("feature", "keep_activations")(model)
         return model
 
     def forecast(
@@ -515,725 +1337,110 @@ class Accelerator(RankAware):
         device: str | None = None,
         loop: "str | Loop" = "plain",
     ) -> "Forecast":
-        """Forecast the memory that a training step of the model takes here, and the largest batch that fits (docs/forecast.md).
+        """Forecast the memory of one training step on this device, and the largest batch that fits (docs/forecast.md).
 
-        A copy without values is traced with this Accelerator's precision, accumulation and activation checkpointing. The model, its
-        optimizer, RNG states and hooks stay as they are. Each process answers for itself.
+        A copy of the model without values is traced with this Accelerator's precision, accumulation and activation
+        checkpointing. The model, its optimizer, RNG states and hooks do not change. Each process forecasts for itself.
 
         Args:
-            model: prepared or not.
-            batch: one real micro-batch, on any device; called as `model(**batch)`, `model(batch[0])` or `model(batch)`.
-            optimizer: the model's, prepared or not, or a function that makes one from parameters; None: no update is forecast.
-            loss: a function of the model's outputs and the batch's targets; None: the model returns the loss, or an object that has
-                it as `loss`.
-            forward: a function of the model and the batch that returns the loss, for any other way to call the model; instead of
-                `loss`.
-            budget: bytes, or text such as "24GiB", that the process may take; None: what the device has left for it. A CPU has no
-                limit except that of the address space (`ulimit -v`); without one, there is no search for the largest batch.
-            largest: also search for the largest batch within the budget.
-            batch_fn: a function that makes a micro-batch of a given number of samples; None: rows of `batch` are repeated or cut.
-            max_norm: gradients are clipped to this norm.
-            device: one of those listed in docs/forecast.md; None: this process's.
-            loop: what holds memory between the calls, as for `headway.forecast`.
+            model: Prepared or unprepared model.
+            batch: One real micro-batch, on any device. It is passed as `model(**batch)`, `model(batch[0])` or
+                `model(batch)`.
+            optimizer: Prepared or unprepared optimizer of the model, or a function that creates one from parameters.
+                None: no update is forecast.
+            loss: Function of the model's outputs and the batch's targets. None: the model returns the loss, or an
+                object with an attribute `loss`.
+            forward: Function of the model and the batch that returns the loss, for any other way to call the model.
+                Replaces `loss`.
+            budget: Memory limit of the process, in bytes or as text such as "24GiB". None: the memory that is available
+                on the device. A CPU has no limit except that of the address space (`ulimit -v`). Without a limit, no
+                largest batch is searched for.
+            largest: Whether to search for the largest batch within the budget. Default: True.
+            batch_fn: Function that creates a micro-batch with a given number of samples. None: rows of `batch` are
+                repeated or cut.
+            max_norm: Norm to which gradients are clipped. None: no clipping.
+            device: Name of a device in docs/forecast.md. None: this process's device.
+            loop: What the training loop keeps in memory between calls, as for `headway.forecast`. Default: "plain".
+
+        Returns:
+            The forecast.
 
         Raises:
-            ConfigError: an argument is wrong.
-            DataError: the batch has no rows.
-            LossError: there is no loss, or it has no gradient.
-            UnsupportedError: the step cannot be traced (the operation and the line are named), or models are sharded or compiled.
-        """
-        asked = model, batch, optimizer, loss, forward, budget, largest, batch_fn, max_norm, device, loop
-        return forecasts.forecast(forecasts.ForecastRequest(*asked), self._forecast_setting())
+            ConfigError: If an argument is invalid.
+            DataError: If the batch has no rows.
+            LossError: If there is no loss, or the loss has no gradient.
+            UnsupportedError: If models are sharded or compiled, or the step cannot be traced. The message names the
+                operation and the line.
 
-    def _forecast_setting(self) -> "forecasts.TrainingSetup":
-        plan, prepared = self.options.checkpointing, self._preparation.models
-        return forecasts.TrainingSetup(
-            self._training_step.parts,
-            self.options,
-            self._run.dynamo_plugin.compiles,
-            partial(recompute.repeat_checkpointing, plan=plan, prepared=prepared),
+        Example::
+
+            print(accelerator.forecast(model, batch, optimizer=optimizer, budget="24GiB"))
+        """
+        from headway.core.training.forecast_types import ForecastRequest, TrainingSetup
+
+        request = ForecastRequest(
+            model=model,
+            batch=batch,
+            optimizer=optimizer,
+            loss=loss,
+            forward=forward,
+            budget=budget,
+            largest=largest,
+            batch_fn=batch_fn,
+            max_norm=max_norm,
+            device=device,
+            loop=loop,
         )
-
-    # ---------------------------------------------------------------- the step
-
-    def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
-        """The context of one micro-batch: in it and after it, step and zero_grad act only at the end of a window.
-
-        Args:
-            models: the models that learn in it; none: all that are prepared. Different sets have windows of their own.
-        """
-        return MicroBatch(self._training_step, models or self._training_step.prepared.models)
-
-    def microbatches(self, batch: Tree) -> Iterator[Tree]:
-        """The batch in pieces that fit into memory; all of them again, and smaller, where they did not (docs/microbatching.md).
-
-        Each piece belongs in `with accelerator.accumulate(model)`, backward and step included. Without
-        microbatching="auto" there is one piece, the batch.
-
-        Args:
-            batch: nested containers; what has one entry a row is cut, the rest is in every piece.
-
-        Raises:
-            MemoryExhausted: pieces of one row do not fit.
-        """
-        return self._training_step.microbatches(batch)
-
-    def forward_backward(
-        self,
-        batch: Tree,
-        fn: Callable[[Tree], torch.Tensor],
-        weight: Callable[[Tree], Any] | None = None,
-        reduction: str = "mean",
-    ) -> torch.Tensor:
-        """Forward and backward of a batch as a function, in pieces where memory demands it; `accumulate` included.
-
-        Args:
-            batch: as for `microbatches`.
-            fn: from a piece to its loss.
-            weight: from a piece to the number of items its loss was taken over; None: its rows.
-            reduction: as for `backward`.
-
-        Returns:
-            The batch's loss over all ranks: a 0-d tensor without a graph.
-
-        Raises:
-            MemoryExhausted: pieces of one row do not fit.
-        """
-        return self._training_step.forward_backward(batch, fn, weight, reduction)
-
-    @contextmanager
-    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Backward passes of forwards made in this block keep their gradients on this process."""
-        self.strategy.capabilities.require("deferred_sync", self.strategy.name, "reduce at every micro-batch")
-        with self.strategy.accumulate(model, False):
-            yield
-
-    @contextmanager
-    def trigger_sync_in_backward(self, model: torch.nn.Module) -> Iterator[None]:
-        """Let the next backward send gradients although its forward ran in `no_sync`."""
-        self.strategy.expect_backward([model])
-        yield
-
-    def backward(
-        self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, reduction: str = "mean", **kwargs: Any
-    ) -> None:
-        """Add the gradient of the loss with its weight (see `headway.training.windows`).
-
-        Args:
-            loss: a scalar.
-            weight: over how many items the loss was taken (e.g. tokens), on this rank; None: the valid samples of the
-                micro-batch in iteration. Either on all ranks or on none.
-            reduction: "mean": the loss is a mean over those items; "sum": their sum.
-            kwargs: for torch.autograd.backward (retain_graph, create_graph, inputs).
-
-        Raises:
-            LossError: no scalar, no graph, an impossible weight.
-        """
-        if self.precision.is_mixed:
-            self._warn_low_precision(loss)
-        self._training_step.backward(loss, None if weight is None else float(weight), reduction, **kwargs)
-
-    def _warn_low_precision(self, loss: Any) -> None:
-        if getattr(loss, "dtype", None) in (torch.bfloat16, torch.float16):
-            log.warning_once(
-                "the loss was computed in %s, because it was computed outside autocast from half-precision outputs: "
-                "wrap the loss function in `with accelerator.autocast():` to compute it in float32",
-                loss.dtype,
-            )
-
-    def unscale_gradients(self, optimizer: PreparedOptimizer | Sequence[PreparedOptimizer] | None = None) -> None:
-        """Make fp16 gradients true values, once a window; needed only before reading them by hand.
-
-        Args:
-            optimizer: one or several; None: all that are prepared.
-        """
-        chosen = self._preparation.optimizers if optimizer is None else optimizer
-        for one in [chosen] if isinstance(chosen, PreparedOptimizer) else chosen:
-            self._training_step.unscale(one.optimizer)
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip gradients by their global norm at the end of a window; inside one they are left alone.
-
-        Returns:
-            The norm before clipping, of true (unscaled) gradients: a 0-d tensor.
-        """
-        return self._training_step.clip(parameters, max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamp each gradient entry to [-clip_value, clip_value] at the end of a window."""
-        self.strategy.capabilities.require("clip_by_value", self.strategy.name, "use clip_grad_norm_")
-        self._training_step.clip_value(parameters, clip_value)
-
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """The forward context of the run's precision, for losses and code outside a model.
-
-        Args:
-            autocast_handler: `AutocastKwargs(enabled=False)` switches autocast off in the block.
-        """
-        if autocast_handler is not None and not autocast_handler.enabled:
-            return self.runtime.hardware.without_autocast()
-        return self.precision.autocast()
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler under fp16, up to date with the steps done; None otherwise. prepare() makes optimizers use it."""
-        self.precision.settle(len(self._preparation.optimizers))
-        return self.precision.scaler
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Does the current micro-batch end its window: will step() act? Settable, for windows made by hand."""
-        return self._training_step.windows.is_due
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self._training_step.windows.set_due(value)
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per update."""
-        return self._training_step.windows.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, num_steps: int) -> None:
-        self._training_step.windows.set_steps(GradientAccumulationPlugin(num_steps=num_steps).num_steps)
-
-    @property
-    def num_updates(self) -> int:
-        """Updates that happened since the start."""
-        return self.clock.num_updates
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Did the last step() at the end of a window make no update?"""
-        return any(optimizer.step_was_skipped for optimizer in self._preparation.optimizers)
-
-    @property
-    def non_finite(self) -> "finite.FiniteGuard | None":
-        """What `on_non_finite` has done so far; None where it was not asked for."""
-        return cast("finite.FiniteGuard | None", self._training_step.guard.of_non_finite)
-
-    @property
-    def spikes(self) -> "spike_checks.SpikeGuard | None":
-        """What `on_spike` has done so far; None without `on_spike`."""
-        return cast("spike_checks.SpikeGuard | None", self._training_step.guard.of_spikes)
-
-    # ---------------------------------------------------------------- data and metrics
-
-    def gather(self, tensor: T) -> T:
-        """Every rank's tensors, concatenated along dim 0 in rank order (a 0-d tensor counts as one row).
-
-        First dimensions may differ between ranks. Nested structures keep their shape. Repeats that fill a batch up are among the
-        rows, which is said once; `gather_for_metrics` leaves them out.
-        """
-        look_for_repeats(tensor, self._training_step.windows.loader, self.num_processes)
-        return super().gather(tensor)  # type: ignore[no-any-return]
-
-    def gather_for_metrics(
-        self, input_data: Tree, use_gather_object: bool = False, loader: PreparedLoader | None = None
-    ) -> Tree:
-        """Join per-sample results of all ranks, in the data's order and without padding.
-
-        Args:
-            input_data: tuples and dicts of tensors or arrays with one row per sample, or lists with one item per sample.
-            use_gather_object: take every list as one item per sample, whatever it holds.
-            loader: whose batch it is; None: the innermost loader in iteration.
-
-        Raises:
-            MetricError: something that has no entry per sample.
-            StateError: `loader` is not in iteration.
-        """
-        active = self._events.active
-        if loader is not None and loader not in active:
-            raise StateError(
-                "gather_for_metrics(loader=...) was called outside that loader's loop; call it for each batch, inside"
-            )
-        chosen = loader if loader is not None else self._training_step.windows.loader
-        if chosen is None:
-            self._bypasses.look_for_loader(self._training_step)
-        return gather_for_metrics(input_data, chosen, self._readers, use_gather_object)
-
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """The loader without its first `num_batches` batches, in its next epoch only; nothing is read to skip."""
-        return skip_first_batches(dataloader, num_batches)
-
-    @contextmanager
-    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Train on prepared loaders whose ranks hold different amounts of data.
-
-        Prepared loaders give every rank the same number of batches (the missing ones of weight zero), so nothing has to
-        be joined; in the block, `even_batches` is what prepared loaders go by.
-
-        Raises:
-            StateError: a joinable that is not prepared.
-        """
-        for model in joinables:
-            if not any(model is known for known in self._preparation.models):
-                raise StateError(
-                    f"join_uneven_inputs got a {type(model).__name__} that is not prepared; prepare it first"
-                )
-        with nullcontext() if even_batches is None else self._preparation.evenness(even_batches):
-            yield
-
-    @property
-    def dataloader_config(self) -> DataLoaderConfiguration:
-        """How prepared loaders split, pad and move batches."""
-        return self._preparation.loading
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Are loaders torchdata's StatefulDataLoader?"""
-        return self._preparation.loading.use_stateful_dataloader
-
-    @property
-    def even_batches(self) -> bool:
-        """Is the last round completed with samples from the start?"""
-        return self._preparation.loading.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self._preparation.set_evenness(value)
-
-    @property
-    def split_batches(self) -> bool:
-        """Is a loader's batch size the global one?"""
-        return self._preparation.loading.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Does the main process read for all?"""
-        return self._preparation.loading.dispatch_batches
-
-    @property
-    def non_blocking(self) -> bool:
-        """Are batches copied to the device without waiting?"""
-        chosen = self._preparation.loading.non_blocking
-        return self.device.type != "cpu" if chosen is None else chosen
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Is shuffling a pure function of (seed, epoch)?"""
-        return self._preparation.loading.is_seedable
-
-    # ---------------------------------------------------------------- save and resume
-
-    @property
-    def save_iteration(self) -> int:
-        """The number of the next automatically named checkpoint."""
-        return self._checkpoints.place.iteration
-
-    def save_state(
-        self,
-        output_dir: str | Path | None = None,
-        safe_serialization: bool = True,
-        *,
-        blocking: bool = True,
-        metric: float | None = None,
-        weights: str | None = None,
-        **save_model_func_kwargs: Any,
-    ) -> Path:
-        """Commit a checkpoint of everything prepared and registered; every rank calls it.
-
-        It is on the disk when this returns. A kill at any moment before leaves the former checkpoint as it was. Called under a
-        condition that lets one rank pass only (`if accelerator.is_main_process:`), that rank writes everything but the other
-        ranks' RNG states, and says so once; of a sharded model that is an error.
-
-        Args:
-            output_dir: its folder; a checkpoint that is there is exchanged for the new one. Not read with automatic naming,
-                where it is `<project_dir>/checkpoints/checkpoint_<n>`.
-            safe_serialization: accepted for the name's sake: checkpoints hold safetensors and JSON, never pickles.
-            blocking: False: return when the state is copied to host memory, and write behind the loop. The next save waits
-                for it; an error is raised by the next `accumulate`, save, or `end_training`.
-            metric: how good this state is, for `ProjectConfiguration(keep_best=...)`.
-            weights: "huggingface": also the model's full weights, with config.json and related files, so that `from_pretrained`
-                opens the folder (with several models: the first; the others are in `model_1`, ...). None: only the checkpoint.
-            save_model_func_kwargs: accepted for the name's sake: what engines that are not in use take.
-
-        Returns:
-            The checkpoint's folder.
-
-        Raises:
-            CheckpointError: on every rank, where any could not write; former checkpoints are intact.
-            ConfigError: no folder was given, and there is no automatic naming; or an unknown argument.
-        """
-        check_save_arguments(save_model_func_kwargs)
-        if weights not in (None, "huggingface"):
-            raise ConfigError(f"save_state(weights={weights!r}); allowed: 'huggingface' or None")
-        also = None if weights is None else self._whole_weights.publish_all
-        return self._checkpoints.save(output_dir, blocking, metric, also)
-
-    def wait_for_save(self) -> None:
-        """Wait until a save behind the loop is on the disk; every rank calls it.
-
-        Raises:
-            CheckpointError: on every rank, where any could not write.
-        """
-        self._checkpoints.wait()
-
-    def load_state(
-        self,
-        input_dir: str | Path | None = None,
-        load_kwargs: Mapping[str, Any] | None = None,
-        *,
-        strict: bool = False,
-        changed: str | Collection[str] | None = (),
-        **load_model_func_kwargs: Any,
-    ) -> Restored:
-        """Take a checkpoint up, after prepare: all of it or nothing; every rank calls it.
-
-        Args:
-            input_dir: its folder; None, with automatic naming: the newest one that verifies.
-            load_kwargs: accepted for the name's sake: nothing is unpickled.
-            strict: refuse a checkpoint of another world size, batch size, precision or version.
-            changed: what is another one on purpose, which is refused otherwise: "data", whose number of samples is not that of the
-                checkpoint (the epoch begins at its first batch), a "schedule", whose learning rate jumps or which counts otherwise,
-                or both. None: warn of either, and keep the place in the data.
-            load_model_func_kwargs: accepted for the name's sake: `map_location` ("cpu" or "on_device"), as the state goes
-                to where each object is; and what engines that are not in use take.
-
-        Returns:
-            What was restored and what differs; printable.
-
-        Raises:
-            CheckpointError: on every rank: missing, damaged, or it does not fit; nothing is changed then.
-            ConfigError: no folder was given, and there is no automatic naming; or an unknown argument.
-        """
-        check_load_arguments({**(load_kwargs or {}), **load_model_func_kwargs})
-        return self._checkpoints.load(input_dir, strict, changed)
-
-    def resume(
-        self,
-        checkpoint: str | Path = "latest",
-        *,
-        strict: bool = False,
-        run: str | None = None,
-        changed: str | Collection[str] | None = (),
-    ) -> Restored | None:
-        """Go on from a checkpoint where there is one; call it after prepare, and loop over `epochs(n)`.
-
-        Args:
-            checkpoint: "latest": the newest one in the project's folder that verifies; one that does not is named and
-                passed over. Or a folder.
-            strict, changed: as for load_state.
-            run: with "latest", look among the checkpoints of this run only: "run" in their manifests. None: among all.
-
-        Returns:
-            What was restored, or None where "latest" found nothing yet.
-
-        Raises:
-            CheckpointError: on every rank: damaged (a folder that was given), or it does not fit.
-        """
-        return self._checkpoints.resume(checkpoint, strict, run, changed)
-
-    def epochs(self, num_epochs: int) -> Iterator[int]:
-        """The numbers of the epochs that are left of `num_epochs`: after a resume from the restored one.
-
-        Args:
-            num_epochs: of the whole training, 0 or more.
-        """
-        return self._checkpoints.epochs(num_epochs)
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these objects too: anything with state_dict and load_state_dict, of values without pickle.
-
-        Raises:
-            ConfigError: naming those that lack one of the two.
-        """
-        self._checkpoints.register(objects)
-
-    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Call `hook(models, weights, folder)` in each save, on every rank, before anything is written.
-
-        Files it writes into the folder belong to the checkpoint; a model whose entry it takes out of `weights` (one dict
-        of name and tensor for each model) is not saved.
-        """
-        return self._checkpoints.add_save_hook(hook)
-
-    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Call `hook(models, folder)` in each load; a model it takes out of the list is not loaded."""
-        return self._checkpoints.add_load_hook(hook)
-
-    @property
-    def preempted(self) -> bool:
-        """Have all ranks agreed to stop? Then save and end; only with `Preemption(exits=False)`, else the run has ended."""
-        return self._checkpoints.is_preempted
-
-    def check_preemption(self) -> bool:
-        """Stop here where the run is asked to end; for loops without a prepared loader. Every rank calls it alike.
-
-        Returns:
-            `preempted`.
-
-        Raises:
-            Preempted: a checkpoint was committed on all ranks; let it end the process.
-        """
-        return self._checkpoints.check_preemption()
-
-    def stop_watching(self) -> None:
-        """Leave signals and deadlines alone, and the folder to other runs, where the training is over; every rank calls it."""
-        self._checkpoints.stop_watching()
-
-    def start_watching(self) -> None:
-        """Heed signals and deadlines again after `stop_watching`, or after another Accelerator has; every rank calls it.
-
-        It does nothing where this Accelerator was not to heed them, and outside the main thread, where Python cannot.
-        """
-        self._checkpoints.start_watching()
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        """Where the run keeps its files; settable."""
-        return self._checkpoints.place.project
-
-    @project_configuration.setter
-    def project_configuration(self, project: ProjectConfiguration) -> None:
-        self._checkpoints.place.project = project.taken()
-
-    # ---------------------------------------------------------------- trackers and the run's log
-
-    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: TrackerKwargs | None = None) -> None:
-        """Begin a run: its log in `<logging_dir>/<project_name>/log.jsonl`, and the trackers of `log_with`.
-
-        A folder that has a log is continued: a run that was killed and is resumed goes on in the same log and in the same
-        runs of the trackers. A run that is under way ends first; one that this Accelerator has ended is opened again, which is
-        no further attempt.
-
-        Args:
-            project_name: names the folder, the project or experiment of the trackers.
-            config: the run's configuration: a mapping, a dataclass or an argparse.Namespace.
-            init_kwargs: for each tracker's own beginning, by its name, as in
-                `{"wandb": {"tags": ["first"]}, "mlflow": {"run_name": "a"}}`.
-
-        Raises:
-            ConfigError: a name that is not a relative path, or a config that is not a mapping.
-            TrackingError: the folder holds a `log.jsonl` of something else.
-        """
-        self._record.begin(project_name, config, init_kwargs)
-
-    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None) -> None:
-        """Log values of one step; any rank may call it, rank 0 writes.
-
-        Args:
-            values: names to numbers, texts, 0-d tensors, numpy scalars, or mappings of them (names are joined with '/'). None is
-                left out. Anything else goes to the trackers that take it (`Tracker.takes`), and the run's log notes its kind.
-            step: None: the number of updates so far.
-            log_kwargs: for each tracker's own `log`, by its name.
-        """
-        self._record.log(values, step, log_kwargs)
-
-    def log_images(
-        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None
-    ) -> None:
-        """Log images of one step, as PNG files in the run's folder and to the trackers that have a place for them.
-
-        Args:
-            values: names to images: arrays, tensors or PIL images [H, W], [H, W, C] or [C, H, W] (bytes, or floats 0..1);
-                [N, H, W, C] or [N, C, H, W] and lists are several.
-            step: as for `log`.
-            log_kwargs: for each tracker's own `log_images`, by its name.
-
-        Raises:
-            TrackingError: another shape or type, with its name.
-        """
-        self._record.log_images(values, step, log_kwargs)
-
-    def log_artifact(
-        self,
-        path: str | Path,
-        name: str | None = None,
-        step: int | None = None,
-        log_kwargs: TrackerKwargs | None = None,
-    ) -> None:
-        """Log a file or folder that belongs to the run; it stays where it is, and trackers with a store copy it.
-
-        Args:
-            path: of what rank 0 sees.
-            name: what it is called; None: its file name.
-            step: as for `log`.
-            log_kwargs: for each tracker's own `log_artifact`, by its name.
-
-        Raises:
-            TrackingError: on rank 0: there is nothing.
-        """
-        self._record.log_artifact(path, name, step, log_kwargs)
-
-    def log_event(self, name: str, step: int | None = None, **details: Any) -> None:
-        """Note in the run's log that something happened; any rank may call it, rank 0 writes.
-
-        Args:
-            name: what, as in "evaluation".
-            step: None: the number of updates so far.
-            details: what else is to be known.
-        """
-        self._record.log_event(name, step, details)
-
-    @property
-    def trackers(self) -> list[Tracker]:
-        """This rank's trackers that are in use: on rank 0 those of `log_with`."""
-        return self._record.trackers
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by its name.
-
-        Args:
-            name: as in `log_with`.
-            unwrap: the object underneath: a SummaryWriter, W&B's run, MLflow's run.
-
-        Returns:
-            The tracker; where this rank has none (or it failed), an object that takes every call, does nothing and is false.
-
-        Raises:
-            ConfigError: `log_with` names no such tracker.
-        """
-        return self._record.tracker(name, unwrap)
-
-    def end_trackers(self, summary: Mapping[str, Any] | None = None) -> None:
-        """End the run, where one is under way, with its log and its trackers; the process goes on.
-
-        Args:
-            summary: what its last line says beside the number of updates and the seconds it took.
-        """
-        self._record.end(summary)
-
-    # ---------------------------------------------------------------- weights, memory, profile, end
-
-    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """The model's tensors by the bare module's names (`unwrap=False`: as the object given names them).
-
-        Of a sharded model every rank must call it: rank 0 gets the whole tensors, on the host, the others an empty dict.
-
-        Raises:
-            UnsupportedError: the model is sharded, and only some ranks make the call.
-        """
-        bare = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
-        return self._whole_weights.state_dict(bare)
-
-    def stream_weights(
-        self, model: torch.nn.Module, bucket_size: int | str = "64MiB", merge_adapters: bool = False
-    ) -> "weight_stream.WeightStream":
-        """The model's weights, for an engine that generates: buckets of (name, whole tensor) on rank 0; every rank iterates.
-
-        Names and values are those that `save_model` writes, one of each tied pair. Rank 0 holds one bucket, and one tensor that is
-        being put together; a bucket is emptied when the next one is asked for. The other ranks see the same names, with
-        tensors that have no memory. A rank that breaks off, for an error of its receiver, say, makes it an error on all.
-
-        Args:
-            model: prepared or not.
-            bucket_size: the most bytes at once, or text; a larger tensor comes alone.
-            merge_adapters: True: PEFT adapters are merged into their layers, bit for bit like `merge_and_unload`, under the names of
-                the model without them; the model itself does not change. False: adapters are sent separately.
-
-        Returns:
-            An iterable, for one pass; its `metadata` says what will come: (name, name of the dtype, shape) of each tensor.
-
-        Raises:
-            UnsupportedError: the model is sharded, and only some ranks make the call; or its adapters cannot be merged.
-            ConfigError: the state dict holds something besides tensors.
-        """
-        bare = self.unwrap_model(model, keep_torch_compile=False)
-        tensors = self._whole_weights.export(bare, "stream_weights")
-        return weight_stream.WeightStream(
-            tensors.items(), bucket_size, self.collectives, bare if merge_adapters else None
+        setup = TrainingSetup(
+            run=self._run,
+            recompute=partial(
+                extensions.load("feature", "repeat_checkpointing"),
+                plan=self.options.checkpointing,
+                prepared=self._preparation.models,
+            ),
         )
+        found: Forecast = extensions.load("feature", "forecast")(request, setup)
+        return found
 
-    def load_weights(self, model: torch.nn.Module, source: str | Path, strict: bool = False) -> None:
-        """Fill a model from pretrained weights; each rank reads its own part, once, and no rank holds more. Every rank calls it.
+    def verify(self, function: Callable[..., Any], args: Sequence[Any] = (), **options: Any) -> "Proofs":
+        """Verify a training function before its long run, and print the table of proofs (docs/verify.md).
 
-        Before `prepare`, names and shapes are checked at once, and values are read when the model is prepared: it can be built on
-        the meta device. After `prepare`, values are read now.
-
-        Args:
-            model: the model, or a part of one (its base without a new head, say).
-            source: a folder, an index or a file of safetensors or `.bin`, or a model id on the Hub; transformers' models take the
-                names and layouts that `from_pretrained` takes.
-            strict: stored names that the model has no place for are an error, not a warning.
-
-        Raises:
-            CheckpointError: missing or damaged, or it does not fit: nothing has changed. Or a rank could not read its part.
-        """
-        self._preparation.weights.add(model, source, strict, self._preparation.models)
-
-    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
-        """Write an object with torch.save (or a dict of tensors with safetensors) from the main process only."""
-        if self.is_main_process:
-            save_object(obj, f, safe_serialization)
-
-    def save_model(
-        self,
-        model: torch.nn.Module,
-        save_directory: str | Path,
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write the weights as `model.safetensors`, or as shards with an index, from the main process; every rank calls it.
-
-        Of a sharded model one whole tensor at a time is brought to the main process. Of any other, a call under
-        `if accelerator.is_main_process:` works too, and waits for nobody.
+        The function creates its own Accelerator and trains, as for `notebook_launcher`. New processes call it several
+        times for a few updates: on one process, on several, killed and resumed. The caller's objects do not change.
 
         Args:
-            model: prepared or not.
-            save_directory: a folder, made where missing.
-            max_shard_size: bytes or text such as "10GB".
-            safe_serialization: False writes one `pytorch_model.bin` with torch.save instead, whatever its size, for which all of a
-                sharded model is brought there.
-
-        Raises:
-            UnsupportedError: the model is sharded, and only some ranks make the call.
-        """
-        bare = self.unwrap_model(model, keep_torch_compile=False)
-        self._whole_weights.save(bare, save_directory, max_shard_size, safe_serialization)
-
-    def push_to_hub(
-        self,
-        model: torch.nn.Module,
-        repo_id: str,
-        *parts: Any,
-        private: bool | None = None,
-        token: str | None = None,
-        revision: str | None = None,
-        commit_message: str = "Upload model",
-        max_shard_size: int | str = "5GB",
-    ) -> str | None:
-        """Upload a model to the Hugging Face Hub, as a folder that `from_pretrained` opens; every rank calls it.
-
-        Args:
-            model: prepared or not; if it has PEFT adapters, only these are uploaded.
-            repo_id: "name" or "owner/name"; created if it does not exist.
-            parts: a tokenizer, a processor, or other objects with `save_pretrained`.
-            private: whether a new repository is private; None: as the owner's settings say.
-            token: None: that of `hf auth login`, or HF_TOKEN.
-            revision: a branch, created if it does not exist; None: main.
-            commit_message: the commit's message.
-            max_shard_size: bytes, or text such as "5GB".
+            function: Function to verify. It may be defined in a notebook cell.
+            args: Positional arguments of the function. Default: none.
+            options: `num_processes`, which are compared with one process (default: 2). `strategy`, a layout to compare
+                as well (default: none). `only` and `skip`, words of proofs (default: all proofs). `updates`, the
+                number of updates of each run (default: 6). `time_limit`, seconds that each run may take (default: 60).
 
         Returns:
-            The commit's URL on the main process, None elsewhere.
+            The verdicts.
 
         Raises:
-            OptionalDependencyMissing: huggingface_hub is not installed.
-            UnsupportedError: the model is sharded, and only some ranks make the call.
+            ConfigError: If an argument is invalid, or this process is one of several.
+            HeadwayError: If the function fails, or makes no update on one process.
+
+        Example::
+
+            assert accelerator.verify(train, (1e-3,), only=["resume", "samples"]).passed
         """
-        bare = self.unwrap_model(model, keep_torch_compile=False)
-        about = {"private": private, "token": token, "revision": revision, "commit_message": commit_message}
-        return self._whole_weights.push(bare, repo_id, parts, max_shard_size, about)
-
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """torch's profiler around the block; traces and a table go to `output_trace_dir`, one file a rank."""
-        return throughput.profiling(profile_handler or self.options.profile, self.runtime.rank)
-
-    @cached_property
-    def throughput(self) -> "throughput.Throughput":
-        """Measures the loop from its first use on: ask for it before the loop (docs/throughput.md)."""
-        return throughput.Throughput(self._training_step, self._events, self.clock, self.runtime)
+        proofs: Proofs = extensions.load("feature", "verify_function")(self._run, function, args, **options)
+        return proofs
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget everything prepared, collect garbage and empty the device's cache.
+        """Release all prepared objects, collect garbage and empty the device's cache.
 
         Args:
-            objects: only counted: rebind your own names, `model, optimizer = accelerator.free_memory(model, optimizer)`.
+            objects: Objects to which your own names refer. Only their number is used, for the result.
 
         Returns:
-            As many Nones.
+            A list with one None per object, to assign to your own names.
+
+        Example::
+
+            model, optimizer = accelerator.free_memory(model, optimizer)
         """
         self._preparation.release()
         result = [None] * len(objects)
@@ -1243,27 +1450,47 @@ class Accelerator(RankAware):
 
     clear = free_memory
 
-    @property
-    def project_dir(self) -> str | Path | None:
-        """Where the run keeps its files."""
-        return self.project_configuration.project_dir
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return a context that runs torch's profiler and writes one trace and one table per rank to
+        `output_trace_dir`.
 
-    @property
-    def logging_dir(self) -> str | Path | None:
-        """Where logs go."""
-        return self.project_configuration.logging_dir
+        Args:
+            profile_handler: Settings of the profiler. None: the `ProfileKwargs` of `kwargs_handlers`, or their
+                defaults.
+
+        Example::
+
+            with accelerator.profile(ProfileKwargs(output_trace_dir="traces")) as profiler:
+                train()
+        """
+        profile_block = extensions.load("feature", "profile")
+        block: AbstractContextManager[Any] = profile_block(profile_handler or self.options.profile, self.runtime.rank)
+        return block
+
+    @cached_property
+    def throughput(self) -> "ThroughputMeter":
+        """Throughput meter of the training loop, which `docs/throughput.md` describes.
+
+        It measures from its first use, so read it before the loop.
+        """
+        make_meter = extensions.load("feature", "throughput")
+        meter: ThroughputMeter = make_meter(self._training_step, self._run.events, self.clock, self.runtime)
+        return meter
+
+    # ---------------------------------------------------------------- processes (see also `RankAware`)
 
     def end_training(self) -> None:
-        """Wait for everyone, forget everything prepared, end the process group that Headway started, and then the run."""
+        """End the training: wait for all ranks, release prepared objects, and end the process group and the trackers.
+
+        Only a process group that Headway started is ended. A second call has no further effect. Afterwards ranks can
+        no longer communicate. `print`, `log`, `unwrap_model` and `save` still work, and so do `save_model` and
+        `get_state_dict` of a model that is not sharded. Calls that need other ranks raise `StateError`.
+
+        Raises:
+            CheckpointError: If a background save failed.
+        """
         self.wait_for_save()
-        self.wait_for_everyone()
+        if not self.collectives.has_ended:
+            self.wait_for_everyone()
         process.reset()
-        self.end_trackers()  # last: where one is slow, no other rank waits
-
-
-def _use_of_memory(error: BaseException) -> str:
-    """What memory was used for, where it ran out and nobody caught the error."""
-    if not is_out_of_memory(error):
-        return ""
-    scope.own(EmergencyReserve).release()
-    return memory_report.untold(error)
+        self.end_trackers()  # last, so that no rank waits for another rank's slow tracker

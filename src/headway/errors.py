@@ -1,177 +1,257 @@
-"""Every exception and warning Headway raises, in one tree.
+"""All exceptions and warnings that Headway raises.
 
 ::
 
     HeadwayError
-    |-- ConfigError            (ValueError)    a setting that cannot be: unknown, out of range, in conflict
-    |   `-- DeviceMapError                       a device map or a memory budget that does not fit the model
-    |-- PrepareError           (TypeError)     prepare() got an object it cannot prepare, or in the wrong combination
-    |-- DataError              (ValueError)    a batch, loader or sampler that cannot be split, padded or counted
+    |-- ConfigError            (ValueError)    a setting is unknown, out of range or contradictory
+    |   `-- DeviceMapError                       a device map or memory budget does not fit the model
+    |-- PrepareError           (TypeError)     prepare() got an object or a combination that it cannot prepare
+    |-- DataError              (ValueError)    a batch, loader or sampler cannot be split, padded or counted
     |-- LossError              (ValueError)    backward() got something that is not a loss
-    |-- MetricError            (ValueError)    gather_for_metrics() got something that is not per sample
-    |-- StateError             (RuntimeError)  a call at a moment when it makes no sense
-    |-- UnsupportedError       (RuntimeError)  the strategy or the hardware cannot do what was asked
-    |   |-- DeviceUnavailable                  an accelerator was asked for that is not here
-    |   |-- NotServed                          a name of another library that Headway does not have
-    |   |   |-- ImportNotServed (ImportError)    it was imported
-    |   |   `-- AttributeNotServed (AttributeError) an object was asked for it
-    |   `-- MetaModelError                      a model built without memory read a value that it does not have
-    |-- NonFiniteError         (ArithmeticError) a loss or gradient is nan or infinite, and the run was to end then
+    |-- MetricError            (ValueError)    gather_for_metrics() got a value without one entry per sample
+    |-- StateError             (RuntimeError)  a method was called at the wrong time
+    |-- UnsupportedError       (RuntimeError)  the strategy or the hardware does not support the request
+    |   |-- DeviceUnavailable                  the requested accelerator is not available
+    |   |-- NotServed                          Headway does not have this name of another library
+    |   |   |-- ImportNotServed (ImportError)    raised by an import
+    |   |   `-- AttributeNotServed (AttributeError) raised by an attribute access
+    |   `-- MetaModelError                      a model on the meta device read a value, which it does not have
+    |-- NonFiniteError         (ArithmeticError) a loss or gradient is NaN or infinite, and the policy is to end
     |-- SpikeError             (ArithmeticError) too many updates in a row had an outlying loss or gradient norm
-    |-- MemoryExhausted        (RuntimeError)  memory ran out, and nothing smaller is left to try
-    |-- CollectiveError        (RuntimeError)  ranks called a collective with arguments that do not fit together
-    |-- CheckpointError        (RuntimeError)  a checkpoint that is missing, incomplete, damaged or does not fit
-    |   |-- CheckpointDamaged                    its bytes are not those that were written, or some are gone
-    |   `-- ObjectStoreError                     an object store refused a request, or did not answer for too long
-    |-- TrackingError          (ValueError)    a value that cannot be logged, or a file that is not a run's log
-    |-- CallError              (TypeError)     a decorated function was called with arguments that do not fit it
+    |-- MemoryExhausted        (RuntimeError)  memory ran out, and the batch cannot be split further
+    |-- CollectiveError        (RuntimeError)  ranks called a collective with arguments that do not match
+    |-- CheckpointError        (RuntimeError)  a checkpoint is missing, incomplete, damaged or does not fit
+    |   |-- CheckpointDamaged                    bytes are missing or differ from those that were written
+    |   `-- ObjectStoreError                     an object store refused a request or did not answer in time
+    |-- TrackingError          (ValueError)    a value cannot be logged, or a file is not a run's log
+    |-- CallError              (TypeError)     a decorated function was called with arguments that do not fit
     |-- BatchSizeError         (RuntimeError)  no batch size fits into memory
-    |-- PeerOutOfMemory        (RuntimeError)  another rank ran out of memory, so the attempt ends on this one too
-    |-- ControlPlaneError      (RuntimeError)  a vote or a hand-over that ranks missed, or whose host is gone
-    |-- LaunchError            (RuntimeError)  a run could not be started, or ended in failure
-    `-- OptionalDependencyMissing (ImportError) a package that this feature needs is not installed
+    |-- PeerOutOfMemory        (RuntimeError)  another rank ran out of memory, so the attempt ends on all ranks
+    |-- ControlPlaneError      (RuntimeError)  ranks missed a vote or a message, or the control plane's host is gone
+    |-- LaunchError            (RuntimeError)  a run could not be started, or it failed
+    `-- OptionalDependencyMissing (ImportError) a package that the feature needs is not installed
 
     HeadwayWarning             (UserWarning)
-    Preempted                  (SystemExit)  no failure: the run was asked to end, has saved, and ends with PREEMPTED
+    Preempted                  (SystemExit)  no failure: the run saved after a request to end, and exits with PREEMPTED
 
-Each message says what came in, what is allowed and what to do about it.
+Each message names the value that was given, the allowed values and a way to fix it. If the symptom has an entry in
+docs/troubleshooting.md, the message ends with a link to it (`TROUBLESHOOTING`).
 """
 
+from __future__ import annotations
+
 PREEMPTED = 75
-"""The exit code of a run that was asked to end and has saved: sysexits.h calls it EX_TEMPFAIL, "try again later"."""
+"""Exit code of a run that saved after a request to end. It is EX_TEMPFAIL ("try again later") of sysexits.h."""
 
 
 class HeadwayError(Exception):
-    """Root of every error that Headway raises on purpose."""
+    """Base class of all errors that Headway raises intentionally."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        anchor = find_troubleshooting_anchor(self, text)
+        return f"{text} ({TROUBLESHOOTING_PAGE}#{anchor})" if anchor else text
 
 
 class ConfigError(HeadwayError, ValueError):
-    """A setting is unknown, out of range, or contradicts another one."""
+    """Raised if a setting is unknown, out of range or contradicts another one."""
 
 
 class DeviceMapError(ConfigError):
-    """A device map or a memory budget does not fit the model."""
+    """Raised if a device map or a memory budget does not fit the model."""
 
 
 class PrepareError(HeadwayError, TypeError):
-    """prepare() was given an object it cannot prepare."""
+    """Raised if prepare() is given an object, or a combination of objects, that it cannot prepare."""
 
 
 class DataError(HeadwayError, ValueError):
-    """A batch, loader or sampler cannot be split, padded or counted."""
+    """Raised if a batch, loader or sampler cannot be split, padded or counted."""
 
 
 class LossError(HeadwayError, ValueError):
-    """backward() was given something that is not a scalar loss, or an impossible weight."""
+    """Raised if backward() is given something that is not a scalar loss, or an invalid weight."""
 
 
 class MetricError(HeadwayError, ValueError):
-    """A value handed to gather_for_metrics() does not hold one entry per sample."""
+    """Raised if a value passed to gather_for_metrics() does not have one entry per sample."""
 
 
 class StateError(HeadwayError, RuntimeError):
-    """A call came at a moment when it makes no sense."""
+    """Raised if a method is called at a time when the call makes no sense."""
 
 
 class UnsupportedError(HeadwayError, RuntimeError):
-    """The strategy or the hardware in use cannot do what was asked."""
+    """Raised if the strategy or the hardware in use does not support the request."""
 
 
 class DeviceUnavailable(UnsupportedError):
-    """An accelerator was asked for that this process cannot use."""
+    """Raised if this process cannot use the requested accelerator."""
 
 
 class MetaModelError(UnsupportedError):
-    """A constructor read a value from a tensor of the meta device, which has none."""
+    """Raised if a constructor reads a value from a tensor on the meta device, which has no values."""
 
 
-SkeletonError = MetaModelError  # its earlier name, until the next release
+SkeletonError = MetaModelError  # former name, kept until the next release
 
 
 class NotServed(UnsupportedError):
-    """A name of another library that Headway does not have; the message says what to use.
+    """Base class of errors about names of another library that Headway does not have. The message names an alternative.
 
-    Python wants an ImportError from a failed import and an AttributeError from a missing attribute, and no class can be both:
-    what is raised is one of the two classes below.
+    Python needs an ImportError from a failed import and an AttributeError from a missing attribute, and no class can be
+    both. So one of the two subclasses is raised.
     """
 
 
 class ImportNotServed(ImportError, NotServed):
-    """The name was imported."""
+    """Raised if code imports a name that Headway does not have."""
 
 
 class AttributeNotServed(AttributeError, NotServed):
-    """The name was asked of an object; `hasattr` is False."""
+    """Raised if code reads an attribute that Headway does not have. `hasattr` returns False."""
 
 
 class NonFiniteError(HeadwayError, ArithmeticError):
-    """A loss or gradient is nan or infinite; no update was made from it."""
+    """Raised if a loss or gradient is NaN or infinite. No update was made from it."""
 
 
 class SpikeError(HeadwayError, ArithmeticError):
-    """Too many updates in a row had a loss or gradient norm far above those before."""
+    """Raised if too many updates in a row had a loss or gradient norm far above recent ones."""
 
 
 class MemoryExhausted(HeadwayError, RuntimeError):
-    """Memory ran out, and nothing smaller is left to try."""
+    """Raised if memory runs out and the batch cannot be split into smaller pieces."""
 
 
 class CollectiveError(HeadwayError, RuntimeError):
-    """Ranks called one collective with arguments that do not fit together."""
+    """Raised if ranks call one collective with arguments that do not match."""
 
 
 class CheckpointError(HeadwayError, RuntimeError):
-    """A checkpoint is missing, incomplete, damaged, or does not fit what it is loaded into."""
+    """Raised if a checkpoint is missing, incomplete, damaged, or does not fit the objects that it is loaded into."""
 
 
 class CheckpointDamaged(CheckpointError):
-    """Bytes of a checkpoint are not those that were written, or some are gone."""
+    """Raised if bytes of a checkpoint are missing or differ from those that were written."""
 
 
 class ObjectStoreError(CheckpointError):
-    """An object store refused a request, or did not answer for too long."""
+    """Raised if an object store refuses a request or does not answer in time."""
 
 
 class TrackingError(HeadwayError, ValueError):
-    """A value cannot be logged, or a file is not a run's log."""
+    """Raised if a value cannot be logged, or if a file is not a run's log."""
 
 
 class CallError(HeadwayError, TypeError):
-    """A decorated function was called with arguments that do not fit it."""
+    """Raised if a function is called with arguments that do not fit its signature."""
 
 
 class BatchSizeError(HeadwayError, RuntimeError):
-    """No batch size that was allowed fits into memory."""
+    """Raised if no allowed batch size fits into memory."""
 
 
 class PeerOutOfMemory(HeadwayError, RuntimeError):
-    """Another rank ran out of memory: the attempt in progress ends on this rank too."""
+    """Raised on this rank if another rank runs out of memory, because the attempt in progress ends on all ranks."""
 
 
 class ControlPlaneError(HeadwayError, RuntimeError):
-    """Ranks missed a vote or a hand-over on the control plane, or its host is gone."""
+    """Raised if ranks miss a vote or a message on the control plane, or if its host is gone."""
 
 
 class LaunchError(HeadwayError, RuntimeError):
-    """A run could not be started, or ended in failure."""
+    """Raised if a run cannot be started or fails."""
 
 
 class OptionalDependencyMissing(HeadwayError, ImportError):
-    """A package that the feature needs is not installed."""
+    """Raised if a package that a feature needs is not installed."""
 
 
 class HeadwayWarning(UserWarning):
-    """Something that works, but probably not as meant."""
+    """Warning about code that works, but probably not as intended."""
 
 
 class Preempted(SystemExit):
-    """The run was asked to end and has committed a checkpoint; the process ends with PREEMPTED.
+    """Raised to end the process with exit code PREEMPTED after the run was asked to end and committed a checkpoint.
+
+    Args:
+        message: Text of the exception.
+        checkpoint: Directory of the committed checkpoint.
 
     Attributes:
-        checkpoint: its folder.
+        checkpoint: Directory of the committed checkpoint.
     """
 
     def __init__(self, message: str, checkpoint: str) -> None:
         super().__init__(message)
         self.code = PREEMPTED
         self.checkpoint = checkpoint
+
+
+TROUBLESHOOTING_PAGE = "docs/troubleshooting.md"
+TROUBLESHOOTING: tuple[tuple[str, type[HeadwayError], str], ...] = (
+    ("the-loss-is-nan", NonFiniteError, ""),
+    ("the-loss-is-nan", SpikeError, ""),
+    ("the-loss-has-no-graph", LossError, "without a graph"),
+    ("memory-runs-out-at-once", MemoryExhausted, ""),
+    ("memory-runs-out-at-once", BatchSizeError, ""),
+    ("a-rank-does-not-take-part", CollectiveError, "not every rank came here"),
+    ("a-rank-does-not-take-part", CollectiveError, "do not fit together"),
+    ("a-rank-does-not-take-part", CollectiveError, "ranks voted about different things"),
+    ("a-rank-does-not-take-part", CollectiveError, "ranks are at different votes"),
+    ("a-rank-does-not-take-part", ControlPlaneError, " voted"),
+    ("a-rank-does-not-take-part", ControlPlaneError, "it is dead or stopped"),
+    ("a-rank-does-not-take-part", LaunchError, "processes were asked for and"),
+    ("a-rank-does-not-take-part", UnsupportedError, "Call it on every rank"),
+    ("a-rank-does-not-take-part", StateError, "outside conditions on the rank"),
+    ("a-rank-does-not-take-part", StateError, "the process group has ended"),
+    ("processes-do-not-find-each-other", LaunchError, "cannot be reached"),
+    ("processes-do-not-find-each-other", LaunchError, "did not open"),
+    ("processes-do-not-find-each-other", LaunchError, "did not meet at"),
+    ("processes-do-not-find-each-other", LaunchError, "more processes than the"),
+    ("a-port-is-in-use", LaunchError, "of this machine is taken"),
+    ("no-accelerator-is-found", DeviceUnavailable, "local rank"),
+    ("no-accelerator-is-found", DeviceUnavailable, "`headway launch`"),
+    ("parameters-differ-between-ranks", StateError, "Change them alike on all ranks"),
+    ("a-parameter-takes-no-part-in-the-loss", UnsupportedError, "took no part in the last loss"),
+    ("a-parameter-takes-no-part-in-the-loss", StateError, "took no part in this one's"),
+    ("a-parameter-takes-no-part-in-the-loss", StateError, "were unfrozen after prepare()"),
+    ("an-object-is-not-prepared", PrepareError, "belong to no prepared model"),
+    ("an-object-is-not-prepared", StateError, "is not prepared, and"),
+    ("an-object-is-not-prepared", StateError, "stepped inside an accumulation window"),
+    ("an-object-is-not-prepared", StateError, "multiplied by fp16's loss scale"),
+    ("the-data-differs-between-ranks-or-runs", DataError, "DataLoaders have different lengths"),
+    ("the-data-differs-between-ranks-or-runs", DataError, "ranks gave prepare() different data"),
+    ("the-data-differs-between-ranks-or-runs", DataError, "is not the same on all ranks"),
+    ("the-data-differs-between-ranks-or-runs", DataError, "Its samples come in another order now"),
+    ("the-data-differs-between-ranks-or-runs", DataError, "have changed since the state was saved"),
+    ("the-data-differs-between-ranks-or-runs", StateError, "the position was saved by"),
+    ("the-resumed-run-starts-at-update-0", CheckpointError, "holds copies only"),
+    ("the-resumed-run-starts-at-update-0", StateError, "for epoch in accelerator.epochs(num_epochs)"),
+    ("a-checkpoint-does-not-fit", CheckpointError, "does not fit what is prepared"),
+    ("a-checkpoint-does-not-fit", CheckpointError, "differs from this run"),
+    ("a-checkpoint-does-not-fit", CheckpointError, "the checkpoint holds no frozen weights"),
+    ("a-checkpoint-does-not-fit", CheckpointError, "and all of them are damaged"),
+    ("metrics-differ-with-the-number-of-processes", MetricError, "for the whole batch"),
+    ("metrics-differ-with-the-number-of-processes", MetricError, "entry per sample"),
+)
+"""Anchors in docs/troubleshooting.md with the errors that link to them: a class and a part of the message ("" matches all)."""
+
+
+def find_troubleshooting_anchor(error: HeadwayError, text: str) -> str | None:
+    """Return the anchor of the entry in docs/troubleshooting.md for an error, or None.
+
+    Args:
+        error: Error whose symptom is looked up.
+        text: Message of the error.
+
+    Returns:
+        None if there is no entry, or if the message already contains a link, such as one quoted from another error.
+    """
+    if TROUBLESHOOTING_PAGE in text:
+        return None
+    return next(
+        (anchor for anchor, kind, part in TROUBLESHOOTING if isinstance(error, kind) and part in text),
+        None,
+    )

@@ -1,16 +1,19 @@
-"""Rank-aware logging: the standard logging module, one line per run instead of one per rank."""
+"""Rank-aware logging on top of the standard logging module: one line per run instead of one per rank."""
 
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
-from headway.common import env, scope
-from headway.common.untrusted import shown, whole_number
+from headway.common import callsite, env, scope
+from headway.common.untrusted import parse_whole_number, show_value
 from headway.errors import ConfigError
 
 LEVEL = "HEADWAY_LOG_LEVEL"
-"""The environment variable that sets the level of all of Headway's loggers."""
+"""Name of the environment variable that sets the level of all of Headway's loggers."""
+
+_OWN = "headway."
+"""Start of the names of Headway's own loggers. Scripts may use `get_logger` for loggers of their own."""
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
@@ -21,26 +24,39 @@ else:
 
 
 class OnceFilter(set[tuple[str, str]]):
-    """What was logged once in this process: the logger and the text."""
+    """Registry of the (logger name, text) pairs that were already logged with `once=True` in this process."""
 
 
 class RankLogger(_Adapter):
-    """A logger that speaks on rank 0 only, unless a call says otherwise.
+    """Logger that logs only on rank 0 by default.
 
-    Every logging method takes more keywords: `main_process_only=True` (False: every rank speaks, prefixed with its rank)
-    and `once=False` (True: the same text is logged once per process). `in_order` is accepted for the name's sake: a line
-    says its rank, and no rank waits for another to speak.
+    Warnings of Headway itself end with the user's line that led to them, such as "(train.py:12 in main)".
+
+    All logging methods accept two more keywords: `main_process_only` (default True; False: every rank logs, prefixed
+    with its rank) and `once` (default False; True: log a text only once per process). `in_order` is accepted for
+    compatibility with Accelerate and ignored: each line contains its rank, and no rank waits for another.
+
+    Args:
+        logger: Underlying logger.
+        extra: Contextual values, as for `logging.LoggerAdapter`.
     """
 
-    def __init__(self, logger: logging.Logger) -> None:
-        super().__init__(logger, {})
+    def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
+        super().__init__(logger, extra or {})
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log where the rank and `once` allow it."""
+        """Log a message if the level, the rank and `once` allow it.
+
+        Args:
+            level: Level of the message.
+            msg: Message with optional %-placeholders.
+            args: Values for the placeholders.
+            kwargs: Keywords of `logging.Logger.log`, plus `main_process_only`, `once` and `in_order`.
+        """
         main_process_only = kwargs.pop("main_process_only", True)
         once = kwargs.pop("once", False)
         kwargs.pop("in_order", None)
-        if not self.isEnabledFor(level) or (main_process_only and env.rank() != 0):
+        if not self.isEnabledFor(level) or (main_process_only and env.get_rank() != 0):
             return
         if once:
             text = str(msg) % args if args else str(msg)
@@ -48,26 +64,37 @@ class RankLogger(_Adapter):
             if (self.logger.name, text) in said:
                 return
             said.add((self.logger.name, text))
+        if level >= logging.WARNING and self.logger.name.startswith(_OWN):
+            msg, args = _add_users_line(str(msg) % args if args else str(msg)), ()
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         message, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]
         self.logger.log(level, message, *args, **kwargs)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Prefix the rank where there is more than one."""
-        if env.world_size() > 1:
-            msg = f"[rank {env.rank()}] {msg}"
+        """Return the message, prefixed with the rank if the world size is above 1, and the unchanged keywords."""
+        if env.get_world_size() > 1:
+            msg = f"[rank {env.get_rank()}] {msg}"
         return msg, kwargs
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Warn once per process about the same thing."""
+        """Log a warning only once per process for each text."""
         self._log_once(logging.WARNING, msg, *args, **kwargs)
 
     def info_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Inform once per process about the same thing."""
+        """Log an info message only once per process for each text."""
         self._log_once(logging.INFO, msg, *args, **kwargs)
 
     def _log_once(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         self.log(level, msg, *args, once=True, **kwargs | {"stacklevel": kwargs.get("stacklevel", 1) + 2})
+
+
+def _add_users_line(text: str) -> str:
+    """Append the user's innermost line to a warning, unless it contains the line already or no user code is running."""
+    frame = callsite.find_users_frame()
+    if frame is None:
+        return text
+    place = callsite.Frame.from_frame(frame)
+    return text if f"{place.file}:{place.line}" in text or str(place) in text else f"{text} ({place})"
 
 
 @cache
@@ -76,18 +103,24 @@ def _adapter(name: str) -> RankLogger:
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
-    """A rank-aware logger by the usual dotted name.
+    """Return the rank-aware logger with a name.
 
     Args:
-        name: as for `logging.getLogger`; the same name gives the same logger.
-        log_level: the level of THIS logger ("INFO", logging.DEBUG, ...); None leaves it. The environment variable
-            HEADWAY_LOG_LEVEL is used where it is None. The root logger is never touched.
+        name: Dotted name, as for `logging.getLogger`. Equal names return the same logger.
+        log_level: Level of this logger, such as "INFO" or logging.DEBUG. None: the level in the environment variable
+            HEADWAY_LOG_LEVEL, or unchanged if it is not set. The root logger is never changed.
 
     Raises:
-        ConfigError: there is no such level.
+        ConfigError: If the level does not exist.
+
+    Example::
+
+        logger = get_logger(__name__, log_level="INFO")
+        logger.info("shown once per run, by rank 0")
+        logger.info("shown by every rank", main_process_only=False)
     """
     logger = _adapter(name)
-    asked = asked_level()
+    asked = read_level()
     level = asked if log_level is None else _level(log_level, "get_logger(log_level=...)")
     if level is not None:
         logger.logger.setLevel(level)
@@ -96,48 +129,54 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
     return logger
 
 
-def asked_level() -> int | None:
-    """The level that HEADWAY_LOG_LEVEL asks for; None where it is not set or empty.
+def read_level() -> int | None:
+    """Return the level in HEADWAY_LOG_LEVEL, or None if the variable is not set or empty.
 
     Raises:
-        ConfigError: there is no such level.
+        ConfigError: If the level does not exist.
     """
     text = env.get(LEVEL)
     return _level(text.strip(), f"environment: {LEVEL}") if text is not None and text.strip() else None
 
 
 def is_debugging() -> bool:
-    """Does HEADWAY_LOG_LEVEL ask for everything? A level that does not exist does not."""
+    """Whether HEADWAY_LOG_LEVEL is "debug" or lower. False for a level that does not exist."""
     try:
-        level = asked_level()
+        level = read_level()
     except ConfigError:
         return False
     return level is not None and level <= logging.DEBUG
 
 
 def silence_elastic() -> None:
-    """No warnings of torch's launcher about agents, rendezvous and closing signals: what a user needs is in the report."""
+    """Suppress warnings of torch's launcher about agents, rendezvous and closing signals.
+
+    The launch report contains everything that a user needs. With HEADWAY_LOG_LEVEL=debug the warnings are kept.
+    """
     if is_debugging():
         return
     for name, logger in list(logging.root.manager.loggerDict.items()):
-        # Each has a level of its own there.
+        # torch sets the level of each of these loggers, so a parent's level has no effect.
         if name.startswith("torch.distributed.elastic") and isinstance(logger, logging.Logger):
             logger.setLevel(logging.CRITICAL if name.endswith("multiprocessing.api") else logging.ERROR)
 
 
 def _level(asked: str | int, origin: str) -> int:
-    number = asked if isinstance(asked, int) else whole_number(asked)
+    number = asked if isinstance(asked, int) else parse_whole_number(asked)
     if number is None:
         number = logging.getLevelName(str(asked).upper())  # text for a level that does not exist
     if isinstance(number, bool) or not isinstance(number, int):
         raise ConfigError(
-            f"the log level {shown(asked)} ({origin}) must be debug, info, warning, error or critical, or a number such as 10"
+            f"the log level {show_value(asked)} ({origin}) must be debug, info, warning, error or critical, or a number such as 10"
         )
     return number
 
 
 def _add_output(logger: logging.Logger) -> None:
-    """Write to stderr where nobody has set logging up: Python's last resort drops what is below WARNING."""
+    """Add output to stderr if the program has not set up logging.
+
+    Python's last-resort handler drops levels below WARNING.
+    """
     if not logger.hasHandlers():
         output = _LastResort()
         output.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
@@ -145,10 +184,10 @@ def _add_output(logger: logging.Logger) -> None:
 
 
 class _LastResort(_Handler):
-    """Output to stderr that is silent once the program has set logging up itself."""
+    """Handler that writes to stderr until the program sets up logging itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the line, unless the root logger's handlers do."""
+        """Write the record, unless the root logger has handlers that write it."""
         if not logging.getLogger().handlers and not getattr(record, "is_told", False):
-            record.is_told = True  # loggers above this one may have such an output too
+            record.is_told = True  # parent loggers may have such a handler too
             super().emit(record)

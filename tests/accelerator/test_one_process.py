@@ -109,9 +109,9 @@ def test_precision_where_it_has_none(tmp_path: Path) -> None:
 _MEMORY = """
 import torch
 from headway import Accelerator
-from headway.memory.monitor import MemoryMonitor
-from headway.memory.oom import is_out_of_memory
-from headway.memory.use import all_memory_use, memory_use
+from headway.core.memory.monitor import MemoryMonitor
+from headway.core.memory.oom import is_out_of_memory
+from headway.core.memory.use import all_memory_use, memory_use
 
 accelerator = Accelerator()
 with MemoryMonitor() as monitor:

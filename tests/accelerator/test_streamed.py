@@ -53,7 +53,7 @@ def test_a_snapshot_of_two_devices_is_queued_and_not_waited_for(tmp_path: Path) 
         tmp_path,
         """
 import torch
-from headway.checkpoint.saving.snapshot import HostCopies
+from headway.core.checkpoint.saving.snapshot import HostCopies
 
 tensors = {"a": torch.ones(300, device="toy:0"), "b": torch.ones(30, device="toy:1"), "c": torch.ones(3)}
 snapshot = HostCopies()

@@ -21,7 +21,7 @@ PROGRAM = """
 import os, time
 import torch, torch.distributed as dist
 from headway import Accelerator
-from headway.runtime.control_plane import control
+from headway.core.runtime.control_plane import control
 accelerator = Accelerator(cpu=True)
 plane, rank, size = control.current(), accelerator.process_index, accelerator.num_processes
 update, is_over = 0, False

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 from headway import Accelerator, ShardingOptions, TorchContextParallelConfig
+from headway.core.weights.pieces import is_dtensor
 from headway.errors import DataError, PrepareError
-from headway.strategies.context.context_parallel import ContextParallel
-from headway.weights.pieces import is_dtensor
+from headway.layouts.context.context_parallel import ContextParallel
 from tests.distributed.layouts import LENGTH, PADDING, gpt, llama, seeded, text
 
 

@@ -20,16 +20,17 @@ from pathlib import Path
 
 import torch
 
-from headway.checkpoint import folders
-from headway.checkpoint.loading.files import verify
-from headway.checkpoint.saving.saver import Saver
-from headway.checkpoint.saving.writer import SavePolicy
-from headway.checkpoint.state import CollectedState
-from headway.runtime import process
-from headway.runtime.collectives.checked import Collectives
-from tests.unit.checkpoint.reading import read_tensors
+from headway.core.checkpoint import folders
+from headway.core.checkpoint.loading.files import verify_checkpoint
+from headway.core.checkpoint.saving.saver import Saver
+from headway.core.checkpoint.saving.writer import SavePolicy
+from headway.core.checkpoint.state import CollectedState
+from headway.core.runtime import process
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.weights import parallel_writer
+from tests.unit.core.checkpoint.reading import read_tensors
 
-CALLS = ("write", "fsync", "rename", "renameat2", "unlink", "unlinkat", "rmdir", "mkdir")
+CALLS = ("write", "pwrite64", "fsync", "rename", "renameat2", "unlink", "unlinkat", "rmdir", "mkdir")
 VARIANTS = {
     "blocking": {"world_size": 1, "is_blocking": True, "same_name": False},
     "behind": {"world_size": 1, "is_blocking": False, "same_name": False},
@@ -38,7 +39,10 @@ VARIANTS = {
     "two ranks exchange": {"world_size": 2, "is_blocking": True, "same_name": True},
     "two ranks": {"world_size": 2, "is_blocking": True, "same_name": False},
     "two ranks behind": {"world_size": 2, "is_blocking": False, "same_name": False},
+    "threads": {"world_size": 1, "is_blocking": True, "same_name": True, "has_threads": True},
+    "threads behind": {"world_size": 1, "is_blocking": False, "same_name": False, "has_threads": True},
 }
+"""`has_threads`: files are written by several threads, as large ones are."""
 
 
 def state(value: int) -> CollectedState:
@@ -47,18 +51,24 @@ def state(value: int) -> CollectedState:
     return CollectedState(tensors, {}, {"value": value})
 
 
+def choose_writer(variant: dict) -> None:
+    """Let several threads write even small files, or one thread, in this process."""
+    parallel_writer._LARGE = 0 if variant.get("has_threads") else 2**40
+
+
 def save(root: Path, value: int, variant: dict) -> None:
     runtime = process.start(cpu=True)
     saver = Saver(runtime, Collectives(runtime))
     final = root / ("checkpoint_1" if variant["same_name"] else f"checkpoint_{value}")
+    choose_writer(variant)
     saver.save(final, state(value), {"value": value}, SavePolicy(1, (), True, variant["is_blocking"]))
     saver.wait()
 
 
 def found_value(root: Path) -> int:
     """The value of the newest checkpoint, which must be whole."""
-    newest = folders.committed(root)[0]
-    manifest = verify(newest)
+    newest = folders.list_committed(root)[0]
+    manifest = verify_checkpoint(newest)
     values = {t.unique().item() for _, t in read_tensors(newest, manifest)}
     assert len(values) == 1, values
     value = values.pop()

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
-from headway.weights.pieces import is_dtensor
+from headway.core.weights.pieces import is_dtensor
 from tests.devices import ON_CPU
 
 VOCABULARY, LENGTH, ROWS = 50, 12, 37

@@ -8,11 +8,11 @@ import tomllib
 import torch
 
 from headway import Accelerator
-from headway.config.engines import EngineOptions
-from headway.data.sampling.shard import ShardIndex
-from headway.precision.mixed import Precision
-from headway.runtime.collectives.checked import Collectives
-from headway.strategies.replica import ReplicaStrategy
+from headway.core.config.engines import EngineOptions
+from headway.core.data.sampling.shard import ShardIndex
+from headway.core.precision.mixed import Precision
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.strategies.replica import ReplicaStrategy
 
 FOLDER = Path(__file__).parents[2] / "examples" / "own_strategy"
 

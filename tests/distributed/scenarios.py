@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, log
 from headway.common import scope
-from headway.runtime import process
+from headway.core.runtime import process
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from headway import set_seed
 from headway.compat.accelerate.accelerator import AccelerateAccelerator
 from headway.compat.accelerate.state import AcceleratorState
-from headway.config.run import DataLoaderConfiguration
+from headway.core.config.run import DataLoaderConfiguration
 from tests.distributed.ranks import run_ranks
 
 ROWS, SIZE, EPOCHS = 37, 3, 3

@@ -16,9 +16,9 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
-from headway.config.engines import GradScalerKwargs
+from headway.core.config.torch_kwargs import GradScalerKwargs
+from headway.core.training.windows import ConstantDivision
 from headway.errors import ConfigError, LossError
-from headway.training.windows import ConstantDivision
 from tests.devices import DEVICE, ON_CPU
 from tests.distributed.ranks import run_ranks
 

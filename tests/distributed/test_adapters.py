@@ -1,5 +1,6 @@
-"""Adapters beside a frozen base: LoRA in every layout, checkpoints without the base, and bases of four and eight bits."""
+"""Adapters beside a frozen base: PEFT's methods in every layout, checkpoints without the base, and bases of four and eight bits."""
 
+import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,17 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-from headway import Accelerator, ProjectConfiguration
-from headway.errors import CheckpointError, UnsupportedError
-from headway.weights.files import open_checkpoint
-from headway.weights.pieces import is_dtensor
-from headway.weights.shards import raw_bytes
+from headway import Accelerator, DistributedDataParallelKwargs, ProjectConfiguration
+from headway.core.weights.files import open_checkpoint
+from headway.core.weights.pieces import is_dtensor
+from headway.core.weights.shards import get_raw_bytes
+from headway.errors import CheckpointError, PrepareError, UnsupportedError
 from tests.devices import ON_CPU
 from tests.distributed.layouts import seeded, text, whole_weights
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_pretrained import pairs_of_heads
 
 peft = pytest.importorskip("peft")
+from tests.distributed import adapters  # noqa: E402 - needs PEFT
+
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
 
 
@@ -226,24 +229,24 @@ def streamed(kind: str, folder: str) -> None:
     assert found.keys() == wanted.keys() == on_base(kind).state_dict().keys() - {"base_model.model.lm_head.weight"}
     assert any("nf4" in name or "SCB" in name for name in found)
     for name, each in found.items() if accelerator.is_main_process else ():
-        assert torch.equal(raw_bytes(each), raw_bytes(wanted[name])), (
+        assert torch.equal(get_raw_bytes(each), get_raw_bytes(wanted[name])), (
             name
         )  # read as floats, some packed ones are no numbers
-    with pytest.raises(UnsupportedError, match="on quantised bases, leave it out"):
+    with pytest.raises(UnsupportedError, match="on quantized bases, leave it out"):
         accelerator.stream_weights(model, merge_adapters=True)
 
 
 @pytest.mark.parametrize("kind", ["bitsandbytes, nf4", "bitsandbytes, int8"])
-def test_quantised_bases_are_streamed_as_they_are_saved(tmp_path, kind):
+def test_quantized_bases_are_streamed_as_they_are_saved(tmp_path, kind):
     pytest.importorskip("bitsandbytes")
     run_ranks(streamed, 2, kind, str(tmp_path), timeout=400)
 
 
-# -------------------------------------------------------------------- quantised bases
+# -------------------------------------------------------------------- quantized bases
 
 
 def on_base(kind: str) -> Any:
-    """LoRA on a quantised base; NF4 is stored as float32, as FSDP wants it."""
+    """LoRA on a quantized base; NF4 is stored as float32, as FSDP wants it."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = seeded(0, lambda: pairs_of_heads(True, **sizes))
     if kind == "torchao, int8":
@@ -267,7 +270,7 @@ def on_base(kind: str) -> Any:
     return with_adapters(model)
 
 
-def quantised(kind: str, layout: str) -> tuple[bool, bool]:
+def quantized(kind: str, layout: str) -> tuple[bool, bool]:
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
     model = on_base(kind)
     with torch.no_grad():  # rank 0's adapters and norms reach all
@@ -283,8 +286,292 @@ def quantised(kind: str, layout: str) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", ["bitsandbytes, nf4", "bitsandbytes, int8", "torchao, int8"])
-def test_lora_on_a_quantised_base_is_that_of_one_process(kind, layout):
+def test_lora_on_a_quantized_base_is_that_of_one_process(kind, layout):
     pytest.importorskip(kind.partition(",")[0])
-    for is_cut, is_packed in run_ranks(quantised, 2, kind, layout):
+    for is_cut, is_packed in run_ranks(quantized, 2, kind, layout):
         assert is_packed == ("nf4" in kind)
         assert is_cut == (layout == "fsdp" and "nf4" in kind)
+
+
+# -------------------------------------------------------------------- every method in every layout
+
+
+Cell = tuple[str, str]
+
+
+def train_cells(layout: str, wanted: bytes) -> dict[Cell, dict[str, torch.Tensor] | str]:
+    """For each model and method the adapters after twenty updates on this rank, or the error of `prepare`."""
+    results: dict[Cell, dict[str, torch.Tensor] | str] = {}
+    references: dict[Cell, adapters.Reference] = torch.load(io.BytesIO(wanted), weights_only=False)
+    for cell, reference in references.items():
+        accelerator = adapters.start(layout)
+        try:
+            model, optimizer = adapters.prepare(accelerator, adapters.make_adapted(*cell))
+        except PrepareError as error:
+            results[cell] = str(error)
+            accelerator.free_memory()
+            continue
+        losses = adapters.train(accelerator, model, optimizer)
+        assert losses == pytest.approx(reference.losses, abs=adapters.CLOSE), (layout, cell)
+        found = adapters.read_whole(accelerator, model)
+        assert not adapters.find_differences(found, reference.ended), (layout, cell)
+        for name, value in found.items():
+            moved = float((value - reference.begun[name]).abs().max())
+            assert moved > 100 * adapters.CLOSE if name in reference.trained else moved == 0, (layout, cell, name)
+        results[cell] = {name: found[name] for name in reference.trained}
+        accelerator.free_memory()
+    return results
+
+
+@pytest.mark.parametrize(
+    ("layout", "only"),
+    [("ep", "LoRA of experts"), *(pytest.param(each, None, marks=pytest.mark.matrix) for each in adapters.LAYOUTS)],
+)
+def test_adapters_are_those_of_one_process_and_equal_on_all_ranks(layout, only):
+    cells = [(model, method) for model, methods in adapters.CELLS[layout].items() for method in methods]
+    wanted = {cell: adapters.run_by_hand(*cell) for cell in cells if only in (None, cell[1])}
+    packed = io.BytesIO()
+    torch.save(wanted, packed)
+    results = run_ranks(train_cells, adapters.LAYOUTS[layout], layout, packed.getvalue(), timeout=280)
+    for cell in wanted:
+        first = results[0][cell]
+        assert isinstance(first, str) == adapters.is_refused(cell[1], layout), (cell, first)
+        for result in results[1:]:
+            if isinstance(first, str):
+                assert result[cell] == first
+                assert "Use LoRA or rsLoRA, or one of the layouts fsdp, ddp and ep" in first
+            else:  # bit by bit: parts are put together over the ranks, copies are this rank's own
+                assert result[cell].keys() == first.keys()
+                assert all(torch.equal(result[cell][name], value) for name, value in first.items())
+
+
+# -------------------------------------------------------------------- PEFT's own methods on a prepared model
+
+
+def save_and_open(layout: str, folder: str, model: str, method: str) -> None:
+    """`save_pretrained` on all ranks gives the file that a plain model opens, and so does a prepared one."""
+    accelerator = adapters.start(layout)
+    prepared, optimizer = adapters.prepare(accelerator, adapters.make_adapted(model, method))
+    adapters.train(accelerator, prepared, optimizer, range(4))
+    prepared.save_pretrained(folder, is_main_process=accelerator.is_main_process)
+    accelerator.wait_for_everyone()
+    plain = adapters.make_adapted(model, method)
+    adapters.by_hand(plain, updates=range(4))
+    wanted = adapters.read_logits(plain)
+    opened = peft.PeftModel.from_pretrained(adapters.make_base(model), folder)
+    torch.testing.assert_close(adapters.read_logits(opened), wanted, atol=adapters.CLOSE, rtol=0)
+    other = accelerator.prepare(adapters.make_adapted(model, method, seed=7))
+    assert float((adapters.read_logits(other) - wanted).abs().max()) > 0.01
+    other.load_adapter(folder, "default")
+    torch.testing.assert_close(adapters.read_logits(other), wanted, atol=adapters.CLOSE, rtol=0)
+    accelerator.free_memory()
+
+
+def make_two(method: str = "LoRA") -> Any:
+    model = adapters.make_adapted("llama", method)
+    torch.manual_seed(5)
+    model.add_adapter("other", adapters.METHODS[method]("llama"))
+    return model
+
+
+def list_lora(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+
+
+def switch(layout: str, folder: str) -> None:
+    """Two adapters learn by turns; each is saved under its name."""
+    options = [DistributedDataParallelKwargs(find_unused_parameters=True)] if layout == "ddp" else []
+    accelerator = adapters.start(layout, kwargs_handlers=options)
+    plain, model = make_two(), make_two()
+    if layout == "ddp":  # which reduces what learns when it is prepared
+        for parameter in list_lora(model):
+            parameter.requires_grad_(True)
+    by_hand = adapters.make_optimizer(list_lora(plain))
+    model, optimizer = accelerator.prepare(model, adapters.make_optimizer(list_lora(model)))
+    for number, name in enumerate(["default", "other", "default", "other"]):
+        plain.set_adapter(name)
+        model.set_adapter(name)
+        updates = [2 * number, 2 * number + 1]
+        wanted = adapters.by_hand(plain, by_hand, updates)
+        assert adapters.train(accelerator, model, optimizer, updates) == pytest.approx(wanted, abs=adapters.CLOSE)
+    assert not adapters.find_differences(adapters.read_whole(accelerator, model), dict(plain.named_parameters()))
+    model.save_pretrained(folder, is_main_process=accelerator.is_main_process)
+    accelerator.wait_for_everyone()
+    opened = peft.PeftModel.from_pretrained(adapters.make_base("llama"), Path(folder, "other"))
+    wanted = adapters.read_logits(plain)
+    torch.testing.assert_close(adapters.read_logits(opened), wanted, atol=adapters.CLOSE, rtol=0)
+    accelerator.free_memory()
+
+
+def compare_with_base(model: Any, rows: torch.Tensor) -> torch.Tensor:
+    """A loss that needs the model without its adapters, as DPO's does."""
+    with torch.no_grad(), model.disable_adapter():
+        reference = model(input_ids=rows).logits
+    out = model(input_ids=rows, labels=rows)
+    return out.loss + 0.1 * (out.logits - reference).square().mean()  # type: ignore[no-any-return]
+
+
+def disable(layout: str) -> None:
+    accelerator = adapters.start(layout)
+    plain = adapters.make_adapted("llama", "LoRA")
+    model, optimizer = adapters.prepare(accelerator, adapters.make_adapted("llama", "LoRA"))
+    wanted = adapters.by_hand(plain, updates=range(4), loss_of=compare_with_base)
+    losses = adapters.train(accelerator, model, optimizer, range(4), compare_with_base)
+    assert losses == pytest.approx(wanted, abs=adapters.CLOSE)
+    accelerator.free_memory()
+
+
+def train_on_half(layout: str) -> None:
+    """A frozen base in bf16 with adapters in float32, which PEFT makes of it."""
+    accelerator = adapters.start(layout)
+    plain, model = (adapters.make_adapted("llama", "LoRA", dtype=torch.bfloat16) for _ in range(2))
+    wanted = adapters.by_hand(plain, updates=range(4))
+    model, optimizer = adapters.prepare(accelerator, model)
+    losses = adapters.train(accelerator, model, optimizer, range(4))
+    assert losses == pytest.approx(wanted, abs=1e-2)
+    assert {parameter.dtype for parameter in adapters.list_trained(model)} == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32, torch.bfloat16}
+    accelerator.free_memory()
+
+
+def recompute(layout: str, is_reentrant: bool) -> None:
+    accelerator = adapters.start(layout)
+
+    def make() -> Any:
+        base = adapters.make_base("llama")
+        base.enable_input_require_grads()
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": is_reentrant})
+        torch.manual_seed(1)
+        return peft.get_peft_model(base, adapters.METHODS["LoRA"]("llama"))
+
+    wanted = adapters.by_hand(make(), updates=range(3))
+    model, optimizer = adapters.prepare(accelerator, make())
+    losses = adapters.train(accelerator, model, optimizer, range(3))
+    assert losses == pytest.approx(wanted, abs=adapters.CLOSE)
+    accelerator.free_memory()
+
+
+def refuse_changes(layout: str) -> None:
+    """What cannot be done on shards is an error that names what can."""
+    accelerator = adapters.start(layout)
+    model, optimizer = adapters.prepare(accelerator, adapters.make_adapted("llama", "LoRA"))
+    config = adapters.METHODS["LoRA"]("llama")
+    with pytest.raises(UnsupportedError, match=r"add_adapter.*Add all adapters before prepare"):
+        model.add_adapter("other", config)
+    for method in ("merge_and_unload", "merge_adapter", "unload"):
+        with pytest.raises(UnsupportedError, match=rf"{method}.*stream_weights\(model, merge_adapters=True\)"):
+            getattr(model, method)()
+    with pytest.raises(UnsupportedError, match=r"delete_adapter.*set_adapter"):
+        model.delete_adapter("default")
+    base = accelerator.prepare(adapters.make_base("llama"))
+    with pytest.raises(UnsupportedError, match=r"get_peft_model.*before prepare"):
+        peft.get_peft_model(base, config)
+    if "tp" in layout:  # below, a whole adapter would meet split activations
+        accelerator.free_memory()
+        return
+    adapters.train(accelerator, model, optimizer, range(1))
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj  # in the way of PEFT's own
+    layer.lora_A["other"] = nn.Linear(16, 2, bias=False, dtype=torch.float64)
+    layer.lora_B["other"] = nn.Linear(2, 16, bias=False, dtype=torch.float64)
+    layer.lora_dropout["other"], layer.scaling["other"] = nn.Identity(), 1.0
+    layer.set_adapter(["default", "other"])
+    optimizer.add_param_group({"params": [layer.lora_A["other"].weight, layer.lora_B["other"].weight]})
+    with pytest.raises(PrepareError, match=r"holds 2 parameters .* Add layers and adapters before prepare"):
+        adapters.train(accelerator, model, optimizer, range(1, 3))
+    accelerator.free_memory()
+
+
+def add_to_replicas() -> None:
+    """DDP: what is added after `prepare` is an error, until it is prepared anew."""
+    accelerator = adapters.start("ddp")
+    model, _ = adapters.prepare(accelerator, adapters.make_adapted("llama", "LoRA"))
+    model.add_adapter("other", adapters.METHODS["LoRA"]("llama"))
+    model.set_adapter("other")
+    late = accelerator.prepare(adapters.make_optimizer(adapters.list_trained(model)))
+    with pytest.raises(PrepareError, match=r"Add layers and adapters before prepare"):
+        adapters.train(accelerator, model, late, range(1))
+    accelerator.free_memory()
+    model.zero_grad()
+    model, optimizer = adapters.prepare(accelerator, model)
+    plain = make_two()
+    with torch.no_grad():
+        for parameter, own in zip(model.parameters(), plain.parameters(), strict=True):
+            own.copy_(parameter)
+    plain.set_adapter("other")
+    losses = adapters.train(accelerator, model, optimizer, range(3))
+    assert losses == pytest.approx(adapters.by_hand(plain, updates=range(3)), abs=adapters.CLOSE)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(adapters.read_logits(merged), adapters.read_logits(plain), atol=adapters.CLOSE, rtol=0)
+    accelerator.free_memory()
+
+
+def use_as_peft_does(layout: str, folder: str) -> None:
+    for method in ("LoRA", *(() if "tp" in layout else ("DoRA", "LoRA with modules_to_save")), "prompt tuning"):
+        save_and_open(layout, f"{folder}/{method}", "llama", method)
+    switch(layout, f"{folder}/two")
+    disable(layout)
+    train_on_half(layout)
+    recompute(layout, is_reentrant=False)
+    recompute(layout, is_reentrant=True)
+    if layout == "ddp":
+        add_to_replicas()
+    else:
+        refuse_changes(layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("fsdp", marks=pytest.mark.slow), *(pytest.param(n, marks=pytest.mark.matrix) for n in ("ddp", "tp"))],
+)
+def test_a_prepared_model_is_used_as_peft_documents_it(tmp_path, layout):
+    run_ranks(use_as_peft_does, 2, layout, str(tmp_path), timeout=280)
+
+
+def save_experts(folder: str) -> None:
+    save_and_open("ep", folder, "mixtral", "LoRA of experts")
+    accelerator = adapters.start("ep")
+    wanted = adapters.make_adapted("mixtral", "LoRA of experts").merge_and_unload().state_dict()
+    model = accelerator.prepare(adapters.make_adapted("mixtral", "LoRA of experts"))
+    stream = accelerator.stream_weights(model, "6KiB", merge_adapters=True)
+    found = {name: tensor.clone() for bucket in stream for name, tensor in bucket}
+    assert found.keys() == wanted.keys()
+    for name, value in found.items() if accelerator.is_main_process else ():
+        torch.testing.assert_close(value, wanted[name], msg=name)
+
+
+@pytest.mark.matrix
+def test_adapters_of_distributed_experts_are_saved_opened_and_merged(tmp_path):
+    run_ranks(save_experts, 2, str(tmp_path), timeout=280)
+
+
+def resume(saved: str, loaded: str, folder: str, model: str, method: str) -> None:
+    project = ProjectConfiguration(folder, save_frozen=False)
+    accelerator = adapters.start(saved, project_config=project)
+    prepared, optimizer = adapters.prepare(accelerator, adapters.make_adapted(model, method))
+    adapters.train(accelerator, prepared, optimizer, range(3))
+    accelerator.save_state(Path(folder, "state"))
+    accelerator.end_training()
+    accelerator = adapters.start(loaded)
+    prepared, optimizer = adapters.prepare(accelerator, adapters.make_adapted(model, method, seed=7))
+    accelerator.load_state(Path(folder, "state"))
+    losses = adapters.train(accelerator, prepared, optimizer, range(3, 6))
+    wanted = adapters.by_hand(adapters.make_adapted(model, method), updates=range(6))
+    assert losses == pytest.approx(wanted[3:], abs=adapters.CLOSE)
+    accelerator.free_memory()
+
+
+def resume_each(folder: str) -> None:
+    resume("fsdp", "ddp", f"{folder}/1", "llama", "DoRA")
+    resume("tp", "fsdp", f"{folder}/2", "llama", "LoRA with modules_to_save")
+    resume("ep", "fsdp", f"{folder}/3", "mixtral", "LoRA of experts")
+    resume("fsdp", "ep", f"{folder}/4", "mixtral", "LoRA of experts")
+
+
+@pytest.mark.matrix
+def test_adapters_are_resumed_in_another_layout(tmp_path):
+    run_ranks(resume_each, 2, str(tmp_path), timeout=280)
+
+
+def test_the_page_shows_the_table():
+    page = Path(__file__).parents[2] / "docs" / "adapters.md"
+    assert adapters.write_table() in page.read_text()

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from headway import Accelerator, find_executable_batch_size
-from headway.checkpoint.loading.files import verify
-from headway.runtime import process
-from headway.runtime.control_plane.attendance import RankConditionalCallCheck
+from headway.core.checkpoint.loading.files import verify_checkpoint
+from headway.core.runtime import process
+from headway.core.runtime.control_plane.conditional_calls import RankConditionalCallCheck
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_launch import launch
 from tests.distributed.test_saves_of_one_rank import Training
@@ -62,7 +62,9 @@ def go_past(root):
         training.accelerator.wait_for_everyone()
         way(training, folder)
         saved += [
-            verify(path).about["name"] for path in sorted(folder.iterdir()) if path.is_dir() and path.name != "latest"
+            verify_checkpoint(path).about["name"]
+            for path in sorted(folder.iterdir())
+            if path.is_dir() and path.name != "latest"
         ]
     return saved, training.losses
 
@@ -103,7 +105,7 @@ def after_a_failed_attempt(root):
         return training.accelerator.reduce(torch.ones(1)).item()
 
     assert attempt() == 2
-    return "saved_by" in verify(training.accelerator.save_state(f"{root}/all")).about
+    return "saved_by" in verify_checkpoint(training.accelerator.save_state(f"{root}/all")).about
 
 
 def test_ranks_that_have_left_an_exchange_still_save_together(tmp_path):

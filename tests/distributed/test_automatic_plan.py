@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from headway import Accelerator, TensorParallelOptions
-from headway.strategies.fully_sharded.dtensors import local
-from headway.strategies.tensor.tensor_parallel import TensorParallel
+from headway.core.strategies.fully_sharded.dtensors import get_local_shard
+from headway.layouts.tensor.tensor_parallel import TensorParallel
 from tests.devices import ON_CPU
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_tensor_parallel import full, mesh
@@ -41,7 +41,7 @@ def apart(name: str, options: TensorParallelOptions) -> float:
     state = torch.get_rng_state()
     TensorParallel(cut, mesh(), options)
     assert torch.equal(state, torch.get_rng_state())
-    assert any(local(p).shape != p.shape for p in cut.parameters())
+    assert any(get_local_shard(p).shape != p.shape for p in cut.parameters())
     (loss, wanted), (cut_loss, grads) = run_of(name, whole), run_of(name, cut)
     assert wanted.keys() == grads.keys()
     largest = max(float(g.abs().max()) for g in wanted.values())

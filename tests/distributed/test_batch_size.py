@@ -416,14 +416,14 @@ def on_a_device(place, failing=1):
 
     import headway
     from headway import Accelerator, InitProcessGroupKwargs
-    from headway.runtime import group
+    from headway.core.runtime import group
 
     dist.Backend.register_backend(
         "card", lambda store, rank, size, timeout: ProcessGroupGloo(store, rank, size, timeout), devices=["cuda"]
     )
     accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="cpu:gloo,cuda:card")])
     rank, aborted, tried, freed = accelerator.process_index, [], [], threading.Event()
-    abort = group.abort
+    abort = group.abort_groups
 
     def noted():
         if dist.is_initialized():
@@ -431,7 +431,7 @@ def on_a_device(place, failing=1):
         abort()
         freed.set()
 
-    group.abort = noted
+    group.abort_groups = noted
 
     @headway.find_executable_batch_size(starting_batch_size=START)
     def inner(batch_size):

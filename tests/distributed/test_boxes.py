@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.checkpoint.format.chunks import ChunkGrid
-from headway.checkpoint.format.manifest import read_manifest
-from headway.checkpoint.loading.files import TargetLayout
-from headway.checkpoint.loading.reader import CheckpointReader
-from headway.checkpoint.loading.restoring import misfits, restore
-from headway.checkpoint.saving.saver import Saver
-from headway.checkpoint.saving.writer import SavePolicy
-from headway.checkpoint.state import StatefulObjects, collect
+from headway.core.checkpoint.folders import list_originals
+from headway.core.checkpoint.format.chunks import ChunkGrid
+from headway.core.checkpoint.format.manifest import read_manifest
+from headway.core.checkpoint.loading.files import TargetLayout
+from headway.core.checkpoint.loading.reader import CheckpointReader
+from headway.core.checkpoint.loading.restoring import find_misfits, restore_objects
+from headway.core.checkpoint.saving.saver import Saver
+from headway.core.checkpoint.saving.writer import SavePolicy
+from headway.core.checkpoint.state import StatefulObjects, collect_state
 from headway.errors import CheckpointError
 from tests.distributed.ranks import run_ranks
 
@@ -95,9 +96,9 @@ def is_cut(tensor):
 
 def put(tensor, wanted):
     """Let a tensor, cut or not, hold this rank's part of the values; by torch's own arithmetic of placements."""
-    from headway.weights.pieces import own_boxes
+    from headway.core.weights.pieces import list_own_boxes
 
-    for offsets, memory in own_boxes(tensor.detach()):
+    for offsets, memory in list_own_boxes(tensor.detach()):
         memory.copy_(wanted[tuple(slice(start, start + size) for start, size in zip(offsets, memory.shape))])
 
 
@@ -205,8 +206,8 @@ def save_all(folder):
     saver, _, world_size = door()
     for layout in LAYOUTS[world_size]:
         model, _, parts = made(layout, world_size, 1)
-        saver.save(Path(folder, f"{layout}-blocking"), collect(parts), {}, BLOCKING)
-        saver.save(Path(folder, layout), collect(parts), {}, SavePolicy(is_blocking=False))
+        saver.save(Path(folder, f"{layout}-blocking"), collect_state(parts), {}, BLOCKING)
+        saver.save(Path(folder, layout), collect_state(parts), {}, SavePolicy(is_blocking=False))
         with torch.no_grad():
             for parameter in model.parameters():  # the loop goes on while that is written
                 parameter.zero_()
@@ -220,8 +221,8 @@ def load_all(folder):
         for layout in LAYOUTS[world_size]:
             model, optimizer, parts = made(layout, world_size, 0)
             _, found = reader.read(source, TargetLayout(parts))
-            assert misfits(parts, found) == []
-            restore(parts, found, None, lambda failure: [failure] if failure else [])
+            assert find_misfits(parts, found) == []
+            restore_objects(parts, found, None, lambda failure: [failure] if failure else [])
             check(model, optimizer, 1)
             average = parts.others["custom"][0].value
             wanted = part_of(model.first.weight, values(average.shape, 301))
@@ -302,12 +303,12 @@ def peaks(folder, layouts):
             optimizer.state[parameter] = {"momentum_buffer": torch.ones_like(parameter).detach()}
         parts = StatefulObjects([model], [optimizer], {}, lambda each: each.state_dict().items())
         with Anonymous() as saving:
-            saver.save(Path(folder, str(number)), collect(parts), {}, BLOCKING)
+            saver.save(Path(folder, str(number)), collect_state(parts), {}, BLOCKING)
         loading = Anonymous()
         if number:
             with loading:  # what was saved by rows is read by columns, and the other way round
                 _, read = reader.read(Path(folder, str(number - 1)), TargetLayout(parts))
-                restore(parts, read, None, lambda failure: [failure] if failure else [])
+                restore_objects(parts, read, None, lambda failure: [failure] if failure else [])
             local = model.a.to_local()
             begin = mesh.get_rank() * ROWS // world_size
             expected = begin if dim else begin * ROWS
@@ -338,27 +339,27 @@ def misuse(folder, what):
     model, _, parts = made("fsdp", world_size, 1)
     if what == "alone":
         if saver._runtime.rank == 0:
-            saver.save(Path(folder, "a"), collect(parts), {}, SavePolicy(is_alone=True))
+            saver.save(Path(folder, "a"), collect_state(parts), {}, SavePolicy(is_alone=True))
         return
     if what == "partial":
         mesh = init_device_mesh("cpu", (world_size,))
         model.register_buffer("sums", DTensor.from_local(torch.ones(3), mesh, [Partial()]))
-        saver.save(Path(folder, "a"), collect(parts), {}, BLOCKING)
+        saver.save(Path(folder, "a"), collect_state(parts), {}, BLOCKING)
     if what == "differing" and saver._runtime.rank == 1:
         other = init_device_mesh("cpu", (world_size,))
         model.one.bias = torch.nn.Parameter(
             DTensor.from_local(torch.ones(2), other, [Shard(0)], shape=(4,), stride=(1,))
         )
     if what == "differing":
-        saver.save(Path(folder, "a"), collect(parts), {}, BLOCKING)
+        saver.save(Path(folder, "a"), collect_state(parts), {}, BLOCKING)
     if what == "own disks":
         saver._find_share = partial(own_disk, saver._runtime.rank)
-        saver.save(Path(folder, "a"), collect(parts), {}, BLOCKING)
+        saver.save(Path(folder, "a"), collect_state(parts), {}, BLOCKING)
     return
 
 
 def own_disk(rank, *_):
-    from headway.checkpoint.saving.writer import DiskShare
+    from headway.core.checkpoint.saving.writer import DiskShare
 
     return DiskShare(0, 1, True, is_own_disk=True)
 
@@ -392,7 +393,7 @@ def damaged(folder):
     saver, reader, world_size = door()
     _, _, parts = made("fsdp", world_size, 1)
     path = Path(folder, "checkpoint_1")
-    saver.save(path, collect(parts), {}, BLOCKING)
+    saver.save(path, collect_state(parts), {}, BLOCKING)
     shard = path / "optimizer-00001.safetensors"
     saver._collectives.barrier()
     if saver._runtime.rank == 0:
@@ -405,7 +406,7 @@ def damaged(folder):
         reader.read(path, TargetLayout(parts))
     except CheckpointError as error:
         messages.append(str(error))
-    newest, reasons = reader.newest(Path(folder))
+    newest, reasons = reader.find_first_valid(Path(folder), list_originals(Path(folder)))
     assert newest is None
     return [*messages, *reasons]
 

@@ -17,8 +17,8 @@ from tests.distributed.test_launch import begin, launch
 
 
 def votes():
-    from headway.runtime import process
-    from headway.runtime.control_plane import control
+    from headway.core.runtime import process
+    from headway.core.runtime.control_plane import control
 
     plane = control.current()
     rank, world_size = plane.rank, plane.world_size
@@ -38,7 +38,7 @@ def votes():
     assert plane.has("from 0")
     assert not plane.has("from 9")
 
-    server = process.control_link()._server
+    server = process.get_control_link()._server
     before = server.num_keys() if server else None
     for _ in range(10_000):
         plane.vote((0.0, 0.0, 0.0, 0.0), "any")
@@ -87,7 +87,7 @@ import os, signal, sys, time
 from datetime import timedelta
 from headway import Accelerator
 from headway.errors import ControlPlaneError
-from headway.runtime.control_plane import control
+from headway.core.runtime.control_plane import control
 accelerator = Accelerator(cpu=True)
 plane = control.current()
 plane.vote([0.0])
@@ -158,7 +158,7 @@ if sys.argv[1] == "leaves" and rank == 1:
 if sys.argv[1] == "hangs" and rank == 1:
     time.sleep(100)
 from headway import Accelerator
-from headway.runtime.control_plane import control
+from headway.core.runtime.control_plane import control
 Accelerator(cpu=True)
 plane = control.current()
 control.note_progress(12, 3)

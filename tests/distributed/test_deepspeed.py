@@ -11,10 +11,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, DummyOptim, DummyScheduler
-from headway.common.optional import available
+from headway.common.optional import is_available
 from tests.distributed.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(not available("deepspeed"), reason="deepspeed is not installed: pip install deepspeed")
+pytestmark = pytest.mark.skipif(
+    not is_available("deepspeed"), reason="deepspeed is not installed: pip install deepspeed"
+)
 
 WORDS, LENGTH, WIDTH = 23, 12, 16
 ROWS, BATCH, STEPS, EPOCHS = 37, 4, 2, 2

@@ -12,12 +12,12 @@ from torch.nn.functional import cross_entropy, gelu
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator
-from headway.common.optional import available
+from headway.common.optional import is_available
 from tests.distributed.cut_models import llama, mixtral
 from tests.distributed.ranks import RankFailed, run_ranks
 
 pytestmark = [
-    pytest.mark.skipif(not available("deepspeed"), reason="deepspeed is not installed: pip install deepspeed"),
+    pytest.mark.skipif(not is_available("deepspeed"), reason="deepspeed is not installed: pip install deepspeed"),
     pytest.mark.matrix,
 ]
 

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from headway import Accelerator, DeepSpeedPlugin
-from headway.common.optional import available
+from headway.common.optional import is_available
 from tests.distributed.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(not available("deepspeed"), reason="deepspeed is not installed: pip install deepspeed")
+pytestmark = pytest.mark.skipif(
+    not is_available("deepspeed"), reason="deepspeed is not installed: pip install deepspeed"
+)
 
 BEFORE, AFTER = 3, 4
 LAYOUTS = ("zero1", "zero2", "zero3", "offload", "ddp")

@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from headway import Accelerator, DeepSpeedPlugin
-from headway.common.optional import available
+from headway.common.optional import is_available
+from headway.core.training.checks.finite import FiniteGuard
 from headway.errors import ConfigError, HeadwayError, PrepareError, StateError, UnsupportedError
-from headway.training.checks.finite import FiniteGuard
 from tests.distributed.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(not available("deepspeed"), reason="deepspeed is not installed: pip install deepspeed")
+pytestmark = pytest.mark.skipif(
+    not is_available("deepspeed"), reason="deepspeed is not installed: pip install deepspeed"
+)
 
 STAGES = (1, 2, 3)
 

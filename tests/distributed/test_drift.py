@@ -193,7 +193,7 @@ def gradients_that_stay() -> None:
 
 @silently
 def weights_moved_aside_for_a_backward() -> None:
-    """Sharpness-aware minimisation with a perturbation of each rank's own, as its authors recommend."""
+    """Sharpness-aware minimization with a perturbation of each rank's own, as its authors recommend."""
     accelerator, model, optimizer, _ = ready()
     for _ in range(4):
         inputs, targets = data(4)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from headway import Accelerator, TensorParallelOptions
+from headway.core.strategies.fully_sharded import dtensors
 from headway.errors import PrepareError, StateError
-from headway.strategies.fully_sharded import dtensors
 from tests.distributed.layouts import each, seeded
 from tests.distributed.ranks import run_ranks
 
@@ -64,7 +64,7 @@ def gradients_changed_on_one_rank() -> None:
             accelerator.backward(model(torch.ones(2, 8)).sum())
             accelerator.clip_grad_norm_(model.parameters(), 0.5)
             if accelerator.process_index == 1 and not math.isnan(value):
-                dtensors.local(model.extra.weight.grad).mul_(value)
+                dtensors.get_local_shard(model.extra.weight.grad).mul_(value)
             optimizer.step()
             optimizer.zero_grad()
         return not optimizer.step_was_skipped

@@ -1,6 +1,7 @@
 """Every example runs, on one process and on two, and differs from its base only by the lines it marks."""
 
 import difflib
+import json
 import re
 import runpy
 import subprocess
@@ -53,7 +54,9 @@ def test_the_comparison_can_fail():
 def test_the_table_names_every_example():
     table = (EXAMPLES / "README.md").read_text()
     for path in [
+        EXAMPLES / "demo.py",
         EXAMPLES / "text.py",
+        EXAMPLES / "mixture.py",
         EXAMPLES / "recipe" / "recipe.py",
         EXAMPLES / "vision.py",
         EXAMPLES / "fsdp.py",
@@ -98,7 +101,7 @@ def test_vision_gets_almost_every_digit(tmp_path):
 
 
 def test_text_trains_saves_and_reads_back(tmp_path):
-    """The demo in small. That it beats the bigram takes the whole demo (`make demo`)."""
+    """A short run. To beat the bigram takes the default number of updates."""
     flags = ["--steps", "20", "--batch-size", "4", "--max-bytes", "400000"]
     out = launch(str(EXAMPLES / "text.py"), *flags, cwd=tmp_path)
     assert (tmp_path / "runs" / "text" / "model.safetensors").exists()
@@ -106,6 +109,51 @@ def test_text_trains_saves_and_reads_back(tmp_path):
     bits, bigram = map(float, re.search(r"GPT ([\d.]+), byte bigram ([\d.]+)", out).groups())
     assert 2 < bigram < 5
     assert bits < 6
+
+
+def read_source_losses(folder: Path) -> dict[int, dict[str, float]]:
+    """The losses by source in a run's log, by update."""
+    found: dict[int, dict[str, float]] = {}
+    for line in map(json.loads, (folder / "mixture" / "log.jsonl").read_text().splitlines()):
+        losses = {name: value for name, value in line.get("values", {}).items() if name.startswith("loss/")}
+        if losses:
+            found[line["step"]] = losses
+    return found
+
+
+@pytest.mark.slow
+def test_the_mixture_that_is_killed_continues_alike_on_two_processes(tmp_path):
+    """Killed by SIGKILL on one process, continued on two: the losses of all sources are those of the undisturbed run."""
+    sizes = ["--updates", "12", "--files", "3", "--save-every", "2", "--kill-at", "5", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "mixture.py"), *sizes], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "killed at update 5 on 1 process, continued on 2" in done.stdout
+    expected, found = (read_source_losses(tmp_path / name) for name in ("undisturbed", "stopped"))
+    assert found.keys() == expected.keys()
+    assert len(expected) >= 4
+    for step, values in expected.items():
+        assert found[step] == pytest.approx(values, rel=1e-5)
+    assert {name for values in expected.values() for name in values} == {"loss/python", "loss/c++", "loss/prose"}
+
+
+@pytest.mark.slow
+def test_the_demo_ends_alike_with_and_without_trouble(tmp_path):
+    """`make demo`, whole: a real allocation failure, a real SIGKILL, a restart, and the same loss but for rounding."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "demo.py")], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "memory ran out on rank 1 with pieces of 16 rows" in done.stdout
+    assert "rank 0 was ended by SIGKILL" in done.stdout
+    assert "resumed after 20 updates" in done.stdout
+    assert "The kill cost 4 updates." in done.stdout
+    undisturbed, troubled = map(float, re.findall(r"loss after 40 updates: (.*)", done.stdout))
+    assert undisturbed == pytest.approx(troubled, rel=1e-5)
+    assert 1 < undisturbed < 3.5
+    page = Path(re.search(r"file://(\S+)", done.stdout)[1])
+    assert "undisturbed" in page.read_text()
 
 
 def test_what_is_forecast_fits_and_is_trained_with(tmp_path):

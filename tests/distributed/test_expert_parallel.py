@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from headway import Accelerator, ActivationCheckpointing, ShardingOptions
+from headway.core.weights.pieces import is_dtensor
 from headway.errors import HeadwayError, PrepareError
 from headway.planning.compare import plan
-from headway.weights.pieces import is_dtensor
 from tests.devices import ON_CPU
 from tests.distributed import layouts
 from tests.distributed.layouts import VOCABULARY, Curve, Task, build, by_hand, difference, prepared, text
@@ -235,7 +235,7 @@ def test_a_rank_holds_its_experts_alone():
 def test_a_plan_counts_what_is_held_and_sent(layout, num_ranks):
     planned = plan(wide, layout, num_ranks, step=loss, optimizer=sgd)
     for rank, (trial, (weights, gradients, _)) in enumerate(run_ranks(on_a_rank, num_ranks, wide, layout, "no", sgd)):
-        share = planned.shares.of(rank)
+        share = planned.shares.get_share(rank)
         assert weights == share.weights - share.padding - trial.buffers, rank
         assert gradients == share.gradients - share.padding, rank
         assert planned.exchanges.keys() == trial.volumes.keys()

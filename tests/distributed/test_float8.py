@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from headway import Accelerator, ActivationCheckpointing, Float8Options, ShardingOptions
+from headway.core.strategies.fully_sharded.dtensors import get_local_shard
 from headway.errors import PrepareError
-from headway.strategies.fully_sharded.dtensors import local
 from tests.distributed.layouts import GPT, Task, difference, each, prepared, seeded, squares, text, whole_weights
 from tests.distributed.ranks import run_ranks
 
@@ -57,7 +57,7 @@ def learn(accelerator: Accelerator, model: nn.Module, optimizer: Any, seed: int 
 def one_exchange_for_all_scales() -> None:
     accelerator, model, optimizer = prepare()
     parts = dict(model.named_parameters())
-    wrapped = {name for name, part in parts.items() if hasattr(local(part), "fsdp_pre_all_gather")}
+    wrapped = {name for name, part in parts.items() if hasattr(get_local_shard(part), "fsdp_pre_all_gather")}
     assert wrapped == {f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("attention", "out", "up", "down")} - {
         "blocks.0.attention.weight"
     }
@@ -65,7 +65,7 @@ def one_exchange_for_all_scales() -> None:
     weight = parts["blocks.0.up.weight"]
 
     def is_fresh() -> bool:
-        scale, highest = local(weight)._precomputed_scale, weight.detach().full_tensor().abs().max()
+        scale, highest = get_local_shard(weight)._precomputed_scale, weight.detach().full_tensor().abs().max()
         return float(scale) == pytest.approx(448 / float(highest))
 
     assert is_fresh()

@@ -9,9 +9,10 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import mse_loss
 
-from headway import Accelerator
+from headway import Accelerator, ShardingOptions
+from headway.core.strategies import ddp
+from headway.core.strategies.fully_sharded.dtensors import explain_error
 from headway.errors import UnsupportedError
-from headway.strategies.fully_sharded.dtensors import explain
 from tests.distributed.ranks import run_ranks
 
 ROWS, UPDATES, RANKS = 8, 3, 2
@@ -135,7 +136,8 @@ class SquaredNorm(torch.optim.Optimizer):
 
 
 def explained() -> list[str]:
-    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    handlers = [ShardingOptions(whole_updates=False)]  # otherwise the optimizer would get whole tensors
+    accelerator = Accelerator(cpu=True, strategy="fsdp", kwargs_handlers=handlers)
     model = net()[0]
     model, optimizer = accelerator.prepare(model, SquaredNorm(model))
     weight = next(model.parameters())
@@ -144,11 +146,11 @@ def explained() -> list[str]:
     for call in (lambda: torch.autograd.grad(loss, weight), lambda: weight.detach().numpy()):
         with pytest.raises(RuntimeError) as error:
             call()
-        said.append(explain(error.value))
+        said.append(explain_error(error.value))
     accelerator.backward(loss)
     with pytest.raises(RuntimeError) as error:
         optimizer.step()
-    return [*said, explain(error.value)]
+    return [*said, explain_error(error.value)]
 
 
 def test_what_torch_cannot_do_with_shards_is_explained():
@@ -156,5 +158,32 @@ def test_what_torch_cannot_do_with_shards_is_explained():
         assert "p.grad" in of_autograd
         assert "p.full_tensor()" in of_numpy
         assert "foreach=False" in of_an_optimizer
-    assert explain(RuntimeError("another")) == ""
-    assert "weight_decay" in explain(RuntimeError("Tensor on device meta is not on the expected device cuda:0!"))
+    assert explain_error(RuntimeError("another")) == ""
+    assert "weight_decay" in explain_error(RuntimeError("Tensor on device meta is not on the expected device cuda:0!"))
+
+
+def train_by_two_losses() -> str:
+    """Call backward for two losses of one forward that reach different parameters."""
+    accelerator = Accelerator(cpu=True, strategy="ddp")
+    trunk, heads = nn.Linear(3, 3), nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
+
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.heads = trunk, heads
+
+        def forward(self, values: torch.Tensor) -> list[torch.Tensor]:
+            return [head(self.trunk(values)) for head in self.heads]
+
+    model = accelerator.prepare(TwoHeads())
+    first, second = model(torch.ones(2, 3))
+    accelerator.backward(first.sum(), retain_graph=True)
+    with pytest.raises(RuntimeError) as error:
+        accelerator.backward(second.sum())
+    return ddp.explain_error(error.value)
+
+
+def test_losses_that_reach_different_parameters_are_explained_under_ddp() -> None:
+    for told in run_ranks(train_by_two_losses, RANKS):
+        assert "Add the losses, and call accelerator.backward once" in told
+    assert ddp.explain_error(RuntimeError("another")) == ""

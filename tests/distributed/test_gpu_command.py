@@ -73,7 +73,7 @@ def test_a_step_that_fails_or_never_ends_leaves_the_others_alive(tmp_path, capfd
 
 @pytest.mark.slow
 def test_a_run_that_is_ended_leaves_what_it_found(tmp_path):
-    words = ["synchronisations", "--device", "cpu", "--size", "smallest", "--out", str(tmp_path)]
+    words = ["synchronizations", "--device", "cpu", "--size", "smallest", "--out", str(tmp_path)]
     run = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -83,7 +83,7 @@ def test_a_run_that_is_ended_leaves_what_it_found(tmp_path):
     assert run.wait(30) == 143
     assert children
     assert wait_until_gone(children) == []
-    found = json.loads((tmp_path / "cpu.json").read_text())["steps"]["synchronisations"]
+    found = json.loads((tmp_path / "cpu.json").read_text())["steps"]["synchronizations"]
     assert found["state"] == "begun, and not ended"
     assert found["rows"][0]["what"] == "by hand, bf16"
     assert "| by hand, bf16 |" in (tmp_path / "cpu.md").read_text()
@@ -167,7 +167,7 @@ def test_a_real_step_at_its_smallest(tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["gtp2"], "no such step: gtp2; choose from synchronisations, gpt2"),
+        (["gtp2"], "no such step: gtp2; choose from synchronizations, gpt2"),
         (["--device", "cpu", "--size", "full"], "--size full is meant for an accelerator"),
         (["--wheels", "nowhere"], "--wheels nowhere contains no .whl file"),
     ],

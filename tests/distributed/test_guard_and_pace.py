@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, NonFinitePolicy
+from headway.core.runtime import events
+from headway.core.training.checks import finite
 from headway.errors import NonFiniteError
-from headway.runtime import events
-from headway.training import stragglers
-from headway.training.checks import finite
-from headway.training.throughput import Throughput
+from headway.extras import stragglers
+from headway.extras.throughput import Throughput
 from tests.distributed.ranks import run_ranks
 
 NAN, INF = float("nan"), float("inf")
@@ -153,7 +153,7 @@ def the_slow_rank_is_named() -> None:
     events.subscribe(ear.hear)
     stragglers.log.warning = lambda text, *values: lines.append(text % values)  # type: ignore[method-assign]
     meter = Throughput(
-        accelerator._training_step, accelerator._events, accelerator.clock, accelerator.runtime, lambda: now[0]
+        accelerator._training_step, accelerator._run.events, accelerator.clock, accelerator.runtime, lambda: now[0]
     )
     meter.every, meter.peak = 1, 100.0
     meter.count_flops()
@@ -167,6 +167,8 @@ def the_slow_rank_is_named() -> None:
     accelerator.wait_for_everyone()
     assert [(pace.forward, pace.data_wait) for pace in meter.paces()] == [(1.0, 0.0), (3.0, 0.0)]
     assert list(meter.stragglers()) == [1]
+    by_rank = {name: wait for name, wait in meter.values().items() if "rank" in name}
+    assert by_rank == ({"data_wait/rank_0": 0.0, "data_wait/rank_1": 0.0} if accelerator.is_main_process else {})
     # 24 samples in 6 rounds of 4 s; a sample costs 2 * (3 * 4 + 4) forward and for the weights, 2 * 4 for the input of the second.
     flops = 2 * 2 * (3 * 4 + 4) + 2 * 4
     assert meter.flops_per_sample == flops

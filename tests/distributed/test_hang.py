@@ -43,7 +43,7 @@ DEVICE = (
     f"""
 import sys, threading
 sys.path.append({str(Path(__file__).parents[2])!r})
-from tests.unit.runtime.nccl_dump import dump, entry
+from tests.unit.core.runtime.nccl_dump import dump, entry
 import torch._C._distributed_c10d as engine
 queue = [entry(1, "broadcast", "completed"), entry(2, "all_reduce", "completed")]
 engine._dump_nccl_trace_json = lambda all=True: dump(queue, all)
@@ -117,10 +117,12 @@ class Files(torch.utils.data.Dataset):
     def __len__(self):
         return 8
     def __getitem__(self, index):
-        if rank == 1 and index > 3:
+        if rank == 1 and index > 3 and has_begun:
             os.read(os.pipe()[0], 1)  # GONE
         return torch.ones(2)
+has_begun = False  # prepare() reads a few samples, too
 for batch in accelerator.prepare(torch.utils.data.DataLoader(Files(), batch_size=1)):
+    has_begun = True
     accelerator.reduce(batch)  # WAITS
 """, "reduce", ("waits for data at train.py:{gone} in __getitem__", "the dataset does not come back from this line")),
     "gradients": Case(OURS + """

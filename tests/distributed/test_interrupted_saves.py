@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from headway import Accelerator, ProjectConfiguration
-from headway.checkpoint.loading.files import verify
+from headway.core.checkpoint.loading.files import verify_checkpoint
 from tests.distributed.ranks import run_ranks
 
 BEHIND = """
@@ -31,7 +31,7 @@ def test_a_save_behind_the_loop_is_written_to_its_end(tmp_path):
     assert ended.returncode == -signal.SIGINT, ended.stderr
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "latest"]
-    verify(folder / "checkpoint_0")
+    verify_checkpoint(folder / "checkpoint_0")
 
 
 def interrupted(folder):

@@ -29,6 +29,6 @@ def test_a_kill_at_any_call_loses_nothing(variant, tmp_path):
     assert ran.returncode == 0, log.read_text()[-3000:]
     told = json.loads(log.read_text().splitlines()[-1])[variant]
     # Some kills must fall before the commit and some after it, or the sweep swept nothing.
-    assert told["kills"] > 20
+    assert told["kills"] > (12 if "threads" in variant else 20)  # strace counts the calls of each thread
     assert told["old"] > 5
     assert told["new"] > 3

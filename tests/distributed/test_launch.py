@@ -140,11 +140,11 @@ def test_the_report_is_all_there_is_and_nothing_is_lost(tmp_path):
         "headway: logs and failure.json are in logs",
     ], ran.stderr
     assert ran.stdout == ""
-    assert "headway/training/prepared/prepare.py" in (tmp_path / "logs/rank1.log").read_text()
+    assert "headway/core/training/prepared/prepare.py" in (tmp_path / "logs/rank1.log").read_text()
     kept = {rank["rank"]: rank["record"] for rank in json.loads((tmp_path / "logs/failure.json").read_text())["ranks"]}
     assert "gloo" in kept[0]["text"]
     assert "gloo" in (tmp_path / "logs/rank0.log").read_text()
-    assert "headway/training/prepared/prepare.py" in kept[1]["trace"]
+    assert "headway/core/training/prepared/prepare.py" in kept[1]["trace"]
 
 
 @pytest.mark.slow
@@ -192,9 +192,10 @@ def test_a_crash_shows_the_python_line(tmp_path):
 @pytest.mark.slow
 def test_restarts(tmp_path):
     body = PROGRAM + "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and rank == 1:\n    raise OSError('once')\n"
-    body += "dist.barrier()\n"
+    body += "dist.barrier()\nprint('because', os.environ.get('HEADWAY_RESTART_REASON'))\n"
     ran = launch(tmp_path, body, "--cpu", "-n", "2", "--max_restarts", "1", "--log_dir", "logs")
     assert ran.returncode == 0, ran.stderr
+    assert "because rank 1 of 2 failed first" in ran.stdout
     assert "starting all processes again (1 of 1 restarts)" in ran.stderr
     assert "once" in (tmp_path / "logs/attempt0/rank1.log").read_text()
     assert (tmp_path / "logs/attempt1/rank1.log").exists()

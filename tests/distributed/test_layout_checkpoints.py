@@ -5,7 +5,7 @@ Every layout is saved and loaded here; `python -m tests.sweep.layouts` is all pa
 
 import pytest
 
-from headway.common.optional import available
+from headway.common.optional import is_available
 from tests.sweep import layouts
 from tests.sweep.layouts import CLOSE, STOP, UPDATES, Job, check_loaded, compared, names_layouts, run
 
@@ -59,7 +59,7 @@ def test_every_layout_goes_on_from_another(tmp_path):
     assert {(job.layout, num_ranks) for job, num_ranks, _ in ran} == known
 
 
-@pytest.mark.skipif(not available("deepspeed"), reason="deepspeed is not installed: pip install deepspeed")
+@pytest.mark.skipif(not is_available("deepspeed"), reason="deepspeed is not installed: pip install deepspeed")
 def test_zero_goes_on_from_shards(tmp_path):
     """In float32, as DeepSpeed knows no other whole format."""
     first = Job("fsdp", None, tmp_path / "fsdp 2", STOP)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from headway.launch.agent.processes import end_sessions, members
+from headway.launch.agent.processes import end_sessions, list_session_members
 from tests.distributed.test_launch import wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -17,8 +17,8 @@ def test_what_a_rank_leaves_is_ended_also_where_it_is_stopped_or_deaf(tmp_path):
     leader = subprocess.Popen(["sh", "-c", LEADER], cwd=tmp_path, start_new_session=True)
     assert leader.wait(30) == 0
     stopped, deaf = map(int, (tmp_path / "pids").read_text().split())
-    assert sorted(members([leader.pid])) == sorted([stopped, deaf])
-    assert members([os.getpid() + 10**7]) == []
+    assert sorted(list_session_members([leader.pid])) == sorted([stopped, deaf])
+    assert list_session_members([os.getpid() + 10**7]) == []
     assert end_sessions([leader.pid], 0.2) == [deaf]
     assert wait_until_gone([stopped, deaf]) == []
 

@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler, get_worker_info
 
 from headway import Accelerator
-from headway.runtime import process
-from headway.runtime.collectives.checked import Collectives
+from headway.core.runtime import process
+from headway.core.runtime.collectives.checked import Collectives
 from tests.distributed.ranks import run_ranks
-from tests.unit.data.fakes import Numbers, Stream, joined, prepare, read
+from tests.unit.core.data.fakes import Numbers, Stream, joined, prepare, read
 
 # -------------------------------------------------------------------- real ranks
 
@@ -128,7 +128,8 @@ def test_the_main_process_reads_for_all():
     ranks = run_ranks(read_dispatched, 2)
     for part in (0, 3):
         assert sorted(joined([each[part] for each in ranks])) == list(range(11))
-    assert ranks[0][2] == ranks[1][2] == {"epoch": 1, "consumed": 4}
+    expected = {"epoch": 1, "consumed": 4, "source": {"order": "shuffled by seed and epoch"}}
+    assert ranks[0][2] == ranks[1][2] == expected
 
 
 def read_first_half(num_batches):

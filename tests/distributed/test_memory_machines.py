@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from headway import Accelerator, ProjectConfiguration, set_seed
-from headway.checkpoint import folders
 from headway.common import env
-from headway.runtime import process
+from headway.core.checkpoint import folders
+from headway.core.runtime import process
 from tests.distributed.ranks import run_ranks
 
 
@@ -41,7 +41,7 @@ def train(accelerator: Any, model: Any, optimizer: Any, count: int) -> list[floa
 
 def files(root: str) -> list[str]:
     (folder,) = Path(f"{root}/machine{os.environ['RANK']}").iterdir()
-    return sorted(path.name for path in folders.committed(folder)[0].iterdir() if path.suffix == ".safetensors")
+    return sorted(path.name for path in folders.list_committed(folder)[0].iterdir() if path.suffix == ".safetensors")
 
 
 def machines(root: str, layout: str, lost: tuple[int, ...]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def test_whole_models_are_on_each_machine(tmp_path):
 
 
 @pytest.mark.parametrize("lost", [(), (0,), (1,), (2,)])
-def test_of_sharded_models_the_neighbour_has_a_copy(lost, tmp_path):
+def test_of_sharded_models_the_neighbor_has_a_copy(lost, tmp_path):
     told = run_ranks(machines, 3, str(tmp_path), "fsdp", lost, timeout=300)
     for rank, each in enumerate(told):
         held = {name[-17:-12] for name in each["held"] if name.startswith("optimizer")}
@@ -89,7 +89,7 @@ def test_of_sharded_models_the_neighbour_has_a_copy(lost, tmp_path):
         assert each["equal"]
 
 
-def test_two_neighbours_are_too_many(tmp_path):
+def test_two_neighbors_are_too_many(tmp_path):
     told = run_ranks(machines, 3, str(tmp_path), "fsdp", (0, 1), timeout=300)
     for each in told:
         assert each["updates"] is None

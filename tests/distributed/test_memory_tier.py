@@ -10,7 +10,7 @@ import pytest
 
 from headway import ProjectConfiguration
 from headway.errors import ConfigError
-from headway.launch.agent.processes import SharedMemory
+from headway.launch.agent.shared_memory import SharedMemory
 from tests.sweep import memory
 
 pytestmark = pytest.mark.timeout(900)

@@ -10,8 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
 from headway import Accelerator, DataLoaderConfiguration
 from headway.errors import StateError
 from tests.distributed.ranks import run_ranks
-from tests.unit.data.fakes import Numbers, Stream
-from tests.unit.training.test_metrics import kinds
+from tests.unit.core.data.fakes import Numbers, Stream
+from tests.unit.core.training.test_metrics import kinds
 
 LENGTHS = (0, 1, 2, 5, 12, 13, 25, 50)
 

@@ -11,8 +11,9 @@ import urllib.request
 
 import pytest
 
-from headway.launch.agent.metrics import LogTail, MetricsServer, RunMetrics, awaited
-from headway.runtime.pulse import HeartbeatFile, PulseCall, PulseReading, create
+from headway.core.runtime.pulse import HeartbeatFile, PulseCall, PulseReading, create_pulse
+from headway.launch.agent.log_tail import LogTail
+from headway.launch.agent.metrics import MetricsServer, RunMetrics, find_awaited
 from tests.distributed.ranks import free_port
 
 SCRIPT = """
@@ -125,35 +126,35 @@ def reading(*calls: tuple[int, float, float | None], beat: float = 100.0) -> Pul
 
 def test_who_is_awaited():
     inside, outside = reading((7, 90.0, None)), reading((6, 80.0, 81.0))
-    assert awaited({0: inside, 1: outside}, 100.0) == 1
-    assert awaited({0: outside, 1: inside}, 100.0) == 0
-    assert awaited({0: inside, 1: outside}, 90.5) is None  # not for long
-    assert awaited({0: inside, 1: inside}, 100.0) is None  # somebody on another machine
-    assert awaited({0: inside, 1: reading((6, 85.0, None))}, 100.0) == 1  # in an earlier one
-    assert awaited({}, 100.0) is None
+    assert find_awaited({0: inside, 1: outside}, 100.0) == 1
+    assert find_awaited({0: outside, 1: inside}, 100.0) == 0
+    assert find_awaited({0: inside, 1: outside}, 90.5) is None  # not for long
+    assert find_awaited({0: inside, 1: inside}, 100.0) is None  # somebody on another machine
+    assert find_awaited({0: inside, 1: reading((6, 85.0, None))}, 100.0) == 1  # in an earlier one
+    assert find_awaited({}, 100.0) is None
 
 
 def test_a_run_that_stands_still_is_not_healthy(tmp_path, monkeypatch):
     path = tmp_path / "pulse"
-    create(path)
+    create_pulse(path)
     metrics = RunMetrics(lambda: {3: path, 4: tmp_path / "none"}, lambda: 2)
-    assert metrics.trouble() == ""  # nothing has begun
+    assert metrics.find_trouble() == ""  # nothing has begun
     pulse = HeartbeatFile(path)
-    pulse.beat(1)
+    pulse.record_beat(1)
     pulse.note_progress(12, 1)
-    assert metrics.trouble() == ""
-    assert numbers(metrics.text())['headway_updates{rank="3"}'] == 12
-    assert numbers(metrics.text())["headway_restarts"] == 2
+    assert metrics.find_trouble() == ""
+    assert numbers(metrics.format_metrics())['headway_updates{rank="3"}'] == 12
+    assert numbers(metrics.format_metrics())["headway_restarts"] == 2
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
-    assert metrics.trouble() == "no rank on this machine has run for 60 s"
-    pulse.beat(2)
-    pulse.enter("all_reduce", "train.py:1")
+    assert metrics.find_trouble() == "no rank on this machine has run for 60 s"
+    pulse.record_beat(2)
+    pulse.enter_collective("all_reduce", "train.py:1")
     monkeypatch.setattr(time, "monotonic", lambda: now + 61 + 121)
-    pulse.beat(3)
-    assert metrics.trouble() == "121 s in a collective"
-    pulse.leave(1)
-    assert metrics.trouble() == ""
+    pulse.record_beat(3)
+    assert metrics.find_trouble() == "121 s in a collective"
+    pulse.leave_collective(1)
+    assert metrics.find_trouble() == ""
 
 
 def line(**content: object) -> str:
@@ -162,7 +163,7 @@ def line(**content: object) -> str:
 
 def test_a_log_is_followed_however_it_is_cut(tmp_path):
     path, tail = tmp_path / "log.jsonl", LogTail()
-    tail.follow(str(path))
+    tail.read_new_lines(str(path))
     assert tail.values == {}
     text = (
         line(values={"loss": 1.5, "note": "words", "rate": "nan"}) + "torn {\n" + line(kind="event", event="checkpoint")
@@ -170,16 +171,16 @@ def test_a_log_is_followed_however_it_is_cut(tmp_path):
     text += line(kind="event", event="non_finite", details={"action": "none"}) + line(values={"loss": 0.5})
     for end in range(0, len(text) + 1, 7):
         path.write_text(text[:end])
-        tail.follow(str(path))
+        tail.read_new_lines(str(path))
     path.write_text(text)
-    tail.follow(str(path))
+    tail.read_new_lines(str(path))
     assert tail.values["loss"] == 0.5
     assert set(tail.values) == {"loss", "rate"}
     assert tail.commit == (5.0, 1)
     assert tail.num_skipped == 0
     assert tail.events == {"checkpoint": 1, "non_finite": 1}
     path.write_text(line(values={"other": 2}))  # another run's
-    tail.follow(str(path))
+    tail.read_new_lines(str(path))
     assert tail.values == {"other": 2}
     assert tail.commit is None
 
@@ -188,9 +189,9 @@ def test_labels_are_escaped(tmp_path):
     log = tmp_path / "log.jsonl"
     log.write_text(line(values={'a "b"\\\n': 1, "inf": "inf"}))
     path = tmp_path / "pulse"
-    create(path)
+    create_pulse(path)
     HeartbeatFile(path).set_log(str(log))
-    text = RunMetrics(lambda: {0: path}, lambda: 0).text()
+    text = RunMetrics(lambda: {0: path}, lambda: 0).format_metrics()
     assert 'headway_logged{name="a \\"b\\"\\\\\\n"} 1\n' in text
     assert 'headway_logged{name="inf"} +Inf\n' in text
 

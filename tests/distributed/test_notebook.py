@@ -27,7 +27,7 @@ def test_the_exception_of_the_rank_that_failed_is_the_cause(capsys: pytest.Captu
     def fail() -> None:
         from headway.common import env
 
-        if env.rank() == 1:
+        if env.get_rank() == 1:
             raise ZeroDivisionError("on purpose")
 
     with pytest.raises(LaunchError, match="on 2 processes ended with exit code 1") as raised:

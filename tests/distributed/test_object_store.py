@@ -14,12 +14,13 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration, set_seed
-from headway.checkpoint import folders, lock
-from headway.checkpoint.format.manifest import read_manifest
-from headway.checkpoint.loading.files import verify
 from headway.common import scope
 from headway.common.object_path import PART, THREADS, to_path
+from headway.core.checkpoint import folders, lock
+from headway.core.checkpoint.format.manifest import read_manifest
+from headway.core.checkpoint.loading.files import verify_checkpoint
 from headway.errors import CheckpointError, ConfigError
+from headway.integrations.object_store.lock import ObjectLock
 from tests.distributed.ranks import run_ranks
 from tests.stores import server
 from tests.stores.proxy import Proxy
@@ -132,7 +133,7 @@ def test_what_lies_there(proxy, port):
     for metric in (1.0, 0.5, 2.0, 3.0):
         accelerator.save_state(metric=metric)
     place = to_path(url) / "checkpoints"
-    assert [path.name for path in folders.committed(place)] == ["checkpoint_3", "checkpoint_1"]
+    assert [path.name for path in folders.list_committed(place)] == ["checkpoint_3", "checkpoint_1"]
     kept = set(server.keys(port, "run/"))
     owners = {"/".join(key.split("/")[:3]) for key in kept}
     assert owners == {
@@ -213,13 +214,13 @@ def test_a_holder_elsewhere_is_judged_by_its_silence(proxy, port, monkeypatch):
     monkeypatch.setattr(lock, "BEAT", 0.3)
     monkeypatch.setattr(lock, "_machine", lambda: "another one")
     folder = to_path(f"s3://{server.BUCKET}/silent/checkpoints")
-    first = lock.ObjectLock(folder, "first", "1")
+    first = ObjectLock(folder, "first", "1")
     monkeypatch.setattr(lock, "_machine", lambda: "this one")
     with pytest.raises(CheckpointError, match=r"run first .* Two runs in one folder"):
-        lock.ObjectLock(folder, "second", "2")
+        ObjectLock(folder, "second", "2")
     first._over.set()  # as if its machine had died
     time.sleep(0.5)
-    second = lock.ObjectLock(folder, "second", "2")
+    second = ObjectLock(folder, "second", "2")
     second.check()
     with pytest.raises(CheckpointError, match=r"was taken by another run while this one did not respond.*run second"):
         first.check()
@@ -316,10 +317,10 @@ def test_a_damaged_or_lost_part_is_named(proxy, port):
     key = flip_a_bit(port, "damaged/checkpoint_1/")
     folder = to_path(root) / "checkpoint_1"
     with pytest.raises(CheckpointError, match=r"model-00000.safetensors is damaged: its bytes .*XXH3-128 differs"):
-        verify(folder)
+        verify_checkpoint(folder)
     server.s3(port).delete_object(Bucket=server.BUCKET, Key=key)
     with pytest.raises(CheckpointError, match="no longer exists"):
-        verify(folder)
+        verify_checkpoint(folder)
 
 
 @pytest.mark.matrix
@@ -356,7 +357,7 @@ def test_the_example_ends_with_the_loss_of_the_undisturbed_run():
 
 def test_staging_takes_a_part_a_thread(proxy, port):
     """Of 160 MB that are sent from memory, four parts of 16 MiB are held besides."""
-    from headway.checkpoint.format.tensors import write_shard
+    from headway.core.checkpoint.format.tensors import write_shard
 
     tensors = [(str(i), torch.full((10_000_000,), float(i))) for i in range(4)]
     write_shard(to_path(f"s3://{server.BUCKET}/warm/a.safetensors"), [("x", torch.ones(3))])
@@ -382,7 +383,7 @@ def test_staging_takes_a_part_a_thread(proxy, port):
 
 def _sent_elsewhere(port, path, tensors):
     """Straight to the server, as the proxy would hold what passes through it in this process."""
-    from headway.checkpoint.format.tensors import write_shard
+    from headway.core.checkpoint.format.tensors import write_shard
 
     os.environ.update(server.environment(port, patience=120, timeout=60))
     scope.clear()
@@ -429,8 +430,8 @@ def test_commands_and_the_log(proxy, port, tmp_path, monkeypatch):
     assert torch.equal(load_file(tmp_path / "merged" / "model.safetensors")["weight"], model.weight)
     assert "report.html" in _headway("report", url)
     assert "digits" in (tmp_path / "report.html").read_text()
-    from headway.tracking.mirror import fetch_log
-    from headway.tracking.runlog import read_run
+    from headway.core.tracking.mirror import fetch_log
+    from headway.core.tracking.runlog_reader import read_run
 
     run = read_run(fetch_log(to_path(url)))
     assert [point[2] for point in run.values["loss"]] == [1.0, 0.5]

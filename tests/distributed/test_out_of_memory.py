@@ -21,10 +21,12 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator
-from headway.config.engines import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs
+from headway.core.config.torch_kwargs import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs
+from headway.core.runtime.device import HARDWARE
 from headway.errors import HeadwayError, MemoryExhausted, PrepareError, UnsupportedError
-from headway.training.replay.step import PieceStep
-from headway.training.replay.transaction import BatchTransaction
+from headway.extras.replay.piece_size import AllocatorPressure
+from headway.extras.replay.step import PieceStep
+from headway.extras.replay.transaction import BatchTransaction
 from tests.devices import DEVICE, ON_CPU
 from tests.distributed.ranks import run_ranks
 
@@ -107,6 +109,9 @@ def train(steps: int, kind: str, form: str, fault: Fault, limit_from: int = 99, 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.95**n)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     transaction = transaction_of(accelerator)
+    if transaction is not None:
+        # As on a CPU: sizes that a device's memory predicts would differ from those that the undisturbed run is given.
+        transaction.allocator = AllocatorPressure(HARDWARE["cpu"], torch.device("cpu"))
     optimizer.optimizer.register_step_post_hook(lambda *_: fault.at("first step"))
     plant(accelerator, fault, optimizer)
     losses, sizes = [], []
@@ -155,7 +160,7 @@ def train(steps: int, kind: str, form: str, fault: Fault, limit_from: int = 99, 
 def plant(accelerator: Accelerator, fault: Fault, optimizer: Any) -> None:
     """Faults inside Headway's own work: preparing the buckets, clipping, reserving what a later step needs."""
     strategy = accelerator.strategy
-    ready, clip = strategy.ready, strategy.clip
+    ready, clip = strategy.prepare_reduction, strategy.clip_gradients
 
     def failing_ready(parameters: Any) -> int:
         fault.at("buckets")
@@ -166,17 +171,17 @@ def plant(accelerator: Accelerator, fault: Fault, optimizer: Any) -> None:
         fault.at("clip")
         return norm
 
-    strategy.ready, strategy.clip = failing_ready, failing_clip
+    strategy.prepare_reduction, strategy.clip_gradients = failing_ready, failing_clip
     transaction = transaction_of(accelerator)
     if transaction is not None:
-        known = transaction._materialised_of(optimizer.optimizer)
-        reserve = known.reserve
+        known = transaction._get_optimizer_record(optimizer.optimizer)
+        reserve = known.reserve_memory
 
         def failing_reserve() -> None:
             fault.at("reserve")
             reserve()
 
-        known.reserve = failing_reserve
+        known.reserve_memory = failing_reserve
 
 
 def batch_of(phase: str, steps: int) -> int:
@@ -461,7 +466,10 @@ def test_a_real_limit_of_memory(world_size: int) -> None:
     assert [each["limit"] for each in free] == [None] * world_size
     limits = {each["limit"] for each in tight}
     assert len(limits) == 1
-    assert limits.pop() in (ROWS // 2, ROWS // 4, ROWS // 8)
+    limit = limits.pop()
+    assert (
+        limit in (ROWS // 2, ROWS // 4, ROWS // 8) if DEVICE.type == "cpu" else 0 < limit <= ROWS // 2
+    )  # a device predicts sizes
     for one, other in zip(tight, free):
         torch.testing.assert_close(one["weights"], other["weights"], rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(one["losses"], other["losses"], rtol=1e-4, atol=1e-6)

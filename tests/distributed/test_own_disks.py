@@ -8,11 +8,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration, set_seed
-from headway.checkpoint.folders import committed
-from headway.checkpoint.format.manifest import read_manifest
-from headway.checkpoint.loading.files import verify
+from headway.core.checkpoint.folders import list_committed
+from headway.core.checkpoint.format.manifest import read_manifest
+from headway.core.checkpoint.loading.files import verify_checkpoint
+from headway.core.runtime import process
 from headway.errors import CheckpointError
-from headway.runtime import process
 from tests.distributed.ranks import run_ranks
 
 
@@ -52,7 +52,7 @@ class Machine:
         return losses
 
     def held(self):
-        return sorted(path.name for path in committed(self.disk / "checkpoints"))
+        return sorted(path.name for path in list_committed(self.disk / "checkpoints"))
 
 
 def restored(root, **project):
@@ -74,7 +74,7 @@ def two_disks(root):
     told["held"] = first.held()  # rotation waits for both machines, and has come
     told["hashes"] = [read_manifest(first.disk / "checkpoints" / name).sha256 for name in first.held()]
     for name in first.held():
-        verify(first.disk / "checkpoints" / name)  # a complete replica: every file is here
+        verify_checkpoint(first.disk / "checkpoints" / name)  # a complete replica: every file is here
 
     name, updates, machine = restored(root, total_limit=2)
     told["newest"] = (name, updates, machine.train() == whole[4:])

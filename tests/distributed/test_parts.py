@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from headway import Accelerator, GradScalerKwargs
-from headway.checkpoint.format.manifest import read_manifest
+from headway.core.checkpoint.format.manifest import read_manifest
 from headway.errors import PrepareError, StateError, UnsupportedError
 from tests.distributed.ranks import run_ranks
 
@@ -47,7 +47,7 @@ def verdicts() -> dict[str, Any]:
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(x), y), weight=len(x))
             if update == 1 and accelerator.process_index == 1:
-                accelerator.strategy.local_gradients(given)[0].view(-1)[0] = math.inf
+                accelerator.strategy.get_local_gradients(given)[0].view(-1)[0] = math.inf
             before = ledger.sequence
             if update != 2:
                 norms.append(accelerator.clip_grad_norm_(given, 0.5).item())
@@ -104,9 +104,9 @@ def overflows() -> list[Any]:
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(x).float(), y), weight=len(x))
             if update == 1 and accelerator.process_index == 1:
-                accelerator.strategy.local_gradients(model.parameters())[0].view(-1)[0] = math.inf
+                accelerator.strategy.get_local_gradients(model.parameters())[0].view(-1)[0] = math.inf
             accelerator.unscale_gradients()
-            gradient = accelerator.strategy.local_gradients(model.parameters())[1].abs().max().item()
+            gradient = accelerator.strategy.get_local_gradients(model.parameters())[1].abs().max().item()
             optimizer.step()
             told.append((optimizer.step_was_skipped, accelerator.scaler.get_scale(), gradient < 100))
             optimizer.zero_grad()
@@ -240,7 +240,7 @@ def copies() -> None:
     with torch.no_grad():
         model(x)
     registry = accelerator._preparation._prepared
-    assert {id(p) for _, p in registry.named("named_parameters")} == registry.ids()
+    assert {id(p) for _, p in registry.iterate_named("named_parameters")} == registry.list_ids()
 
 
 def test_a_model_in_parts_is_not_copied_and_keeps_its_names_after_an_evaluation() -> None:

@@ -7,8 +7,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration, TensorParallelOptions
+from headway.core.strategies.fully_sharded.dtensors import explain_error
 from headway.errors import UnsupportedError
-from headway.strategies.fully_sharded.dtensors import explain
 from tests.devices import ON_CPU
 from tests.distributed.layouts import GPT, seeded, text, whole_weights
 from tests.distributed.ranks import run_ranks
@@ -95,7 +95,7 @@ def penalised_stages() -> None:
     if not ON_CPU:  # torch itself adds nothing of the meta device to numbers on an accelerator
         with pytest.raises(RuntimeError) as error:
             weight_penalty(model)
-        assert "weight_decay" in explain(error.value)
+        assert "weight_decay" in explain_error(error.value)
         return
     penalty = weight_penalty(model)
     for loss in (penalty, model(text()).square().mean() + penalty):

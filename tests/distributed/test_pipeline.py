@@ -27,7 +27,7 @@ from headway import (
     set_seed,
 )
 from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
-from headway.strategies.pipeline import stage_forward as known
+from headway.layouts.pipeline import stage_forward as known
 from tests.devices import ON_CPU
 from tests.distributed import layouts
 from tests.distributed.layouts import GPT, Curve, Task, by_hand, difference, each, prepared, seeded, squares, text

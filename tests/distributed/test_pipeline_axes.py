@@ -230,7 +230,7 @@ def parts_that_some_use() -> None:
     index = accelerator.strategy.data_shard.index
     for number, is_used in ((4, False), (2 + 2 * index, True), (4, False)):
         accelerator.backward(squares(model, text(1, number)), weight=number)
-        part = accelerator.strategy.current(model.spare.weight)
+        part = accelerator.strategy.find_current(model.spare.weight)
         assert part.is_meta or (part.grad is not None) == is_used
         optimizer.step()
         optimizer.zero_grad()

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from headway import prepare_pippy
+from headway.core.runtime import process
 from headway.errors import ConfigError, UnsupportedError
-from headway.runtime import process
 from tests.distributed.layouts import GPT, each, gpt2, llama, seeded, text
 from tests.distributed.ranks import run_ranks
 

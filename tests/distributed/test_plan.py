@@ -8,14 +8,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from headway import Accelerator, PipelineOptions
-from headway.config.engines import EngineOptions
-from headway.config.mesh import parse
+from headway.core.config.engines import EngineOptions
+from headway.core.config.mesh import parse_layout
+from headway.forecasting.tracing.attention_masks import skip_causal_mask
 from headway.planning.compare import plan
-from headway.planning.dry_run.drive import CutSequences, Pipeline
+from headway.planning.dry_run.drive import ContextParallelDriver, PipelineDriver
 from headway.planning.dry_run.meter import StepMeter
-from headway.planning.dry_run.trial import dry_run_rank, dry_run_stages, run
-from headway.planning.outcome import outcome
-from headway.planning.sources import unmasked
+from headway.planning.dry_run.trial import dry_run_rank, dry_run_stages, run_update
+from headway.planning.outcome import build_plan
 from tests.distributed.ranks import run_ranks
 
 LENGTH = 24
@@ -32,14 +32,14 @@ def llama():
         "num_key_value_heads": 1,
     }
     # 31, 42, 50 and 14 rows: cut among four ranks, the last one has fewer, and is padded.
-    return unmasked(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=31, use_cache=False)))
+    return skip_causal_mask(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=31, use_cache=False)))
 
 
 def tied():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_embd=12, n_layer=2, n_head=2, vocab_size=31, n_positions=LENGTH, use_cache=False)
-    return unmasked(GPT2LMHeadModel(config))
+    return skip_causal_mask(GPT2LMHeadModel(config))
 
 
 def loss(model):
@@ -58,7 +58,7 @@ def sgd(parameters):
 def on_a_rank(make, strategy, precision, make_optimizer):
     """One real update; what is counted by the plan's own meter, and what is measured without it."""
     accelerator = Accelerator(cpu=True, strategy=strategy, mixed_precision=precision)
-    layout = parse(strategy).resolve(accelerator.num_processes)
+    layout = parse_layout(strategy).resolve(accelerator.num_processes)
     model = accelerator.prepare(make())
     made = []
 
@@ -66,8 +66,8 @@ def on_a_rank(make, strategy, precision, make_optimizer):
         made.append(make_optimizer(parameters))
         return made[0]
 
-    drive = CutSequences(accelerator.strategy, model) if layout.cp > 1 else None
-    trial = run(model, layout, loss, keep, precision, drive=drive)
+    drive = ContextParallelDriver(accelerator.strategy, model) if layout.cp > 1 else None
+    trial = run_update(model, layout, loss, keep, precision, drive=drive)
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
     state = [value for held in made[0].state.values() for value in held.values() if isinstance(value, torch.Tensor)]
@@ -86,7 +86,7 @@ def even():
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
     }
-    return unmasked(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=30, use_cache=False)))
+    return skip_causal_mask(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=30, use_cache=False)))
 
 
 CASES = [
@@ -104,9 +104,9 @@ CASES = [
 def test_a_rank_holds_and_sends_what_the_plan_says(make, strategy, num_ranks, precision, make_optimizer):
     real = run_ranks(on_a_rank, num_ranks, make, strategy, precision, make_optimizer)
     planned = plan(make, strategy, num_ranks, step=loss, optimizer=make_optimizer, precision=precision)
-    layout = parse(strategy).resolve(num_ranks)
+    layout = parse_layout(strategy).resolve(num_ranks)
     for rank, (trial, (weights, gradients, state)) in enumerate(real):
-        share = planned.shares.of(rank)
+        share = planned.shares.get_share(rank)
         # Measured by torch alone, padding and buffers left out.
         assert share.weights - share.padding - trial.buffers == weights
         assert share.gradients - share.padding == gradients
@@ -139,7 +139,7 @@ def four():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 3, "num_key_value_heads": 1}
-    return unmasked(LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=31, use_cache=False)))
+    return skip_causal_mask(LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=31, use_cache=False)))
 
 
 PIPELINES = {
@@ -161,7 +161,7 @@ def on_stages(num_ranks):
     found = []
     for make, strategy, options, make_optimizer in PIPELINES[num_ranks]:
         accelerator = Accelerator(cpu=True, strategy=strategy, kwargs_handlers=[options])
-        layout = parse(strategy).resolve(num_ranks)
+        layout = parse_layout(strategy).resolve(num_ranks)
         model = accelerator.prepare(make())
         made = []
 
@@ -169,8 +169,8 @@ def on_stages(num_ranks):
             made.append(make_optimizer(parameters))
             return made[0]
 
-        drive = Pipeline(accelerator.strategy, options.schedule, Text(6))
-        trial = run(model, layout, Text(6), keep, drive=drive)
+        drive = PipelineDriver(accelerator.strategy, options.schedule, Text(6))
+        trial = run_update(model, layout, Text(6), keep, drive=drive)
         held = [p for p in model.parameters() if not p.is_meta]
         state = [value for each in made[0].state.values() for value in each.values() if isinstance(value, torch.Tensor)]
         measured = [sum(t.nbytes for t in tensors) for tensors in (held, [p.grad for p in held], state)]
@@ -184,19 +184,24 @@ def on_stages_of_parts():
     options = PipelineOptions("1f1b", num_microbatches=3)
     accelerator = Accelerator(cpu=True, strategy="pp=2+cp=2", kwargs_handlers=[options])
     model = accelerator.prepare(four())
-    drive = Pipeline(accelerator.strategy, "1f1b", Text(6))
-    trial = run(model, parse("pp=2+cp=2").resolve(4), Text(6), sgd, drive=drive)
+    drive = PipelineDriver(accelerator.strategy, "1f1b", Text(6))
+    trial = run_update(model, parse_layout("pp=2+cp=2").resolve(4), Text(6), sgd, drive=drive)
     held = [p.to_local() for p in model.parameters() if not p.is_meta]
     return trial, sum(t.nbytes for t in held)
 
 
 def test_stages_that_cut_sequences_hold_and_send_what_the_plan_says():
     options = EngineOptions(pipeline=PipelineOptions("1f1b", num_microbatches=3))
-    layout = parse("pp=2+cp=2").resolve(4)
+    layout = parse_layout("pp=2+cp=2").resolve(4)
     dry_run = partial(dry_run_rank, four, layout, step=Text(6), make_optimizer=sgd, options=options)
-    planned = outcome("pp=2+cp=2", layout, dry_run_stages(layout, lambda rank, told: dry_run(rank, told=told)), 0)
+    planned = build_plan(
+        "pp=2+cp=2",
+        layout,
+        dry_run_stages(layout, lambda rank, answers: dry_run(rank, peer_answers=answers)),
+        0,
+    )
     for rank, (trial, weights) in enumerate(run_ranks(on_stages_of_parts, 4)):
-        share, stage = planned.shares.of(rank), planned.stages[layout.coordinates(rank)["pp"]]
+        share, stage = planned.shares.get_share(rank), planned.stages[layout.find_coordinates(rank)["pp"]]
         assert share.weights - share.padding - trial.buffers == weights
         assert stage.activations == trial.activations
         sent, wanted = (
@@ -209,8 +214,8 @@ def test_stages_that_cut_sequences_hold_and_send_what_the_plan_says():
 
 def without_handshakes(volumes):
     """Headway's agreements before exchanges are the only all-gathers of a pipeline, of a few numbers each."""
-    told = [volume for exchange, volume in volumes.items() if exchange.kind == "all_gather"]
-    assert all(volume.largest < 20_000 for volume in told)
+    gathers = [volume for exchange, volume in volumes.items() if exchange.kind == "all_gather"]
+    assert all(volume.largest < 20_000 for volume in gathers)
     return {exchange: volume for exchange, volume in volumes.items() if exchange.kind != "all_gather"}
 
 
@@ -218,15 +223,15 @@ def without_handshakes(volumes):
 def test_a_stage_holds_and_sends_what_the_plan_says(num_ranks):
     real = run_ranks(on_stages, num_ranks, num_ranks)
     for index, (make, strategy, options, make_optimizer) in enumerate(PIPELINES[num_ranks]):
-        layout = parse(strategy).resolve(num_ranks)
+        layout = parse_layout(strategy).resolve(num_ranks)
         given = {"step": Text(6), "make_optimizer": make_optimizer, "options": EngineOptions(pipeline=options)}
         dry_run = partial(dry_run_rank, make, layout, **given)  # by a CPU's kernels, as these ranks
-        trials = dry_run_stages(layout, lambda rank, told, dry_run=dry_run: dry_run(rank, told=told))
-        planned = outcome(strategy, layout, trials, 0)
+        trials = dry_run_stages(layout, lambda rank, answers, dry_run=dry_run: dry_run(rank, peer_answers=answers))
+        planned = build_plan(strategy, layout, trials, 0)
         for rank, results in enumerate(real):
             trial, (weights, gradients, state) = results[index]
-            share = planned.shares.of(rank)
-            stage = planned.stages[planned.layout.coordinates(rank)["pp"]]
+            share = planned.shares.get_share(rank)
+            stage = planned.stages[planned.layout.find_coordinates(rank)["pp"]]
             assert share.weights - trial.buffers == weights == trial.weights
             assert share.gradients == gradients
             assert share.optimizer_state == state
@@ -238,7 +243,7 @@ def test_a_stage_holds_and_sends_what_the_plan_says(num_ranks):
 def replicas():
     Accelerator(cpu=True)
     wrapped = torch.nn.parallel.DistributedDataParallel(llama())
-    with StepMeter(parse("ddp").resolve(2)) as meter:
+    with StepMeter(parse_layout("ddp").resolve(2)) as meter:
         loss_ = loss(wrapped)
         meter.phase = "backward"
         loss_.backward()

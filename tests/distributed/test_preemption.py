@@ -13,9 +13,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway import Accelerator, Preemption, ProjectConfiguration, set_seed
+from headway.core.runtime import process
+from headway.core.runtime.control_plane import stopping
+from headway.core.runtime.resume_advice import NO_CHECKPOINT
 from headway.errors import PREEMPTED, Preempted
-from headway.runtime import process
-from headway.runtime.control_plane import stopping
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_launch import begin
 from tests.distributed.test_resume import Net, Noisy
@@ -261,7 +262,7 @@ def slowed(folder):
                     time.sleep(0.7 if has_struck else 0.0)
                     has_struck = True
     except Preempted:
-        return accelerator.num_updates, accelerator._run_state.windows.is_unfinished
+        return accelerator.num_updates, accelerator._checkpoint_state.run.windows.is_unfinished
     finally:
         stopping.SOON = 5.0
 
@@ -276,8 +277,8 @@ def damaged(folder):
             if accelerator.num_updates == 1:
                 accelerator.save_state(blocking=False)
             if accelerator.num_updates == 3:
-                accelerator._run_state.saver.wait()
-                accelerator._run_state.saver.wait = fail_once(accelerator._run_state.saver)
+                accelerator._checkpoint_state.saver.wait()
+                accelerator._checkpoint_state.saver.wait = fail_once(accelerator._checkpoint_state.saver)
             strike("training", accelerator)
     except Preempted as told:
         return accelerator.num_updates, told.checkpoint
@@ -429,11 +430,15 @@ def test_the_grace_ends(tmp_path):
     _, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGUSR1
     assert "headway: SIGUSR1: the ranks save and end, within 1 s" in err
-    assert "the ranks have not saved within 1 s of SIGUSR1; the last checkpoint stands" in err
+    assert err.splitlines()[-2:] == [
+        "headway: the ranks have not saved within 1 s of SIGUSR1, and are killed",
+        NO_CHECKPOINT,
+    ]
 
 
 def test_a_signal_that_comes_again_ends_who_comes_to_no_check(tmp_path):
-    body = "from headway import Accelerator, ProjectConfiguration\nfrom headway.runtime.control_plane import stopping\nimport time\n"
+    body = "from headway import Accelerator, ProjectConfiguration\nimport time\n"
+    body += "from headway.core.runtime.control_plane import stopping\n"
     body += "stopping.AGAIN = 0.2\n"
     body += "Accelerator(cpu=True, project_config=ProjectConfiguration('run', automatic_checkpoint_naming=True))\n"
     body += "print('ready', flush=True)\ntime.sleep(300)\n"

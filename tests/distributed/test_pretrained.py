@@ -155,7 +155,7 @@ def refused(folder: str) -> list[str]:
         with pytest.raises(CheckpointError) as error:
             accelerator.load_weights(model, Path(folder, source))
         messages.append(str(error.value))
-    # A part of a model: the rest initialises itself.
+    # A part of a model: the rest initializes itself.
     model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 2))
     model = accelerator.prepare(model)
     Path(folder, "more").mkdir(exist_ok=True)

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from headway import Accelerator, ProfileKwargs, set_seed, synchronize_rng_states
+from headway.core.runtime import process
 from headway.errors import PrepareError, StateError
-from headway.runtime import process
 from tests.distributed.ranks import run_ranks
-from tests.unit.data.fakes import Numbers
+from tests.unit.core.data.fakes import Numbers
 
 # -------------------------------------------------------------------- who does what
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from headway.common.optional import available
+from headway.common.optional import is_available
 from headway.errors import ConfigError, OptionalDependencyMissing
 from headway.integrations import ray as adapter
 
-HAS_RAY = available("ray") and available("pyarrow")
+HAS_RAY = is_available("ray") and is_available("pyarrow")
 NO_RAY = "Ray is not installed: pip install 'ray[train]' (200 MB)"
 pytestmark = pytest.mark.timeout(900)  # Ray starts seven times two workers
 

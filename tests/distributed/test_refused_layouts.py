@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from headway import Accelerator, TorchDynamoPlugin
+from headway.core.runtime import process
 from headway.errors import DataError, HeadwayError, PrepareError, StateError, UnsupportedError
-from headway.runtime import process
 from tests.distributed.cut_losses import Other, compare_gradients
 from tests.distributed.layouts import GPT, each, gpt, seeded, text
 from tests.distributed.ranks import run_ranks

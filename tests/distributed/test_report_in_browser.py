@@ -1,4 +1,4 @@
-"""The report in a real browser, headless Chromium: it draws, in both colour schemes; its controls work; its console is silent."""
+"""The report in a real browser, headless Chromium: it draws, in both color schemes; its controls work; its console is silent."""
 
 import base64
 import hashlib
@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from headway.tracking.report import html_page, load, looks
-from tests.unit.tracking.report.logs import Log, lively
+from headway.core.tracking.report import html_page, load, looks
+from tests.unit.core.tracking.report.logs import Log, lively
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs headless Chromium: apt-get install chromium")
@@ -70,7 +70,7 @@ const lines = () => [...first.querySelectorAll(".line")].map((path) => path.getA
   const slider = document.getElementById("smoothing"), before = first.querySelector(".line").getAttribute("d");
   slider.value = "10"; slider.dispatchEvent(new Event("input")); await frames();
   told.isSmoother = first.querySelector(".line").getAttribute("d") !== before;
-  slider.value = "1"; slider.dispatchEvent(new Event("input"));
+  slider.value = slider.defaultValue; slider.dispatchEvent(new Event("input"));
   first.dispatchEvent(new PointerEvent("pointerleave", { bubbles: true }));
   await frames();
   told.isBack = first.querySelector(".line").getAttribute("d") === before;
@@ -142,7 +142,7 @@ def test_what_is_drawn(tmp_path):
     assert console == []
     charts = drawn_charts(dom)
     assert [svg.get("aria-label") for svg in charts] == [
-        "Loss: run training", "Tokens per second: run", "Model FLOPs utilisation: run", "Memory: run in use",
+        "Loss: run training", "Tokens per second: run", "Model FLOPs utilization: run", "Memory: run in use",
     ]  # fmt: skip
     loss = charts[0]
     (line,) = classes(loss, "line")
@@ -176,11 +176,11 @@ def test_strange_numbers_are_drawn(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("width", "scheme", "colours", "ground"),
+    ("width", "scheme", "colors", "ground"),
     [(1400, 1, looks.LINES, looks.PAGE), (600, 0, looks.LINES_DARK, looks.PAGE_DARK)],
     ids=["light-wide", "dark-narrow"],
 )
-def test_the_page_in_a_browser(width, scheme, colours, ground, tmp_path):
+def test_the_page_in_a_browser(width, scheme, colors, ground, tmp_path):
     runs = [lively(tmp_path / f"run-{seed}", seed, steps=400, lr=lr) for seed, lr in ((0, 3e-4), (1, 3e-3), (2, 1e-4))]
     page = html_page(load(runs))
     height = 3600 if width > 1000 else 6500
@@ -211,8 +211,8 @@ def test_the_page_in_a_browser(width, scheme, colours, ground, tmp_path):
         chart = found[top:bottom, left:right]
         assert count(chart, ground) > 0.5 * (right - left) * (bottom - top)
         # Where runs are alike the last one covers the others.
-        assert count(chart, colours[2]) > 50
+        assert count(chart, colors[2]) > 50
     loss = found[told["boxes"][0][1] : told["boxes"][0][3], told["boxes"][0][0] : told["boxes"][0][2]]
     rate = found[told["boxes"][1][1] : told["boxes"][1][3], told["boxes"][1][0] : told["boxes"][1][2]]
-    assert count(loss, colours[1]) > 50
-    assert all(count(rate, code) > 50 for code in colours[:3])
+    assert count(loss, colors[1]) > 50
+    assert all(count(rate, code) > 50 for code in colors[:3])

@@ -5,6 +5,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration, set_seed
+from headway.core.runtime.device import HARDWARE
+from headway.extras.replay.piece_size import AllocatorPressure
 from tests.devices import ON_CPU
 from tests.distributed.ranks import run_ranks
 
@@ -37,6 +39,8 @@ def train(folder, is_armed, stop_after=None, steps=1):
     data = TensorDataset(torch.randn(96, 3, generator=torch.Generator().manual_seed(1)))
     loader = DataLoader(data, batch_size=8 // accelerator.num_processes, shuffle=True)
     net, (model, optimizer, loader) = model, accelerator.prepare(model, optimizer, loader)
+    # As on a CPU: a device measures sizes after a failure, and a run resumed meanwhile measures anew (docs/microbatching.md).
+    accelerator._training_step.transaction.allocator = AllocatorPressure(HARDWARE["cpu"], torch.device("cpu"))
     accelerator.resume("latest")
     losses = []
     for _ in accelerator.epochs(3):

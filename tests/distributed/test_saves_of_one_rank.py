@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration, set_seed
-from headway.checkpoint.format.manifest import read_manifest
-from headway.checkpoint.loading.files import verify
+from headway.core.checkpoint.format.manifest import read_manifest
+from headway.core.checkpoint.loading.files import verify_checkpoint
+from headway.core.runtime import process
+from headway.core.runtime.control_plane.attendance import Attendance
+from headway.core.runtime.control_plane.control import current
 from headway.errors import CheckpointError
-from headway.runtime import process
-from headway.runtime.control_plane.attendance import Attendance
-from headway.runtime.control_plane.control import current
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_launch import launch
 
@@ -171,7 +171,7 @@ def form(root, save):
     first.accelerator.wait_for_save()
     path = Path(args.output_dir, "checkpoint-4")
     first.accelerator.wait_for_everyone()
-    manifest = verify(path)
+    manifest = verify_checkpoint(path)
     again = Training()
     restored = again.accelerator.load_state(path)
     same_weights = torch.equal(again.weights(), kept[4])
@@ -272,7 +272,7 @@ class Warnings(logging.Handler):
     def __init__(self):
         super().__init__(logging.WARNING)
         self.texts = []
-        logging.getLogger("headway.checkpoint.resume.checkpoints").addHandler(self)
+        logging.getLogger("headway.core.checkpoint.resume.save_and_resume").addHandler(self)
 
     def emit(self, record):
         self.texts.append(record.getMessage())
@@ -415,7 +415,7 @@ def test_ranks_that_name_different_folders_write_to_that_of_rank_0(tmp_path):
         (tmp_path / strategy).mkdir()
         first, second = run_ranks(save_to_own, 2, str(tmp_path / strategy), strategy)
         assert first[0] == second[0] == ["own 0", "same"]
-        verify(tmp_path / strategy / "own 0")
+        verify_checkpoint(tmp_path / strategy / "own 0")
         assert "manifest.json" in first[1]
         assert second[1] == []
         wanted = "own 1 on rank 1 and"
@@ -428,7 +428,7 @@ def call_forty_times():
     attendance = process.current().scope.own(Attendance)
     found = []
     for _ in range(40):
-        assert attendance.who_comes("a call").ranks == (0, 1)
+        assert attendance.find_participants("a call").ranks == (0, 1)
         found.append(attendance._key(str(attendance._place)))
     accelerator.wait_for_everyone()
     names = (str(accelerator.process_index), "count", "gone")

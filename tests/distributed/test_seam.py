@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration, Preemption, set_seed
-from headway.runtime.control_plane.control import Control
+from headway.core.runtime.control_plane.control import Control
 from tests.distributed.mirror import mirrored, write_entry_points
 from tests.distributed.ranks import run_ranks
 

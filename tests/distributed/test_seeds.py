@@ -147,7 +147,7 @@ def evaluate():
 
 
 def every_document():
-    from headway.runtime import process
+    from headway.core.runtime import process
 
     out = {}
     for script in (quicktour, accumulate_by_hand, accumulate, evaluate):

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from headway.cli import checks
-from headway.runtime import process
+from headway.cli import checks, setup_checks
+from headway.core.runtime import process
 
 
 @pytest.mark.slow
@@ -26,7 +26,7 @@ def test_a_failed_check_is_named_and_ends_with_1(
     def check_arithmetic(accelerator: object) -> str:
         raise AssertionError("one and one is three")
 
-    monkeypatch.setattr(checks, "_CHECKS", [check_arithmetic])
+    monkeypatch.setattr(setup_checks, "_CHECKS", [check_arithmetic])
     process.reset()
     with pytest.raises(SystemExit) as ended:
         checks.main(["test"])

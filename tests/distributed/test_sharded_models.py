@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from headway import ShardingOptions, init_empty_weights
+from headway.core.strategies.fully_sharded import fsdp_state
+from headway.core.strategies.fully_sharded.dtensors import get_local_shard
+from headway.core.strategies.fully_sharded.units import find_units
+from headway.core.strategies.fully_sharded.values import fill_model
+from headway.core.weights.pieces import is_dtensor
 from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
-from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded.dtensors import local
-from headway.strategies.fully_sharded.units import find_units
-from headway.strategies.fully_sharded.values import fill
-from headway.weights.pieces import is_dtensor
 from tests.distributed.layouts import GPT, each, gpt2, llama, norm, seeded, squares, start, text, whole_weights
 from tests.distributed.ranks import run_ranks
 
@@ -110,6 +110,7 @@ def optimizers() -> None:
         found, expected = squares(model, text()), squares(plain, text())
         assert found.item() == pytest.approx(expected.item(), rel=1e-2 if kind == "muon" else 1e-5), kind
         accelerator.free_memory()
+    accelerator = start(kwargs_handlers=[ShardingOptions(whole_updates=False)])
     with pytest.raises(UnsupportedError, match=r"Adafactor cannot train a sharded model.*AdamW"):
         accelerator.prepare(model := GPT(), torch.optim.Adafactor(model.parameters()))
 
@@ -122,13 +123,13 @@ def overflow_on_one_rank() -> None:
     for step in range(3):
         accelerator.backward(squares(model, text()))
         if step == 1 and accelerator.process_index == 1:
-            local(dict(model.named_parameters())["norm.weight"].grad).fill_(float("inf"))  # type: ignore[arg-type]
+            get_local_shard(dict(model.named_parameters())["norm.weight"].grad).fill_(float("inf"))  # type: ignore[arg-type]
         optimizer.step()
         optimizer.zero_grad()
         skipped.append(optimizer.step_was_skipped)
     assert skipped == [False, True, False]
     accelerator.precision.adjust()
-    assert accelerator.precision.gradient_scale() == 32768.0
+    assert accelerator.precision.get_gradient_scale() == 32768.0
     assert all(bool(torch.isfinite(tensor).all()) for tensor in whole_weights(model).values())
     accelerator.free_memory()
 
@@ -145,7 +146,7 @@ def formats() -> None:
     accelerator.backward(squares(model, text()))
     assert gathered_in == {"linear": torch.bfloat16, "norm": torch.float32, "stream": torch.float32}
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}  # type: ignore[union-attr]
-    record = next(r for r in gathered.records(model) if r._param_fqn == "blocks.0.up.weight")
+    record = next(r for r in fsdp_state.iterate_records(model) if r._param_fqn == "blocks.0.up.weight")
     record.mp_policy = type(record.mp_policy)(param_dtype=torch.float16)
     with pytest.raises(
         StateError, match=r"blocks.0.up.weight of FSDPGPT: the gathered parameter is bfloat16 instead of float16"
@@ -210,7 +211,7 @@ def without_memory() -> None:
         model = Measured()
     units = find_units(model, ShardingOptions())
     inner = accelerator.strategy._shard(model, units, (), ())  # type: ignore[attr-defined]
-    largest = fill(model, inner, torch.device("cpu"), accelerator.collectives)
+    largest = fill_model(model, inner, torch.device("cpu"), accelerator.collectives)
     assert largest == 64 * 67 * 4
     assert largest * 6 == sum(p.numel() * p.element_size() for p in model.parameters())
     accelerator.free_memory()
@@ -245,7 +246,7 @@ def without_memory_refused() -> None:
     accelerator = start()
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), Nameless())
-    with pytest.raises(PrepareError, match=r"cannot initialise themselves: 1\. .*reset_parameters"):
+    with pytest.raises(PrepareError, match=r"cannot initialize themselves: 1\. .*reset_parameters"):
         accelerator.prepare(model)
     with pytest.raises(PrepareError, match=r"to evaluate with, is without memory"):
         accelerator.prepare_model(nn.Linear(3, 3, device="meta"), evaluation_mode=True)

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from headway import GradientAccumulationPlugin, ShardingOptions
+from headway.core.strategies.fully_sharded import fsdp_state
+from headway.core.strategies.fully_sharded.dtensors import get_local_shard
+from headway.core.weights.pieces import is_dtensor
 from headway.errors import StateError
-from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded.dtensors import local
-from headway.weights.pieces import is_dtensor
 from tests.distributed.layouts import GPT, LENGTH, each, norm, seeded, squares, start, text, whole_weights
 from tests.distributed.ranks import run_ranks
 
@@ -42,9 +42,9 @@ def trap_not_finite_on_one_rank() -> None:
     for bad in (float("inf"), float("nan")):
         accelerator.backward(squares(model, text()))
         if accelerator.process_index == 1:
-            local(dict(model.named_parameters())["blocks.0.up.weight"].grad).fill_(bad)  # type: ignore[arg-type]
+            get_local_shard(dict(model.named_parameters())["blocks.0.up.weight"].grad).fill_(bad)  # type: ignore[arg-type]
         for norm_type in (2.0, 1.0, float("inf")):
-            assert not torch.isfinite(accelerator.strategy.total_norm(list(model.parameters()), norm_type))
+            assert not torch.isfinite(accelerator.strategy.compute_total_norm(list(model.parameters()), norm_type))
         optimizer.step()
         assert optimizer.step_was_skipped
         optimizer.zero_grad()
@@ -52,7 +52,7 @@ def trap_not_finite_on_one_rank() -> None:
     plain = seeded(0, GPT)
     squares(plain, text()).backward()
     for norm_type in (2.0, 1.0, float("inf")):
-        found = accelerator.strategy.total_norm(list(model.parameters()), norm_type)
+        found = accelerator.strategy.compute_total_norm(list(model.parameters()), norm_type)
         expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)  # type: ignore[misc]
         assert not is_dtensor(found)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
@@ -86,7 +86,7 @@ def trap_failed_window() -> None:
                 raise KeyError("the script's own")  # before anything was gathered
             with accelerator.accumulate(model):
                 accelerator.backward(squares(model, text(5)))
-            assert any(gathered.whole_parameter(r).grad is not None for r in gathered.records(model))  # type: ignore[union-attr]
+            assert any(fsdp_state.get_gathered_parameter(r).grad is not None for r in fsdp_state.iterate_records(model))  # type: ignore[union-attr]
             with contextlib.suppress(KeyError), accelerator.accumulate(model):
                 squares(model, text(6))  # a forward without its backward
                 raise KeyError
@@ -106,9 +106,9 @@ def trap_after_evaluation() -> None:
     model.eval()
     with torch.no_grad():
         model(text())
-    assert [id(p) for p in model.parameters()] != parts  # the root is whole now
-    assert [id(accelerator.strategy.current(p)) for p in model.parameters()] == parts
-    accelerator.strategy.at_rest(model)
+    assert [id(p) for p in model.parameters()] == parts
+    assert [id(accelerator.strategy.find_current(p)) for p in model.parameters()] == parts
+    accelerator.strategy.free_gathered(model)
     assert [id(p) for p in model.parameters()] == parts
     model(text())
     exported = dict(accelerator.strategy.export_state(model))
@@ -136,13 +136,13 @@ def trap_ties() -> None:
     accelerator = start()
     model = accelerator.prepare(seeded(0, GPT))
     squares(model, text())
-    accelerator.strategy.at_rest(model)
+    accelerator.strategy.free_gathered(model)
     assert model.tokens.weight is model.head.weight
     x, plain = torch.randn(3, 4, generator=torch.Generator().manual_seed(2)), seeded(1, Shared)
     model = accelerator.prepare(seeded(1, Shared))
     assert model.blocks[0][0].weight is model.blocks[2][0].weight
     assert (
-        len(list(gathered.shards(model))) == 4
+        len(list(fsdp_state.iterate_sharded_modules(model))) == 4
     )  # the root, blocks.1, and in each opened block what it shares with nobody
     accelerator.backward(model(x).square().sum())
     plain(x).square().sum().backward()

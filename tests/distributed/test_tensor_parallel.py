@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from headway import Accelerator, ActivationCheckpointing, TensorParallelOptions
+from headway.core.strategies.fully_sharded import dtensors
+from headway.core.strategies.fully_sharded.dtensors import get_local_shard
+from headway.core.weights.pieces import is_dtensor
 from headway.errors import DataError, PrepareError
-from headway.strategies.fully_sharded import dtensors
-from headway.strategies.fully_sharded.dtensors import local
-from headway.strategies.tensor.tensor_parallel import TensorParallel
-from headway.weights.pieces import is_dtensor
+from headway.layouts.tensor.tensor_parallel import TensorParallel
 from tests.devices import ON_CPU
 from tests.distributed import cut_models, layouts
 from tests.distributed.cut_models import GPT, GPT_PLAN
@@ -57,7 +57,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def crc(tensor: torch.Tensor) -> int:
-    return zlib.crc32(local(tensor).detach().contiguous().cpu().numpy().tobytes())
+    return zlib.crc32(get_local_shard(tensor).detach().contiguous().cpu().numpy().tobytes())
 
 
 def trained(task: Task, layout: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_a_cut_model_learns_as_a_whole_one(name: str, monkeypatch: pytest.Monkey
     for rank in found:
         off = difference(expected, rank)
         assert max(off["losses"], off["norms"], off["weights"] / 10) < 2e-6, off
-    # Neighbours along tp, the innermost axis, hold the same bits of what is whole.
+    # Neighbors along tp, the innermost axis, hold the same bits of what is whole.
     assert found[0]["whole"]
     assert all(found[i]["whole"] == found[i + 1]["whole"] for i in range(0, num_ranks, 2))
 
@@ -169,8 +169,8 @@ def other_styles() -> dict[str, float]:
         found[name] = max(off, float((out - cut_out).abs().max() / out.abs().max()))
         states = {n: full(p.detach()) for n, p in cut.named_parameters()}
         assert all(torch.equal(states[n], p) for n, p in whole.named_parameters()), name  # packed ones too
-        parts = {n: dtensors.cut_like(states[n], p.detach()) for n, p in cut.named_parameters()}
-        assert all(torch.equal(local(parts[n]), local(p)) for n, p in cut.named_parameters()), name
+        parts = {n: dtensors.shard_like(states[n], p.detach()) for n, p in cut.named_parameters()}
+        assert all(torch.equal(get_local_shard(parts[n]), get_local_shard(p)) for n, p in cut.named_parameters()), name
     return found
 
 
@@ -428,7 +428,7 @@ def silenced() -> tuple[bool, float]:
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(model.parameters(), 1e9).item()
             optimizer.step()
-    is_fine = all(bool(torch.isfinite(local(p)).all()) for p in model.parameters())
+    is_fine = all(bool(torch.isfinite(get_local_shard(p)).all()) for p in model.parameters())
     accelerator.end_training()
     return is_fine, norm
 

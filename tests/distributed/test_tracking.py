@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration, Tracker
-from headway.tracking.runlog import read_run
+from headway.core.tracking.runlog_reader import read_run
 from tests.distributed.ranks import run_ranks
-from tests.unit.tracking.otlp_receiver import listening
-from tests.unit.tracking.test_trackers import events_of
-from tests.unit.tracking.wandb_file import offline_run
+from tests.unit.core.tracking.otlp_receiver import listening
+from tests.unit.core.tracking.test_trackers import events_of
+from tests.unit.core.tracking.wandb_file import offline_run
 
 
 class Noted(Tracker):

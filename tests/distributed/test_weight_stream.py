@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from headway import Accelerator, WeightChannel
+from headway.core.weights.files import open_checkpoint
+from headway.core.weights.shards import get_dtype_name
 from headway.errors import CollectiveError, StateError
-from headway.weights.files import open_checkpoint
-from headway.weights.shards import dtype_name
 from tests.devices import ON_CPU
 from tests.distributed.layouts import seeded
 from tests.distributed.ranks import run_ranks
@@ -37,7 +37,7 @@ def streamed(folder: str, layout: str) -> dict[str, Any]:
         for bucket in stream:
             sizes.append(sum(tensor.nbytes for _, tensor in bucket) * (len(bucket) > 1))
             found.update((name, tensor.clone()) for name, tensor in bucket)
-        assert [(name, dtype_name(each.dtype), list(each.shape)) for name, each in found.items()] == stream.metadata
+        assert [(name, get_dtype_name(each.dtype), list(each.shape)) for name, each in found.items()] == stream.metadata
         wanted = {name: stored.tensor() for name, stored in open_checkpoint(path).tensors.items()}
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from headway.core.training.weights import GatheredTensor, gather_state, save_gathered
+from headway.core.weights.files import open_checkpoint
 from headway.errors import HeadwayError
-from headway.strategies.deepspeed.optimizer import piece_of_range
-from headway.training.weights import GatheredTensor, save_gathered, whole_state
-from headway.weights.files import open_checkpoint
+from headway.layouts.deepspeed.optimizer import make_piece
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_boxes import MB, ROWS, Anonymous, door, made, numbered, values
 
@@ -25,7 +25,7 @@ def written(folder):
         for number, tensor in numbered(model):  # what no strategy cuts must be alike
             assert tensor.shape, number
         save_gathered(model.state_dict().items(), Path(folder, layout), "300B", door_to_all)
-        found = whole_state(model.state_dict().items(), door_to_all)
+        found = gather_state(model.state_dict().items(), door_to_all)
         if door_to_all.rank:
             assert found == {}
             continue
@@ -71,22 +71,22 @@ def failing(folder):
         model.register_buffer("more", torch.ones(1))
     own = {"one": model.first.weight} if door_to_all.rank else {"other": model.first.weight}
     try:
-        whole_state(own.items(), door_to_all)
+        gather_state(own.items(), door_to_all)
     except HeadwayError as error:
         messages.append(str(error))
-    part = piece_of_range((4,), torch.ones(1), door_to_all.rank, True)
+    part = make_piece((4,), torch.ones(1), door_to_all.rank, True)
     try:
-        whole_state([("half", part)], door_to_all)  # nobody brings the last two values
+        gather_state([("half", part)], door_to_all)  # nobody brings the last two values
     except HeadwayError as error:
         messages.append(str(error))
     with pytest.MonkeyPatch.context() as patch:
         if door_to_all.rank == 0:
             patch.setattr(GatheredTensor, "whole", out_of_memory)
         try:
-            whole_state(model.state_dict().items(), door_to_all)
+            gather_state(model.state_dict().items(), door_to_all)
         except (HeadwayError, MemoryError) as error:
             messages.append(str(error))
-    found = whole_state([("weight", model.first.weight), ("first._extra_state", {"count": 3})], door_to_all)
+    found = gather_state([("weight", model.first.weight), ("first._extra_state", {"count": 3})], door_to_all)
     assert found.get("first._extra_state") == (None if door_to_all.rank else {"count": 3})
     return messages
 

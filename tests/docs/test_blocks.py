@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from headway.runtime import process
+from headway.core.runtime import process
 from tests.docs.pages import ROOT, blocks, commands, links, pages
 
 PAGES = [pytest.param(page, id=page.relative_to(ROOT).as_posix()) for page in pages()]
@@ -25,9 +25,9 @@ def test_pages_are_found():
     assert sum(block.kind == "python" for page in pages() for block in blocks(page)) > 20
 
 
-LONG = ("expert_parallel", "context_parallel", "pipeline_parallel", "forecast")
+LONG = ("expert_parallel", "context_parallel", "pipeline_parallel", "forecast", "forecast_cases")
 """Pages that launch whole trainings or forecast many models, for `make test-all`."""
-SLOW = ("tensor_parallel", "plan", "notebooks")
+SLOW = ("tensor_parallel", "plan", "notebooks", "adapters", "verify")
 
 
 def _runs(page):
@@ -106,6 +106,8 @@ def test_commands_are_understood(page, tmp_path):
 def _run_headway(words: list[str], line: str, folder: Path) -> None:
     if words[0] == "launch":
         words = ["launch", "--dry-run", *words[1:]]
+    elif words[0] == "verify":
+        words = ["verify", "--help", *words[1:]]  # what follows the script is its own
     elif words[:2] not in (["config", "show"], ["config", "default"]):
         end = words.index("--") if "--" in words else len(words)  # what follows is a script's own
         words = [*words[:end], "--help"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from headway.launch.stand_in import variables
+from headway.launch.stand_in import make_variables
 from tests.distributed.script_stage import Stage
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -69,7 +69,7 @@ def _difference(one: list[float], other: list[float]) -> float:
 @cache
 def _stages() -> dict[str, Stage]:
     """A stage for each library, which ends with this process."""
-    as_accelerate = variables({name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ})
+    as_accelerate = make_variables({name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ})
     return {
         # Where one of its ranks hangs when it is done (see below), nobody waits for it.
         "accelerate": Stage(["accelerate", *PRELOADED], grace_s=1.0),

@@ -18,8 +18,8 @@ from typing import Any
 
 import accelerate
 
-from headway.compat.accelerate.served.names import MODULES_AS_ACCELERATE
-from headway.compat.accelerate.served.surface import answer
+from headway.compat.accelerate.served.surface import describe_name
+from headway.compat.accelerate.served.tables import MODULES_AS_ACCELERATE
 
 TESTS = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".md")
@@ -128,7 +128,7 @@ def served(name: str) -> str:
     place, _, last = name.rpartition(".")
     is_member = not name.startswith("accelerate")
     short = name if is_member else name.removeprefix("accelerate.")
-    found = answer(last if answer(short).status == "unknown" else short)
+    found = describe_name(last if describe_name(short).status == "unknown" else short)
     try:
         if is_member:
             getattr(_made(place), last)

@@ -1,4 +1,4 @@
-"""Habits of scripts give what they give with Accelerate 1.15, or what docs/accelerate_name.md says."""
+"""Habits of scripts give what they give with Accelerate 1.15, or what docs/accelerate_name_reference.md says."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,8 @@ pytestmark = pytest.mark.slow
 
 RECORDED = json.loads(record.RECORDED.read_text())
 DIFFERENT = json.loads((record.FOLDER / "different.json").read_text())
-"""Habits that give something else, and a piece of the row of docs/accelerate_name.md that says so."""
-PAGE = (Path(__file__).parents[2] / "docs" / "accelerate_name.md").read_text()
+"""Habits that give something else, and a piece of the row of docs/accelerate_name_reference.md that says so."""
+PAGE = (Path(__file__).parents[2] / "docs" / "accelerate_name_reference.md").read_text()
 
 
 @pytest.mark.parametrize("name", list(record.names()))

@@ -8,7 +8,7 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from headway.launch.stand_in import variables
+from headway.launch.stand_in import make_variables
 from tests.ecosystem.both import SCRIPTS
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def call(folder, *command, stands_in=True):
     """What a command prints."""
     environment = {
         **os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo",
-        **(variables(os.environ) if stands_in else {}),
+        **(make_variables(os.environ) if stands_in else {}),
     }  # fmt: skip
     ended = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240

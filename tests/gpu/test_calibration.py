@@ -6,8 +6,8 @@ from torch import nn
 
 import headway
 from headway.forecasting.device import calibration
-from headway.forecasting.device.devices import MIB, named
-from headway.forecasting.tracing.step import StepRecipe, run
+from headway.forecasting.device.devices import MIB, name_this_device
+from headway.forecasting.tracing.step import StepRecipe, run_recipe
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,11 +22,11 @@ def net() -> nn.Module:
 @pytest.mark.card("rates are its clock's; forecasts beside the allocator: benchmarks/cuda_build")
 def test_what_a_process_takes_beside_tensors(tmp_path, monkeypatch):
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
-    record, again = calibration.measure(), calibration.measure()
+    record, again = calibration.measure_overhead(), calibration.measure_overhead()
     assert 150 * MIB < record.overhead < 2000 * MIB
     assert again.overhead == pytest.approx(record.overhead, abs=64 * MIB)
     assert record.memory == torch.cuda.get_device_properties(0).total_memory
-    calibration.write(tmp_path / "devices.json", named(), record)
+    calibration.write_record(tmp_path / "devices.json", name_this_device(), record)
     found = headway.forecast(
         net,
         lambda size: (torch.zeros(size, 1024), torch.zeros(size, 1024)),
@@ -40,5 +40,5 @@ def test_what_a_process_takes_beside_tensors(tmp_path, monkeypatch):
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_reserved()
     with torch.device("cuda"):
-        run(net(), StepRecipe(torch.optim.AdamW, nn.functional.mse_loss), lambda: (torch.zeros(4096, 1024),) * 2)
+        run_recipe(net(), StepRecipe(torch.optim.AdamW, nn.functional.mse_loss), lambda: (torch.zeros(4096, 1024),) * 2)
     assert torch.cuda.max_memory_reserved() - held == pytest.approx(found.reserved, rel=0.1)

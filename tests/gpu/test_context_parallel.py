@@ -20,15 +20,15 @@ pytestmark = [
 def attended(rotation: str) -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from headway.strategies.context import attention, sequences
-    from headway.strategies.context.attention import WholeSequenceAttention
-    from headway.strategies.tensor.crossings import SplitAxis
+    from headway.layouts.context import attention, sequences
+    from headway.layouts.context.attention import WholeSequenceAttention
+    from headway.layouts.tensor.crossings import SplitAxis
 
     mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
     rank = mesh.get_local_rank()
     torch.cuda.set_device(rank)
     axis = SplitAxis.of(mesh)
-    found = attention.find(mesh, rotation, attention.RingDispatcher())
+    found = attention.find_ring_attention(mesh, rotation, attention.RingDispatcher())
     assert found is not None, "this torch has another form of context parallelism"
     generator = torch.Generator().manual_seed(0)
     whole = [
@@ -41,9 +41,9 @@ def attended(rotation: str) -> list[float]:
     off = []
     for attend in (found.attend, None):
         with WholeSequenceAttention(axis, attend):
-            parts = [sequences.part_of(each, axis, 2) for each in whole]
+            parts = [sequences.split_sequence(each, axis, 2) for each in whole]
             part = scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
-        again = sequences.join(part, axis, 2, 64)
+        again = sequences.join_sequence(part, axis, 2, 64)
         grads = torch.autograd.grad((again * weights).sum(), whole)
         for grad in grads:
             dist.all_reduce(grad)

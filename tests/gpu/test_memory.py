@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, MemoryMonitor, memory_report, memory_use, print_gpu_utilization, print_summary
 from headway.common import scope
-from headway.memory.oom import is_out_of_memory
-from headway.memory.use import gpu_memory_occupied
-from headway.training.transforms.activation_offload import _Copies, offloading
+from headway.core.memory.oom import is_out_of_memory
+from headway.core.memory.printed import read_occupied_gpu_memory
+from headway.extras.activation_offload import _Copies, offload_saved_tensors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,13 +65,13 @@ def test_the_notebooks_rows() -> None:
     assert rows[8, True]["peak"] < 0.7 * rows[8, False]["peak"]
 
 
-def test_utilisation_is_told(capsys) -> None:
+def test_utilization_is_told(capsys) -> None:
     held = torch.ones(64 * MIB // 4, device="cuda")
     now = memory_use()
     assert now.used >= 64 * MIB
     assert now.used <= now.reserved <= now.total
     assert now.occupied <= now.total
-    assert (gpu_memory_occupied() or 0) >= 64 * MIB
+    assert (read_occupied_gpu_memory() or 0) >= 64 * MIB
     print_gpu_utilization()
     assert capsys.readouterr().out.startswith("GPU memory occupied: ")
     assert held.numel()
@@ -119,7 +119,7 @@ def test_host_memory_of_offloaded_activations_is_hardly_rounded_up() -> None:
     def total() -> torch.Tensor:
         return inputs.sin().sum() + inputs.view(2, -1)[:, ::3].exp().sum()
 
-    with offloading():
+    with offload_saved_tensors():
         loss = total()
     parked = sum(copy._host.nbytes for copy in scope.own(_Copies).values())
     assert parked >= 12 * MIB
@@ -131,7 +131,7 @@ def test_offloading_under_autocast_parks_each_activation_once_and_no_weights() -
     model = blocks(2).cuda()
     inputs = torch.randn(8192, 1024, device="cuda")
     grads = []
-    for context in (nullcontext(), offloading()):
+    for context in (nullcontext(), offload_saved_tensors()):
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16), context:
             out = model(inputs)
@@ -160,7 +160,7 @@ def test_offloading_holds_little_however_far_ahead_the_host_is() -> None:
     before = active("current")
     torch.cuda.reset_peak_memory_stats()
     torch.cuda._sleep(10**9)  # cycles: the device begins half a second after the host
-    with offloading():
+    with offload_saved_tensors():
         out = model(inputs).square().mean()
     assert active("current") - before < 160 * MIB
     torch.cuda._sleep(10**9)

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.config.engines import DistributedDataParallelKwargs
-from headway.runtime import group
-from headway.runtime.group import can_coalesce, start_all
-from headway.runtime.heartbeat import Recorder
-from headway.strategies.ddp import check_hook
+from headway.core.config.torch_kwargs import DistributedDataParallelKwargs
+from headway.core.runtime import group
+from headway.core.runtime.flight_recorder import FlightRecorder
+from headway.core.runtime.group import can_coalesce, start_collectives
+from headway.core.strategies.ddp import check_hook
 from tests.distributed.test_launch import begin
-from tests.unit.runtime.nccl_dump import entry
+from tests.unit.core.runtime.nccl_dump import entry
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,9 +57,9 @@ def test_the_earliest_open_collective_is_found_while_the_device_is_at_work(alone
     torch.cuda._sleep(10**10)  # some seconds
     for _ in range(3):
         dist.all_reduce(value)
-    recorder = Recorder()
-    recorder.look()
-    recorder.look()
+    recorder = FlightRecorder()
+    recorder.check_counters()
+    recorder.check_counters()
     (call,) = [call for call in recorder._calls if call["group"] == "nccl:0"]
     assert (call["operation"], call["number"]) == ("all_reduce", 2)
     assert call["since"] is not None
@@ -67,9 +67,9 @@ def test_the_earliest_open_collective_is_found_while_the_device_is_at_work(alone
     deadline = time.monotonic() + 30
     while call["since"] is not None and time.monotonic() < deadline:
         time.sleep(0.2)  # the watchdog looks every tenth of a second
-        recorder = Recorder()
-        recorder.look()
-        recorder.look()
+        recorder = FlightRecorder()
+        recorder.check_counters()
+        recorder.check_counters()
         (call,) = [call for call in recorder._calls if call["group"] == "nccl:0"]
     assert (call["number"], call["since"]) == (4, None)
 
@@ -77,10 +77,10 @@ def test_the_earliest_open_collective_is_found_while_the_device_is_at_work(alone
 def test_several_tensors_in_one_launch(alone):
     device = torch.device("cuda", 0)
     assert can_coalesce(None, device)
-    assert group.waits_for_peers()
+    assert group.has_waiting_engine()
     found = [torch.full((size,), float(size), device=device) for size in (1, 5, 300)]
     for is_sum in (True, False):
-        for work in start_all(
+        for work in start_collectives(
             found,
             lambda tensor: None,
             lambda tensor: (

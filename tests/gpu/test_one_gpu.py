@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
-from headway.runtime import process
-from headway.strategies.pipeline.runner import go_on, own_generators
+from headway.core.runtime import process
+from headway.layouts.pipeline.runner import advance_generators, isolate_generators
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,8 +104,8 @@ def test_the_self_check_passes_on_the_device() -> None:
 def test_the_first_use_of_the_device_is_named(tmp_path: Path) -> None:
     script = tmp_path / "first.py"
     script.write_text(
-        "import torch\nfrom headway.common import scope\nfrom headway.runtime import device\n"
-        "torch.ones(1, device='cuda')\nprint(scope.own(device.FirstUse).place)\n"
+        "import torch\nfrom headway.common import scope\nfrom headway.core.runtime import device, first_use\n"
+        "torch.ones(1, device='cuda')\nprint(scope.own(first_use.FirstUse).place)\n"
     )
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     assert ran.stdout.startswith(f"{script}:4:")
@@ -117,15 +117,15 @@ def test_a_stage_of_a_pipeline_gives_back_the_streams_of_host_and_device():
     before = torch.get_rng_state(), torch.cuda.get_rng_state()
     drawn = []
     for stage in (0, 1):
-        with own_generators(process.current().hardware) as told:
-            told.begin(stage, 0)
+        with isolate_generators(process.current().hardware) as told:
+            told.seed_micro_batch(stage, 0)
             drawn.append((torch.rand(2), torch.rand(2, device="cuda")))
         assert told.flags == [0.0, 0.0, 1.0, 1.0]
         assert torch.equal(torch.get_rng_state(), before[0])
         assert torch.equal(torch.cuda.get_rng_state(), before[1])
     assert torch.equal(drawn[0][0], drawn[1][0]), "what a forward draws on the host is alike on all stages"
     assert not torch.equal(drawn[0][1], drawn[1][1])
-    go_on(told.flags, accelerator.device)
+    advance_generators(told.flags, accelerator.device)
     assert not torch.equal(torch.get_rng_state(), before[0])
     assert not torch.equal(torch.cuda.get_rng_state(), before[1])
     accelerator.end_training()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from headway import get_max_memory, init_on_device
-from headway.offload.placement.device_map import resolve_device_map
+from headway.offload.placement.automatic_map import resolve_device_map
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,10 +28,10 @@ def test_free_memory_counts_what_the_allocator_holds_unused():
 
 ASK = """
 import torch
-from headway.memory.use import free_and_total
-from headway.runtime.device import HARDWARE
+from headway.core.memory.use import read_free_and_total
+from headway.core.runtime.device import HARDWARE
 
-told = free_and_total(HARDWARE["cuda"], torch.device("cuda", torch.cuda.device_count() - 1))
+told = read_free_and_total(HARDWARE["cuda"], torch.device("cuda", torch.cuda.device_count() - 1))
 print(torch._C._cuda_hasPrimaryContext(torch.cuda.device_count() - 1), *told)
 """
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from headway import Accelerator, MemoryMonitor
-from headway.memory.monitor import PeakReader
-from headway.memory.use import free_bytes
-from headway.runtime.device import HARDWARE
-from headway.training.replay.piece_size import AllocatorPressure
-from headway.training.replay.snapshot import Materialised
+from headway.core.memory.monitor import PeakReader
+from headway.core.memory.use import read_free_bytes
+from headway.core.runtime.device import HARDWARE
+from headway.extras.replay.piece_size import AllocatorPressure
+from headway.extras.replay.snapshot import OptimizerRecord
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,7 +66,9 @@ def test_pieces_that_fit_stay_as_they_are() -> None:
         accelerator.forward_backward(torch.ones(64, 1, device="cuda"), loss)
         optimizer.step()
         optimizer.zero_grad()
-    assert sizes == [64, 32]
+    assert sizes[0] == 64
+    assert sizes[-1] == 32  # found by measuring pieces of 16 and 8 rows
+    assert set(sizes) == {64, 32, 16, 8}
 
 
 def test_a_monitor_leaves_the_other_readers_their_peak() -> None:
@@ -110,7 +112,7 @@ except Exception as error:
 
 @pytest.mark.parametrize("kind", ["find", "get", "matmul", "solve"])
 @pytest.mark.parametrize("spare", [4, 16, 64, 160])
-def test_whatever_a_full_device_raises_is_recognised(kind: str, spare: int) -> None:
+def test_whatever_a_full_device_raises_is_recognized(kind: str, spare: int) -> None:
     done = subprocess.run([sys.executable, "-c", FULL, str(spare), kind], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
@@ -146,17 +148,17 @@ def test_a_foreign_optimizers_later_steps_copy_nothing_to_the_host() -> None:
 def test_temporaries_are_reserved_where_free_memory_lies_in_pieces() -> None:
     """Holes of 32 MiB between blocks that stay, all in one segment: room for each temporary, and none for their sum."""
     parameters = [torch.nn.Parameter(torch.ones(8 * MIB, device="cuda")) for _ in range(3)]  # 32 MiB each
-    known = Materialised(torch.optim.AdamW(parameters, foreach=True))
+    known = OptimizerRecord(torch.optim.AdamW(parameters, foreach=True))
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    known.measure(lambda: known._optimizer.step() is None)
-    known.confirm()
+    known.measure_step(lambda: known._optimizer.step() is None)
+    known.confirm_step()
     torch.cuda.empty_cache()
-    num_blocks = free_bytes(HARDWARE["cuda"], torch.device("cuda", 0)) // (32 * MIB)
+    num_blocks = read_free_bytes(HARDWARE["cuda"], torch.device("cuda", 0)) // (32 * MIB)
     use(num_blocks * 32)  # one segment, from which the blocks are cut
     blocks = [torch.empty(32 * MIB, dtype=torch.uint8, device="cuda") for _ in range(num_blocks)]
     assert known.num_bytes <= num_blocks // 2 * 32 * MIB
     del blocks[::2]
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(known.num_bytes, dtype=torch.uint8, device="cuda")
-    known.reserve()
+    known.reserve_memory()

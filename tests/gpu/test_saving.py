@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from headway import Accelerator, ProjectConfiguration
-from headway.checkpoint.saving.snapshot import HostCopies
+from headway.core.checkpoint.saving.snapshot import HostCopies
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,5 +58,29 @@ def test_training_goes_on_beside_the_save(tmp_path) -> None:
         update()
     accelerator.wait_for_save()
     assert not torch.equal(model.weight, wanted["weight"])
+    accelerator.load_state(str(tmp_path / "saved"))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+
+
+def test_large_copies_are_in_registered_memory() -> None:
+    tensors = {str(number): torch.full((1 << 25,), float(number), device="cuda") for number in range(4)}
+    snapshot = HostCopies()
+    for _ in range(2):
+        taken = snapshot.take(tensors, tensors)
+        for arrival in taken.arrivals:
+            arrival.wait()
+        for number, tensor in enumerate(taken.tensors.values()):
+            assert tensor.is_pinned()
+            assert (tensor == number).all()
+
+
+def test_a_blocking_save_reads_the_device_from_several_threads(tmp_path) -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096)))
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    accelerator.save_state(str(tmp_path / "saved"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
     accelerator.load_state(str(tmp_path / "saved"))
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())

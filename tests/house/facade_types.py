@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import assert_type
 
 from headway import Accelerator, Trainer, TrainingArguments, set_seed
-from headway.checkpoint.resume.comparison import Restored
+from headway.core.checkpoint.resume.comparison import Restored
 
 
 class Net(torch.nn.Module):

@@ -1,9 +1,16 @@
-"""No two files of Headway import each other, however far the way round: not at import time, not in a function, not for types."""
+"""No two files of Headway import each other, not even through other files.
+
+Imports inside functions and for types count, and so do modules that are named in `import_module("...")`, `LazyModule("...")`
+and in the registry of extensions.
+"""
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
+from scripts.core import Places, find_imports, read_registry
 from tests.house.tree_of_source import SOURCE, modules, parsed
 
 
@@ -12,20 +19,9 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(tree: ast.AST, modules: set[str]) -> Iterator[str]:
-    """Every module of ours that is named in an import statement, wherever it stands."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names if name.name in modules)
-        elif isinstance(node, ast.ImportFrom) and node.module in modules:
-            for name in node.names:
-                submodule = f"{node.module}.{name.name}"
-                yield submodule if submodule in modules else node.module
-
-
-def graph(trees: Mapping[str, ast.AST]) -> dict[str, set[str]]:
-    """Who imports whom."""
-    return {name: set(imported(tree, set(trees))) - {name} for name, tree in trees.items()}
+def graph(trees: Mapping[str, ast.AST], places: Places) -> dict[str, set[str]]:
+    """Return the modules that each module imports."""
+    return {name: set(find_imports(tree, trees, places)) - {name} for name, tree in trees.items()}
 
 
 def circles(edges: dict[str, set[str]]) -> list[frozenset[str]]:
@@ -46,7 +42,7 @@ def reachable(start: str, edges: dict[str, set[str]]) -> set[str]:
 
 
 def test_no_circles() -> None:
-    edges = graph({module_of(path): parsed(path) for path in modules("src")})
+    edges = graph({module_of(path): parsed(path) for path in modules("src")}, read_registry())
     told = "\n".join(", ".join(sorted(group)) for group in circles(edges))
     assert not told, f"files that import each other:\n{told}"
 
@@ -59,5 +55,23 @@ def test_a_circle_is_seen_wherever_the_import_stands() -> None:
         "d": "import a",
     }
     trees = {name: ast.parse(text) for name, text in sources.items()}
-    assert circles(graph(trees)) == [frozenset("abc")]
-    assert circles(graph({**trees, "c": ast.parse("")})) == []
+    assert circles(graph(trees, {})) == [frozenset("abc")]
+    assert circles(graph({**trees, "c": ast.parse("")}, {})) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        'import_module("a")',
+        'importlib.import_module("a")',
+        'LazyModule("a:name")',
+        'extensions.load("feature", "first")',
+        'extensions.load("feature", word)',
+    ],
+)
+def test_a_circle_is_seen_through_a_name(statement: str) -> None:
+    trees = {"a": ast.parse("import b"), "b": ast.parse(f"def f():\n    {statement}")}
+    assert circles(graph(trees, {"feature": {"first": "a:f"}})) == [frozenset("ab")]
+    assert circles(graph(trees, {"feature": {"first": "c:f"}})) == (
+        [] if "extensions" in statement else [frozenset("ab")]
+    )

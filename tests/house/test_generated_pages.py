@@ -7,9 +7,12 @@ import pytest
 
 import headway
 from tests.house.tree_of_source import ROOT
+from tests.wrong_use.table import SECTIONS
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import llms
+import navigation
 import pages
 import tree
 import wrong_use
@@ -21,6 +24,11 @@ def test_the_page_of_files_holds_the_tree():
 
 def test_the_page_of_mistakes_holds_the_table():
     assert wrong_use.page() == wrong_use.PAGE.read_text(), "run: python scripts/wrong_use.py --write"
+
+
+def test_rows_of_the_table_of_mistakes_have_different_names():
+    names = [row.name for section in SECTIONS for row in section.rows]
+    assert sorted(set(names)) == sorted(names)
 
 
 def test_the_reference_holds_every_public_name_once():
@@ -36,16 +44,28 @@ def test_what_prepare_returns_is_where_the_reference_looks(place):
     assert f"class {name}" in (ROOT / "src" / (module.replace(".", "/") + ".py")).read_text()
 
 
-def test_every_page_is_in_the_navigation():
-    settings = (ROOT / "docs" / "site.yml").read_text()
-    missing = [
-        page.name for page in (ROOT / "docs").glob("*.md") if page.name not in settings and page.name != "reference.md"
-    ]
-    assert missing == []
+def test_every_page_is_in_the_navigation_once():
+    listed = [page for group in navigation.read_groups() for page in (*group.pages, *group.more)]
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md")
+    for group in navigation.read_groups():
+        assert len(group.pages) <= navigation.MOST_AT_FIRST_SIGHT, group.title
 
 
-def test_the_front_page_stays_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
+@pytest.mark.parametrize("name", navigation.MARKERS)
+def test_index_and_menu_are_those_of_the_navigation(name):
+    assert navigation.render()[name] == (navigation.DOCS / name).read_text(), (
+        "run: python scripts/navigation.py --write"
+    )
+
+
+def test_the_index_of_names_has_every_public_name_once_and_says_what_it_is():
+    names = [name for group in pages.names_by_task().values() for name in group]
+    assert sorted(names) == sorted(name for name in headway.__all__ if name != "__version__")
+    rows = re.findall(
+        r"^\| \[`(\w+)`\]\((\S+)\) \| (.*) \|$", pages.render_index_of_names(pages.reference_pages()), re.MULTILINE
+    )
+    assert [name for name, _, _ in rows] == names
+    assert [name for name, _, about in rows if len(about) < 20] == []
 
 
 def test_the_package_ships_what_it_reads():
@@ -56,3 +76,21 @@ def test_the_package_ships_what_it_reads():
     shipped = {file for pattern in patterns for file in package.glob(pattern)}
     others = {file for file in package.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")}
     assert others - shipped == set()
+
+
+def test_assistants_get_every_page_as_markdown_and_a_list_of_them(tmp_path):
+    source = tmp_path / "docs"
+    (source / "reference").mkdir(parents=True)
+    for page in (ROOT / "docs").glob("*.md"):
+        (source / page.name).write_text(page.read_text())
+    for path, text in pages.reference_pages().items():
+        (source / path).write_text(text)
+    llms.write(source, tmp_path / "site")
+    listed = re.findall(r"^- \[[^\]]+\]\(([^)]+)\)", (tmp_path / "site/llms.txt").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(
+        str(page.relative_to(source)) for page in source.rglob("*.md") if page.name != "index.md"
+    )
+    text = (tmp_path / "site/reference/accelerator.md").read_text()
+    assert "::: " not in text
+    assert "### Accelerator.backward" in text
+    assert "def backward(self, loss" in text

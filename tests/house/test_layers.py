@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.house.tree_of_source import ROOT, SOURCE, modules, nodes, shown
 
 CONCRETE = {"SingleStrategy", "DDPStrategy"}
-ENGINE_ROOM = ("src/headway/strategies/",)
+ENGINE_ROOM = ("src/headway/core/strategies/",)
 # The launcher's agent is a process of its own and hands its environment on.
 ENVIRONMENT_DOORS = {"src/headway/common/env.py"}
 

@@ -15,8 +15,11 @@ import accelerate.utils
 import pytest
 
 import headway
-from headway.compat.accelerate.members import Members
-from headway.compat.accelerate.served.names import (
+from headway.compat.accelerate.members import AccelerateMembers
+from headway.compat.accelerate.served.as_accelerate import find_as_accelerate
+from headway.compat.accelerate.served.names import find
+from headway.compat.accelerate.served.surface import describe_name
+from headway.compat.accelerate.served.tables import (
     AS_ACCELERATE,
     DIFFERENT,
     MEMBERS,
@@ -27,15 +30,12 @@ from headway.compat.accelerate.served.names import (
     RENAMED,
     SERVED,
     SURFACE,
-    find,
-    find_as_accelerate,
 )
-from headway.compat.accelerate.served.surface import answer
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory_utils has been reorganized")
 
 PRIVATE = ("accelerate.commands", "accelerate.test_utils")
-OWN = {"accelerator", "tracking"}
+OWN = {"accelerator"}
 
 
 @cache
@@ -98,7 +98,7 @@ def test_the_table_of_the_command_is_accelerates_surface():
 
 
 def test_each_name_has_one_answer():
-    answers = [answer(name) for names in SURFACE.values() for name in names]
+    answers = [describe_name(name) for names in SURFACE.values() for name in names]
     assert {each.status for each in answers} == {"served", "differs", "not served"}
     assert [each.name for each in answers if each.status != "served" and len(each.note.split()) < 2] == []
     assert {each.name for each in answers if each.status == "not served"} <= {*NAMES, *REFUSED}
@@ -235,7 +235,9 @@ METHODS = """
 def test_methods_take_the_same_arguments_by_name(name):
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     theirs = inspect.signature(getattr(accelerate.Accelerator, name)).parameters.values()
-    ours = set(inspect.signature(getattr(headway.Accelerator, name, None) or getattr(Members, name)).parameters)
+    ours = set(
+        inspect.signature(getattr(headway.Accelerator, name, None) or getattr(AccelerateMembers, name)).parameters
+    )
     assert [each.name for each in theirs if each.kind not in variable and each.name not in ours] == []
 
 

@@ -11,22 +11,41 @@ from collections.abc import Iterator
 from tests.house.tree_of_source import modules, parsed, shown
 
 OWNERS = {
-    "accelerator": "accelerator.py", "step": "training/step.py", "windows": "training/windows.py",
-    "prepared": "training/prepared/objects.py", "preparation": "training/prepared/prepare.py", "guard": "training/checks/finite.py",
-    "meter": "training/throughput.py", "throughput": "training/throughput.py",
-    "transaction": "training/replay/transaction.py",
-    "snapshot": "training/replay/snapshot.py", "loader": "data/loader.py", "optimizer": "training/prepared/optimizer.py",
-    "scheduler": "training/prepared/scheduler.py", "strategy": "strategies/", "precision": "precision/",
-    "clock": "training/windows.py",
-    "training_step": "training/step.py", "accumulation": "training/windows.py", "model": "training/prepared/model.py",
-    "events": "data/loader.py", "moments": "training/hooks.py",
-}  # fmt: skip
+    "accelerator": "accelerator.py",
+    "step": "core/training/step.py",
+    "windows": "core/training/windows.py",
+    "prepared": "core/training/prepared/objects.py",
+    "preparation": "core/training/prepared/prepare.py",
+    "guard": "core/training/checks/finite.py",
+    "meter": "extras/throughput.py",
+    "throughput": "extras/throughput.py",
+    "transaction": "extras/replay/transaction.py",
+    "snapshot": "extras/replay/snapshot.py",
+    "loader": "core/data/loader.py",
+    "optimizer": "core/training/prepared/optimizer.py",
+    "scheduler": "core/training/prepared/scheduler.py",
+    "strategy": "core/strategies/",
+    "precision": "core/precision/",
+    "clock": "core/training/windows.py",
+    "training_step": "core/training/step.py",
+    "accumulation": "core/training/windows.py",
+    "model": "core/training/prepared/model.py",
+    "events": "core/data/loader.py",
+    "hooks": "core/training/hooks.py",
+}
 """{how an object is called where it is used: the file that may set its attributes}."""
 SETTABLE = {
     ("loader", "seed"), ("loader", "even_batches"), ("accelerator", "gradient_accumulation_steps"), ("model", "loss_function"),
 }  # fmt: skip
 """Properties with a setter of their own; the last one is transformers'."""
-ROOMS = ("training/", "replay/", "throughput/", "data/", "strategies/", "precision/", "resume/", "accelerator.py")
+ROOMS = (
+    "extras/",
+    "core/training/",
+    "core/data/",
+    "core/strategies/",
+    "core/precision/",
+    "accelerator.py",
+)
 
 
 def targets(node: ast.AST) -> Iterator[ast.expr]:

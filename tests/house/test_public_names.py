@@ -10,22 +10,25 @@ import pytest
 import headway
 from headway import Accelerator
 from headway.cli import launch
-from headway.compat.accelerate.members import Members
+from headway.compat.accelerate.members import AccelerateMembers
 
 NAMES = [
     "__version__", "AORecipeKwargs", "Accelerator", "ActivationCheckpointing", "AlignDevicesHook", "AutocastKwargs",
     "CpuOffload", "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration",
-    "DistributedDataParallelKwargs", "EarlyStoppingCallback", "EvalPrediction", "Float8Options", "GeneralTracker",
+    "DistributedDataParallelKwargs", "EarlyStopping", "EarlyStoppingCallback", "EvalPrediction",
+    "ExponentialMovingAverage", "Float8Options", "GeneralTracker",
     "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LocalSGD", "LoggerType",
-    "LongestSequence", "MemoryMonitor",
-    "ModelHook", "NonFinitePolicy", "OffloadedWeightsLoader", "PipelineOptions", "Preemption", "PrefixedDataset", "PrinterCallback",
-    "ProfileKwargs", "ProgressCallback", "ProjectConfiguration", "SequentialHook", "ShardingOptions", "SpikePolicy",
-    "TensorParallelOptions",
+    "LongestSequence", "MatrixOptimizer", "MemoryMonitor", "Mixture",
+    "ModelHook", "NonFinitePolicy", "OffloadedWeightsLoader", "PackedDataset", "PackingCollator",
+    "PipelineOptions", "Preemption", "PrefixedDataset", "PrinterCallback",
+    "ProfileKwargs", "ProgressCallback", "ProjectConfiguration", "SequentialHook", "ShardedDataset", "ShardingOptions",
+    "SourceLosses", "SpikePolicy", "TensorParallelOptions", "TokenBatchSampler",
     "Tracker", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments", "UserCpuOffloadHook",
     "WeightChannel", "Workload",
     "add_hook_to_module", "align_module_device", "all_memory_use", "attach_align_device_hook",
     "attach_align_device_hook_on_blocks", "attach_execution_device_hook", "calculate_maximum_sizes",
-    "cheapest", "check_device_map", "chunk_loss", "clean_device_map", "clear_device_cache", "compile_regions", "compute_module_sizes",
+    "cheapest", "check_device_map", "check_document_boundaries",
+    "chunk_loss", "clean_device_map", "clear_device_cache", "compile_regions", "compute_module_sizes",
     "cpu_offload", "cpu_offload_with_hook", "debug_launcher", "disk_offload", "dispatch_model", "dtype_byte_size", "errors",
     "extract_submodules_state_dict", "find_batch_size", "find_executable_batch_size", "find_tied_parameters", "forecast",
     "get_balanced_memory", "get_logger", "get_max_layer_size", "get_max_memory", "has_offloaded_params",
@@ -39,7 +42,7 @@ NAMES = [
 ]  # fmt: skip
 
 MEMBERS = """
-    accumulate autocast backward check_preemption check_trigger checkpoint_activations clear clip_grad_norm_
+    accumulate autocast backward best_checkpoint check_preemption check_trigger checkpoint_activations clear clip_grad_norm_
     clip_grad_value_ device dispatch_batches end_trackers end_training epochs even_batches forecast forward_backward
     free_memory gather gather_for_metrics get_state_dict get_tracker gradient_accumulation_steps init_trackers
     log log_artifact log_event log_images trackers is_last_process
@@ -52,7 +55,7 @@ MEMBERS = """
     register_save_state_pre_hook resume save save_iteration save_model save_state set_trigger
     skip_first_batches spikes split_batches split_between_processes start_watching stop_watching stream_weights
     sync_gradients unscale_gradients throughput unwrap_model use_distributed use_seedable_sampler wait_for_everyone wait_for_save
-    dataloader_config scaler trigger_sync_in_backward use_stateful_dataloader
+    verify dataloader_config scaler trigger_sync_in_backward use_stateful_dataloader
 """
 
 MEMBERS_OF_ACCELERATE = """
@@ -111,7 +114,7 @@ def test_what_it_has_besides_for_scripts_of_accelerate_is_this():
     assert all(hasattr(accelerator, name) for name in besides)
 
 
-@pytest.mark.parametrize(("kind", "names"), [(Accelerator, MEMBERS), (Members, MEMBERS_OF_ACCELERATE)])
+@pytest.mark.parametrize(("kind", "names"), [(Accelerator, MEMBERS), (AccelerateMembers, MEMBERS_OF_ACCELERATE)])
 def test_every_member_has_a_docstring(kind, names):
     found = {name: inspect.getattr_static(kind, name, kind) for name in names.split()}
     assert [name for name, member in found.items() if not inspect.getdoc(member)] == []

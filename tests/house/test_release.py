@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import partial
 
 import pytest
 import yaml
@@ -27,6 +28,46 @@ def test_the_archives_work_in_an_empty_environment(tmp_path):
     assert re.findall(r"\]\((?!https://|#)[^)]*\)", about.get_payload()) == []
     for each in (wheel, archive):
         release.check_in_an_empty_environment(each)
+
+
+def test_the_tag_is_annotated_on_a_clean_commit_with_a_section_of_the_changelog(tmp_path, monkeypatch):
+    for name in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{name}_NAME", "a")
+        monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@example.org")
+    tag = f"v{release.version()}"
+    git = partial(release.run_git, tmp_path)
+    git("init", "--quiet")
+    changes = tmp_path / "CHANGELOG.md"
+    changes.write_text("# Changelog\n")
+    with pytest.raises(SystemExit, match="uncommitted changes"):
+        release.check_ready_for_tag(tmp_path)
+    git("add", ".")
+    git("commit", "--quiet", "--message", "one")
+    with pytest.raises(SystemExit, match="has no section"):
+        release.check_ready_for_tag(tmp_path)
+    changes.write_text(f"# Changelog\n\n## [{release.version()}] - today\n")
+    git("commit", "--quiet", "--all", "--message", "two")
+    git("tag", tag)
+    with pytest.raises(SystemExit, match="lightweight"):
+        release.check_ready_for_tag(tmp_path)
+    git("tag", "--delete", tag)
+    for _ in range(2):  # the second time, the tag is there
+        release.check_ready_for_tag(tmp_path)
+        assert release.add_tag(tmp_path) == tag
+    assert git("cat-file", "-t", tag) == "tag"
+    assert git("tag", "--list", "--format", "%(subject)") == f"Headway {release.version()}"
+    git("commit", "--quiet", "--allow-empty", "--message", "three")
+    with pytest.raises(SystemExit, match="not at the current commit"):
+        release.check_ready_for_tag(tmp_path)
+
+
+def test_classifiers_name_each_python_from_the_oldest():
+    text = (ROOT / "pyproject.toml").read_text()
+    oldest = int(re.search(r'requires-python = ">=3\.(\d+)"', text)[1])
+    named = [int(minor) for minor in re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', text)]
+    assert named == list(range(oldest, 14))
+    assert f'target-version = "py3{oldest}"' in text
+    assert f'python_version = "3.{oldest}"' in text
 
 
 def test_what_readme_shows_exists():

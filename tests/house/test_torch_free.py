@@ -88,10 +88,11 @@ def test_the_package_itself(tmp_path):
 BUDGET = {"xxhash"}
 """Packages beside torch, its own and Python's that come with the Accelerator: only to be made smaller."""
 
-ON_USE = ("checkpoint.resume.preemption", "memory.report", "memory.census", "memory.monitor", "memory.batch_size",
-          "tracking.feed", "tracking.runlog", "tracking.progress", "tracking.report", "training.replay", "training.throughput",
-          "training.transforms.activation_checkpointing", "training.checks.finite", "offload.dispatch", "cli", "launch.agent",
-          "launch.plan", "launch.watch.machine", "launch.watch.judge", "launch.watch.views", "trainer")  # fmt: skip
+ON_USE = ("core.checkpoint.resume.preemption", "core.memory.monitor", "core.memory.batch_size", "core.tracking.run_feed",
+          "core.tracking.runlog", "core.tracking.progress", "core.tracking.report",
+          "core.training.checks.finite", "core.training.forecast_types", "cli", "extras", "forecasting",
+          "launch.agent", "launch.watch", "layouts.context", "layouts.pipeline", "layouts.tensor", "offload",
+          "planning", "trainer")  # fmt: skip
 """Parts of Headway that one process without further wishes has no use for."""
 
 

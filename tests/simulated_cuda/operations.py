@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from headway.forecasting.device.devices import find
-from headway.forecasting.device.kernels import substituted
+from headway.forecasting.device.devices import find_device
+from headway.forecasting.device.kernels import substitute_kernels
 from headway.forecasting.tracing.trace import StorageTracker
 
 RECORDED = """
@@ -61,8 +61,8 @@ def on_device(kind: str, source: str, cases: list[Any]) -> list[Any]:
 
 def traced(kind: str, run: Any, case: Iterable[Any]) -> Any:
     """The same of a trace for that kind of device."""
-    device = find(kind)
-    with substituted(device, "no"), FakeTensorMode(allow_non_fake_inputs=True):
+    device = find_device(kind)
+    with substitute_kernels(device, "no"), FakeTensorMode(allow_non_fake_inputs=True):
         tracker = StorageTracker(device)
         tracker._threads = {"forward", "backward"}  # both have cuBLAS's workspace
 
@@ -72,4 +72,4 @@ def traced(kind: str, run: Any, case: Iterable[Any]) -> Any:
                 result = function()
             return [event.num_bytes for event in tracker.events[begin:]], result
 
-        return run(*case, "cpu", meter, lambda tensors: tracker.mark(tensors, "batch"))
+        return run(*case, "cpu", meter, lambda tensors: tracker.mark_tensors(tensors, "batch"))

@@ -25,7 +25,7 @@ for case in grid:
         2, 1, length, 512, device="cuda", dtype=torch.bool if kind == "bools" else dtype, requires_grad=kind == "learned"
     )
     theirs = NAMES[torch._fused_sdp_choice(query, key, key, mask, p, causal, enable_gqa=groups != 8)]
-    ours = choice.kernel(query, key, mask, p, causal, trains)
+    ours = choice.choose_kernel(query, key, mask, p, causal, trains)
     found.add(theirs)
     if ours != theirs:
         differing.append((case, theirs, ours))

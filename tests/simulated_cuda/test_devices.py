@@ -98,7 +98,7 @@ print(json.dumps([has(0), has(1)]))
 def test_the_launcher_counts_them_without_torch() -> None:
     pytest.importorskip("simulated_cuda")
     code = "import sys, json\nfrom headway.launch import machine\nfrom pathlib import Path\n"
-    code += "print(json.dumps([machine._nvidia(Path('/')), 'torch' in sys.modules]))"
+    code += "print(json.dumps([machine._count_nvidia(Path('/')), 'torch' in sys.modules]))"
     environment = {**os.environ, "SIMULATED_CUDA_DEVICES": "3"}
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert json.loads(ran.stdout) == [3, False]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from headway import Accelerator
-from headway.runtime import process
+from headway.core.runtime import process
 from tests.gpu.test_running_out import Momentum
 
 simulated_cuda = pytest.importorskip("simulated_cuda", reason="needs torch over the simulated runtime: make cuda")

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from headway.forecasting.device.devices import find
-from headway.forecasting.device.workspaces import of_sums
+from headway.forecasting.device.devices import find_device
+from headway.forecasting.device.sums import make_sum_rules
 
 SHAPES: list[tuple[list[int], list[int]]] = [
     ([6144, 768], [0]), ([6272, 384], [0]), ([4096, 3072], [0]), ([16, 512, 1024], [0, 1]), ([8192, 10], [0]),
@@ -42,8 +42,8 @@ def test_sums_ask_for_what_torchs_kernels_ask_for(kind: str, name: str) -> None:
     command = [sys.executable, "-c", MEASURE, json.dumps(SHAPES), name]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    card = find(kind)
-    rule = of_sums(card.processors, card.threads)[f"aten::{name}"]
+    card = find_device(kind)
+    rule = make_sum_rules(card.processors, card.threads)[f"aten::{name}"]
     real = json.loads(ran.stdout.splitlines()[-1])
     cases = [(shape, dims, dtype) for shape, dims in SHAPES for dtype in (torch.float32, torch.bfloat16)]
     for (shape, dims, dtype), num_bytes in zip(cases, real, strict=True):

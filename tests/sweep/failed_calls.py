@@ -26,16 +26,16 @@ from pathlib import Path
 
 import torch
 
-from headway.checkpoint.saving.saver import Saver
-from headway.checkpoint.saving.writer import SavePolicy
+from headway.core.checkpoint.saving.saver import Saver
+from headway.core.checkpoint.saving.writer import SavePolicy
+from headway.core.runtime import process
+from headway.core.runtime.collectives.checked import Collectives
 from headway.errors import CheckpointError
-from headway.runtime import process
-from headway.runtime.collectives.checked import Collectives
-from tests.distributed.killed_saves import VARIANTS, found_value, save, state, wait_traced
+from tests.distributed.killed_saves import VARIANTS, choose_writer, found_value, save, state, wait_traced
 from tests.sweep.tables import laid_out
 
-CALLS = ("openat", "write", "fsync", "rename", "renameat2", "unlink", "unlinkat", "rmdir", "mkdir", "getdents64", "newfstatat",
-         "close", "ftruncate")  # fmt: skip
+CALLS = ("openat", "write", "pwrite64", "sync_file_range", "fsync", "rename", "renameat2", "unlink", "unlinkat", "rmdir",
+         "mkdir", "getdents64", "newfstatat", "close", "ftruncate")  # fmt: skip
 ERRORS = ("EIO", "EACCES", "ENOSPC")
 SECONDS = 60
 """Until a case counts as hanging."""
@@ -104,6 +104,7 @@ class Ranks:
     def _save(self, saver: Saver, value: int) -> str:
         final = self.root / ("checkpoint_1" if self.variant["same_name"] else f"checkpoint_{value}")
         try:
+            choose_writer(self.variant)
             policy = SavePolicy(1, (), True, self.variant["is_blocking"], timeout=20)
             saver.save(final, state(value), {"value": value}, policy)
             saver.wait()

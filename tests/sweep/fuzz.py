@@ -29,14 +29,14 @@ from unittest.mock import patch
 
 import torch
 
-from headway.checkpoint.format.manifest import MANIFEST, _digest, read_manifest
-from headway.checkpoint.format.tensors import describe
-from headway.checkpoint.loading.files import read_state
 from headway.cli.main import main as headway
-from headway.config.launch import SETTINGS
+from headway.core.checkpoint.format.manifest import MANIFEST, _digest, read_manifest
+from headway.core.checkpoint.format.tensors import hash_file
+from headway.core.checkpoint.loading.files import read_state
+from headway.core.config.launch import SETTINGS
+from headway.core.weights.files import open_checkpoint
 from headway.errors import HeadwayError
 from headway.launch.machine import Machine
-from headway.weights.files import open_checkpoint
 from tests.sweep.loaded_run import RUNS, Run, saved
 
 PATIENCE = 20.0
@@ -271,7 +271,7 @@ def headers(seed: int, count: int, tally: Tally) -> None:
                 tally.run(number, lambda: _opened(plain))
                 continue
             (folder / file).write_bytes(data)
-            written = describe(folder / file, file)
+            written = hash_file(folder / file, file)
             fitting = {"bytes": written.num_bytes, "xxh3_128": list(written.digests)}
             content = {**manifest, "files": {**manifest["files"], file: fitting}}
             (folder / MANIFEST).write_bytes(sealed(content))
@@ -329,14 +329,14 @@ _SCALARS = [
 
 def configurations(seed: int, count: int, tally: Tally) -> None:
     """Config files: read, or refused."""
-    from headway.config.files import file_layer
+    from headway.core.config.files import read_file_layer
 
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "config.yaml"
         for number in range(count):
             draw = random.Random(f"{seed} configuration {number}")
             path.write_bytes(_configuration(draw))
-            tally.run(number, lambda: "read" if file_layer(str(path), {}) is not None else "")
+            tally.run(number, lambda: "read" if read_file_layer(str(path), {}) is not None else "")
 
 
 def _configuration(draw: random.Random) -> bytes:
@@ -420,9 +420,9 @@ def _furnish(folder: Path, checkpoint: Path) -> None:
 
 def _called(machine: Machine, folder: Path, words: list[str]) -> str:
     patches = [
-        patch("headway.launch.machine.look", lambda environment: machine),
-        patch("headway.launch.run.execute", lambda plan, environment, is_quiet: None),
-        patch("headway.common.env.snapshot", lambda: {"HEADWAY_HOME": str(folder)}),
+        patch("headway.launch.machine.inspect_machine", lambda environment: machine),
+        patch("headway.launch.run.execute_plan", lambda plan, environment, is_quiet: None),
+        patch("headway.common.env.copy_variables", lambda: {"HEADWAY_HOME": str(folder)}),
         contextlib.chdir(folder), contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")),
     ]  # fmt: skip
     told = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace")

@@ -134,18 +134,18 @@ class _Job:
     def __init__(self, process: subprocess.Popen, name: str, fifo: int, began: float) -> None:
         self.process, self.name, self.fifo, self.began = process, name, fifo, began
         self.marks: list[tuple[Mark, float]] = [(("import", "0"), 0.0)]
-        self.deadline = began + PATIENCE
+        self.compute_deadline = began + PATIENCE
         self._rest = b""
         self._pids: dict[str, int] = {}
 
     def follow(self, strike: Strike | None, find: Callable[[Strike], tuple[Mark, float] | None]) -> Mark | None:
         """Until it has been struck, or ends by itself."""
         wanted = None if strike is None else find(strike)
-        while self.process.poll() is None and time.monotonic() < self.deadline:
+        while self.process.poll() is None and time.monotonic() < self.compute_deadline:
             if strike is not None and wanted is not None and (at := self._time_of(wanted[0])) is not None:
                 time.sleep(max(0.0, self.began + at + wanted[1] - time.monotonic()))
                 self._send(strike)
-                self.deadline = time.monotonic() + PATIENCE
+                self.compute_deadline = time.monotonic() + PATIENCE
                 return wanted[0]
             self._read(0.05)
         self._read(0)
@@ -154,7 +154,7 @@ class _Job:
     def wait(self) -> bool:
         """Until the launcher has ended; False: it does not."""
         while self.process.poll() is None:
-            if time.monotonic() > self.deadline:
+            if time.monotonic() > self.compute_deadline:
                 return False
             self._read(0.05)
         self._read(0)

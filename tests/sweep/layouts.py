@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from headway.checkpoint.loading.files import verify
+from headway.core.checkpoint.loading.files import verify_checkpoint
 from tests.distributed.cut_models import GPT, GPT_PLAN, llama, mixtral
 from tests.distributed.ranks import run_ranks
 from tests.sweep.tables import laid_out
-from tests.unit.checkpoint.reading import read_tensors
+from tests.unit.core.checkpoint.reading import read_tensors
 
 ROWS, WINDOW, UPDATES = 120, 24, 8
 """An epoch has five updates, so that a run which is stopped after three of them stops in mid-epoch."""
@@ -222,7 +222,7 @@ def compared(told: Told, whole: Told, begin: int = STOP) -> float:
 
 def state(folder: Path) -> dict[str, torch.Tensor]:
     """A checkpoint's whole weights and state of the optimizer."""
-    found = dict(read_tensors(folder, verify(folder)))
+    found = dict(read_tensors(folder, verify_checkpoint(folder)))
     return {name: tensor for name, tensor in found.items() if name.startswith(("model/", "optimizer/"))}
 
 

@@ -104,13 +104,13 @@ class Run:
 
     def print(self) -> str:
         """A hash of all that a load may change."""
-        state = self.accelerator._run_state
+        state = self.accelerator._checkpoint_state
         found = [
             self.model.state_dict(), [each.state_dict() for each in [*self.optimizers, *self.schedules]], self.custom.state,
-            self.loader.state_dict(), self.loader.seed, state.epoch, state.run_id, state.clock.num_updates,
+            self.loader.state_dict(), self.loader.seed, state.progress.epoch, state.run.run_id, state.run.clock.num_updates,
             self.accelerator.gradient_accumulation_steps, [each.num_updates for each in self.optimizers],
-            sorted(vars(self.schedules[0].scheduler)), sorted(vars(self.schedules[1].scheduler)), state._read_rng_states(),
-            state.windows.nominal_weights(state.models), state._precision.state_dict(),
+            sorted(vars(self.schedules[0].scheduler)), sorted(vars(self.schedules[1].scheduler)), state.objects.read_rng_states(),
+            state.run.windows.list_nominal_weights(state.objects.models), state.run.precision.state_dict(),
         ]  # fmt: skip
         return hashlib.sha256(pickle.dumps(_plain(found))).hexdigest()
 

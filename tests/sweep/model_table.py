@@ -64,7 +64,7 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 @cache
 def by_hand(name: str, num_parts: int) -> dict[str, Any]:
-    """Plain PyTorch on one process; each rank's rows through the model by themselves where it normalises them."""
+    """Plain PyTorch on one process; each rank's rows through the model by themselves where it normalizes them."""
     case = CASES[name]
     torch.manual_seed(0)
     model = case.make().train()
@@ -184,10 +184,15 @@ def write(found: dict[tuple[str, str], Outcome]) -> None:
     for (name, layout), cell in found.items():
         if cell.refusal:
             reasons.setdefault(_reason(name, cell.refusal), {}).setdefault(name, []).append(layout)
-    said = [f"- *{reason}*: {'; '.join(names)}." for reason, names in sorted(reasons.items())]
+    said = [f"| {reason} | {'; '.join(names)} |" for reason, names in sorted(reasons.items())]
+    said = ["| start of the error message | models |", "| --- | --- |", *said]
     text = PAGE.read_text()
     before, after = text.split("<!-- table -->\n")[0], text.split("<!-- /table -->\n")[1]
-    total = f"{len(found)} cells: {counts[0]} equal, {counts[1]} refused, {len(found) - sum(counts)} otherwise. The refusals:"
+    total = (
+        f"Of {len(found)} cells, {counts[0]} are *equal*, {counts[1]} are *refused*, and {len(found) - sum(counts)} have "
+        "another result. "
+        "The next table lists the error messages of the refused cells, and the models that cause them."
+    )
     PAGE.write_text("\n".join([f"{before}<!-- table -->", *lines, "", total, "", *said, f"<!-- /table -->\n{after}"]))
 
 

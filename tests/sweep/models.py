@@ -21,7 +21,7 @@ class Case:
         make: builds it, from the seed that is set.
         rows: tensors of as many rows.
         loss: from the model and a batch: the sum, and what it is divided by, as it counts over all ranks.
-        is_by_rank: each rank's rows are normalised alone (BatchNorm), and so they are in the hand-written loop.
+        is_by_rank: each rank's rows are normalized alone (BatchNorm), and so they are in the hand-written loop.
     """
 
     make: Callable[[], nn.Module]
@@ -174,7 +174,7 @@ class Recurrent(nn.Module):
         return logits
 
 
-def _normalised() -> nn.Module:
+def _normalized() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3),
@@ -234,6 +234,6 @@ CASES: dict[str, Case] = {
     "Swin": Case(_hub("SwinForImageClassification", "SwinConfig", image_size=16, patch_size=2, embed_dim=8, depths=[1, 2],
                       num_heads=[2, 4], window_size=4, num_labels=3, drop_path_rate=0.0), _pictures, classified),
     "U-Net": Case(UNet, _noisy, denoised),
-    "CNN, BatchNorm": Case(_normalised, _pictures, classified, is_by_rank=True),
+    "CNN, BatchNorm": Case(_normalized, _pictures, classified, is_by_rank=True),
     "LSTM": Case(Recurrent, _ragged, causal),
 }  # fmt: skip

@@ -12,6 +12,8 @@ class Mode:
             "accelerate": a script for Accelerate, which skips what it has done.
         rows: of the data set; the last batch is a short one.
         is_stream: read an iterable data set.
+        is_mixture: read a mixture of three data sets, whose sources drop out one after the other.
+        is_packed: pack the samples of the mixture into sequences.
         num_workers: of each loader.
         accumulation: micro-batches per update.
         precision: the mixed precision.
@@ -27,6 +29,8 @@ class Mode:
     reading: str = "one"
     rows: int = 37
     is_stream: bool = False
+    is_mixture: bool = False
+    is_packed: bool = False
     num_workers: int = 0
     accumulation: int = 1
     precision: str = "no"
@@ -57,6 +61,9 @@ MODES = {
     "accelerate": Mode(reading="accelerate"),
     "models": Mode(learning="models", accumulation=2, rows=43),
     "uneven ranks": Mode(is_uneven=True, num_ranks=(3,)),
+    "mixture": Mode(is_mixture=True, accumulation=2),
+    "mixture workers": Mode(is_mixture=True, num_workers=2),
+    "packed mixture": Mode(is_mixture=True, is_packed=True, num_workers=2, rows=60),
 }
 
 SHARDED = {

@@ -47,6 +47,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from headway import (  # noqa: E402
     Accelerator,
     LocalSGD,
+    Mixture,
+    PackedDataset,
+    PackingCollator,
     PipelineOptions,
     ProjectConfiguration,
     TensorParallelOptions,
@@ -72,13 +75,14 @@ def noise() -> torch.Tensor:
 
 
 class Rows(Dataset):
-    def __init__(self, num_rows: int, draws: bool = True) -> None:
-        self.num_rows, self.draws = num_rows, draws
+    def __init__(self, num_rows: int, draws: bool = True, first: int = 0) -> None:
+        self.num_rows, self.draws, self.first = num_rows, draws, first
 
     def __len__(self) -> int:
         return self.num_rows
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        index += self.first
         return index, torch.linspace(-1, 1, 6) * (index % 7) / 7 + (noise() if self.draws else 0)
 
 
@@ -99,10 +103,33 @@ class Stream(IterableDataset):
             yield index, torch.linspace(-1, 1, 6) * (index % 7) / 7 + shift
 
 
+class Documents(Rows):
+    """Samples of one to five tokens."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.full((1 + index % 5,), self.first + index)}
+
+
+def collate_packed(sequences: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens and sources of each sequence, numbers of them), with noise."""
+    batch = PackingCollator()(sequences)
+    x = batch["input_ids"][:, :6] / 200 + 0.1 * batch["position_ids"][:, :6]
+    return torch.cat([batch["input_ids"], batch["source"]], dim=1), x + torch.stack([noise() for _ in x])
+
+
 def loader_of(mode: Mode, num_rows: int) -> DataLoader:
     more = {"multiprocessing_context": "fork"} if mode.num_workers else {}
     if mode.is_stream:
         return DataLoader(Stream(num_rows), batch_size=BATCH, num_workers=mode.num_workers, **more)
+    if mode.is_mixture:
+        lengths = {"web": num_rows - 17, "code": 12, "math": 5}
+        kind = Documents if mode.is_packed else Rows
+        sources = {name: kind(length, first=100 * at) for at, (name, length) in enumerate(lengths.items())}
+        mixture = Mixture(sources, weights=[0.5, 0.2, 0.3], seed=5, when_source_ends="drop")
+        if mode.is_packed:
+            packed = PackedDataset(mixture, 8, window=16)
+            return DataLoader(packed, BATCH, collate_fn=collate_packed, num_workers=mode.num_workers, **more)
+        return DataLoader(mixture, batch_size=BATCH, num_workers=mode.num_workers, **more)
     return DataLoader(Rows(num_rows), batch_size=BATCH, shuffle=True, num_workers=mode.num_workers, **more)
 
 

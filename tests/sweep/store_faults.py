@@ -21,18 +21,18 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint import folders
-from headway.checkpoint.folders import Locks
-from headway.checkpoint.format.manifest import read_manifest
-from headway.checkpoint.loading.files import read_state, verify
-from headway.checkpoint.saving.saver import Saver
-from headway.checkpoint.saving.writer import SavePolicy
-from headway.checkpoint.state import CollectedState
 from headway.common import scope
 from headway.common.object_path import to_path
+from headway.core.checkpoint import folders
+from headway.core.checkpoint.folders import Locks
+from headway.core.checkpoint.format.manifest import read_manifest
+from headway.core.checkpoint.loading.files import read_state, verify_checkpoint
+from headway.core.checkpoint.saving.saver import Saver
+from headway.core.checkpoint.saving.writer import SavePolicy
+from headway.core.checkpoint.state import CollectedState
+from headway.core.runtime import process
+from headway.core.runtime.collectives.checked import Collectives
 from headway.errors import CheckpointError
-from headway.runtime import process
-from headway.runtime.collectives.checked import Collectives
 from tests.distributed.ranks import free_port
 from tests.stores import server
 from tests.stores.proxy import FAULTS, KILLS, Proxy, Request
@@ -71,10 +71,10 @@ def save(root: str, value: int, is_blocking: bool, is_same_name: bool = False) -
 
 def found_value(root: str) -> int:
     """The value of the newest checkpoint, every byte of which is read and compared; 0: there is none."""
-    there = folders.committed(to_path(root))
+    there = folders.list_committed(to_path(root))
     if not there:
         return 0
-    manifest = verify(there[0])
+    manifest = verify_checkpoint(there[0])
     tensors, _ = read_state(there[0], manifest, False)
     value = int(manifest.state["value"])
     assert all(bool((each == value).all()) for each in tensors.values()), "values of two saves are mixed"
@@ -85,11 +85,11 @@ def left_over(port: int, root: str) -> list[str]:
     """Keys that belong to no checkpoint."""
     parent = to_path(root)
     named = {f"{parent.key}/latest"}
-    for folder in folders.committed(parent):
+    for folder in folders.list_committed(parent):
         named.add(f"{folder.key}/manifest.json")
         for written in read_manifest(folder).files.values():
             parts = range(max(1, -(-written.num_bytes // 2**18)))
-            named.update((folder / written.name).part(number) for number in parts)
+            named.update((folder / written.name).make_part_key(number) for number in parts)
     return [key for key in server.keys(port, f"{parent.key}/") if key not in named]
 
 

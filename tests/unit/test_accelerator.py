@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from headway import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from headway.core.runtime import process
 from headway.errors import ConfigError, DeviceUnavailable, LaunchError, StateError
-from headway.runtime import process
-from tests.unit.data.fakes import Numbers
+from tests.unit.core.data.fakes import Numbers
 
 
 def launched(monkeypatch, num_processes=1, force=False, **settings):

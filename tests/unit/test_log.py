@@ -4,6 +4,8 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -99,3 +101,33 @@ def test_the_command_line_says_it_in_one_line():
     assert ran.returncode == 2
     assert ran.stderr.startswith("headway: error: the log level 'loud'")
     assert ran.stderr.count("\n") == 1
+
+
+def test_a_warning_of_headway_ends_with_the_users_line(caplog):
+    own = get_logger("headway.core.example")
+    own.warning("%d%% are left", 3)
+    own.warning_once("100% are left")
+    line = f"{Path(__file__).name}:{sys._getframe().f_lineno - 1} in test_a_warning_of_headway_ends_with_the_users_line"
+    assert caplog.messages[0].startswith("3% are left (")
+    assert caplog.messages[1].startswith("100% are left (")
+    assert caplog.messages[1].endswith(f"{line})")
+
+
+def test_a_text_is_warned_of_once_wherever_it_comes_from(caplog):
+    own = get_logger("headway.core.example")
+    own.warning_once("told once")
+    own.warning_once("told once")
+    assert len(caplog.messages) == 1
+
+
+def test_what_is_no_warning_of_headway_has_no_line(caplog):
+    get_logger("headway.core.example", "INFO").info("for information")
+    get_logger("my.script").warning("the script's own")
+    own = get_logger("headway.core.example")
+    own.warning("at %s:%d already", __file__, sys._getframe().f_lineno)
+    thread = threading.Thread(target=logging.Logger.warning, args=(own.logger, "from a library's thread"))
+    thread.start()
+    thread.join()
+    assert caplog.messages[:2] == ["for information", "the script's own"]
+    assert caplog.messages[2].endswith("already")
+    assert caplog.messages[3] == "from a library's thread"

@@ -19,7 +19,7 @@ row = section.row
 # -------------------------------------------------------------------- split twice, or not at all
 
 
-@row("a `DistributedSampler` of one's own, its loader not prepared", EQUAL, tp=None)
+@row("the script's own `DistributedSampler`, in a loader that is not prepared", EQUAL, tp=None)
 def own_sampler(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, _ = s.parts(accelerator)
@@ -29,7 +29,7 @@ def own_sampler(s: Script) -> None:
     train(accelerator, *accelerator.prepare(model, optimizer), loader)
 
 
-@row("a `DistributedSampler` of one's own, its loader prepared", error("DistributedSampler"), single=EQUAL, tp=None)
+@row("the script's own `DistributedSampler`, in a prepared loader", error("DistributedSampler"), single=EQUAL, tp=None)
 def own_sampler_prepared(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, _ = s.parts(accelerator)
@@ -39,10 +39,10 @@ def own_sampler_prepared(s: Script) -> None:
     train(accelerator, *accelerator.prepare(model, optimizer, loader))
 
 
-OWN = warning("ranks gave prepare() different data")
+OWN = error("ranks gave prepare() different data")
 
 
-@row("each rank's own part of the data in a loader that is prepared", OWN, single=EQUAL, tp=None)
+@row("each rank's own part of the data, in a prepared loader", OWN, single=EQUAL, tp=None)
 def split_by_hand(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, _ = s.parts(accelerator)
@@ -51,12 +51,26 @@ def split_by_hand(s: Script) -> None:
     train(accelerator, *accelerator.prepare(model, optimizer, loader))
 
 
-@row("each rank's own data in a loader that is prepared", OWN, single=EQUAL, tp=None)
+@row("different data on each rank, in a prepared loader", OWN, single=EQUAL, tp=None)
 def own_data(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, _ = s.parts(accelerator)
     inputs, targets = data()
     loader = DataLoader(TensorDataset(inputs + accelerator.process_index, targets), batch_size=4 // s.shards)
+    train(accelerator, *accelerator.prepare(model, optimizer, loader))
+
+
+@row(
+    "a sampler that picks each rank's part, in a prepared loader",
+    error("the ranks' samplers"),
+    single=EQUAL,
+    tp=None,
+)
+def strided_sampler(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, _ = s.parts(accelerator)
+    own: list[int] = list(range(accelerator.process_index, ROWS, s.shards))
+    loader = DataLoader(TensorDataset(*data()), batch_size=4 // s.shards, sampler=own)
     train(accelerator, *accelerator.prepare(model, optimizer, loader))
 
 
@@ -70,7 +84,7 @@ class Stream(IterableDataset[Any]):
         yield from list(zip(*data()))[self.rank :: self.count]
 
 
-@row("a stream that splits itself by rank, its loader not prepared", EQUAL, tp=None)
+@row("a stream that splits itself by rank, in a loader that is not prepared", EQUAL, tp=None)
 def own_stream(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, _ = s.parts(accelerator)
@@ -78,11 +92,24 @@ def own_stream(s: Script) -> None:
     train(accelerator, *accelerator.prepare(model, optimizer), loader)
 
 
+@row(
+    "a stream that splits itself by rank, in a prepared loader",
+    error("is not the same on all ranks"),
+    single=EQUAL,
+    tp=None,
+)
+def own_stream_prepared(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, _ = s.parts(accelerator)
+    loader = DataLoader(Stream(accelerator.process_index, s.shards), batch_size=4 // s.shards)
+    train(accelerator, *accelerator.prepare(model, optimizer, loader))
+
+
 def _all_rows(_: Script) -> torch.Tensor:
     return data()[0].sum(1).sort().values
 
 
-@row("another seed on each rank: orders must agree all the same", EQUAL, tp=None, by_hand=_all_rows)
+@row("a different seed on each rank, with shuffled data", EQUAL, tp=None, by_hand=_all_rows)
 def seeds_by_rank(s: Script) -> Any:
     accelerator = s.start()
     torch.manual_seed(accelerator.process_index)
@@ -92,7 +119,7 @@ def seeds_by_rank(s: Script) -> Any:
 
 
 @row(
-    "another seed on each rank: the models' first weights must agree all the same",
+    "a different seed on each rank, with random initial weights",
     EQUAL,
     tp=warning("had different RNG states"),
 )
@@ -123,7 +150,7 @@ def _uneven(s: Script) -> nn.Module:
 
 
 @row(
-    "a data set that does not divide: the last batch is filled up, and counts as its own samples",
+    "a dataset that does not divide evenly, so that the last batch is padded",
     EQUAL,
     by_hand=_uneven,
 )
@@ -153,7 +180,7 @@ def _nothing(_: Script) -> nn.Module:
     return net()
 
 
-@row("a loader that gives nothing (`drop_last=True`, too few samples)", warning("gave no batch"), by_hand=_nothing)
+@row("a loader without batches (`drop_last=True`, too few samples)", warning("gave no batch"), by_hand=_nothing)
 def empty(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, _ = s.parts(accelerator)
@@ -172,7 +199,7 @@ def _first_batch_only(_: Script) -> nn.Module:
     return model
 
 
-@row("`next(iter(loader))` in each step: always the first batch, as in PyTorch", EQUAL, by_hand=_first_batch_only)
+@row("`next(iter(loader))` in each step, which always returns the first batch", EQUAL, by_hand=_first_batch_only)
 def first_batch_only(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for _ in range(4):
@@ -183,7 +210,7 @@ def first_batch_only(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("the prepared loader read by one rank alone", EQUAL)
+@row("a prepared loader that only one rank reads", EQUAL)
 def read_by_one(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     if accelerator.is_main_process:
@@ -192,7 +219,7 @@ def read_by_one(s: Script) -> None:
 
 
 @row(
-    "the same, shuffled: its next pass is another one than the others'",
+    "a shuffled prepared loader that only one rank reads",
     error("do not fit together"),
     single=EQUAL,
     tp=error("not every rank came here"),
@@ -218,7 +245,7 @@ def _unequal(_: Script) -> nn.Module:
 
 
 @row(
-    "loaders of one's own whose batches differ in size between ranks",
+    "unprepared loaders with batches of different sizes on the ranks",
     warning("Give backward(loss, weight=n)"),
     single=None,
     tp=None,
@@ -259,7 +286,7 @@ def _predictions(_: Script) -> torch.Tensor:
 
 
 @row(
-    "`gather` in place of `gather_for_metrics`, on a padded batch",
+    "`gather` instead of `gather_for_metrics`, on a padded batch",
     warning("gather_for_metrics"),
     single=EQUAL,
     by_hand=_predictions,

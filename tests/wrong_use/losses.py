@@ -24,12 +24,12 @@ def steps_on(s: Script, compute: Any, **options: Any) -> None:
             optimizer.zero_grad()
 
 
-@row("the loss divided by `gradient_accumulation_steps` by hand", warning("divided by 2"))
+@row("the script divides the loss by `gradient_accumulation_steps`", warning("divided by 2"))
 def divided(s: Script) -> None:
     steps_on(s, lambda a, model, x, y: mse_loss(model(x), y) / a.gradient_accumulation_steps)
 
 
-@row("the loss multiplied by the number of processes by hand", warning("multiplied by 2"), single=EQUAL)
+@row("the script multiplies the loss by the number of processes", warning("multiplied by 2"), single=EQUAL)
 def multiplied(s: Script) -> None:
     steps_on(s, lambda a, model, x, y: mse_loss(model(x), y) * a.num_processes)
 
@@ -83,7 +83,7 @@ def _two_losses(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets:
     optimizer.zero_grad()
 
 
-@row("two losses, a backward each, in one micro-batch", EQUAL, by_hand=_two_losses)
+@row("two losses in one micro-batch, each with its own backward", EQUAL, by_hand=_two_losses)
 def two_backwards(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for inputs, targets in loader:
@@ -94,7 +94,7 @@ def two_backwards(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("two backwards through one graph with `retain_graph=True`", EQUAL, by_hand=_two_losses)
+@row("two backwards through one graph with `retain_graph=True`, to the same parameters", EQUAL, by_hand=_two_losses)
 def retain_graph(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for inputs, targets in loader:
@@ -106,7 +106,7 @@ def retain_graph(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("the same without `retain_graph=True`", plain_error("Specify retain_graph=True"))
+@row("two backwards through one graph without `retain_graph=True`", plain_error("Specify retain_graph=True"))
 def no_retain_graph(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for inputs, targets in loader:
@@ -126,7 +126,7 @@ def _penalised_weights(model: nn.Module, optimizer: Any, inputs: torch.Tensor, t
     optimizer.zero_grad()
 
 
-@row("an L1 penalty on the weights in a backward of its own", EQUAL, by_hand=_penalised_weights)
+@row("an L1 penalty on the weights, in its own backward", EQUAL, by_hand=_penalised_weights)
 def l1_apart(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for inputs, targets in loader:
@@ -138,7 +138,7 @@ def l1_apart(s: Script) -> None:
 
 
 @row(
-    "an L1 penalty on the weights, added to the loss (fsdp: of a model that is one unit; with several, tp's error)",
+    "an L1 penalty on the weights, added to the loss (under fsdp an error, too, if the model has several units)",
     EQUAL,
     tp=error("a backward of its own"),
     by_hand=_penalised_weights,

@@ -22,17 +22,17 @@ row = section.row
 OUTSIDE = plain_error("Call the model itself, not model.forward() or a part of it")
 
 
-@row("`model.forward(x)` in place of `model(x)`", EQUAL, fsdp=OUTSIDE)
+@row("`model.forward(x)` instead of `model(x)`", EQUAL, fsdp=OUTSIDE)
 def forward(s: Script) -> None:
     steps_on(s, lambda a, model, x, y: mse_loss(model.forward(x), y))
 
 
-@row("its submodules called one by one", EQUAL, fsdp=OUTSIDE)
+@row("the model's submodules called one by one", EQUAL, fsdp=OUTSIDE)
 def submodules(s: Script) -> None:
     steps_on(s, lambda a, model, x, y: mse_loss(model.down(torch.tanh(model.up(x))), y))
 
 
-@row("the object from before prepare called", EQUAL)
+@row("the object that was passed to `prepare` called", EQUAL)
 def the_original(s: Script) -> None:
     accelerator = s.start()
     original, optimizer, loader = s.parts(accelerator)
@@ -106,7 +106,7 @@ def other_dtype(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("`model.eval()` forgotten to be undone", EQUAL)
+@row("no `model.train()` after `model.eval()`", EQUAL)
 def left_in_eval(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     model.eval()
@@ -128,14 +128,14 @@ def _trained(model: nn.Module) -> nn.Module:
     return model
 
 
-@row("frozen after prepare", EQUAL, ddp=error("frozen after prepare()"), by_hand=_frozen)
+@row("parameters frozen after `prepare`", EQUAL, ddp=error("frozen after prepare()"), by_hand=_frozen)
 def frozen_after(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     model.up.requires_grad_(False)
     train(accelerator, model, optimizer, loader)
 
 
-@row("unfrozen after prepare", EQUAL, ddp=error("unfrozen after prepare()"))
+@row("parameters unfrozen after `prepare`", EQUAL, ddp=error("unfrozen after prepare()"))
 def unfrozen_after(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, loader = s.parts(accelerator)
@@ -151,8 +151,8 @@ def _from_zero(s: Script) -> nn.Module:
     return _trained(model)
 
 
-@row("weights set by `torch.nn.init` after prepare, alike on all ranks", EQUAL, by_hand=_from_zero)
-def initialised_after(s: Script) -> None:
+@row("weights set with `torch.nn.init` after `prepare`, equal on all ranks", EQUAL, by_hand=_from_zero)
+def initialized_after(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     nn.init.constant_(model.up.weight, 0.1)
     train(accelerator, model, optimizer, loader)
@@ -162,7 +162,7 @@ RANDOM = warning("DTensor random operators")
 
 
 @row(
-    "weights drawn after prepare, on each rank from its own stream",
+    "weights drawn after `prepare`, with a different seed on each rank",
     single=None,
     ddp=error("rank"),
     fsdp=RANDOM,
@@ -175,7 +175,10 @@ def drawn_after(s: Script) -> None:
     train(accelerator, model, optimizer, loader)
 
 
-@row("a parameter of a replica changed on one rank", single=None, ddp=error("rank"))
+SHARD_CHANGED = error("changed in place on some ranks alone")
+
+
+@row("a parameter changed on one rank", single=None, ddp=error("rank"), fsdp=SHARD_CHANGED, tp=SHARD_CHANGED)
 def changed_on_one(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     if accelerator.process_index == 1:
@@ -225,7 +228,7 @@ def _halved(s: Script) -> nn.Module:
 HOOKED = error("register_post_accumulate_grad_hook")
 
 
-@row("a hook on a parameter's gradient, from before prepare", EQUAL, fsdp=HOOKED, tp=HOOKED, by_hand=_halved)
+@row("a hook on a parameter's gradient, registered before `prepare`", EQUAL, fsdp=HOOKED, tp=HOOKED, by_hand=_halved)
 def hook_before(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, loader = s.parts(accelerator)
@@ -233,7 +236,7 @@ def hook_before(s: Script) -> None:
     train(accelerator, *accelerator.prepare(model, optimizer, loader))
 
 
-@row("a hook on a parameter's gradient, from after prepare", EQUAL, fsdp=HOOKED, by_hand=_halved)
+@row("a hook on a parameter's gradient, registered after `prepare`", EQUAL, fsdp=HOOKED, by_hand=_halved)
 def hook_after(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     model.up.weight.register_hook(lambda grad: grad / 2)
@@ -255,7 +258,7 @@ def _norms(_: Script) -> list[torch.Tensor]:
     return found
 
 
-@row("a norm summed by hand from `p.grad` at the window's end", EQUAL, by_hand=_norms)
+@row("a norm that the script computes from `p.grad` at the window's end", EQUAL, by_hand=_norms)
 def norm_by_hand(s: Script) -> Any:
     accelerator, model, optimizer, loader = s.prepared()
     found = []
@@ -302,7 +305,7 @@ def _with_norm(s: Script) -> list[torch.Tensor]:
 
 
 @row(
-    "BatchNorm: each rank's micro-batch by its own statistics, as in DistributedDataParallel",
+    "BatchNorm with each rank's own statistics, as in `DistributedDataParallel`",
     EQUAL,
     tp=None,
     by_hand=_with_norm,
@@ -325,7 +328,7 @@ class Tied(nn.Module):
         return self.last(self.down(torch.tanh(self.up(x))))  # type: ignore[no-any-return]
 
 
-@row("weights that are tied", EQUAL, tp=None, by_hand=lambda s: _trained(net(Tied)))
+@row("tied weights", EQUAL, tp=None, by_hand=lambda s: _trained(net(Tied)))
 def tied(s: Script) -> None:
     accelerator = s.start()
     s.model = model = net(Tied)
@@ -364,7 +367,7 @@ def _by_turns(_: Script) -> nn.Module:
 
 
 @row(
-    "a layer that one rank's loss leaves out",
+    "a layer that one rank's loss does not use",
     error("took no part"),
     single=None,
     fsdp=EQUAL,
@@ -412,7 +415,7 @@ def _average(_: Script) -> nn.Module:
 COPIED = error("cannot be copied or pickled")
 
 
-@row("an average of weights: a deepcopy of the prepared model", EQUAL, fsdp=COPIED, tp=COPIED, by_hand=_average)
+@row("averaged weights in a deepcopy of the prepared model", EQUAL, fsdp=COPIED, tp=COPIED, by_hand=_average)
 def average(s: Script) -> Any:
     accelerator, model, optimizer, loader = s.prepared()
     shadow = copy.deepcopy(model)
@@ -431,7 +434,7 @@ def average(s: Script) -> Any:
 SHARDED = plain_error("take p.full_tensor() on all ranks")
 
 
-@row("the same, with a copy from before prepare", EQUAL, fsdp=SHARDED, tp=SHARDED, by_hand=_average)
+@row("averaged weights in a deepcopy made before `prepare`", EQUAL, fsdp=SHARDED, tp=SHARDED, by_hand=_average)
 def average_of_a_plain_copy(s: Script) -> Any:
     accelerator = s.start()
     parts = s.parts(accelerator)

@@ -28,7 +28,11 @@ def gathers_alone(s: Script) -> None:
             accelerator.gather(loss.detach())
 
 
-@row("the same at the script's end", error("not every rank came here"), single=EQUAL)
+@row(
+    "`accelerator.gather` under `if accelerator.is_main_process:`, at the script's end",
+    error("not every rank came here"),
+    single=EQUAL,
+)
 def gathers_alone_at_the_end(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     train(accelerator, model, optimizer, loader)
@@ -48,7 +52,7 @@ def waits_alone(s: Script) -> None:
         accelerator.wait_for_everyone()
 
 
-@row("a `break` on one rank alone", LEFT, single=None)
+@row("a `break` on one rank only", LEFT, single=None)
 def breaks_alone(s: Script) -> None:
     s.hurry()
     accelerator, model, optimizer, loader = s.prepared()
@@ -62,7 +66,7 @@ def breaks_alone(s: Script) -> None:
 
 
 @row(
-    "a batch that one rank alone leaves out by `continue`",
+    "a batch that only one rank skips with `continue`",
     single=None,
     ddp=warning("different places of their data"),
     fsdp=HANGS,
@@ -80,7 +84,7 @@ def continues_alone(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("an exception on one rank alone", plain_error("ValueError: bad row"), single=None)
+@row("an exception on one rank only", plain_error("ValueError: bad row"), single=None)
 def fails_alone(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for index, (inputs, targets) in enumerate(loader):
@@ -101,7 +105,9 @@ def prepares_alone(s: Script) -> None:
     train(accelerator, *parts)
 
 
-@row("one object more prepared on one rank", error("on rank 1 only: rank 0 has gone on to"), single=None, ddp=HANGS)
+@row(
+    "an additional object prepared on one rank", error("on rank 1 only: rank 0 has gone on to"), single=None, ddp=HANGS
+)
 def prepares_more(s: Script) -> None:
     s.hurry()
     accelerator = s.start()
@@ -121,20 +127,20 @@ def gathers_shapes(s: Script) -> None:
     train(accelerator, *parts)
 
 
-@row("another `gradient_accumulation_steps` on one rank", error("ranks have different settings"), single=None)
+@row("a different `gradient_accumulation_steps` on one rank", error("ranks have different settings"), single=None)
 def steps_by_rank(s: Script) -> None:
     accelerator = s.start(steps=1 if s.rank else 2)
     train(accelerator, *accelerator.prepare(*s.parts(accelerator)))
 
 
-@row("another learning rate on one rank", error("rank"), single=None, fsdp=None, tp=None)
+@row("a different learning rate on one rank", error("rank"), single=None, fsdp=None, tp=None)
 def lr_by_rank(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     optimizer.param_groups[0]["lr"] = 0.1 * (1 + accelerator.process_index)
     train(accelerator, model, optimizer, loader)
 
 
-@row("another `mixed_precision` on one rank", error("ranks have different settings"), single=None)
+@row("a different `mixed_precision` on one rank", error("ranks have different settings"), single=None)
 def precision_by_rank(s: Script) -> None:
     accelerator = s.start(mixed_precision="bf16" if s.rank else "no")
     train(accelerator, *accelerator.prepare(*s.parts(accelerator)))

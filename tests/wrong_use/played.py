@@ -16,7 +16,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headway.common import scope
-from headway.common.callsite import Hook, shorten, users_line
+from headway.common.callsite import find_users_line
+from headway.common.tracebacks import ExceptionHook, format_short_traceback
 from headway.errors import HeadwayError
 from headway.launch.agent.endings import FailureReport
 from headway.launch.agent.records import ExceptionRecord, RankExit
@@ -84,9 +85,9 @@ def play(name: str, layout: str, folder: str) -> Followed:
         try:
             result = row.make(script)
         except Exception as error:
-            trace = f"{shorten(error)[0]}{scope.own(Hook).says(error)}"
+            trace = f"{format_short_traceback(error)[0]}{scope.own(ExceptionHook).format_notes(error)}"
             followed.error = ExceptionRecord(
-                type(error).__name__, str(error), users_line(error.__traceback__), trace, time.time()
+                type(error).__name__, str(error), find_users_line(error.__traceback__), trace, time.time()
             )
             followed.is_ours = isinstance(error, HeadwayError)
     if row.cells[layout].kind == "equal" and followed.error is None:
@@ -116,7 +117,7 @@ def is_as_told(cell: Cell, ranks: list[Followed]) -> bool:
     if cell.kind == "error" and deaths:
         finished = tuple(n for n, each in enumerate(ranks) if each.error is None)
         report = FailureReport(tuple(deaths), len(ranks), finished=finished)
-        return cell.text in report.text() and ranks[report.first.rank].is_ours == cell.is_ours
+        return cell.text in report.format_text() and ranks[report.first.rank].is_ours == cell.is_ours
     if deaths or cell.kind == "error":
         return False
     said = [line for each in ranks for line in each.said]

@@ -24,7 +24,7 @@ def _autocast(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: t
 
 
 @row(
-    "`torch.autocast` by hand around a forward that is autocast already",
+    "`torch.autocast` around a forward that is already under autocast",
     EQUAL,
     ddp=None,
     fsdp=None,
@@ -42,7 +42,7 @@ def autocast_twice(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("a `GradScaler` of one's own, without mixed precision", error("a GradScaler steps SGD"))
+@row("the script's own `GradScaler`, without mixed precision", error("a GradScaler steps SGD"))
 def own_scaler(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -54,7 +54,7 @@ def own_scaler(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("a `GradScaler` of one's own, with `mixed_precision='fp16'`", error("a GradScaler steps SGD"))
+@row("the script's own `GradScaler`, with `mixed_precision='fp16'`", error("a GradScaler steps SGD"))
 def own_scaler_twice(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared(mixed_precision="fp16")
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -103,7 +103,7 @@ def _clipped_scaled(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targ
 
 
 @row(
-    "`torch.nn.utils.clip_grad_norm_` with `mixed_precision='fp16'`: clips scaled gradients, as by hand",
+    "`torch.nn.utils.clip_grad_norm_` with `mixed_precision='fp16'`, which clips scaled gradients",
     EQUAL,
     by_hand=_clipped_scaled,
 )

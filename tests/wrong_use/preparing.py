@@ -36,7 +36,7 @@ def optimizer_first(s: Script) -> None:
     train(accelerator, model, optimizer, loader)
 
 
-@row("what `prepare` returns, taken up in another order", plain_error("'PreparedOptimizer' object is not callable"))
+@row("results of `prepare` assigned in another order", plain_error("'PreparedOptimizer' object is not callable"))
 def another_order(s: Script) -> None:
     accelerator = s.start()
     optimizer, model, loader = accelerator.prepare(*s.parts(accelerator))
@@ -44,7 +44,7 @@ def another_order(s: Script) -> None:
 
 
 @row(
-    "what `prepare` returns, not taken up at all: the loader reads all on each rank",
+    "results of `prepare` not assigned, so each rank reads all data",
     EQUAL,
     ddp=warning("not prepared"),
     fsdp=warning("not prepared"),
@@ -59,14 +59,14 @@ def results_left(s: Script) -> None:
 READS_ALL = warning("DataLoader of TensorDataset that is not prepared")
 
 
-@row("the loader not prepared", EQUAL, ddp=READS_ALL, fsdp=READS_ALL)
+@row("a loader that is not prepared", EQUAL, ddp=READS_ALL, fsdp=READS_ALL)
 def loader_left_out(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, loader = s.parts(accelerator)
     train(accelerator, *accelerator.prepare(model, optimizer), loader)
 
 
-@row("the optimizer not prepared, with accumulation", error("stepped inside an accumulation window"))
+@row("an optimizer that is not prepared, with accumulation", error("stepped inside an accumulation window"))
 def optimizer_left_out(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, loader = s.parts(accelerator)
@@ -74,7 +74,12 @@ def optimizer_left_out(s: Script) -> None:
     train(accelerator, model, optimizer, loader)
 
 
-@row("the optimizer not prepared, one batch per update", error("SGD"), single=EQUAL, ddp=warning("SGD is not prepared"))
+@row(
+    "an optimizer that is not prepared, one batch per update",
+    error("SGD"),
+    single=EQUAL,
+    ddp=warning("SGD is not prepared"),
+)
 def optimizer_left_out_without_windows(s: Script) -> None:
     accelerator = s.start(steps=1)
     model, optimizer, loader = s.parts(accelerator)
@@ -82,7 +87,7 @@ def optimizer_left_out_without_windows(s: Script) -> None:
     train(accelerator, model, optimizer, loader)
 
 
-@row("the model not prepared", error("belong to no prepared model"), single=EQUAL)
+@row("a model that is not prepared", error("belong to no prepared model"), single=EQUAL)
 def model_left_out(s: Script) -> None:
     accelerator = s.start(steps=1)
     model, optimizer, loader = s.parts(accelerator)
@@ -194,7 +199,7 @@ def layer_added(s: Script) -> Any:
     return model.up
 
 
-@row("a DistributedDataParallel given to `prepare`", error("give the bare model"), single=None)
+@row("`DistributedDataParallel` passed to `prepare`", error("give the bare model"), single=None)
 def wrapped_by_hand(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, loader = s.parts(accelerator)
@@ -202,14 +207,14 @@ def wrapped_by_hand(s: Script) -> None:
     train(accelerator, *accelerator.prepare(model, optimizer, loader))
 
 
-@row("a list of objects given to `prepare`", warning("which is not a model"))
+@row("a list of objects passed to `prepare`", warning("which is not a model"))
 def list_prepared(s: Script) -> Any:
     accelerator = s.start()
     accelerator.prepare(list(s.parts(accelerator)))
     accelerator.wait_for_everyone()
 
 
-@row("a dataset given to `prepare` in place of its loader", warning("which is not a model"))
+@row("a dataset passed to `prepare` instead of its loader", warning("which is not a model"))
 def dataset_prepared(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, loader = s.parts(accelerator)
@@ -255,7 +260,7 @@ def _two_paces(_: Script) -> list[nn.Module]:
     return found
 
 
-@row("two Accelerators, each with windows of its own", EQUAL, by_hand=_two_paces)
+@row("two Accelerators, each with its own windows", EQUAL, by_hand=_two_paces)
 def two_paces(s: Script) -> Any:
     accelerators = s.start(), s.start(steps=1)
     loader = accelerators[0].prepare(s.loader(accelerators[0]))
@@ -273,7 +278,7 @@ def two_paces(s: Script) -> Any:
 # -------------------------------------------------------------------- what is no mistake
 
 
-@row("nothing prepared, one's own DistributedDataParallel", EQUAL, single=None, fsdp=None, tp=None)
+@row("nothing prepared, the script's own `DistributedDataParallel`", EQUAL, single=None, fsdp=None, tp=None)
 def own_engine(s: Script) -> Any:
     accelerator = s.start(steps=1)
     model = net()
@@ -287,7 +292,7 @@ def own_engine(s: Script) -> Any:
     return model
 
 
-@row("a probe that the main process trains for itself after the run", EQUAL, fsdp=None, tp=None)
+@row("a second model that only the main process trains, after the run", EQUAL, fsdp=None, tp=None)
 def own_probe(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     train(accelerator, model, optimizer, loader)
@@ -300,3 +305,53 @@ def own_probe(s: Script) -> None:
             probe(seen).square().mean().backward()
             rule.step()
     accelerator.wait_for_everyone()
+
+
+def _last_layer(s: Script) -> nn.Module:
+    model = net()
+    optimizer = sgd(model.down)
+    for inputs, targets in windows():
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@row("a trainable layer that no optimizer holds", warning("no optimizer holds them"), by_hand=_last_layer)
+def layer_without_optimizer(s: Script) -> None:
+    accelerator = s.start()
+    s.model = net()
+    model, optimizer, loader = accelerator.prepare(s.model, sgd(s.model.down), s.loader(accelerator))
+    train(accelerator, model, optimizer, loader)
+
+
+def _partly_by_hand(s: Script) -> nn.Module:
+    model = net()
+    optimizer = sgd(model.down)
+    for inputs, targets in windows():
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _descend(model.up)
+    return model
+
+
+def _descend(layer: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+
+
+@row("a layer that the script updates by hand, without an optimizer", EQUAL, by_hand=_partly_by_hand)
+def layer_updated_by_hand(s: Script) -> None:
+    accelerator = s.start()
+    s.model = net()
+    model, optimizer, loader = accelerator.prepare(s.model, sgd(s.model.down), s.loader(accelerator))
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                _descend(model.up)

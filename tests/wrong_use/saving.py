@@ -1,13 +1,15 @@
 """Mistakes in saving and loading."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
 from headway import load_checkpoint_in_model
 from tests.wrong_use.row import EQUAL, Section, error, warning
-from tests.wrong_use.script import Script, net, train
+from tests.wrong_use.script import Script, net, train, windows
 
 section = Section("Saving and loading")
 row = section.row
@@ -146,7 +148,7 @@ def save_without_a_folder(s: Script) -> None:
     accelerator.save_state()
 
 
-@row("a folder that holds no checkpoint given to `load_state`", error("no manifest.json"))
+@row("a folder without a checkpoint passed to `load_state`", error("no manifest.json"))
 def load_nothing(s: Script) -> None:
     accelerator, *_ = s.prepared()
     accelerator.load_state(s.folder)
@@ -178,3 +180,42 @@ def pickled(s: Script) -> Any:
     train(accelerator, model, optimizer, loader)
     torch.save(model, s.folder / f"model{accelerator.process_index}.pt")
     return torch.load(s.folder / f"model{accelerator.process_index}.pt", weights_only=False)
+
+
+def _resumed_with(s: Script, groups: Callable[[nn.Module], Any], **options: Any) -> None:
+    """Save after one epoch in two groups, resume with other groups, and train one more epoch."""
+    accelerator = s.start()
+    for is_resumed, make in enumerate((_by_layer, groups)):
+        s.model = net()
+        optimizer = torch.optim.SGD(make(s.model), lr=0.1, momentum=0.9)
+        model, prepared, loader = accelerator.prepare(s.model, optimizer, s.loader(accelerator))
+        if is_resumed:
+            accelerator.load_state(s.folder / "state", **options)
+        train(accelerator, model, prepared, loader)
+        if not is_resumed:
+            accelerator.save_state(s.folder / "state")
+            accelerator.free_memory()
+
+
+def _by_layer(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": list(model.up.parameters()), "lr": 0.05}, {"params": list(model.down.parameters())}]
+
+
+def _in_two_epochs(s: Script) -> nn.Module:
+    model = net()
+    optimizer = torch.optim.SGD(_by_layer(model), lr=0.1, momentum=0.9)
+    for inputs, targets in [*windows(), *windows()]:
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@row("a resume with the parameter groups in another order", EQUAL, by_hand=_in_two_epochs)
+def groups_in_another_order(s: Script) -> None:
+    _resumed_with(s, lambda model: _by_layer(model)[::-1])
+
+
+@row("a resume with other parameter groups", error("other parameter groups than the saved one"))
+def other_groups(s: Script) -> None:
+    _resumed_with(s, lambda model: list(model.parameters()))

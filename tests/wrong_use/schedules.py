@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import mse_loss
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, ReduceLROnPlateau
 
 from tests.wrong_use.row import EQUAL, Section, error, warning
 from tests.wrong_use.script import Script, net, sgd, windows
@@ -58,23 +58,23 @@ def rates(s: Script, make: Any, is_prepared: bool = True, tick: Any = None, **op
 BY_UPDATES = {"scheduler_ticks": "updates"}
 
 
-@row("a schedule's step in each micro-batch", EQUAL, by_hand=_rates)
+@row("`scheduler.step()` in each micro-batch", EQUAL, by_hand=_rates)
 def each_micro_batch(s: Script) -> Any:
     return rates(s, halving, **BY_UPDATES)
 
 
-@row("a schedule's step under `if accelerator.sync_gradients:`", EQUAL, by_hand=_rates)
+@row("`scheduler.step()` under `if accelerator.sync_gradients:`", EQUAL, by_hand=_rates)
 def if_sync(s: Script) -> Any:
     return rates(s, halving, tick=lambda a, schedule: schedule.step() if a.sync_gradients else None, **BY_UPDATES)
 
 
-@row("a schedule's step twice in each micro-batch: one tick per update all the same", EQUAL, by_hand=_rates)
+@row("`scheduler.step()` twice in each micro-batch, which counts once per update", EQUAL, by_hand=_rates)
 def twice(s: Script) -> Any:
     return rates(s, halving, tick=lambda a, schedule: (schedule.step(), schedule.step()), **BY_UPDATES)
 
 
 @row(
-    "a schedule that is not prepared, its step in each micro-batch",
+    "a schedule that is not prepared, with a step in each micro-batch",
     warning("Detected call of `lr_scheduler.step()` before"),
     by_hand=_rates,
 )
@@ -82,7 +82,7 @@ def not_prepared(s: Script) -> Any:
     return rates(s, halving, is_prepared=False)
 
 
-@row("a schedule that is not prepared, its step under `if accelerator.sync_gradients:`", EQUAL, by_hand=_rates)
+@row("a schedule that is not prepared, with a step under `if accelerator.sync_gradients:`", EQUAL, by_hand=_rates)
 def not_prepared_but_right(s: Script) -> Any:
     return rates(s, halving, False, lambda a, schedule: schedule.step() if a.sync_gradients else None)
 
@@ -104,6 +104,26 @@ def of_the_prepared(s: Script) -> Any:
     return found
 
 
+@row(
+    "a schedule whose length is computed from the prepared loader, without `scheduler_ticks`",
+    single=None,
+    tp=None,
+    ddp=warning("multiply it by accelerator.num_processes"),
+    fsdp=warning("multiply it by accelerator.num_processes"),
+)
+def of_the_prepared_loader(s: Script) -> Any:
+    accelerator, model, optimizer, loader = s.prepared()
+    num_updates = 3 * len(loader) // accelerator.gradient_accumulation_steps
+    schedule = accelerator.prepare(LinearLR(optimizer.optimizer, 1.0, 0.0, total_iters=num_updates))
+    for _ in range(3):
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(mse_loss(model(inputs), targets))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+
+
 @row("a schedule prepared without its optimizer", error("not prepared"))
 def without_its_optimizer(s: Script) -> Any:
     accelerator = s.start()
@@ -111,7 +131,7 @@ def without_its_optimizer(s: Script) -> Any:
     accelerator.prepare(model, loader, halving(optimizer))
 
 
-@row("a schedule's step before the optimizer's", EQUAL, by_hand=_rates)
+@row("`scheduler.step()` before `optimizer.step()`", EQUAL, by_hand=_rates)
 def before_the_optimizer(s: Script) -> Any:
     accelerator = s.start(**BY_UPDATES)
     model, optimizer, loader = s.parts(accelerator)

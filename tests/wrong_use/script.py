@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, TensorParallelOptions
-from headway.weights.pieces import is_dtensor
+from headway.core.weights.pieces import is_dtensor
 
 ROWS, STEPS, WINDOW = 32, 2, 8
 """Rows of data, micro-batches per update, rows per update on all ranks together."""

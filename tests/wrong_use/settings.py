@@ -23,17 +23,17 @@ ONE = {"ddp": None, "fsdp": None, "tp": None}
 """The same on any number of ranks."""
 
 
-@row("a keyword typed wrong: `Accelerator(mixed_precison=...)`", error("did you mean mixed_precision?"), **ONE)
+@row("a misspelled keyword: `Accelerator(mixed_precison=...)`", error("did you mean mixed_precision?"), **ONE)
 def keyword(s: Script) -> None:
     Accelerator(mixed_precison="bf16")
 
 
-@row("a keyword typed wrong: `ProjectConfiguration(total_limits=...)`", error("did you mean total_limit?"), **ONE)
+@row("a misspelled keyword: `ProjectConfiguration(total_limits=...)`", error("did you mean total_limit?"), **ONE)
 def keyword_of_a_configuration(s: Script) -> None:
     ProjectConfiguration(total_limits=3)
 
 
-@row("a keyword typed wrong: `TrainingArguments(learning_rates=...)`", error("did you mean learning_rate?"), **ONE)
+@row("a misspelled keyword: `TrainingArguments(learning_rates=...)`", error("did you mean learning_rate?"), **ONE)
 def keyword_of_the_trainer(s: Script) -> None:
     TrainingArguments(learning_rates=0.1)
 
@@ -63,28 +63,28 @@ def steps_twice(s: Script) -> None:
     s.start(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2))
 
 
-@row("an options object given twice", error("GradScalerKwargs"), **ONE)
+@row("the same options object passed twice", error("GradScalerKwargs"), **ONE)
 def options_twice(s: Script) -> None:
     s.start(handlers=(GradScalerKwargs(), GradScalerKwargs()))
 
 
-@row("an options object that is none", error("kwargs_handlers"), **ONE)
+@row("an object in `kwargs_handlers` that is not an options object", error("kwargs_handlers"), **ONE)
 def no_options(s: Script) -> None:
     s.start(handlers=({"find_unused_parameters": True},))
 
 
-@row("options of another layout: without effect", EQUAL)
+@row("options of another layout, which have no effect", EQUAL)
 def options_of_another(s: Script) -> None:
     train(*s.prepared(handlers=(DistributedDataParallelKwargs(bucket_cap_mb=1),)))
 
 
-@row("two Accelerators of different settings: each has its own", EQUAL, by_hand=lambda s: 2.0, **ONE)
+@row("two Accelerators with different settings", EQUAL, by_hand=lambda s: 2.0, **ONE)
 def two_settings(s: Script) -> Any:
     accelerators = s.start(mixed_precision="bf16"), s.start(mixed_precision="no")
     return float(len({each.mixed_precision for each in accelerators}))
 
 
-@row("`clip_grad_norm_(model, 1.0)`: the model in place of its parameters", plain_error("not iterable"))
+@row("`clip_grad_norm_(model, 1.0)` instead of `model.parameters()`", plain_error("not iterable"))
 def clips_the_model(s: Script) -> None:
     accelerator, model, *_ = s.prepared()
     accelerator.clip_grad_norm_(model, 1.0)
@@ -114,7 +114,7 @@ def unknown_policy(s: Script) -> None:
 
 
 @row(
-    "a tensor-parallel plan that names nothing of the model",
+    "a tensor-parallel plan that matches no module",
     error("has no such module"),
     single=None,
     ddp=None,

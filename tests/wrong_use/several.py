@@ -45,7 +45,7 @@ def teacher(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("a teacher that is prepared, and learns nothing", EQUAL, by_hand=_student)
+@row("a teacher that is prepared and not trained", EQUAL, by_hand=_student)
 def prepared_teacher(s: Script) -> Any:
     accelerator = s.start()
     model, optimizer, loader = s.parts(accelerator)
@@ -95,7 +95,7 @@ def fakes(g: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return torch.cat([g(inputs), inputs[:, :2]], 1)
 
 
-@row("a GAN: a block for each model", EQUAL, by_hand=_gan)
+@row("a GAN with an `accumulate` block for each model", EQUAL, by_hand=_gan)
 def gan(s: Script) -> Any:
     accelerator, g, d, opt_g, opt_d, loader = pair(s)
     for inputs, _ in loader:
@@ -112,7 +112,7 @@ def gan(s: Script) -> Any:
     return [g, d]
 
 
-@row("a GAN in one block: D's backward and step, then G's", error("block"))
+@row("a GAN in one block, D's backward and step before G's", error("block"))
 def gan_in_one_block(s: Script) -> Any:
     accelerator, g, d, opt_g, opt_d, loader = pair(s)
     for inputs, _ in loader:
@@ -128,7 +128,7 @@ def gan_in_one_block(s: Script) -> Any:
     return [g, d]
 
 
-@row("a GAN in two blocks that name no model, or both", warning("a block of its own"))
+@row("a GAN in two blocks that name no model, or both models", warning("a block of its own"))
 def gan_in_blocks_for_both(s: Script) -> Any:
     accelerator, g, d, opt_g, opt_d, loader = pair(s)
     for inputs, _ in loader:
@@ -162,7 +162,7 @@ def gan_in_one_block_without_windows(s: Script) -> Any:
 
 
 @row(
-    "one of two models that learn together is not prepared",
+    "two models trained together, of which one is not prepared",
     warning("a model that is not prepared"),
     single=EQUAL,
     by_hand=lambda s: _half(s),
@@ -212,7 +212,7 @@ def _swa(_: Script) -> nn.Module:
 
 @row(
     "`torch.optim.swa_utils.AveragedModel` of the prepared model",
-    error("cannot be copied or pickled"),
+    error("use headway.ExponentialMovingAverage(model)"),
     single=EQUAL,
     ddp=EQUAL,
     by_hand=_swa,
@@ -232,7 +232,7 @@ def averaged(s: Script) -> Any:
 
 @row(
     "`torch.optim.swa_utils.AveragedModel` of the model before prepare",
-    plain_error("take p.full_tensor() on all ranks"),
+    plain_error("use headway.ExponentialMovingAverage(model)"),
     single=EQUAL,
     ddp=EQUAL,
     by_hand=_swa,

@@ -1,6 +1,7 @@
 """The table: all mistakes, by the kind of thing that they are made with."""
 
 from tests.wrong_use import (
+    language_data,
     loading,
     losses,
     models,
@@ -14,7 +15,20 @@ from tests.wrong_use import (
     the_loop,
 )
 
-FILES = (the_loop, losses, preparing, models, several, loading, schedules, precision, one_rank, saving, settings)
+FILES = (
+    the_loop,
+    losses,
+    preparing,
+    models,
+    several,
+    loading,
+    language_data,
+    schedules,
+    precision,
+    one_rank,
+    saving,
+    settings,
+)
 SECTIONS = [file.section for file in FILES]
 ROWS = {row.name: row for section in SECTIONS for row in section.rows}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.wrong_use.played import judge
-from tests.wrong_use.table import PENDING, ROWS, SECTIONS
+from tests.wrong_use.table import PENDING, ROWS
 
 CELLS = [
     pytest.param(
@@ -22,7 +22,3 @@ CELLS = [
 @pytest.mark.parametrize(("name", "layout"), CELLS)
 def test_cell(name: str, layout: str) -> None:
     assert not judge(name, layout)
-
-
-def test_names_are_unique() -> None:
-    assert len(ROWS) == sum(len(section.rows) for section in SECTIONS)

@@ -13,12 +13,12 @@ section = Section("The loop")
 row = section.row
 
 
-@row("none: the loop as it is meant", EQUAL)
+@row("no mistake: the documented loop", EQUAL)
 def nothing(s: Script) -> None:
     train(*s.prepared())
 
 
-@row("`loss.backward()` in place of `accelerator.backward(loss)`", error("accelerator.backward"))
+@row("`loss.backward()` instead of `accelerator.backward(loss)`", error("accelerator.backward"))
 def loss_backward(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for inputs, targets in loader:
@@ -29,7 +29,7 @@ def loss_backward(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("the same without `accumulate`", error("accelerator.backward"))
+@row("`loss.backward()` instead of `accelerator.backward(loss)`, without `accumulate`", error("accelerator.backward"))
 def loss_backward_without_windows(s: Script) -> None:
     _, model, optimizer, loader = s.prepared(steps=1)
     for inputs, targets in loader:
@@ -49,7 +49,7 @@ def zero_grad_first(s: Script) -> None:
             optimizer.step()
 
 
-@row("`zero_grad()` between the backward and the step", warning("zero_grad() came before step()"))
+@row("`zero_grad()` between the backward and the step", warning("came before step()"))
 def zero_grad_between(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for inputs, targets in loader:
@@ -59,7 +59,11 @@ def zero_grad_between(s: Script) -> None:
             optimizer.step()
 
 
-@row("`model.zero_grad()` in place of the optimizer's", error("cleared between two of its micro-batches"), fsdp=EQUAL)
+@row(
+    "`model.zero_grad()` instead of `optimizer.zero_grad()`",
+    error("cleared between two of its micro-batches"),
+    fsdp=EQUAL,
+)
 def model_zero_grad(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for inputs, targets in loader:
@@ -75,7 +79,7 @@ def _without_zero_grad(model: nn.Module, optimizer: Any, inputs: torch.Tensor, t
     optimizer.step()
 
 
-@row("no `zero_grad()`: gradients add up over updates, as in PyTorch", EQUAL, by_hand=_without_zero_grad)
+@row("no `zero_grad()`, so gradients add up over updates, as in PyTorch", EQUAL, by_hand=_without_zero_grad)
 def no_zero_grad(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for inputs, targets in loader:
@@ -125,7 +129,7 @@ def step_if_sync(s: Script) -> None:
                 optimizer.zero_grad()
 
 
-@row("a step every second batch by one's own count, inside `accumulate`", EQUAL)
+@row("a step at every second batch that the script counts, inside `accumulate`", EQUAL)
 def step_by_count(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for index, (inputs, targets) in enumerate(loader):
@@ -136,7 +140,7 @@ def step_by_count(s: Script) -> None:
                 optimizer.zero_grad()
 
 
-@row("a step every third batch by one's own count, though windows have two", warning("ended without step()"))
+@row("a step at every third batch that the script counts, though windows have two", warning("ended without step()"))
 def step_by_another_count(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for index, (inputs, targets) in enumerate(loader):
@@ -147,7 +151,7 @@ def step_by_another_count(s: Script) -> None:
                 optimizer.zero_grad()
 
 
-@row("no step", warning("zero_grad() came before step()"))
+@row("no step", warning("came before step()"))
 def no_step(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for inputs, targets in loader:
@@ -175,7 +179,7 @@ def two_steps(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("the step of the optimizer as it was before prepare", error("stepped inside an accumulation window"))
+@row("`step()` of the optimizer that was passed to `prepare`", error("stepped inside an accumulation window"))
 def step_of_the_original(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, loader = s.parts(accelerator)
@@ -246,7 +250,7 @@ def clips_what_was_listed_before(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("clipping after the step: without effect, as in PyTorch", EQUAL)
+@row("clipping after the step, which has no effect, as in PyTorch", EQUAL)
 def clips_after_step(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for inputs, targets in loader:
@@ -270,7 +274,7 @@ def _second_half(_: Script) -> nn.Module:
     return model
 
 
-@row("batches left out by `continue`, on all ranks", EQUAL, by_hand=_second_half)
+@row("batches skipped with `continue`, on all ranks", EQUAL, by_hand=_second_half)
 def continues(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for index, (inputs, targets) in enumerate(loader):
@@ -293,7 +297,7 @@ def _windows_across_epochs(_: Script) -> nn.Module:
     return model
 
 
-@row("a `break` in the middle of a window: it goes on with the next epoch", EQUAL, by_hand=_windows_across_epochs)
+@row("a `break` in the middle of a window, which continues in the next epoch", EQUAL, by_hand=_windows_across_epochs)
 def breaks(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for _ in range(2):

@@ -12,13 +12,13 @@ import headway
 from benchmarks.forecast.snapshot import compare
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.training import FULL, SMALL, SMALLEST
-from headway.config.engines import ActivationCheckpointing
-from headway.forecasting.answer import Forecast
+from headway.core.config.activation_checkpointing import ActivationCheckpointing
+from headway.core.training.forecast_types import Forecast
+from headway.extras.activation_checkpointing import checkpoint_activations
 from headway.forecasting.device import calibration
-from headway.forecasting.device.devices import find, named
+from headway.forecasting.device.devices import find_device, name_this_device
 from headway.forecasting.tracing.step import StepRecipe
-from headway.planning.optimizers import maker
-from headway.training.transforms.activation_checkpointing import checkpoint_activations
+from headway.planning.optimizers import resolve_optimizer
 
 WITHIN = 0.05
 LARGEST = 0
@@ -70,7 +70,7 @@ def run(bench: Bench) -> None:
     """Each case: its forecast, and two updates of a plain loop."""
     device, budget = "cpu", 96 << 20
     if not bench.is_cpu:
-        device, budget = named(), bench.choose(24 << 30, 2 << 30, 2 << 30)
+        device, budget = name_this_device(), bench.choose(24 << 30, 2 << 30, 2 << 30)
         overhead(bench, device)
     for case in CASES[:: bench.choose(2, 1, 4)]:
         with bench.attempt(str(case)):
@@ -83,7 +83,7 @@ def overhead(bench: Bench, device: str) -> None:
         bench.row(Row("context and libraries", note="left out: a simulated device does not see other processes"))
         return
     with bench.attempt("beside tensors"):
-        record, assumed = calibration.measure(), find(device)
+        record, assumed = calibration.measure_overhead(), find_device(device)
         least, likely, most = (size / 2**20 for size in assumed.overhead)
         bench.row(
             Row(
@@ -175,7 +175,7 @@ def measured(
 
         return peak(
             prepared(bench, case, make),
-            StepRecipe(maker(case.optimizer), loss, case.precision, loop="loss_function"),
+            StepRecipe(resolve_optimizer(case.optimizer), loss, case.precision, loop="loss_function"),
             partial(batch_of, size),
         ), None
     held = torch.cuda.memory_reserved()
@@ -209,7 +209,7 @@ def prepared(bench: Bench, case: Case, make: Callable[[], nn.Module]) -> nn.Modu
 
 def train(bench: Bench, case: Case, model: nn.Module, batch_of: Callable[[int], Any], loss: Any, size: int) -> None:
     """Two updates, as one writes them by hand; no name keeps the outputs."""
-    make = maker(case.optimizer)
+    make = resolve_optimizer(case.optimizer)
     assert make is not None
     optimizer = make(model.parameters())
     for _ in range(2):

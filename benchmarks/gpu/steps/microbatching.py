@@ -1,4 +1,4 @@
-"""Automatic micro-batching under a memory limit: the pieces it settles on and its pace, beside the largest batch by bisection."""
+"""Sizes found under a memory limit: by automatic micro-batching, beside the best fixed pieces, and by batch-size searches."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import headway.accelerator  # noqa: F401  # before the limit is drawn: its libra
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.cap import capped
 from benchmarks.gpu.training import FULL, SMALL, accelerator_of, gpt2, loss_of, tokens_of
-from headway import find_executable_batch_size
+from headway import find_executable_batch_size, is_out_of_memory, release_memory
 from headway.errors import BatchSizeError
 
 SIZES = {**SMALL, "n_embd": 64, "n_layer": 2, "vocab_size": 4096}  # logits of a MiB a row: memory goes by rows
@@ -27,17 +27,33 @@ def run(bench: Bench) -> None:
             return
         bench.release()
         batch = tokens[: 2 * largest]
+        best = fastest(bench, sizes, batch, largest, min(num_batches, 20))
+        bench.release()
         times, rows = automatic(bench, sizes, batch, num_batches, largest)
+        bench.release()
+        predict(bench, sizes, tokens)
     bench.release()
-    # Without the limit: a second piece needs a little more than the first, and only the pace is asked for.
     at_last = sorted(times[-8:])[len(times[-8:]) // 2]
-    for what, seconds, size in (
-        ("the last batches", at_last, rows),
-        ("the last batches", at_last, largest),
-        ("all batches", sum(times) / len(times), largest),
+    bench.row(
+        Row(
+            "its pace, the last batches", batch.numel() / at_last, "tokens/s",
+            by_hand(bench, sizes, batch, min(num_batches, 20), rows), f"by hand in pieces of {rows}",
+        )
+    )  # fmt: skip
+    if best is None:
+        return
+    for what, seconds, share in (
+        ("the last batches", at_last, 0.97),
+        ("all batches", sum(times) / len(times), 0.92),
     ):
-        hand = by_hand(bench, sizes, batch, min(num_batches, 20), size)
-        bench.row(Row(f"its pace, {what}", batch.numel() / seconds, "tokens/s", hand, f"by hand in pieces of {size}"))
+        pace = batch.numel() / seconds
+        is_judged = not bench.is_cpu and not bench.is_simulated
+        bench.row(
+            Row(
+                f"its pace, {what}", pace, "tokens/s", best[1], f"the best fixed size that fits, {best[0]} rows",
+                f"at least {share} of it" if is_judged else "", pace >= share * best[1] if is_judged else None,
+            )
+        )  # fmt: skip
 
 
 def made(bench: Bench, sizes: dict[str, int]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -63,6 +79,46 @@ def by_hand(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, num_updat
     with_model = bench.seconds(lambda: updates(bench, sizes, tokens, num_updates, rows))
     bench.release()
     return tokens.numel() * num_updates / max(1e-9, with_model - bench.seconds(lambda: made(bench, sizes)))
+
+
+def fastest(
+    bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, largest: int, num_updates: int
+) -> tuple[int, float] | None:
+    """The fixed size of pieces with the best pace of those that fit in a plain loop, and that pace.
+
+    A second piece needs more than the first, because gradients exist. So a piece may not fit whose rows fit as a batch.
+    """
+    found: list[tuple[float, int]] = []
+    for rows in range(largest, 0, -1):
+        try:
+            found.append((by_hand(bench, sizes, tokens, num_updates, rows), rows))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            bench.row(Row(f"by hand in pieces of {rows}", note="out of memory"))
+            release_memory(error)
+        bench.release()
+        if len(found) == 2:
+            break
+    return (max(found)[1], max(found)[0]) if found else None
+
+
+def predict(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor) -> None:
+    """The batch size that each search finds from a start that is far too large."""
+    for search in ("first", "predicted"):
+        calls: list[int] = []
+
+        @find_executable_batch_size(starting_batch_size=min(100, len(tokens)), search=search)
+        def fit(rows: int, calls: list[int] = calls) -> None:
+            calls.append(rows)
+            updates(bench, sizes, tokens[:rows], 4, rows)
+
+        with bench.attempt(f"batch size, search={search!r}"):
+            seconds = bench.seconds(fit)
+            bench.row(
+                Row(f"batch size, search={search!r}", fit.batch_size, "rows", note=f"calls: {calls}; {seconds:.1f} s")
+            )
+        bench.release()
 
 
 def bisect(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor) -> int | None:

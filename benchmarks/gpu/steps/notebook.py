@@ -7,7 +7,8 @@ import torch
 
 from benchmarks.gpu.bench import Bench, Row, scratch
 from headway import Trainer, TrainingArguments
-from headway.memory.use import MIB, gpu_memory_occupied, memory_use
+from headway.core.memory.printed import MIB, read_occupied_gpu_memory
+from headway.core.memory.use import memory_use
 
 PUBLISHED_ON = "published, RTX 3090"
 
@@ -73,7 +74,7 @@ def run(bench: Bench) -> None:
 
 def occupied(bench: Bench) -> int:
     """As the notebook measured it: what all processes hold on all cards; on a CPU the peak of this process."""
-    held = None if bench.is_cpu else gpu_memory_occupied()
+    held = None if bench.is_cpu else read_occupied_gpu_memory()
     return memory_use(bench.device).peak if held is None else held
 
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.cap import capped
 from benchmarks.gpu.training import accelerator_of
-from headway.training.replay.piece_size import PieceSize
+from headway.extras.replay.piece_size import PieceSize
 
 KINDS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "capturable": {"capturable": True, "foreach": True}}
 ROWS, NUM_UPDATES, DEPTH = 16, 4, 3

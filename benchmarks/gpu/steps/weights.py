@@ -1,6 +1,7 @@
 """A Llama of 13.5 GB whose weights stay in host memory: GB/s beside the link's bandwidth, tokens/s beside Accelerate."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from benchmarks.gpu.bench import Bench, Row
 from benchmarks.timing import ACCELERATE_MISSING, HAS_ACCELERATE
 from headway import cpu_offload, init_empty_weights, offload_pace
 from headway.common.text import format_bytes
-from headway.offload.placement.budget import copy_bandwidth, memory_bandwidth
+from headway.offload.placement.bandwidth import measure_copy_bandwidth, measure_memory_bandwidth
 
 SEVEN = {
     "hidden_size": 4096,
@@ -30,7 +31,7 @@ SMALLEST = {**SMALL, "hidden_size": 64, "intermediate_size": 128, "num_hidden_la
 
 def run(bench: Bench) -> None:
     """Headway, then Accelerate, each with a model of its own."""
-    bandwidth = memory_bandwidth(bench.device) if bench.is_cpu else copy_bandwidth(bench.device)
+    bandwidth = measure_memory_bandwidth(bench.device) if bench.is_cpu else measure_copy_bandwidth(bench.device)
     what = "main memory, read by a product" if bench.is_cpu else "copies of pinned memory to the device"
     bench.row(Row(what, bandwidth / 1e9, "GB/s"))
     with bench.attempt("headway, cpu_offload"):
@@ -39,7 +40,16 @@ def run(bench: Bench) -> None:
         bench.say(f"  weights: {format_bytes(num_bytes)}, read for each token")
         if bench.is_cpu:
             bench.say("  a CPU uses weights where they lie: nothing is copied, and there is no link to keep up with")
-        cpu_offload(model, bench.device)
+        placed = bench.seconds(partial(cpu_offload, model, bench.device))
+        first = bench.seconds(partial(one_token, bench, model))
+        bench.row(
+            Row(
+                "headway, cpu_offload: pinning the weights",
+                placed,
+                "s",
+                note=f"then {first:.2f} s for the first forward",
+            )
+        )
         speed = tokens_a_second(bench, model, bench.choose(5, 5, 2))
         link = "main memory's bandwidth" if bench.is_cpu else "the link's bandwidth"
         bench.row(Row("headway, cpu_offload: weights", speed * num_bytes / 1e9, "GB/s", bandwidth / 1e9, link))
@@ -60,7 +70,11 @@ def theirs(bench: Bench) -> None:
 
     with bench.attempt("accelerate, cpu_offload"):
         model = llama(bench)
-        their_cpu_offload(model, execution_device=bench.device)
+        placed = bench.seconds(partial(their_cpu_offload, model, execution_device=bench.device))
+        first = bench.seconds(partial(one_token, bench, model))
+        bench.row(
+            Row("accelerate, cpu_offload: placing", placed, "s", note=f"then {first:.2f} s for the first forward")
+        )
         bench.row(
             Row(
                 "accelerate, cpu_offload: one token a forward",
@@ -83,6 +97,12 @@ def llama(bench: Bench) -> torch.nn.Module:
             setattr(module, name, torch.nn.Parameter(drawn.cpu(), requires_grad=False))
     result: torch.nn.Module = model.eval()
     return result
+
+
+def one_token(bench: Bench, model: Callable[..., Any]) -> None:
+    """One forward with one token."""
+    with torch.no_grad():
+        model(input_ids=torch.ones(1, 1, dtype=torch.long, device=bench.device), use_cache=False)
 
 
 def tokens_a_second(bench: Bench, model: Callable[..., Any], num_forwards: int) -> float:

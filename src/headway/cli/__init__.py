@@ -1,1 +1,1 @@
-"""The `headway` command, torch-free, but for what it starts on every rank (checks.py)."""
+"""The `headway` command. Its modules do not import torch, except for the checks that run on every rank."""

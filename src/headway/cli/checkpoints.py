@@ -1,6 +1,7 @@
-"""`headway inspect`: what a checkpoint holds; `headway merge`: its weights as safetensors or torch.distributed.checkpoint files.
+"""`headway inspect` prints a checkpoint's content; `headway merge` exports its weights for other programs.
 
-Inspecting reads the manifest, and nothing in a checkpoint is executed. Merged weights have the bare module's names.
+Inspecting reads only the manifest. Nothing in a checkpoint is executed. Merged weights (safetensors or
+torch.distributed.checkpoint) have the names of the model without wrappers.
 """
 
 import logging
@@ -12,12 +13,13 @@ from typing import Any
 
 import click
 
-from headway.checkpoint.format.foreign import checkpoints_in, explain
-from headway.checkpoint.format.manifest import ITEM_BYTES, MANIFEST, TITLE, Manifest, read_manifest
-from headway.cli.options import PLACE, GroupedCommand, option, show_progress
+from headway.cli.options import PLACE, GroupedCommand, make_option
+from headway.cli.progress import show_progress
 from headway.common.object_path import ObjectPath
 from headway.common.text import format_bytes
-from headway.common.untrusted import printable
+from headway.common.untrusted import escape_text
+from headway.core.checkpoint.format.foreign import explain_path, list_checkpoint_names
+from headway.core.checkpoint.format.manifest import ITEM_BYTES, MANIFEST, TITLE, Manifest, read_manifest
 from headway.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ _WEIGHTS = (
     "pytorch_model*.bin",
     "pytorch_model.bin.index.json",
 )
-"""Names of files of weights."""
+"""Patterns for the names of weight files."""
 _CUT = "Cut into files of at most this size."
 _AS = "safetensors, or dcp (torch.distributed.checkpoint)."
 _BESIDE = "Copy config.json, tokenizer files and the like from FOLDER instead of CHECKPOINT."
@@ -40,55 +42,56 @@ _BESIDE = "Copy config.json, tokenizer files and the like from FOLDER instead of
     cls=GroupedCommand,
     params=[
         click.Argument(["checkpoint"], type=PLACE),
-        option("--tensors", None, "Output", "List every tensor with its shape and dtype."),
-        option("--verify", None, "Output", "Read every byte and compare it with its hash."),
+        make_option("--tensors", None, "Output", "List every tensor with its shape and dtype."),
+        make_option("--verify", None, "Output", "Read every byte and compare it with its hash."),
     ],
     help="Print the contents of CHECKPOINT (a folder or URL that save_state wrote), or list the checkpoints in a folder.",
 )
 def inspect(checkpoint: Path, tensors: bool, verify: bool) -> None:
-    """Read the manifest and print it."""
-    parent = next((each for each in (checkpoint, checkpoint / "checkpoints") if checkpoints_in(each)), None)
+    """Print the content of a checkpoint's manifest, or list the checkpoints of a folder."""
+    parent = next((each for each in (checkpoint, checkpoint / "checkpoints") if list_checkpoint_names(each)), None)
     if parent is not None and not (checkpoint / MANIFEST).exists():
         if verify or tensors:
-            raise ConfigError(explain(checkpoint))
-        for line in listing(parent):
-            click.echo(printable(line))
+            raise ConfigError(explain_path(checkpoint))
+        for line in format_listing(parent):
+            click.echo(escape_text(line))
         return
     manifest = read_manifest(checkpoint)
     if verify:
-        from headway.checkpoint.loading.files import verify as read_everything
+        from headway.core.checkpoint.loading.files import verify_checkpoint as read_everything
 
         read_everything(checkpoint, manifest)
-    for line in summary(manifest):
-        click.echo(printable(line))
+    for line in format_summary(manifest):
+        click.echo(escape_text(line))
     if tensors:
         for name, entry in manifest.tensors.items():
-            click.echo(printable(f"  {name}  {entry.dtype} {list(entry.shape)}"))
+            click.echo(escape_text(f"  {name}  {entry.dtype} {list(entry.shape)}"))
         for name, target in manifest.aliases.items():
-            click.echo(printable(f"  {name}  tied to {target}"))
+            click.echo(escape_text(f"  {name}  tied to {target}"))
     if verify:
         click.echo(f"verified: all {len(manifest.files)} files are as they were written, by their {TITLE}")
 
 
-def listing(parent: Path) -> list[str]:
-    """The checkpoints in a folder, a line each, newest first."""
-    names = checkpoints_in(parent)
+def format_listing(parent: Path) -> list[str]:
+    """Return lines that list the checkpoints in a folder, newest first."""
+    names = list_checkpoint_names(parent)
     lines = [f"{parent} holds {len(names)} checkpoint{'s' if len(names) > 1 else ''}, the newest first:"]
     width = max(map(len, names))
     for name in names:
         try:
             manifest = read_manifest(parent / name)
             about = manifest.about
-            said = f"after {about.get('num_updates')} updates, epoch {about.get('epoch')}, {format_bytes(manifest.num_bytes())}"
-            said += f", saved {about['saved_at']}" if "saved_at" in about else ""
+            size = format_bytes(manifest.num_bytes())
+            description = f"after {about.get('num_updates')} updates, epoch {about.get('epoch')}, {size}"
+            description += f", saved {about['saved_at']}" if "saved_at" in about else ""
         except CheckpointError as error:
-            said = f"damaged: {error}"
-        lines.append(f"  {name:{width}}  {said}")
+            description = f"damaged: {error}"
+        lines.append(f"  {name:{width}}  {description}")
     return [*lines, f"for one of them: headway inspect {parent / names[0]}"]
 
 
-def summary(manifest: Manifest) -> list[str]:
-    """The manifest in a few lines."""
+def format_summary(manifest: Manifest) -> list[str]:
+    """Return lines that summarize a manifest."""
     about = dict(manifest.about)
     versions = about.pop("versions", {})
     lines = [f"{name.replace('_', ' ')}: {value}" for name, value in about.items() if value is not None]
@@ -113,11 +116,11 @@ def summary(manifest: Manifest) -> list[str]:
     params=[
         click.Argument(["checkpoint"], type=PLACE),
         click.Argument(["output"], type=PLACE),
-        option("--model", "N", "Output", "Which of several prepared models.", int, default=0, show_default=True),
-        option("--max_shard_size", "SIZE", "Output", _CUT, default="10GB", show_default=True),
-        option("--overwrite", None, "Output", "Replace weights that OUTPUT already holds."),
-        option("--to", "FORMAT", "Output", _AS, ("safetensors", "dcp"), default="safetensors"),
-        option("--config", "FOLDER", "Output", _BESIDE, click.Path(path_type=Path)),
+        make_option("--model", "N", "Output", "Which of several prepared models.", int, default=0, show_default=True),
+        make_option("--max_shard_size", "SIZE", "Output", _CUT, default="10GB", show_default=True),
+        make_option("--overwrite", None, "Output", "Replace weights that OUTPUT already holds."),
+        make_option("--to", "FORMAT", "Output", _AS, ("safetensors", "dcp"), default="safetensors"),
+        make_option("--config", "FOLDER", "Output", _BESIDE, click.Path(path_type=Path)),
     ],
     help="Write the weights in CHECKPOINT (or a folder written by torch.distributed.checkpoint) to the folder OUTPUT as "
     "model.safetensors, or as shards with an index.",
@@ -125,49 +128,65 @@ def summary(manifest: Manifest) -> list[str]:
 def merge(
     checkpoint: Path, output: Path, model: int, max_shard_size: str, overwrite: bool, to: str, config: Path | None
 ) -> None:
-    """Verify the checkpoint, then write its weights, and what describes them."""
+    """Verify the checkpoint, then write its weights and the files that describe the model, such as its config."""
     here = None if isinstance(checkpoint, ObjectPath) else checkpoint
     is_foreign = here is not None and not os.path.exists(here / MANIFEST) and os.path.isfile(here / ".metadata")
     manifest = None if is_foreign else read_manifest(checkpoint)
     check_output(output, overwrite)
     if config is not None and not config.is_dir():
         raise ConfigError(f"--config {config} is not a folder; give the one that holds config.json")
-    from headway.checkpoint import folders
-    from headway.checkpoint.loading import dcp
-    from headway.weights.export import copy_files, save_weights
+    from headway.core.checkpoint import folders
+    from headway.core.checkpoint.loading import dcp
+    from headway.core.weights.compiled import remove_compiled_levels
+    from headway.core.weights.export import copy_files, save_weights
 
     show_progress()
-    named = dcp.read_folder(checkpoint) if manifest is None else _named(checkpoint, manifest, model)
+    found = dcp.read_folder(checkpoint) if manifest is None else _open_model_tensors(checkpoint, manifest, model)
+    named = ((remove_compiled_levels(name), tensor) for name, tensor in found)
     try:
         paths = dcp.write_folder(named, output) if to == "dcp" else save_weights(named, output, max_shard_size)
-        paths += copy_files(config or folders.store_of(checkpoint).contents(), output)
+        paths += copy_files(config or folders.find_store(checkpoint).get_content_folder(), output)
     except (OSError, UnicodeError) as error:
         raise CheckpointError(f"the weights cannot be written to {output}: {error}") from error
     for path in paths:
         click.echo(path)
 
 
-def _named(checkpoint: Path, manifest: Manifest, model: int) -> Iterator[tuple[str, Any]]:
-    """The tensors of one model of a verified checkpoint."""
+def _open_model_tensors(checkpoint: Path, manifest: Manifest, model: int) -> Iterator[tuple[str, Any]]:
+    """Yield pairs of (name, tensor) for one model of a checkpoint.
+
+    A checkpoint whose format does not allow verification while its data is read is verified first.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        model: Index of the model.
+    """
     prefix = f"model/{model}/"
     if not any(name.startswith(prefix) for name in manifest.tensors):
         numbers = {name.split("/")[1] for name in manifest.tensors if name.startswith("model/")}
         present = sorted(numbers, key=lambda number: (len(number), number))
-        raise ConfigError(f"--model {model}: {checkpoint} holds the models {printable(', '.join(present)) or 'none'}")
-    from headway.checkpoint import folders
-    from headway.checkpoint.loading.files import open_tensors, verify
+        raise ConfigError(f"--model {model}: {checkpoint} holds the models {escape_text(', '.join(present)) or 'none'}")
+    from headway.core.checkpoint import folders
+    from headway.core.checkpoint.loading.files import open_tensors, verify_checkpoint
 
-    if not folders.store_of(checkpoint).verifies_on_read:  # of which what is read is compared as it comes
+    if not folders.find_store(checkpoint).verifies_on_read:  # other stores verify pieces as they are read
         logger.info("verifying %s", checkpoint)
-        verify(checkpoint, manifest)
+        verify_checkpoint(checkpoint, manifest)
     return ((name[len(prefix) :], tensor) for name, tensor in open_tensors(checkpoint, manifest, prefix))
 
 
 def check_output(output: Path, may_overwrite: bool) -> None:
-    """Refuse to write over anything unasked; other files in the folder stay as they are.
+    """Raise an error if the output folder contains weights that may not be replaced.
+
+    Other files in the folder do not matter.
+
+    Args:
+        output: Folder for the weights.
+        may_overwrite: Whether existing weights may be replaced.
 
     Raises:
-        ConfigError: `output` is a file, a checkpoint, or holds weights.
+        ConfigError: If `output` is a file or a checkpoint, or contains weights and `may_overwrite` is False.
     """
     if isinstance(output, ObjectPath):
         raise ConfigError(f"OUTPUT {output} is a URL; give a folder for the weights")
@@ -176,7 +195,7 @@ def check_output(output: Path, may_overwrite: bool) -> None:
         raise ConfigError(f"OUTPUT {there} is not a folder; give a folder for the weights, which is created if missing")
     if os.path.exists(output / MANIFEST):
         raise ConfigError(f"OUTPUT {output} is a checkpoint; give another folder for the weights")
-    found = output if os.path.isdir(output) else None  # else it is made, or cannot be
+    found = output if os.path.isdir(output) else None  # a missing folder is created later
     present = sorted(path.name for pattern in _WEIGHTS for path in (found.glob(pattern) if found else ()))
     if present and not may_overwrite:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`headway compat`: how Headway serves each public name of Accelerate when it stands in for it, and which names a script uses."""
+"""`headway compat`: list which of Accelerate's public names, or of a script's imports, Headway provides."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from headway.cli.options import JSON, GroupedCommand, examples, option
-from headway.common.untrusted import printable, read_regular
-from headway.compat.accelerate.served.names import SURFACE
-from headway.compat.accelerate.served.surface import Answer, answer, uses
+from headway.cli.options import JSON, GroupedCommand, format_examples, make_option
+from headway.common.untrusted import escape_text, read_regular_file
+from headway.compat.accelerate.served.surface import Answer, describe_name, list_used_names
+from headway.compat.accelerate.served.tables import SURFACE
 from headway.errors import ConfigError
 from headway.launch.stand_in import FOLDER, VERSION
 
@@ -19,14 +19,14 @@ Without SCRIPTS, list all names by module. With SCRIPTS, list the names that the
 code is 1 if any name is not served.
 """
 
-_EPILOG = examples(
+_EPILOG = format_examples(
     "headway compat train.py                             what the script uses",
     "PYTHONPATH=$(headway compat --path) python train.py   run the script on Headway",
     "headway launch --as accelerate train.py             the same, on every device",
 )
 _WORDS = {"served": "", "differs": "differs", "not served": "NOT SERVED", "unknown": "unknown"}
 _LARGEST = 1 << 26
-"""Bytes of a script, at most."""
+"""Maximum size of a script in bytes."""
 _UNKNOWN = f"not a public name of Accelerate {VERSION}"
 
 
@@ -45,7 +45,7 @@ def _compat(scripts: tuple[Path, ...], path: bool, as_json: bool) -> None:
         rows = _find_names(script)
         is_green = is_green and not any(each.status in ("not served", "unknown") for each, _ in rows)
         told[str(script)] = [_make_row(each) | {"line": line} for each, line in rows]
-        if not as_json:  # each file as it is read: many take a while
+        if not as_json:  # print each file at once, because many files take a while
             _echo_script(str(script), rows)
     if as_json:
         click.echo(json.dumps(told, indent=1))
@@ -56,9 +56,9 @@ def _compat(scripts: tuple[Path, ...], path: bool, as_json: bool) -> None:
 def _find_names(script: Path) -> list[tuple[Answer, int]]:
     if script.suffix == ".ipynb":
         raise ConfigError(f"{script} is a notebook; convert it first: jupyter nbconvert --to script {script}")
-    source = read_regular(script, _LARGEST, ConfigError)  # Python's own rules find the encoding
+    source = read_regular_file(script, _LARGEST, ConfigError)  # bytes: `ast` detects the encoding
     try:
-        return [(answer(use.name), use.line) for use in uses(source)]
+        return [(describe_name(use.name), use.line) for use in list_used_names(source)]
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{script} cannot be parsed as Python: {error}") from error
 
@@ -73,15 +73,15 @@ def _make_row(each: Answer) -> dict[str, Any]:
 
 def _echo_script(name: str, rows: list[tuple[Answer, int]]) -> None:
     if not rows:
-        click.echo(printable(f"{name}: uses nothing of Accelerate"))
+        click.echo(escape_text(f"{name}: uses nothing of Accelerate"))
         return
     answers = [each for each, _ in rows]
-    click.echo(printable(f"{name}: {_count_answers(answers)}"))
+    click.echo(escape_text(f"{name}: {_count_answers(answers)}"))
     width = max(len(each.name) for each in answers)
     for each, line in rows:
         text = f"  line {line:<5} {each.name:<{width}}  {_WORDS[each.status] or 'served'}"
         note = _make_row(each)["note"]
-        click.echo(printable(text + (f": {note}" if note else "")))
+        click.echo(escape_text(text + (f": {note}" if note else "")))
 
 
 def _count_answers(answers: list[Answer]) -> str:
@@ -94,10 +94,10 @@ def _count_answers(answers: list[Answer]) -> str:
 
 
 def _echo_surface(as_json: bool) -> None:
-    found = {module: [answer(name) for name in names] for module, names in SURFACE.items()}
+    found = {module: [describe_name(name) for name in names] for module, names in SURFACE.items()}
     if as_json:
-        told = {f"accelerate.{module}": [_make_row(each) for each in answers] for module, answers in found.items()}
-        click.echo(json.dumps(told, indent=1))
+        rows = {f"accelerate.{module}": [_make_row(each) for each in answers] for module, answers in found.items()}
+        click.echo(json.dumps(rows, indent=1))
         return
     every = [each for answers in found.values() for each in answers]
     click.echo(f"Accelerate {VERSION}: {_count_answers(every)}")
@@ -114,7 +114,7 @@ command = GroupedCommand(
     callback=_compat,
     params=[
         click.Argument(["scripts"], nargs=-1, type=click.Path(path_type=Path)),
-        option("--path", None, "Output", "Only print the folder for PYTHONPATH."),
+        make_option("--path", None, "Output", "Only print the folder for PYTHONPATH."),
         JSON,
     ],
     help=_ABOUT,

@@ -1,13 +1,13 @@
-"""`headway completion`: the script by which a shell completes commands, flags and their words."""
+"""`headway completion`: print the script for shell completion of commands, flags and values."""
 
 import click
 from click.shell_completion import get_completion_class
 
-from headway.cli.options import GroupedCommand, examples
+from headway.cli.options import GroupedCommand, format_examples
 
 _ABOUT = "Print the script for tab completion of headway's commands and flags in SHELL."
 
-_EPILOG = examples(
+_EPILOG = format_examples(
     "source <(headway completion bash)                                   in ~/.bashrc",
     "source <(headway completion zsh)                                    in ~/.zshrc",
     "headway completion fish > ~/.config/fish/completions/headway.fish   once",
@@ -16,7 +16,7 @@ _EPILOG = examples(
 
 def _completion(shell: str) -> None:
     script = get_completion_class(shell)
-    assert script is not None  # one of click's own
+    assert script is not None  # click knows all shells that the argument accepts
     group = click.get_current_context().find_root().command
     click.echo(script(group, {}, "headway", "_HEADWAY_COMPLETE").source())
 

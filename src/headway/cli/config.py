@@ -1,6 +1,7 @@
-"""`headway config`: write, show, update or import the settings that a launch starts from.
+"""`headway config`: create, show, update or import the config file from which a launch reads its settings.
 
-What `headway config` asks: only what this machine leaves open, each question with its default and its check.
+The interactive command asks only for settings that cannot be detected on this machine. Each question has a default,
+and each answer is checked.
 """
 
 import json
@@ -12,15 +13,32 @@ from typing import Any
 
 import click
 
-from headway.cli.options import JSON, GroupedCommand, command_line_layer, examples, option, underscored
-from headway.common import env, optional
-from headway.compat.accelerate.launching.config_file import advice, explain_file_key
+from headway.cli.options import (
+    JSON,
+    GroupedCommand,
+    format_examples,
+    make_option,
+    read_command_line_layer,
+    replace_dashes,
+)
+from headway.cli.prompts import choose_prompt
+from headway.common import env
+from headway.compat.accelerate.launching.config_file import explain_file_key, find_alternative
 from headway.compat.accelerate.launching.layout_words import explain_key
-from headway.config import mesh
-from headway.config.files import KEYS, default_file, dump, file_layer, load_mapping, read, settings_in, write
-from headway.config.launch import EARLIER_NAMES, PRECISIONS, SETTINGS, LaunchConfig, LaunchSetting
-from headway.config.load import environment_layer, resolve
-from headway.config.values import from_text
+from headway.core.config import mesh
+from headway.core.config.files import (
+    KEYS,
+    find_default_file,
+    format_config,
+    load_mapping,
+    read_config,
+    read_file_layer,
+    read_settings,
+    write_config,
+)
+from headway.core.config.launch import EARLIER_NAMES, PRECISIONS, SETTINGS, LaunchConfig, LaunchSetting
+from headway.core.config.load import read_environment_layer, resolve
+from headway.core.config.values import parse_text
 from headway.errors import ConfigError, StateError
 
 ALL, SOME, NONE = "all of them", "some of them", "none: the CPU"
@@ -32,23 +50,26 @@ SPREADS = {
     "fsdp+cp": "fsdp+cp: sequences cut within groups, parameters sharded across all; for long sequences",
     "fsdp+tp": "fsdp+tp: matrices split within groups, parameters sharded across the groups; for the largest models",
 }
-"""The layouts that are offered, each with what is cut."""
+"""Layouts that the interactive command offers, each with a description of how the model is distributed."""
 _SIZED = {"hsdp": "hsdp={}", "fsdp+tp": "fsdp+tp={}", "fsdp+cp": "fsdp+cp={}"}
 _SHARED = {"fsdp+tp": "matrix", "fsdp+cp": "sequence"}
-"""What a group of these layouts shares."""
+"""Word for the tensor dimension or tensor that each group of processes splits, by layout, for a question to the
+user.
+"""
 
 
 @dataclass(frozen=True)
 class ConfigQuestion:
-    """One question.
+    """Question that `headway config` asks the user.
 
     Attributes:
-        name: the setting it decides; "devices" decides two, "spread" and "group" decide the strategy.
-        text: the question.
-        default: the answer that is offered.
-        choices: the answers to choose from; empty where anything may be typed.
-        written: the setting's value with the answer in the place of {}; empty where it is the answer itself.
-        num_processes: what the layout must fit; None: not known yet.
+        name: Setting that the answer determines. "devices" determines two settings; "spread" and "group" determine the
+            strategy.
+        text: Text of the question.
+        default: Suggested answer.
+        choices: Allowed answers. Empty if any text is allowed.
+        written: Format of the setting's value, with {} for the answer. If empty, the value is the answer itself.
+        num_processes: Number of processes that the layout must fit; None if not known yet.
     """
 
     name: str
@@ -58,22 +79,22 @@ class ConfigQuestion:
     written: str = ""
     num_processes: int | None = None
 
-    def problem(self, answer: str) -> str | None:
-        """What is wrong with an answer; None where nothing is."""
+    def find_problem(self, answer: str) -> str | None:
+        """Return a message about an invalid answer, or None if the answer is valid."""
         if self.choices:
             return None if answer in self.choices else f"one of {', '.join(self.choices)}"
         try:
             if self.written:
                 _check_group(self.written.format(answer.strip()), self.num_processes)
             else:
-                from_text(SETTINGS[self.name], answer, "your answer")
+                parse_text(SETTINGS[self.name], answer, "your answer")
         except ConfigError as error:
             return str(error)
         return None
 
 
 def _check_group(text: str, num_processes: int | None) -> None:
-    asked = mesh.parse(text)
+    asked = mesh.parse_layout(text)
     if num_processes is not None:
         asked.resolve(num_processes)
 
@@ -81,14 +102,16 @@ def _check_group(text: str, num_processes: int | None) -> None:
 Ask = Callable[[ConfigQuestion], str]
 
 
-def interview(ask: Ask, accelerator: str | None, num_devices: int, device_ids: tuple[str, ...] = ()) -> LaunchConfig:
-    """Ask what is open and return what was decided.
+def ask_questions(
+    ask: Ask, accelerator: str | None, num_devices: int, device_ids: tuple[str, ...] = ()
+) -> LaunchConfig:
+    """Ask the user for all settings that are not known, and return the resulting launch configuration.
 
     Args:
-        ask: puts one question and returns a valid answer.
-        accelerator: what this machine computes on; None for the CPU.
-        num_devices: how many of them are visible.
-        device_ids: their names.
+        ask: Function that asks one question and returns a valid answer.
+        accelerator: Type of this machine's accelerators; None for the CPU.
+        num_devices: Number of visible accelerators.
+        device_ids: Names of the visible accelerators.
     """
     answers: dict[str, str] = {}
 
@@ -119,11 +142,18 @@ def interview(ask: Ask, accelerator: str | None, num_devices: int, device_ids: t
         _ask_spread(ask, answers, num_processes, num_processes // num_machines)
     put("mixed_precision", "Which precision has the forward pass?", "no", PRECISIONS)
     put("gradient_accumulation_steps", "How many micro-batches make an update?", "1")
-    return _decided(answers, has_accelerator=accelerator is not None)
+    return _resolve_answers(answers, has_accelerator=accelerator is not None)
 
 
 def _ask_spread(ask: Ask, answers: dict[str, str], num_processes: int, per_machine: int) -> None:
-    """The layout: what is cut, and over how many processes where that is a choice."""
+    """Ask for the layout of the model and, if it has groups of processes, for the size of a group.
+
+    Args:
+        ask: Function that asks one question and returns a valid answer.
+        answers: Answers so far, to which the strategy is added.
+        num_processes: Number of processes of the run.
+        per_machine: Number of processes on each machine.
+    """
     text = ask(ConfigQuestion("spread", "How should the model be split?", SPREADS["ddp"], tuple(SPREADS.values())))
     kind = text.partition(":")[0]
     if kind in _SIZED:
@@ -139,10 +169,13 @@ def _ask_spread(ask: Ask, answers: dict[str, str], num_processes: int, per_machi
         answers["strategy"] = kind
 
 
-def _decided(answers: Mapping[str, str], has_accelerator: bool) -> LaunchConfig:
-    """The answers as settings; what equals a launch's own default stays open, so that a script may decide it."""
+def _resolve_answers(answers: Mapping[str, str], has_accelerator: bool) -> LaunchConfig:
+    """Return the answers as a launch configuration.
+
+    Settings with the launcher's default values stay unset, so that a script can set them.
+    """
     decided: dict[str, Any] = {
-        name: from_text(SETTINGS[name], answer, "your answer")
+        name: parse_text(SETTINGS[name], answer, "your answer")
         for name, answer in answers.items()
         if name in SETTINGS and (name, answer) not in (("num_machines", "1"), ("gradient_accumulation_steps", "1"))
     }
@@ -152,37 +185,25 @@ def _decided(answers: Mapping[str, str], has_accelerator: bool) -> LaunchConfig:
 
 
 def _path(config_file: str | None) -> Path:
-    return Path(config_file) if config_file is not None else default_file(env.snapshot())
+    return Path(config_file) if config_file is not None else find_default_file(env.copy_variables())
 
 
 def _interactive(config_file: str | None) -> None:
-    """Ask, write, and say where."""
+    """Ask the user for the settings, write them to the config file, and print the file's path."""
     if not sys.stdin.isatty() or not sys.stdout.isatty():
         raise StateError(
             "`headway config` asks questions on a terminal; without one, `headway config default` writes a file to edit"
         )
     from headway.launch import machine
 
-    questionary = optional.require("questionary", "`headway config` asks its questions with", "headway[config]")
-
-    def ask(question: ConfigQuestion) -> str:
-        if question.choices:
-            answer = questionary.select(question.text, choices=list(question.choices), default=question.default).ask()
-        else:
-            check = lambda text: question.problem(text) or True  # noqa: E731  (questionary wants a callable)
-            answer = questionary.text(question.text, default=question.default, validate=check).ask()
-        if answer is None:
-            raise click.Abort
-        return str(answer)
-
-    here = machine.look(env.snapshot())
-    _write(interview(ask, here.accelerator, len(here.device_ids), here.device_ids), _path(config_file))
+    here = machine.inspect_machine(env.copy_variables())
+    _write(ask_questions(choose_prompt(), here.accelerator, len(here.device_ids), here.device_ids), _path(config_file))
 
 
 def _write(config: LaunchConfig, path: Path) -> None:
-    write(config, path)
+    write_config(config, path)
     click.echo(f"written to {path}:")
-    click.echo(dump(config), nl=False)
+    click.echo(format_config(config), nl=False)
 
 
 def _default(config_file: str | None, mixed_precision: str | None, force: bool) -> None:
@@ -191,26 +212,28 @@ def _default(config_file: str | None, mixed_precision: str | None, force: bool) 
         raise ConfigError(
             f"{path} exists already; add --force to write over it, or `headway config update` to bring it up to date"
         )
-    _write(resolve([command_line_layer({"mixed_precision": mixed_precision})]).config, path)
+    _write(resolve([read_command_line_layer({"mixed_precision": mixed_precision})]).config, path)
 
 
 def _update(config_file: str | None) -> None:
-    """Rewrite a file in today's form; say what was taken out."""
+    """Rewrite a config file in the current format, and print the keys that were removed from it."""
     path = _path(config_file)
-    data = load_mapping(read(path), str(path))
+    data = load_mapping(read_config(path), str(path))
     kept = {}
     for key, value in data.items():
-        text = advice(key) or explain_key(key) if key not in (*KEYS, *EARLIER_NAMES) else None
+        text = find_alternative(key) or explain_key(key) if key not in (*KEYS, *EARLIER_NAMES) else None
         if text is None:
             kept[key] = value
         else:
             click.echo(f"taken out: {key}: {text}")
-    _write(resolve([settings_in(kept, str(path), explain_file_key)]).config, path)
+    _write(resolve([read_settings(kept, str(path), explain_file_key)]).config, path)
 
 
 def _show(config_file: str | None, as_json: bool) -> None:
-    environment = env.snapshot()
-    resolved = resolve([environment_layer(environment), file_layer(config_file, environment, explain_file_key)])
+    environment = env.copy_variables()
+    resolved = resolve(
+        [read_environment_layer(environment), read_file_layer(config_file, environment, explain_file_key)]
+    )
     names = [setting.name for setting in SETTINGS.values() if setting.is_for_files]
     if as_json:
         shown: dict[str, Any] = {
@@ -236,7 +259,7 @@ def _undecided(setting: LaunchSetting) -> str:
 def _import(foreign: str, config_file: str | None, force: bool) -> None:
     from headway.compat.accelerate.launching.config_file import translate
 
-    made = translate(load_mapping(read(Path(foreign)), foreign), foreign)
+    made = translate(load_mapping(read_config(Path(foreign)), foreign), foreign)
     width = max((len(key) for key, _ in made.lines), default=0)
     for key, text in made.lines:
         click.echo(f"{key:<{width}}  {text}")
@@ -249,9 +272,9 @@ def _import(foreign: str, config_file: str | None, force: bool) -> None:
 
 
 _WHERE = "The file.  [default: default_config.yaml in $HEADWAY_HOME, else in ~/.config/headway]"
-_FILE = option("--config_file", "PATH", "Options", _WHERE)
-_FORCE = option("--force", None, "Options", "Write over a file that exists.")
-_PRECISION = option("--mixed_precision", "no|bf16|fp16|fp8", "Options", SETTINGS["mixed_precision"].text)
+_FILE = make_option("--config_file", "PATH", "Options", _WHERE)
+_FORCE = make_option("--force", None, "Options", "Write over a file that exists.")
+_PRECISION = make_option("--mixed_precision", "no|bf16|fp16|fp8", "Options", SETTINGS["mixed_precision"].text)
 _FOREIGN = click.Argument(["foreign"], metavar="FILE")
 
 
@@ -272,10 +295,10 @@ _SUBCOMMANDS = [
 
 
 class ConfigGroup(click.Group):
-    """Asks where no subcommand is named."""
+    """Command group that starts the interactive questions if no subcommand is given."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples as they stand."""
+        """Write the example commands at the end of the help page without wrapping their lines."""
         formatter.write_paragraph()
         formatter.write(f"{self.epilog}\n")
 
@@ -298,11 +321,11 @@ command = ConfigGroup(
     commands={str(subcommand.name): subcommand for subcommand in _SUBCOMMANDS},
     help="Ask for the settings that this machine does not decide, write the config file, and print its path. Subcommands ask "
     "nothing.",
-    epilog=examples(
+    epilog=format_examples(
         "headway config                              ask and write",
         "headway config default --mixed_precision bf16",
         "headway config show                         every setting with its origin",
         "headway config import accelerate.yaml       translate Accelerate's file",
     ),
-    context_settings={"token_normalize_func": underscored, "help_option_names": ["-h", "--help"]},
+    context_settings={"token_normalize_func": replace_dashes, "help_option_names": ["-h", "--help"]},
 )

@@ -1,6 +1,6 @@
-"""`headway doctor`: look at this machine, then let the processes of a run meet, measure the links between them, and advise.
+"""`headway doctor`: check this machine, measure the links between the processes of a run, and give advice.
 
-What can be wrong with a machine before a run starts: versions, devices, names, interfaces, ports, limits.
+This module checks the machine: versions, devices, names, interfaces, ports, limits. `checks.py` measures the links.
 """
 
 import os
@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 import click
 
-from headway.cli.launch import settings, start
-from headway.cli.options import CONFIG_FILE, GroupedCommand, examples, option, setting_options
+from headway.cli.launch import merge_settings, start_script
+from headway.cli.options import CONFIG_FILE, GroupedCommand, format_examples, make_option, make_setting_options
 from headway.common import env
 from headway.common.text import format_bytes
-from headway.config.load import Resolved
+from headway.core.config.load import Resolved
+from headway.core.runtime import network
 from headway.launch import machine
-from headway.runtime import network
 
 _OLDEST_TORCH = (2, 11)
 _FEW_FILES = 4096
@@ -34,36 +34,45 @@ _FEW_PORTS = 2000
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        level: "ok", "note" (may matter later) or "bad" (a run fails, or crawls, because of it).
-        what: what was found.
-        hint: what to do about it.
+        level: "ok", "note" (may cause problems later) or "bad" (a run fails or is slow because of it).
+        what: Description of the finding.
+        hint: Advice on how to fix it.
     """
 
     level: Literal["ok", "note", "bad"]
     what: str
     hint: str = ""
 
-    def text(self) -> str:
-        """As people read it."""
+    def format_text(self) -> str:
+        """Return the finding as text."""
         mark = {"ok": "ok  ", "note": "note", "bad": "BAD "}[self.level]
         return f"{mark}  {self.what}" + (f"\n      -> {self.hint}" if self.hint else "")
 
 
-def graded(is_good: bool, what: str, hint: str, level: Literal["note", "bad"] = "note") -> Finding:
-    """A finding that is ok, or else of that level, with what to do about it."""
+def grade(is_good: bool, what: str, hint: str, level: Literal["note", "bad"] = "note") -> Finding:
+    """Return a finding with level "ok" if the check passed. Otherwise return one with the given level and a hint.
+
+    Args:
+        is_good: Whether the check passed.
+        what: Description of the finding.
+        hint: Advice on how to fix it.
+        level: Level of the finding if the check failed. Default: "note".
+    """
     return Finding("ok", what) if is_good else Finding(level, what, hint)
 
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """What is known of the run that is asked about.
+    """Planned run for which the doctor checks this machine.
 
     Attributes:
-        num_machines, machine_rank: how many machines, and which this is.
-        address, port: where they meet; None where nobody has said.
+        num_machines: Number of machines of the run.
+        machine_rank: Index of this machine.
+        address: Host name or IP address of machine 0, where the rendezvous takes place; None if not set.
+        port: Port of the rendezvous; None if not set.
     """
 
     num_machines: int = 1
@@ -72,25 +81,25 @@ class CheckedRun:
     port: int | None = None
 
 
-def look(environment: Mapping[str, str], run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
-    """Look at this machine; nothing is imported that is not Headway's own, and nothing is sent.
+def examine_machine(environment: Mapping[str, str], run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
+    """Run all checks of this machine. They import only Headway's own modules and send nothing over the network.
 
     Args:
-        environment: the launcher's variables.
-        run: what is asked about.
-        root: where /proc, /sys and /dev hang.
+        environment: Environment variables of the launcher.
+        run: Run for which to check the machine.
+        root: Folder that contains the folders `proc`, `sys` and `dev`. Default: "/".
     """
-    yield from versions()
-    yield from devices(environment, root)
-    yield from names(run)
-    yield from interfaces(environment, run)
-    yield from ports(run, root)
-    yield from limits(root)
-    yield from space(root)
+    yield from check_versions()
+    yield from check_devices(environment, root)
+    yield from check_names(run)
+    yield from check_interfaces(environment, run)
+    yield from check_ports(run, root)
+    yield from check_limits(root)
+    yield from check_space(root)
 
 
-def versions() -> Iterator[Finding]:
-    """Python, torch and Headway."""
+def check_versions() -> Iterator[Finding]:
+    """Report the versions of Python, torch and Headway, and check whether this version of torch is supported."""
     python = ".".join(map(str, sys.version_info[:3]))
     own = metadata.version("headway")
     try:
@@ -101,12 +110,12 @@ def versions() -> Iterator[Finding]:
     parts = torch.partition("+")[0].split(".")
     number = tuple(int(part) for part in parts[:2] if part.isdecimal())
     hint = f"Headway needs torch {'.'.join(map(str, _OLDEST_TORCH))} or later: pip install --upgrade torch"
-    yield graded(number >= _OLDEST_TORCH, f"headway {own}, Python {python}, torch {torch}", hint, "bad")
+    yield grade(number >= _OLDEST_TORCH, f"headway {own}, Python {python}, torch {torch}", hint, "bad")
 
 
-def devices(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[Finding]:
-    """Accelerators, and those that this torch leaves alone."""
-    here = machine.look(environment, root)
+def check_devices(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[Finding]:
+    """Check whether there are accelerators, and whether this torch can use them."""
+    here = machine.inspect_machine(environment, root)
     cores = f"{here.num_cores} CPU core{'s' if here.num_cores > 1 else ''}"
     if here.accelerator is not None:
         yield Finding("ok", f"{len(here.device_ids)} x {here.accelerator} ({', '.join(here.device_ids)}), {cores}")
@@ -125,69 +134,74 @@ def devices(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[
         )
 
 
-def names(run: CheckedRun) -> Iterator[Finding]:
-    """The host name, which gloo looks up unless it is told an interface."""
+def check_names(run: CheckedRun) -> Iterator[Finding]:
+    """Check that host names resolve: the name of this machine, and the address of machine 0.
+
+    Gloo uses the name of this machine unless a network interface is set.
+    """
     host = socket.gethostname()
-    addresses = network.name_leads_to(host)
-    if not network.is_trap(host):
+    addresses = network.resolve_name(host)
+    if not network.is_loopback_name(host):
         yield Finding("ok", f"host name {host} leads to {', '.join(addresses)}")
     else:
         where = f"leads to {', '.join(addresses)}, this machine only" if addresses else "is not known to this machine"
-        own = network.own_address(run.address or "")
+        own = network.find_own_address(run.address or "")
         matters = run.num_machines > 1 and own is not None and run.address is None
         hint = f"give other machines {own} as --main_process_ip, not the name; `headway launch` tells gloo the interface itself"
         reached = f"; others reach it as {own}" if own else ""
-        yield graded(not matters, f"host name {host} {where}{reached}", hint)
+        yield grade(not matters, f"host name {host} {where}{reached}", hint)
     if run.num_machines == 1 or run.address is None:
         return
-    if not network.name_leads_to(run.address):
+    if not network.resolve_name(run.address):
         hint = "add it to /etc/hosts or give its address"
         yield Finding("bad", f"machine 0 is {run.address}, which this machine cannot resolve", hint)
-    elif run.machine_rank and network.is_trap(run.address):
+    elif run.machine_rank and network.is_loopback_name(run.address):
         hint = "give machine 0's address on the network instead"
         yield Finding("bad", f"machine 0 is {run.address}, which is this machine's own loopback address here", hint)
     else:
-        yield Finding("ok", f"machine 0 is {run.address} ({', '.join(network.name_leads_to(run.address))})")
+        yield Finding("ok", f"machine 0 is {run.address} ({', '.join(network.resolve_name(run.address))})")
 
 
-def interfaces(environment: Mapping[str, str], run: CheckedRun) -> Iterator[Finding]:
-    """Which interface gloo would use, and whether one that was asked for exists."""
-    found = network.interfaces()
-    known = ", ".join(f"{one.name} {one.addresses[0]}" for one in found) or "none"
+def check_interfaces(environment: Mapping[str, str], run: CheckedRun) -> Iterator[Finding]:
+    """Report which network interface gloo will use, and check that interfaces named in environment variables exist."""
+    found = network.list_interfaces()
+    known = ", ".join(f"{interface.name} {interface.addresses[0]}" for interface in found) or "none"
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         asked = environment.get(variable, "")
         parts = [part for part in asked.lstrip("^=").split(",") if part]
-        missing = [part for part in parts if not any(one.name.startswith(part) for one in found)]
+        missing = [part for part in parts if not any(interface.name.startswith(part) for interface in found)]
         if missing and not asked.startswith("^"):
             hint = f"unset it or name one of: {known}"
             yield Finding("bad", f"{variable}={asked}: no interface {', '.join(missing)} is up here", hint)
     if run.num_machines == 1:
-        yield graded(bool(found), f"interfaces: {known}", "bring up lo: ip link set lo up", "bad")
+        yield grade(bool(found), f"interfaces: {known}", "bring up lo: ip link set lo up", "bad")
         return
-    own = network.own_address(run.address or "")
+    own = network.find_own_address(run.address or "")
     if own is None:
         yield Finding(
             "bad", f"no interface leads to other machines ({known})", "connect this machine, or look at `ip addr`"
         )
         return
-    used = environment.get("GLOO_SOCKET_IFNAME") or network.interface_of(own)
+    used = environment.get("GLOO_SOCKET_IFNAME") or network.find_interface(own)
     yield Finding("ok", f"gloo will use {used} ({own}) of: {known}")
 
 
-def ports(run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
-    """Free ports: how many the system hands out, and whether the one to meet at is free and stays so."""
+def check_ports(run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
+    """Check the number of ports that the system can assign, and whether the rendezvous port is free and stays free."""
     try:
         low, high = map(int, (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except (OSError, ValueError):
         low, high = 32768, 60999
-    said = f"the system hands out ports {low} to {high}"
+    description = f"the system hands out ports {low} to {high}"
     if high - low < _FEW_PORTS:
         hint = "widen net.ipv4.ip_local_port_range: a rank opens a connection to each of the others"
-        yield Finding("bad", said, hint)
+        yield Finding("bad", description, hint)
     elif run.num_machines > 1:
-        yield Finding("ok", f"{said}; between machines all of them must be open, and port {run.port} of machine 0")
+        yield Finding(
+            "ok", f"{description}; between machines all of them must be open, and port {run.port} of machine 0"
+        )
     else:
-        yield Finding("ok", f"{said}; `headway launch` takes a free one and needs no fixed port")
+        yield Finding("ok", f"{description}; `headway launch` takes a free one and needs no fixed port")
     if run.num_machines == 1 or not run.port:
         return
     if low <= run.port <= high:
@@ -205,8 +219,8 @@ def ports(run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
                 yield Finding("bad", f"port {run.port} cannot be taken: {error.strerror}", hint)
 
 
-def limits(root: Path = Path("/")) -> Iterator[Finding]:
-    """Open files, processes and locked memory."""
+def check_limits(root: Path = Path("/")) -> Iterator[Finding]:
+    """Check whether the limits on open files, processes and locked memory are high enough for a run."""
     if sys.platform == "win32":
         return
     import resource
@@ -214,34 +228,37 @@ def limits(root: Path = Path("/")) -> Iterator[Finding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = files != resource.RLIM_INFINITY and files < _FEW_FILES
     hint = f"ulimit -n {most if most > 0 else 65535} before the launch: tensors of loading workers and connections take one each"
-    yield graded(not few, f"{_number(files)} open files", hint)
+    yield grade(not few, f"{_format_limit(files)} open files", hint)
     allowed = [resource.getrlimit(resource.RLIMIT_NPROC)[0]]
     text = _read(root / "sys/fs/cgroup/pids.max")
     allowed += [int(text)] if text.isdecimal() else []
-    number = min((one for one in allowed if one >= 0), default=-1)
+    number = min((number for number in allowed if number >= 0), default=-1)
     hint = "raise ulimit -u, or the container's pids limit: every thread counts, and a rank has dozens"
-    yield graded(not 0 <= number < _FEW_PROCESSES, f"{_number(number)} processes and threads", hint)
+    yield grade(not 0 <= number < _FEW_PROCESSES, f"{_format_limit(number)} processes and threads", hint)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if (root / "sys/class/infiniband").exists() and locked != resource.RLIM_INFINITY:
         hint = "ulimit -l unlimited, or NCCL cannot register memory with the adapter"
         yield Finding("bad", f"InfiniBand, but only {format_bytes(locked)} may be locked", hint)
 
 
-def space(root: Path = Path("/")) -> Iterator[Finding]:
-    """Shared memory, which loading workers hand batches over in, and the folder for temporary files."""
+def check_space(root: Path = Path("/")) -> Iterator[Finding]:
+    """Check the size of shared memory and the free space of the temporary folder.
+
+    Data loading workers pass batches through shared memory.
+    """
     shared = root / "dev/shm"
     if shared.exists():
         total = shutil.disk_usage(shared).total
         hint = "start the container with --shm-size=8g (or mount an emptyDir with medium Memory), or loading workers die of SIGBUS"
-        yield graded(total >= _LITTLE_SHARED_MEMORY, f"{format_bytes(total)} of shared memory (/dev/shm)", hint)
+        yield grade(total >= _LITTLE_SHARED_MEMORY, f"{format_bytes(total)} of shared memory (/dev/shm)", hint)
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     is_good = free >= _LITTLE_SPACE and os.access(folder, os.W_OK)
     hint = "clean it up, or set TMPDIR to a folder with room"
-    yield graded(is_good, f"{format_bytes(free)} free in {folder}", hint, "bad")
+    yield grade(is_good, f"{format_bytes(free)} free in {folder}", hint, "bad")
 
 
-def _number(limit: int) -> str:
+def _format_limit(limit: int) -> str:
     return "any number of" if limit < 0 else f"{limit:,}"
 
 
@@ -260,7 +277,7 @@ measure an all-reduce. Each finding comes with what to do. The exit code is 0 if
 the same command as to `headway launch`; under SLURM, `srun headway doctor`.
 """
 
-_EPILOG = examples(
+_EPILOG = format_examples(
     "headway doctor                          this machine",
     "headway doctor -n 8                     and the links between 8 of its processes",
     "headway doctor --here                   this machine only, nothing is started",
@@ -272,20 +289,20 @@ def _doctor(config_file: str | None, here: bool, **given: Any) -> None:
     # Imported here so that the help does not wait for it.
     from headway.launch import clusters
 
-    environment = env.snapshot()
-    cluster = clusters.detect(environment)
-    resolved = settings(given, config_file, False, environment, cluster.layer if cluster is not None else {})
+    environment = env.copy_variables()
+    cluster = clusters.detect_cluster(environment)
+    resolved = merge_settings(given, config_file, False, environment, cluster.layer if cluster is not None else {})
     num_bad = 0
     is_first = cluster is None or cluster.task is None or cluster.task.local_rank == 0
-    for finding in look(environment, _run(resolved)) if is_first else ():
-        click.echo(finding.text())
+    for finding in examine_machine(environment, _run(resolved)) if is_first else ():
+        click.echo(finding.format_text())
         num_bad += finding.level == "bad"
     if here:
         click.get_current_context().exit(1 if num_bad else 0)
     if not _starts_several(resolved, environment):
         given = {**given, "num_processes": 2, "cpu": True}
     more = {"module": True, "no_python": None, "quiet": True}
-    start("headway.cli.checks", ("doctor", str(num_bad)), config_file, False, False, **{**given, **more})
+    start_script("headway.cli.checks", ("doctor", str(num_bad)), config_file, False, False, **{**given, **more})
 
 
 def _run(resolved: Resolved) -> CheckedRun:
@@ -300,13 +317,13 @@ def _run(resolved: Resolved) -> CheckedRun:
 def _starts_several(resolved: Resolved, environment: dict[str, str]) -> bool:
     if resolved.get("num_machines", 1) > 1 or resolved.config.is_set("num_processes"):
         return True
-    return len(machine.look(environment).device_ids) > 1 and not resolved.get("cpu", False)
+    return len(machine.inspect_machine(environment).device_ids) > 1 and not resolved.get("cpu", False)
 
 
 _LEFT_OUT = ("module", "no_python", "quiet", "log_dir", "tee", "max_restarts", "role", "monitor_interval")
 _PARAMS = [
-    *(each for each in setting_options() if each.name not in _LEFT_OUT),
+    *(each for each in make_setting_options() if each.name not in _LEFT_OUT),
     CONFIG_FILE,
-    option("--here", None, "Configuration", "Look at this machine and start nothing."),
+    make_option("--here", None, "Configuration", "Look at this machine and start nothing."),
 ]
 command = GroupedCommand("doctor", callback=_doctor, params=_PARAMS, help=_ABOUT, epilog=_EPILOG)

@@ -1,4 +1,4 @@
-"""`headway env`: versions, hardware and configuration, to read or to paste into a bug report."""
+"""`headway env`: print versions, hardware and configuration, for bug reports."""
 
 import json
 import platform
@@ -12,8 +12,8 @@ from headway.cli.options import JSON, GroupedCommand
 from headway.common import env
 from headway.common.text import format_bytes
 from headway.compat.accelerate.launching.config_file import explain_file_key
-from headway.config.files import default_file, file_layer
-from headway.config.load import environment_layer, resolve
+from headway.core.config.files import find_default_file, read_file_layer
+from headway.core.config.load import read_environment_layer, resolve
 from headway.errors import HeadwayError
 from headway.launch import machine
 from headway.version import __version__
@@ -22,10 +22,10 @@ _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "datasets", "torch
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "SLURM_JOB_ID")
 
 
-def facts() -> dict[str, str]:
-    """What is known about this installation, by name."""
-    environment = env.snapshot()
-    here = machine.look(environment)
+def collect_facts() -> dict[str, str]:
+    """Return facts about this installation by name: versions, hardware and configuration."""
+    environment = env.copy_variables()
+    here = machine.inspect_machine(environment)
     found = {
         "headway": f"{__version__} ({Path(__file__).resolve().parents[1]})",
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -38,7 +38,7 @@ def facts() -> dict[str, str]:
     found["accelerators"] = _describe_accelerators(here)
     found["CPU cores"] = str(here.num_cores)
     found["memory"] = _describe_memory()
-    file = default_file(environment)
+    file = find_default_file(environment)
     found["config file"] = f"{file}" + ("" if file.exists() else " (none there)")
     found["layout"] = _describe_layout(environment)
     for name in sorted(environment):
@@ -50,10 +50,10 @@ def facts() -> dict[str, str]:
 
 
 def _describe_layout(environment: dict[str, str]) -> str:
-    """The strategy that a launch here starts with, and who says so."""
+    """Return the strategy that a launch would use on this machine, and where it was set."""
     try:
-        resolved = resolve([environment_layer(environment), file_layer(None, environment, explain_file_key)])
-    except HeadwayError as error:  # what is wrong there must not hide the rest
+        resolved = resolve([read_environment_layer(environment), read_file_layer(None, environment, explain_file_key)])
+    except HeadwayError as error:  # an error here must not hide the other entries
         return f"unknown: {error}"
     return f"{resolved.get('strategy', 'ddp')} ({resolved.origin('strategy')})"
 
@@ -79,7 +79,7 @@ def _describe_memory() -> str:
 
 
 def _env(as_json: bool) -> None:
-    found = facts()
+    found = collect_facts()
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return

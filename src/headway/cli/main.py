@@ -1,4 +1,4 @@
-"""The `headway` command: finds the subcommand, and turns Headway's errors into one line and an exit code."""
+"""Entry point of the `headway` command: runs a subcommand, and converts errors to one line and an exit code."""
 
 import sys
 from collections.abc import Sequence
@@ -8,19 +8,21 @@ import click
 from click.shell_completion import CompletionItem
 
 from headway.common import env
-from headway.common.untrusted import plain
+from headway.common.streams import open_standard_streams
+from headway.common.untrusted import escape_json
 from headway.errors import ConfigError, HeadwayError
 from headway.version import __version__
 
-# Name, place, and the line of `headway --help`, so that the help imports none of them.
+# Module and help line of each command, so that `headway --help` imports no command.
 _COMMANDS = {
     "launch": ("headway.cli.launch", "Start a script on one process or on many."),
-    "test": ("headway.cli.launch:test", "Check a set-up: a real run compared with one process."),
+    "verify": ("headway.cli.verify", "Prove on a script itself that its training can be trusted."),
+    "test": ("headway.cli.self_test:test", "Check a set-up: a real run compared with one process."),
     "config": ("headway.cli.config", "Write, show or import the settings that `launch` starts from."),
     "inspect": ("headway.cli.checkpoints:inspect", "Print what a checkpoint holds."),
     "merge": ("headway.cli.checkpoints:merge", "Write a checkpoint's weights as plain safetensors."),
-    "estimate": ("headway.cli.forecasts:estimate", "Estimate a model's memory, here or on a GPU, and its speed."),
-    "plan": ("headway.cli.forecasts:plan", "Compare layouts on any number of ranks: memory, traffic, time."),
+    "estimate": ("headway.cli.estimate:estimate", "Estimate a model's memory, here or on a GPU, and its speed."),
+    "plan": ("headway.cli.plan:plan", "Compare layouts on any number of ranks: memory, traffic, time."),
     "doctor": ("headway.cli.doctor", "Look for what keeps a run from starting, or slows it down."),
     "report": ("headway.cli.report", "Draw runs on one page: loss, speed, memory, what happened."),
     "compat": ("headway.cli.compat", "Show which Accelerate names work, in general or in a script."),
@@ -41,19 +43,19 @@ _EPILOG = """Examples:
 """
 
 
-def _underscored(token: str) -> str:
+def _replace_dashes(token: str) -> str:
     return token.replace("-", "_")
 
 
 class LazyGroup(click.Group):
-    """A group that imports a subcommand only when it is run."""
+    """Command group that imports a subcommand only when it is run."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The subcommands, in the order of the help."""
+        """Return the names of the subcommands, in the order of the help."""
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a subcommand."""
+        """Import and return a subcommand, or None if there is none with this name."""
         entry = _COMMANDS.get(cmd_name)
         if entry is None:
             return None
@@ -63,29 +65,29 @@ class LazyGroup(click.Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """The subcommands that begin so, without importing them, or the options."""
+        """Return completions for subcommands and options. No subcommand is imported."""
         found = [
             CompletionItem(name, help=text) for name, (_, text) in _COMMANDS.items() if name.startswith(incomplete)
         ]
         return found + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the subcommands without importing them."""
+        """Write the list of subcommands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples as they stand."""
+        """Write the example commands at the end of the help page without wrapping their lines."""
         formatter.write(f"\n{_EPILOG}")
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the subcommand, or say which one is spelt like it."""
-        if not args[0].startswith("-") and _underscored(args[0]) not in _COMMANDS:
-            from headway.config.values import did_you_mean
+        """Find the subcommand. If there is none with this name, raise an error that suggests a similar one."""
+        if not args[0].startswith("-") and _replace_dashes(args[0]) not in _COMMANDS:
+            from headway.core.config.values import suggest_word
 
-            hint = did_you_mean(args[0], list(_COMMANDS))
+            hint = suggest_word(args[0], list(_COMMANDS))
             raise ConfigError(f"{args[0]!r} is not a command of headway{hint or '; there are ' + ', '.join(_COMMANDS)}")
         return super().resolve_command(ctx, args)
 
@@ -94,7 +96,7 @@ group = LazyGroup(
     "headway",
     help=_ABOUT,
     context_settings={
-        "token_normalize_func": _underscored,
+        "token_normalize_func": _replace_dashes,
         "help_option_names": ["-h", "--help"],
         "max_content_width": 100,
     },
@@ -103,14 +105,21 @@ click.version_option(__version__, message="headway %(version)s", help="Print the
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line `args` (None: the process's own) and exit: 2 for what a user can correct, 1 otherwise."""
+    """Run the command line and exit with a code.
+
+    The code is 0 on success, 2 for an error that the user can correct, or 1 for any other error.
+
+    Args:
+        args: Command-line arguments. Default: those of this process.
+    """
+    open_standard_streams()
     try:
         if env.get("HEADWAY_LOG_LEVEL"):
-            # One line here, and no traceback from whichever process reads it first.
-            import_module("headway.log").asked_level()
+            # Report an invalid level in one line, not as a traceback of the process that reads it first.
+            import_module("headway.log").read_level()
         group.main(args=None if args is None else list(args), prog_name="headway")
     except HeadwayError as error:
-        text = plain(str(error))  # it may hold names from files that may be anybody's
+        text = escape_json(str(error))  # names in it may come from untrusted files
         click.echo(f"headway: error: {text}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 

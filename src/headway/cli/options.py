@@ -1,10 +1,5 @@
-"""Command-line options made from the fields of `config/launch.py`, and a help page that fits a screen; `--help-all` has the rest.
+"""Command-line options generated from the settings of a launch, and help pages with headings."""
 
-What a command of minutes is at: one line that changes on a terminal, a line per step elsewhere, on standard error.
-"""
-
-import logging
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,36 +8,36 @@ import click
 
 from headway.common.object_path import to_path
 from headway.compat.accelerate.launching.config_file import refuse
-from headway.config.launch import SETTINGS, LaunchSetting
-from headway.config.load import COMMAND_LINE, Value
-from headway.config.values import did_you_mean, from_text
+from headway.core.config.launch import SETTINGS, LaunchSetting
+from headway.core.config.load import COMMAND_LINE, Value
+from headway.core.config.values import parse_text, suggest_word
 
 
-def underscored(token: str) -> str:
-    """The spelling by which a flag is known: dashes and underscores mean the same."""
+def replace_dashes(token: str) -> str:
+    """Return a flag with dashes replaced by underscores, as its name is spelled in the settings."""
     return token.replace("-", "_")
 
 
 class PlaceType(click.ParamType):  # type: ignore[type-arg]
-    """A folder, or a URL of an object store."""
+    """click type for the path of a folder or the URL of an object store."""
 
     name = "path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """As a path."""
+        """Return the value as a path."""
         return to_path(value)
 
 
 PLACE = PlaceType()
-"""What reads checkpoints and runs takes."""
+"""click type for the path or URL of a checkpoint or run that a command reads."""
 
 
 class GroupedOption(click.Option):
-    """An option that is listed under a heading of the help page.
+    """Option that is listed under a heading of the help page.
 
     Args:
-        group: the heading.
-        is_rare: listed by `--help-all` alone.
+        group: Heading.
+        is_rare: Whether only `--help-all` lists the option.
     """
 
     def __init__(self, *args: Any, group: str = "Options", is_rare: bool = False, **kwargs: Any) -> None:
@@ -51,12 +46,24 @@ class GroupedOption(click.Option):
         self.is_rare = is_rare
 
     def get_help_extra(self, ctx: click.Context) -> Any:
-        """What click adds to the help, without the range of a number: an error names it."""
+        """Return the details that click appends to the help text, such as the default.
+
+        The range of a number is left out, because error messages contain it.
+        """
         return {name: value for name, value in super().get_help_extra(ctx).items() if name != "range"}
 
 
-def option(name: str, metavar: str | None, group: str, text: str, kind: Any = None, **more: Any) -> GroupedOption:
-    """An option in one line; without a metavar it is a switch, and a tuple of words as `kind` are all there is to choose."""
+def make_option(name: str, metavar: str | None, group: str, text: str, kind: Any = None, **more: Any) -> GroupedOption:
+    """Create a command-line option that is listed under a heading of the help page.
+
+    Args:
+        name: Flag.
+        metavar: Placeholder of the value in the help; None for a switch without a value.
+        group: Heading.
+        text: Help text.
+        kind: click type of the value, or a tuple with the allowed words.
+        more: Further arguments of click.Option.
+    """
     if metavar is None:
         return GroupedOption([name], is_flag=True, group=group, help=text, **more)
     if isinstance(kind, tuple) and "|" in metavar:
@@ -66,7 +73,11 @@ def option(name: str, metavar: str | None, group: str, text: str, kind: Any = No
 
 
 def _show_choices(choices: tuple[str, ...], text: str) -> tuple[str, str]:
-    """The metavar and the text of an option: its words are the metavar if they are few, else in the text, where they wrap."""
+    """Return the metavar and the help text of an option with choices.
+
+    If the choices are few and short, they become the metavar. Otherwise they are added to the text, which can be
+    wrapped.
+    """
     words = "|".join(choices)
     if len(words) <= _LONGEST_METAVAR:
         return words, text
@@ -76,10 +87,11 @@ def _show_choices(choices: tuple[str, ...], text: str) -> tuple[str, str]:
 
 _LONGEST_METAVAR = 20
 
-
 JSON = GroupedOption(["--json", "as_json"], group="Output", is_flag=True, help="Print JSON.")
+
 _WHERE = "Config file.  [default: the one that `headway config` writes]"
-CONFIG_FILE = option("--config_file", "PATH", "Configuration", _WHERE, click.Path())
+
+CONFIG_FILE = make_option("--config_file", "PATH", "Configuration", _WHERE, click.Path())
 
 
 def _show_all(ctx: click.Context, parameter: click.Parameter, is_given: bool) -> None:
@@ -93,16 +105,16 @@ _SHOWS_ALL = f"{__name__}.all"
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists the options that most runs need, and whose unknown flags are answered with what to use.
+    """Command whose help lists the common options, and whose errors suggest a replacement for an unknown flag.
 
     Args:
-        aliases: other names of flags, which the help does not show.
+        aliases: Flag for each alternative name. The help does not show alternative names.
     """
 
     def __init__(self, *args: Any, aliases: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         known = aliases or {}
         kwargs["context_settings"] = {
-            "token_normalize_func": lambda token: known.get(underscored(token), underscored(token)),
+            "token_normalize_func": lambda token: known.get(replace_dashes(token), replace_dashes(token)),
             "help_option_names": ["-h", "--help"],
             "max_content_width": 100,
             **kwargs.get("context_settings", {}),
@@ -114,16 +126,19 @@ class GroupedCommand(click.Command):
             self.params.append(GroupedOption(["--help-all"], help=text, **more))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, and explain another launcher's flag."""
+        """Parse the arguments. Explain an unknown flag if it belongs to another launcher."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             refuse(error.option_name)
-            hint = did_you_mean(error.option_name.lstrip("-"), [str(given.name) for given in self.params], prefix="--")
+            hint = suggest_word(error.option_name.lstrip("-"), [str(given.name) for given in self.params], prefix="--")
             raise click.UsageError(f"there is no flag {error.option_name}{hint}", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in the order in which they were declared: the usual ones, or all under their headings."""
+        """Write the options to the help page.
+
+        If some options are rare, all are written only with `--help-all`, grouped by heading.
+        """
         params = self.get_params(ctx)
         is_short = any(getattr(each, "is_rare", False) for each in params) and _SHOWS_ALL not in ctx.meta
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -140,18 +155,18 @@ class GroupedCommand(click.Command):
                 formatter.write_dl(records, col_max=32)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples as they stand."""
+        """Write the example commands at the end of the help page without wrapping their lines."""
         if self.epilog:
             formatter.write_paragraph()
             formatter.write(self.epilog.rstrip() + "\n")
 
 
-def setting_options() -> list[click.Parameter]:
-    """One option for each setting of a launch."""
-    return [_option(setting) for setting in SETTINGS.values()]
+def make_setting_options() -> list[click.Parameter]:
+    """Return the command-line options of a launch, one per setting."""
+    return [_make_setting_option(setting) for setting in SETTINGS.values()]
 
 
-def _option(setting: LaunchSetting) -> click.Option:
+def _make_setting_option(setting: LaunchSetting) -> click.Option:
     flags = [setting.short, setting.flag] if setting.short else [setting.flag]
     chosen, text = _show_choices(setting.choices, setting.text)
     about: dict[str, Any] = {"group": setting.group, "is_rare": not setting.is_usual}
@@ -165,14 +180,14 @@ def _option(setting: LaunchSetting) -> click.Option:
     return GroupedOption([*flags, setting.name], metavar=words[setting.kind], **about)
 
 
-def command_line_layer(given: Mapping[str, Any]) -> dict[str, Value]:
-    """What the command line decides.
+def read_command_line_layer(given: Mapping[str, Any]) -> dict[str, Value]:
+    """Return the settings given on the command line.
 
     Args:
-        given: click's parsed values by setting; None where the flag was not given.
+        given: Values parsed by click, by setting; None if a flag was not given.
 
     Raises:
-        ConfigError: a value cannot be read or is out of range.
+        ConfigError: If a value cannot be parsed or is out of range.
     """
     layer = {}
     for name, raw in given.items():
@@ -180,41 +195,10 @@ def command_line_layer(given: Mapping[str, Any]) -> dict[str, Value]:
             continue
         setting = SETTINGS[name]
         origin = f"{COMMAND_LINE}: {setting.flag}"
-        layer[name] = Value(raw if isinstance(raw, bool) else from_text(setting, raw, origin), origin)
+        layer[name] = Value(raw if isinstance(raw, bool) else parse_text(setting, raw, origin), origin)
     return layer
 
 
-def examples(*lines: str) -> str:
-    """An epilog that shows commands."""
+def format_examples(*lines: str) -> str:
+    """Return the text at the end of a help page, which lists example commands."""
     return "Examples:\n" + "\n".join(f"  {line}" for line in lines)
-
-
-class _Status(logging.StreamHandler):  # type: ignore[type-arg]  # it cannot be subscripted in Python 3.10
-    """Shows a record in the place of the one before."""
-
-    terminator = ""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The text, behind what clears the line."""
-        return f"\r\x1b[K{super().format(record)}"
-
-    def close(self) -> None:
-        """Clear the line."""
-        self.stream.write("\r\x1b[K")
-        super().close()
-
-
-def show_progress() -> None:
-    """Show what Headway's modules say of long work, until the command ends."""
-    logger = logging.getLogger("headway")
-    handler = _Status() if sys.stderr.isatty() else logging.StreamHandler()
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-
-    def end() -> None:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        handler.close()
-
-    click.get_current_context().call_on_close(end)

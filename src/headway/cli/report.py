@@ -1,20 +1,21 @@
-"""`headway report`: one HTML page, and pictures, of a run or of several side by side."""
+"""`headway report`: write one HTML page, and optionally PNG files, about one or more runs."""
 
 from pathlib import Path
 
 import click
 
-from headway.cli.options import PLACE, GroupedCommand, examples, option
+from headway.cli.options import PLACE, GroupedCommand, format_examples, make_option
 from headway.common.object_path import ObjectPath
 from headway.common.text import format_bytes
 
 _ABOUT = """Draw the runs RUN (folders, their `log.jsonl`, or URLs such as s3://bucket/run) on one page.
 
 The page is a single HTML file that needs no network: loss, learning rate, gradient norm, speed and memory, with out-of-memory
-errors, restarts and checkpoints marked. Several runs are laid over each other, and their settings compared.
+errors, restarts and checkpoints marked. Several runs are laid over each other, and their settings compared. Without RUN, the page
+shows the only run in or below the current folder; if there are several, an error lists them.
 """
 
-_EPILOG = examples(
+_EPILOG = format_examples(
     "headway report runs/digits                       writes runs/digits/report.html",
     "headway report runs/a runs/b --out compare.html  two runs on one page",
     "headway report runs/digits --png pictures        and each chart as a PNG",
@@ -29,27 +30,28 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     "report",
     cls=GroupedCommand,
     params=[
-        click.Argument(["run"], type=PLACE, nargs=-1, required=True),
-        option(
+        click.Argument(["run"], type=PLACE, nargs=-1),
+        make_option(
             "--out",
             "FILE",
             "Output",
             "The page.  [default: report.html beside the first run's log, or here for a URL]",
             _FILE,
         ),
-        option("--png", "FOLDER", "Output", "Write each chart as a PNG, too; needs headway[plots].", _FOLDER),
+        make_option("--png", "FOLDER", "Output", "Write each chart as a PNG, too; needs headway[plots].", _FOLDER),
     ],
     help=_ABOUT,
     epilog=_EPILOG,
 )
 def command(run: tuple[Path, ...], out: Path | None, png: Path | None) -> None:
-    """Read the runs, then write the page and the pictures."""
+    """Load the runs, then write the page and the PNG files."""
     # Imported here so that the help does not wait for it.
-    from headway.tracking.report.data import load
-    from headway.tracking.report.page import html_page
+    from headway.core.tracking.report.data import load
+    from headway.core.tracking.report.page import html_page
 
+    run = run or (Path(),)
     if png is not None:
-        from headway.tracking.report.panels import require_matplotlib
+        from headway.core.tracking.report.drawing import require_matplotlib
 
         require_matplotlib()
     runs = load(run)
@@ -59,9 +61,9 @@ def command(run: tuple[Path, ...], out: Path | None, png: Path | None) -> None:
     _write(target, text)
     click.echo(f"{target} ({format_bytes(len(text))})")
     if png is not None:
-        from headway.tracking.report.panels import draw
+        from headway.core.tracking.report.drawing import draw_charts
 
-        for path in draw(runs, png):
+        for path in draw_charts(runs, png):
             click.echo(str(path))
 
 

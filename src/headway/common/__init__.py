@@ -1,1 +1,4 @@
-"""Small helpers that every layer may use: the environment, files, tracebacks, units, and what comes from outside."""
+"""Utilities that do not import torch: environment variables, files, tracebacks, units, untrusted input.
+
+Every layer may import them.
+"""

@@ -1,4 +1,4 @@
-"""A file that is written whole or not at all: under another name beside it first, then renamed into its place."""
+"""Atomic file writes: write to a temporary file in the same directory, then rename it over the target."""
 
 import contextlib
 import secrets
@@ -8,14 +8,16 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path, has_rivals: bool = False) -> Iterator[Path]:
-    """The file to write in this block, in the same folder; where the block ends well, it takes the place of `path`.
+def open_replacement(path: Path, has_rivals: bool = False) -> Iterator[Path]:
+    """Yield a temporary path to write to. If the block succeeds, rename the file to `path`.
 
-    A reader of `path` sees the old file or the new one. After a failure there is the old one, and nothing beside it.
+    A reader of `path` sees either the old file or the complete new one. If the block raises, the old file stays and the
+    temporary file is removed.
 
     Args:
-        path: what is written or replaced.
-        has_rivals: other processes may write it at the same moment.
+        path: File to create or replace.
+        has_rivals: Whether other processes may write the same file at the same time. Each process then uses a different
+            temporary name. Default: False.
     """
     rival = f".{secrets.token_hex(4)}" if has_rivals else ""
     staged = path.with_name(f".{path.name}{rival}.tmp")
@@ -23,12 +25,19 @@ def replacing(path: Path, has_rivals: bool = False) -> Iterator[Path]:
         yield staged
         staged.replace(path)
     except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one to tell
+        with contextlib.suppress(OSError):  # raise the error of the block, not one of the cleanup
             staged.unlink(missing_ok=True)
         raise
 
 
 def write_text(path: Path, text: str, has_rivals: bool = False) -> None:
-    """Let the file hold this text, in UTF-8."""
-    with replacing(path, has_rivals) as staged:
+    """Write `text` to `path` atomically, in UTF-8.
+
+    Args:
+        path: File to create or replace.
+        text: New content of the file.
+        has_rivals: Whether other processes may write the same file at the same time. Each process then uses a different
+            temporary name.
+    """
+    with open_replacement(path, has_rivals) as staged:
         staged.write_text(text, encoding="utf-8")

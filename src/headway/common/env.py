@@ -1,4 +1,4 @@
-"""The only file that touches os.environ: typed reads of the variables that launchers set."""
+"""Typed access to environment variables. No other module touches `os.environ`."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -11,33 +11,42 @@ _FALSE = frozenset({"0", "false", "no", "off", "n", "f", ""})
 
 PREFIX = "HEADWAY_"
 CONTROL = "HEADWAY_CONTROL"
-"""Name of the variable that tells a worker where the launcher hosts the control plane."""
+"""Variable that gives a worker the address of the control plane hosted by the launcher."""
+
+RESTART_REASON = "HEADWAY_RESTART_REASON"
+"""Variable that gives restarted workers, in one sentence, the reason why the launcher has restarted them."""
 
 SECRET = "HEADWAY_SECRET"
-"""Name of the variable that may hold the secret by which a run's machines and ranks know one another."""
+"""Variable that may hold the run's shared secret, by which its machines and ranks authenticate each other."""
 
 MEMORY = "HEADWAY_MEMORY"
-"""Name of the variable that tells a worker of a folder in shared memory, which the launcher's agent holds."""
+"""Variable that gives a worker the path of a folder in shared memory.
+
+The launcher's agent creates and removes the folder.
+"""
+
+VERIFY = "HEADWAY_VERIFY"
+"""Variable by which `headway verify` instructs the workers of a run, as JSON, which values to record."""
 
 PAYLOAD = "HEADWAY_RUN"
-"""Name of the variable that carries the launcher's JSON payload to a worker."""
+"""Variable that carries the launcher's settings to a worker, as JSON."""
 
 
 def get(name: str) -> str | None:
-    """Return the variable's text, or None where it is not set."""
+    """Return the text of an environment variable, or None if it is not set."""
     return os.environ.get(name)
 
 
-def take(name: str) -> str | None:
-    """Return the variable's text and remove it, so that no child process finds it; None where it is not set."""
+def remove_variable(name: str) -> str | None:
+    """Remove an environment variable, which child processes then do not inherit. Return its text, or None if unset."""
     return os.environ.pop(name, None)
 
 
 def get_int(name: str) -> int | None:
-    """Return the variable as an integer, or None where it is unset or empty.
+    """Return an environment variable as an integer, or None if it is unset or empty.
 
     Raises:
-        ConfigError: the variable is set to something that is not an integer.
+        ConfigError: If the value is not an integer.
     """
     text = os.environ.get(name)
     if text is None or not text.strip():
@@ -49,17 +58,25 @@ def get_int(name: str) -> int | None:
 
 
 def get_bool(name: str) -> bool | None:
-    """Return the variable as a truth value, or None where it is not set.
+    """Return an environment variable as a bool, or None if it is not set.
 
     Raises:
-        ConfigError: the variable is set to something that is neither true nor false.
+        ConfigError: If the value is not one of the accepted words for true and false.
     """
     text = os.environ.get(name)
     return None if text is None else parse_bool(text, name)
 
 
 def parse_bool(text: str, name: str) -> bool:
-    """Read 'true', 'no', '1', ... ; `name` is what the error calls it."""
+    """Parse "true", "no", "1" and similar words, ignoring case.
+
+    Args:
+        text: Text to parse.
+        name: Name of the variable or setting, for the error message.
+
+    Raises:
+        ConfigError: If the text is not one of the accepted words.
+    """
     lowered = text.strip().lower()
     if lowered in _TRUE:
         return True
@@ -68,50 +85,54 @@ def parse_bool(text: str, name: str) -> bool:
     raise ConfigError(f"{name}={text!r} must be a truth value: one of true, false, yes, no, on, off, 1, 0")
 
 
-def rank() -> int:
-    """This process's rank as its launcher set it; 0 without a launcher."""
+def get_rank() -> int:
+    """Return this process's global rank as set by the launcher; 0 without a launcher."""
     return get_int("RANK") or 0
 
 
-def local_rank() -> int:
-    """This process's rank among those of its machine; 0 without a launcher."""
+def get_local_rank() -> int:
+    """Return this process's rank on its machine as set by the launcher; 0 without a launcher."""
     return get_int("LOCAL_RANK") or 0
 
 
-def world_size() -> int:
-    """The number of processes that the launcher started; 1 without one."""
+def get_world_size() -> int:
+    """Return the total number of processes as set by the launcher; 1 without a launcher."""
     return get_int("WORLD_SIZE") or 1
 
 
-def local_world_size() -> int:
-    """The number of processes on this machine; 1 without a launcher."""
+def get_local_world_size() -> int:
+    """Return the number of processes on this machine as set by the launcher; 1 without a launcher."""
     return get_int("LOCAL_WORLD_SIZE") or 1
 
 
-def snapshot() -> dict[str, str]:
-    """A copy of the whole environment, to start another process with."""
+def copy_variables() -> dict[str, str]:
+    """Return a copy of the environment variables, for starting another process."""
     return dict(os.environ)
 
 
 def set_default(name: str, value: str) -> None:
-    """Set a variable for this process and its children unless the user has set it."""
+    """Set an environment variable for this process and its children, unless it is already set."""
     os.environ.setdefault(name, value)
 
 
 @contextmanager
-def patched(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Apply `changes` (None removes a variable) for the block, and put the former values back after it."""
+def patch_variables(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Return a context in which environment variables are changed. The previous values are restored at its end.
+
+    Args:
+        changes: New values by name. A value of None removes the variable.
+    """
     before = {name: os.environ.get(name) for name in changes}
-    change(changes)
+    apply_changes(changes)
     try:
         yield
     finally:
-        change(before)
+        apply_changes(before)
 
 
 @contextmanager
-def cleared() -> Iterator[None]:
-    """Run the block in an empty environment, and put the former one back after it."""
+def clear_variables() -> Iterator[None]:
+    """Return a context with an empty environment. The previous environment is restored at its end."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -121,8 +142,12 @@ def cleared() -> Iterator[None]:
         os.environ.update(before)
 
 
-def change(changes: Mapping[str, str | None]) -> None:
-    """Apply `changes` for this process and its children; None removes a variable."""
+def apply_changes(changes: Mapping[str, str | None]) -> None:
+    """Change environment variables of this process and of processes that it starts later.
+
+    Args:
+        changes: New values by name. A value of None removes the variable.
+    """
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)

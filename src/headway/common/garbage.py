@@ -1,4 +1,4 @@
-"""Python's search for garbage in reference cycles, which takes a third of the time where millions of small objects are made."""
+"""Context manager that pauses Python's cyclic garbage collector, for code in which it costs time and frees nothing."""
 
 import gc
 from collections.abc import Iterator
@@ -6,8 +6,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_garbage_search() -> Iterator[None]:
-    """A block, or a function that it decorates, during which there is none: one that makes many objects and hardly a cycle."""
+def pause_garbage_collection() -> Iterator[None]:
+    """Return a context manager (or decorator) in which cyclic garbage collection is disabled.
+
+    It is for code that creates millions of small objects and almost no reference cycles, such as a forecast or the
+    manifest of 10,000 parameters. Collection would take a third of the time there. If another thread enables the
+    collector meanwhile, only time is lost.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""Client for object stores (S3, Google Cloud Storage, Azure), on top of obstore: requests, retries and errors.
+"""Client for object stores (S3, Google Cloud Storage, Azure) on top of obstore: requests, retries and errors.
 
-Every request is tried again while it fails in a way that may pass (no answer, a server's error, a torn transfer), for a bounded
-time; what is refused is not. Endpoint, region and credentials are found by obstore itself: AWS_*, GOOGLE_* and AZURE_* variables, a
-web identity, the machine's role; a profile of ~/.aws where boto3 is installed.
+A request is retried for a bounded time while it fails for a transient reason: no answer, a server error, a truncated
+transfer. A refused request is not retried. obstore itself finds endpoint, region and credentials: AWS_*, GOOGLE_*
+and AZURE_* variables, a web identity, or the machine's role. Profiles in ~/.aws work if boto3 is installed.
 """
 
 import importlib
@@ -23,52 +23,63 @@ from headway.errors import ConfigError, ObjectStoreError, OptionalDependencyMiss
 T = TypeVar("T")
 
 RETRY_SECONDS, REQUEST_TIMEOUT = "HEADWAY_STORE_RETRY_SECONDS", "HEADWAY_STORE_REQUEST_TIMEOUT"
-"""Variables: seconds for which a request that fails is tried again (120), and seconds for one attempt (60)."""
+"""Environment variables: total seconds of retries for one request (default 120), and timeout in seconds of one attempt
+(default 60).
+"""
 _REFUSED = "ExpiredToken|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch|TokenRefreshRequired|AccessDenied"
 _LONGEST_PAUSE, _MOST_KEPT = 5.0, 4
 
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """An object of a listing: its key in the bucket, and its bytes."""
+    """One object in a listing of a bucket.
+
+    Attributes:
+        key: Key of the object in the bucket.
+        num_bytes: Size of the object in bytes.
+        version: ETag, which changes when the object is replaced. "" if the store reports none.
+    """
 
     key: str
     num_bytes: int
+    version: str = ""
 
 
 class ObjectClient:
-    """One bucket (or container).
+    """Client for one bucket (or container).
 
     Args:
-        root: such as "s3://bucket".
+        root: URL of the bucket, such as "s3://bucket".
+        retry_seconds: Total seconds of retries for one request. Default: the value of HEADWAY_STORE_RETRY_SECONDS, or
+            120.
 
     Raises:
-        OptionalDependencyMissing: obstore is not installed.
-        ConfigError: the URL or a variable says what cannot be.
+        OptionalDependencyMissing: If obstore is not installed.
+        ConfigError: If the URL or an environment variable is invalid.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, retry_seconds: float | None = None) -> None:
         self._library: Any = require("obstore", f"{root} needs", "headway[s3]")
         self.root = root
         self._kept: dict[str, tuple[bytes, str]] = {}
-        self._retry_seconds = _seconds(RETRY_SECONDS, 120.0)
-        timeout = timedelta(seconds=_seconds(REQUEST_TIMEOUT, 60.0))
+        self._retry_seconds = _read_seconds(RETRY_SECONDS, 120.0) if retry_seconds is None else retry_seconds
+        timeout = timedelta(seconds=_read_seconds(REQUEST_TIMEOUT, 60.0))
         try:
             self._store = importlib.import_module("obstore.store").from_url(
                 root,
-                client_options={  # given as a whole, in place of what the library would read
+                client_options={  # passed as a whole, instead of the options that obstore reads from the environment
                     "timeout": timeout,
                     "connect_timeout": min(timeout, timedelta(seconds=10)),
                     "allow_http": any(env.get_bool(f"{maker}_ALLOW_HTTP") for maker in ("AWS", "AZURE", "GOOGLE")),
                 },
                 retry_config={"max_retries": 0, "retry_timeout": timeout},
-                **_profile(root),
+                **_find_profile(root),
             )
-        except Exception as error:  # of whatever kind the library has for it
+        except Exception as error:  # obstore raises several kinds of errors here
             raise ConfigError(f"{root} cannot be used: {error}") from error
 
     def get(self, key: str) -> tuple[bytes, str] | None:
-        """An object's bytes and its etag; None where there is none."""
+        """Return an object's bytes and ETag, or None if it does not exist."""
 
         def act() -> tuple[bytes, str]:
             found = self._library.get(self._store, key)
@@ -76,13 +87,17 @@ class ObjectClient:
 
         known = self._kept.get(key)
         if known is not None:
-            now = self._or_none(lambda: self._library.head(self._store, key)["e_tag"], f"look at {key}")
+            now = self._get_or_none(lambda: self._library.head(self._store, key)["e_tag"], f"look at {key}")
             if known[1] == now:
                 return known
-        return self._or_none(act, f"read {key}")
+        return self._get_or_none(act, f"read {key}")
 
-    def keep(self, key: str) -> tuple[bytes, str] | None:
-        """The same as `get`, of an object that is read several times: held, and asked for again where it has changed."""
+    def get_cached(self, key: str) -> tuple[bytes, str] | None:
+        """Return an object's bytes and ETag like `get`, and cache them for later calls of `get`.
+
+        Later calls compare ETags, and download the object again only if it has changed. At most four objects are
+        cached.
+        """
         found = self.get(key)
         self._kept.pop(key, None)
         if found is not None:
@@ -92,10 +107,10 @@ class ObjectClient:
         return found
 
     def get_range(self, key: str, start: int, end: int) -> Any:
-        """Those bytes of an object, as a buffer.
+        """Return the bytes from `start` to `end` (exclusive) of an object, as a buffer.
 
         Raises:
-            FileNotFoundError: there is no such object.
+            FileNotFoundError: If the object does not exist.
         """
 
         def act() -> Any:
@@ -104,27 +119,37 @@ class ObjectClient:
                 raise ConnectionError(f"received {len(found)} bytes instead of {end - start}")
             return found
 
-        return self._tried(act, f"read {key}")
+        return self._retry_request(act, f"read {key}")
 
-    def size(self, key: str) -> int | None:
-        """An object's bytes; None where there is none."""
-        return self._or_none(lambda: int(self._library.head(self._store, key)["size"]), f"look at {key}")
+    def get_size(self, key: str) -> int | None:
+        """Return an object's size in bytes, or None if it does not exist."""
+        return self._get_or_none(lambda: int(self._library.head(self._store, key)["size"]), f"look at {key}")
+
+    def describe(self, key: str) -> ObjectInfo | None:
+        """Return an object's size and ETag, or None if it does not exist."""
+
+        def act() -> ObjectInfo:
+            head = self._library.head(self._store, key)
+            return ObjectInfo(key, int(head["size"]), str(head["e_tag"] or ""))
+
+        return self._get_or_none(act, f"look at {key}")
 
     def put(self, key: str, data: Any, replaces: str | None = "any") -> str | None:
-        """Write an object whole.
+        """Write a whole object, unconditionally or only if the stored object is the one that `replaces` identifies.
 
         Args:
-            key: its name in the bucket.
-            data: its bytes.
-            replaces: the etag of what it takes the place of; None: there must be nothing; "any": whatever is there.
+            key: Key of the object in the bucket.
+            data: Content of the object, as a bytes-like object.
+            replaces: ETag of the object to replace; None if no object may exist yet; "any" to overwrite
+                unconditionally.
 
         Returns:
-            Its etag; None where something else is there, which stays.
+            The new ETag, or None if the condition failed. The stored object is then unchanged.
         """
         mode: Any = "overwrite" if replaces == "any" else "create" if replaces is None else {"e_tag": replaces}
         exceptions = self._library.exceptions
         try:
-            done = self._tried(
+            done = self._retry_request(
                 lambda: self._library.put(self._store, key, data, use_multipart=False, mode=mode), f"write {key}"
             )
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError) as error:
@@ -135,43 +160,55 @@ class ObjectClient:
         return str(done["e_tag"])
 
     def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects below a prefix, which is a whole name: "a/b" has "a/b/c", and not "a/bc"."""
+        """Return all objects under a prefix.
+
+        The prefix consists of whole path components: "a/b" matches "a/b/c" but not "a/bc".
+        """
 
         def act() -> "list[ObjectInfo]":
             chunks = self._library.list(self._store, prefix)
-            return [ObjectInfo(str(each["path"]), int(each["size"])) for chunk in chunks for each in chunk]
+            return [
+                ObjectInfo(str(each["path"]), int(each["size"]), str(each["e_tag"] or ""))
+                for chunk in chunks
+                for each in chunk
+            ]
 
-        return self._tried(act, f"list {prefix}")
+        return self._retry_request(act, f"list {prefix}")
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; what is not there is not missed."""
+        """Delete the objects with these keys. Missing objects are ignored."""
         doomed = list(keys)
         if doomed:
-            self._or_none(lambda: self._library.delete(self._store, doomed), f"remove {doomed[0]}")
+            self._get_or_none(lambda: self._library.delete(self._store, doomed), f"remove {doomed[0]}")
 
-    def _or_none(self, act: Callable[[], T], what: str) -> T | None:
+    def _get_or_none(self, act: Callable[[], T], what: str) -> T | None:
         try:
-            return self._tried(act, what)
+            return self._retry_request(act, what)
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
                 raise ObjectStoreError(f"{self.root} does not exist: create it, or correct the name") from error
             return None
 
-    def _tried(self, act: Callable[[], T], what: str) -> T:
-        """Do it, again and again within bounds.
+    def _retry_request(self, act: Callable[[], T], what: str) -> T:
+        """Call `act`, and retry it after transient errors until the time budget is spent.
+
+        Args:
+            act: Function that makes the request.
+            what: Description of the request, for error messages.
 
         Raises:
-            ObjectStoreError: it was refused, or failed to the end.
-            FileNotFoundError, obstore's errors of conditions: as they come, for who asked.
+            ObjectStoreError: If the store refused the request, or every attempt failed.
+            FileNotFoundError: If the object does not exist.
+            AlreadyExistsError, PreconditionError: obstore's errors of a conditional write, which the caller handles.
         """
         exceptions, began, pause, attempts = self._library.exceptions, time.monotonic(), 0.1, 0
-        told = (FileNotFoundError, exceptions.AlreadyExistsError, exceptions.PreconditionError)
+        caller_errors = (FileNotFoundError, exceptions.AlreadyExistsError, exceptions.PreconditionError)
         while True:
             attempts += 1
             try:
                 return act()
-            except told as error:
-                # S3 says so of two conditional writes at one moment, neither of which has failed for good.
+            except caller_errors as error:
+                # S3 answers so if two conditional writes coincide; neither of them has failed for good.
                 if "ConditionalRequestConflict" not in str(error):
                     raise
                 failure: Exception = error
@@ -182,13 +219,14 @@ class ObjectClient:
             if time.monotonic() - began + pause > self._retry_seconds:
                 raise ObjectStoreError(
                     f"could not {what} in {self.root}: {attempts} attempts in {time.monotonic() - began:.0f} s failed, the last "
-                    f"with: {_short(failure)}. Check that the store can be reached; {RETRY_SECONDS}=SECONDS retries for longer"
+                    f"with: {_shorten_message(failure)}. Check that the store can be reached; {RETRY_SECONDS}=SECONDS "
+                    "retries for longer"
                 ) from failure
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _refusal(self, error: Exception) -> str:
-        """Why it is of no use to ask again; "" where it may be."""
+        """Return the reason why the store has refused a request, or "" if a retry may succeed."""
         exceptions, text = self._library.exceptions, str(error)
         if "RequestTimeTooSkewed" in text:
             return "this machine's clock differs too much from the store's: set it (with chrony, for example)"
@@ -197,27 +235,31 @@ class ObjectClient:
         is_refused = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
         if is_refused or re.search(_REFUSED, text):
             return (
-                f"the credentials were refused ({_short(error)}). They have expired, are wrong, or do not permit this: renew them "
+                f"the credentials were refused ({_shorten_message(error)}). They have expired, are wrong, or do not "
+                "permit this: renew them "
                 "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or the machine's role) and start again from the "
                 "last checkpoint"
             )
         is_unusable = isinstance(error, exceptions.NotSupportedError | exceptions.InvalidPathError)
-        return _short(error) if is_unusable else ""
+        return _shorten_message(error) if is_unusable else ""
 
 
 class _ObjectClients(dict[tuple[str, int], ObjectClient]):
-    """The buckets that this process uses, by their roots and its id, which a fork changes."""
+    """Cache of clients by bucket and process ID.
+
+    The process ID is part of the key because a client does not survive a fork.
+    """
 
 
-def client_of(root: str) -> ObjectClient:
-    """This process's client of a root such as "s3://bucket"."""
+def get_client(root: str) -> ObjectClient:
+    """Return this process's client for a bucket such as "s3://bucket"."""
     known, key = scope.own(_ObjectClients), (root, os.getpid())
     if key not in known:
         known[key] = ObjectClient(root)
     return known[key]
 
 
-def _seconds(name: str, default: float) -> float:
+def _read_seconds(name: str, default: float) -> float:
     text = env.get(name)
     try:
         value = default if not text else float(text)
@@ -228,8 +270,8 @@ def _seconds(name: str, default: float) -> float:
     return value
 
 
-def _profile(root: str) -> dict[str, Any]:
-    """Who gives credentials of a profile, which obstore does not read itself."""
+def _find_profile(root: str) -> dict[str, Any]:
+    """Return a credential provider for an AWS profile, which obstore does not read by itself."""
     is_named = env.get("AWS_PROFILE") or (Path.home() / ".aws" / "credentials").is_file()
     if not root.startswith("s3:") or env.get("AWS_ACCESS_KEY_ID") or not is_named:
         return {}
@@ -241,6 +283,6 @@ def _profile(root: str) -> dict[str, Any]:
         ) from error
 
 
-def _short(error: Exception) -> str:
+def _shorten_message(error: Exception) -> str:
     text = " ".join(str(error).split("Debug source:")[0].split())
     return text if len(text) <= 300 else text[:300] + "..."

@@ -1,8 +1,9 @@
-"""Paths in object stores (`s3://bucket/run`); a file longer than a part is stored as several objects.
+"""Paths in object stores, such as `s3://bucket/run`. A file larger than one part is stored as several objects.
 
-A file's first 16 MiB are the object of its name, the next ones `<name>.part-00001` and so on: each is written by one request that
-succeeds or fails as a whole, so that a killed process leaves nothing but objects with names. (What a multipart upload leaves has none
-in a listing, is paid for, and cannot be found through obstore.) Folders are prefixes, which need not be made.
+The first 16 MiB of a file are the object with its name; the next ones are `<name>.part-00001` and so on. Each part
+is written by one request that succeeds or fails as a whole, so a killed process leaves only complete, named objects.
+A multipart upload would leave parts that no listing shows, that cost money, and that obstore cannot find. Folders
+are prefixes and need not be created.
 """
 
 import contextlib
@@ -16,21 +17,28 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from headway.common.object_client import ObjectClient, ObjectInfo, client_of
+from headway.common.object_client import ObjectClient, ObjectInfo, get_client
+from headway.common.range_file import RangeFile
 from headway.errors import ConfigError
 
 PART = 16 * 2**20
-"""Bytes of a file in one object."""
+"""Size in bytes of one part of a file."""
 THREADS = 4
-"""Parts that a process sends or receives at once."""
+"""Number of parts that a process sends or receives concurrently."""
 SCHEMES = ("s3", "gs", "az")
+"""URL schemes of object stores. They repeat the "store" rows of `headway.core.extensions`, which this layer must not
+import.
+"""
 _URL = re.compile(rf"({'|'.join(SCHEMES)})://")
 _MANGLED = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)")
 _PART_NAME = re.compile(r"(.+)\.part-\d{5}")
 
 
 class ObjectPath(type(Path())):  # type: ignore[misc]
-    """A place in a bucket: `/`, `name`, `parent` and `with_name` are those of paths, and what it is asked the store answers."""
+    """A path in a bucket.
+
+    `/`, `name`, `parent` and `with_name` work as in `pathlib`; file operations become requests to the store.
+    """
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -40,67 +48,75 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         raise TypeError(f"{self} is in an object store, and has no path in the file system")
 
     def __rtruediv__(self, other: Any) -> "ObjectPath":
-        """Itself: an absolute path, below whatever folder it is looked for."""
+        """Return this path for `folder / path`.
+
+        An object path is absolute and replaces the folder, as in `pathlib`.
+        """
         return self
 
     @property
     def client(self) -> ObjectClient:
-        """Its bucket."""
-        return client_of(f"{self.parts[0]}//{self.parts[1]}")
+        """Client for the bucket of this path."""
+        return get_client(f"{self.parts[0]}//{self.parts[1]}")
+
+    @property
+    def scheme(self) -> str:
+        """Scheme of this path's URL: one of `SCHEMES`."""
+        return str(self.parts[0]).removesuffix(":")
 
     @property
     def key(self) -> str:
-        """Its name in the bucket."""
+        """Key of this path in the bucket."""
         return "/".join(self.parts[2:])
 
-    def part(self, number: int) -> str:
-        """The key of a part of this file."""
+    def make_part_key(self, number: int) -> str:
+        """Return the key of part `number` of this file."""
         return f"{self.key}.part-{number:05d}" if number else self.key
 
-    def below(self) -> list[tuple[str, ObjectInfo]]:
-        """(name relative to this one, object) of all objects below it, in order of their keys."""
+    def list_objects(self) -> list[tuple[str, ObjectInfo]]:
+        """Return (name relative to this path, `ObjectInfo`) for every object under this path, sorted by key."""
         start = len(self.key) + bool(self.key)
         return [(each.key[start:], each) for each in sorted(self.client.list(self.key), key=lambda each: each.key)]
 
-    # ---------------------------------------------------------------- as of a path
+    # ---------------------------------------------------------------- the interface of pathlib.Path
 
     def absolute(self) -> "ObjectPath":
-        """It is."""
+        """Return this path, which is always absolute."""
         return self
 
     expanduser = resolve = absolute
 
     def exists(self, **_: Any) -> bool:
-        """Is there an object of that name?"""
-        return self.client.size(self.key) is not None
+        """Whether an object with this key exists."""
+        return self.client.get_size(self.key) is not None
 
     is_file = exists
 
     def is_dir(self, **_: Any) -> bool:
-        """Is there anything below it?"""
+        """Whether any object exists under this path."""
         return bool(self.client.list(self.key))
 
     def iterdir(self) -> "Iterator[ObjectPath]":
-        """The files and folders directly below it."""
-        names = {name.split("/")[0] for name, _ in self.below()}
+        """Yield the files and folders directly in this folder."""
+        names = {name.split("/")[0] for name, _ in self.list_objects()}
         yield from (self / name for name in sorted(names) if not _PART_NAME.fullmatch(name))
 
     def rglob(self, pattern: str = "*", **_: Any) -> "Iterator[ObjectPath]":
-        """All files below it."""
-        yield from (self / name for name, _ in self.below() if not _PART_NAME.fullmatch(name))
+        """Yield all files in this folder and its subfolders. The pattern is ignored."""
+        yield from (self / name for name, _ in self.list_objects() if not _PART_NAME.fullmatch(name))
 
     def mkdir(self, *_: Any, **__: Any) -> None:
-        """Nothing: a prefix is there when something has it."""
+        """Do nothing, because a folder is only a prefix and exists as soon as an object has it."""
 
     def touch(self, *_: Any, **__: Any) -> None:
         """Write an empty object."""
         self.write_bytes(b"")
 
     def read_bytes(self) -> bytes:
-        """An object's bytes.
+        """Return the content of the object.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: If the object does not exist.
         """
         found = self.client.get(self.key)
         if found is None:
@@ -108,50 +124,54 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         return found[0]
 
     def read_text(self, *_: Any, **__: Any) -> str:
-        """The same as text."""
+        """Return the content of the object as text in UTF-8.
+
+        Raises:
+            FileNotFoundError: If the object does not exist.
+        """
         return self.read_bytes().decode()
 
     def write_bytes(self, data: Any) -> int:
-        """Write an object in one request."""
+        """Write the object in one request and return the number of bytes."""
         self.client.put(self.key, data)
         return len(data)
 
     def write_text(self, data: str, *_: Any, **__: Any) -> int:
-        """The same of text."""
+        """Write the object as text in UTF-8, in one request."""
         return self.write_bytes(data.encode())
 
     def replace(self, target: Any) -> "ObjectPath":
-        """Give a small object another name: it is there under one of them at least."""
+        """Copy a small object to `target`, then delete it. At every moment at least one of the two exists."""
         target.write_bytes(self.read_bytes())
         self.unlink()
         return target  # type: ignore[no-any-return]
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Remove an object."""
+        """Delete the object. A missing object is not an error."""
         self.client.delete([self.key])
 
     def open(self, mode: str = "rb", *_: Any, **__: Any) -> Any:
-        """A file of any length, to be written or read in order: "wb" or "rb"."""
+        """Open a file of any size for sequential writing ("wb") or for reading ("rb")."""
         return PartsWriter(self) if mode == "wb" else PartsReader(self)
 
     def read_range(self, start: int, end: int) -> Iterator[memoryview]:
-        """Those bytes of a file, part by part.
+        """Yield the bytes from `start` to `end` (exclusive) of a file, one buffer per part.
 
         Raises:
-            FileNotFoundError: a part is not there.
+            FileNotFoundError: If a part does not exist.
         """
         while start < end:
             number, offset = divmod(start, PART)
             count = min(end - start, PART - offset)
-            yield memoryview(self.client.get_range(self.part(number), offset, offset + count))
+            yield memoryview(self.client.get_range(self.make_part_key(number), offset, offset + count))
             start += count
 
 
 def to_path(place: str | Path) -> Path:
-    """A path of the file system, or of an object store where the text is such a URL.
+    """Return `place` as a file system path, or as an `ObjectPath` if it is the URL of an object store.
 
     Raises:
-        ConfigError: a URL was made a `Path` before, which takes a slash away; or it names no bucket.
+        ConfigError: If a URL was passed through `Path` (which removes a slash), or names no bucket.
     """
     text = str(place)
     if isinstance(place, ObjectPath):
@@ -167,8 +187,12 @@ def to_path(place: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def writable(place: Path) -> Iterator[Path]:
-    """A folder for what opens files by their names: `place` itself, or a temporary one; a block that ends well has sent its files."""
+def open_writable(place: Path) -> Iterator[Path]:
+    """Yield a local folder for code that opens files by name.
+
+    A local `place` is yielded itself. For an object store, a temporary folder is yielded, and its files are uploaded
+    if the block succeeds.
+    """
     if not isinstance(place, ObjectPath):
         yield place
         return
@@ -180,19 +204,24 @@ def writable(place: Path) -> Iterator[Path]:
 
 
 class PartsWriter(io.RawIOBase):
-    """Sends a file's parts while the next ones are filled; memory: one part a thread.
+    """Sequential writer that uploads parts in background threads while the next ones are filled.
+
+    Holds at most `THREADS` buffers of `PART` bytes. The file is complete once `close` has returned.
 
     Args:
-        path: the file. It is complete when `close` has returned.
+        path: File to write.
     """
 
     def __init__(self, path: ObjectPath) -> None:
         self._path = path
-        self._at = self._number = self._made = 0
+        self._at = 0
+        self._number = 0
+        self._made = 0
         self._free: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
         self._senders = ThreadPoolExecutor(THREADS, "headway-send")
         self._running: list[Future[None]] = []
-        self._buffer, self._filled = self._next_buffer(), 0
+        self._buffer = self._next_buffer()
+        self._filled = 0
 
     def _next_buffer(self) -> bytearray:
         if self._made < THREADS and self._free.empty():
@@ -201,25 +230,26 @@ class PartsWriter(io.RawIOBase):
         return self._free.get()
 
     def writable(self) -> bool:
-        """It is."""
+        """Return True, as `io` requires of a writer."""
         return True
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Return the number of bytes written so far."""
         return self._at
 
     def write(self, data: Any) -> int:
-        """Take all of some bytes; returns how many.
+        """Write all of `data` and return its length in bytes.
 
         Raises:
-            ObjectStoreError: an earlier part could not be sent.
+            ObjectStoreError: If an earlier part could not be uploaded.
         """
         view = memoryview(data).cast("B")
         count = len(view)
         while view:
             if self._filled == PART:
                 self._send()
-                self._buffer, self._filled = self._next_buffer(), 0
+                self._buffer = self._next_buffer()
+                self._filled = 0
             taken = view[: PART - self._filled]
             self._buffer[self._filled : self._filled + len(taken)] = taken
             self._filled += len(taken)
@@ -231,7 +261,7 @@ class PartsWriter(io.RawIOBase):
         for each in [each for each in self._running if each.done()]:
             self._running.remove(each)
             each.result()
-        key, buffer, filled = self._path.part(self._number), self._buffer, self._filled
+        key, buffer, filled = self._path.make_part_key(self._number), self._buffer, self._filled
         self._number += 1
 
         def act() -> None:
@@ -250,10 +280,10 @@ class PartsWriter(io.RawIOBase):
             super().close()
 
     def close(self) -> None:
-        """Send what is left, and wait for all parts.
+        """Upload the last part and wait for all uploads.
 
         Raises:
-            ObjectStoreError: one could not be sent.
+            ObjectStoreError: If a part could not be uploaded.
         """
         if self.closed:
             return
@@ -266,43 +296,31 @@ class PartsWriter(io.RawIOBase):
             super().close()
 
 
-class PartsReader(io.RawIOBase):
-    """Reads a file in order, or from where it is sought.
+class PartsReader(RangeFile):
+    """Seekable reader of a file that is stored as one or more objects, its parts.
 
     Args:
-        path: the file.
+        path: File to read.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: If the file does not exist.
     """
 
     def __init__(self, path: ObjectPath) -> None:
-        names = {name: each.num_bytes for name, each in path.parent.below()}
+        names = {name: each.num_bytes for name, each in path.parent.list_objects()}
         if path.name not in names:
             raise FileNotFoundError(f"{path} does not exist")
         parts = [size for name, size in names.items() if name == path.name or name.startswith(f"{path.name}.part-")]
-        self._path, self._size, self._at = path, sum(parts), 0
+        super().__init__(sum(parts))
+        self._path = path
 
-    def readable(self) -> bool:
-        """It is."""
-        return True
+    def read_at(self, offset: int, view: memoryview) -> int:
+        """Read bytes of the file from `offset` on into `view`, and return their number.
 
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Go to a place; returns it."""
-        self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Read as much as there is room for; returns how much that was."""
-        view = memoryview(buffer).cast("B")
-        end = min(self._size, self._at + len(view))
+        The number is less than `len(view)` only at the end of the file.
+        """
         count = 0
-        for each in self._path.read_range(self._at, end):
+        for each in self._path.read_range(offset, min(self._num_bytes, offset + len(view))):
             view[count : count + len(each)] = each
             count += len(each)
-        self._at += count
         return count

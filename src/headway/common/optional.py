@@ -1,4 +1,4 @@
-"""Packages that only some features need: imported on use, and named with their install line where missing."""
+"""Optional packages: imported on first use, with an install command in the error if one is missing."""
 
 import importlib
 import importlib.util
@@ -10,8 +10,8 @@ from headway.errors import OptionalDependencyMissing
 
 
 @cache
-def available(package: str) -> bool:
-    """Can `package` be imported here? Asks the import system without importing."""
+def is_available(package: str) -> bool:
+    """Whether `package` can be imported. Does not import it."""
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
@@ -22,12 +22,12 @@ def require(package: str, purpose: str, install: str) -> ModuleType:
     """Import `package` and return it.
 
     Args:
-        package: the import name.
-        purpose: what needs it, for the error: "stateful loaders need".
-        install: what pip installs it by.
+        package: Import name of the package.
+        purpose: Feature that needs it, as the start of the error message: "stateful loaders need".
+        install: Requirement to pass to `pip install`.
 
     Raises:
-        OptionalDependencyMissing: it is not installed; the message has the install line.
+        OptionalDependencyMissing: If the package is not installed. The message contains the install command.
     """
     try:
         return importlib.import_module(package)
@@ -37,16 +37,18 @@ def require(package: str, purpose: str, install: str) -> ModuleType:
         ) from error
 
 
-class Later:
-    """A module that is imported when something of it is first asked for: what an Accelerator alone does not need.
+class LazyModule:
+    """Proxy for a module that is imported when one of its attributes is first read.
+
+    Used for modules that not every Accelerator needs, to keep the import fast.
 
     Args:
-        name: as for `import`.
+        name: Dotted name of the module.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        """The module's own."""
+        """Import the module on first access, and return its attribute."""
         return getattr(importlib.import_module(self._name), attribute)

@@ -1,7 +1,8 @@
-"""What there is once in a process, held by one object: no module keeps state of its own.
+"""Registry of per-process singletons, so that modules hold no global state.
 
-A part asks for its own by what makes it, e.g. `scope.own(Listeners)`: made on first use, the same one afterwards. What ends
-with the process runtime hangs on the runtime's own scope instead (`process.current().scope`). Tests begin with `clear()`.
+`scope.own(Listeners)` creates the object on first use and returns the same one afterwards. Objects that must end
+with the process runtime are registered in the runtime's own scope instead (`process.current().scope`). Tests start
+with `clear()`.
 """
 
 from collections.abc import Callable
@@ -11,29 +12,31 @@ T = TypeVar("T")
 
 
 class Scope:
-    """A holder of one object for each maker."""
+    """Container that holds at most one object per factory function or class."""
 
     def __init__(self) -> None:
         self._owned: dict[Callable[[], Any], Any] = {}
 
     def own(self, make: Callable[[], T]) -> T:
-        """What `make` made here, on first use.
+        """Return the object that `make` creates.
 
-        No lock, which a fork could copy while it is held: where two threads come first, one of the two objects is kept.
+        `make` is called on first use. Later calls of `own` return the object that it created. There is no lock,
+        because a fork could copy the lock while it is held. If two threads call `make` at the same time, one of the
+        two objects is kept and returned to both.
         """
         found: T | None = self._owned.get(make)
         return self._owned.setdefault(make, make()) if found is None else found
 
     def has(self, make: Callable[[], Any]) -> bool:
-        """Has `make` been asked for already?"""
+        """Whether an object created by `make` exists."""
         return make in self._owned
 
     def drop(self, make: Callable[[], Any]) -> None:
-        """Forget what `make` made."""
+        """Remove the object created by `make`."""
         self._owned.pop(make, None)
 
     def clear(self) -> None:
-        """Forget everything: for tests."""
+        """Remove all objects. For tests."""
         self._owned.clear()
 
 

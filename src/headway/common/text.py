@@ -1,4 +1,4 @@
-"""Names, bytes and durations as people write and read them, and tables as text."""
+"""Parsing and formatting of names, sizes, numbers and durations, and formatting of plain-text tables."""
 
 import math
 import re
@@ -8,23 +8,23 @@ from itertools import groupby
 from headway.errors import ConfigError
 
 
-def listed(names: Sequence[str], most: int = 5) -> str:
-    """The first ones, and how many more there are."""
+def join_names(names: Sequence[str], most: int = 5) -> str:
+    """Join the first `most` names with commas, and add how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 5] -> '0-2, 5'."""
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Format integers as ranges: [0, 1, 2, 5] -> '0-2, 5'."""
     runs = (list(run) for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]))
     return ", ".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
 
 
-def columns(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:
-    """A line for each row, its cells below those of the row above.
+def format_columns(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:
+    """Format rows of cells as aligned lines of text.
 
     Args:
-        rows: as many cells each.
-        align: "<" or ">": where cells stand in their columns.
+        rows: Rows with equal numbers of cells.
+        align: "<" to align cells left, ">" to align them right.
     """
     widths = [max(map(len, cells)) for cells in zip(*rows)]
     return ["  ".join(f"{cell:{align}{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
@@ -41,12 +41,12 @@ _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(size: int | str) -> int:
-    """Turn `"10GiB"`, `"500 MB"` or a plain number into bytes.
+    """Convert `"10GiB"`, `"500 MB"` or a plain number to bytes.
 
-    Decimal units (KB, MB, GB, TB) are powers of 1000, binary ones (KiB, MiB, GiB, TiB) powers of 1024; case does not matter.
+    KB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB are powers of 1024. Case is ignored.
 
     Raises:
-        ConfigError: the text is not a size, or negative.
+        ConfigError: If the text is not a size, or the size is negative.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
@@ -62,7 +62,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """Write bytes for people, in binary units: 1536 -> '1.5 KiB'."""
+    """Format a number of bytes in binary units: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
@@ -71,7 +71,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """Write a number for people, to three digits and without an exponent: 33912.7 -> '33,900', 0.01234 -> '0.0123'."""
+    """Format a number with three significant digits and no exponent: 33912.7 -> '33,900', 0.01234 -> '0.0123'."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     digits = 2 - math.floor(math.log10(abs(value)))
@@ -80,7 +80,7 @@ def format_number(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration for people: 3725 -> '1:02:05', 65 -> '1:05', 4.2 -> '0:04'."""
+    """Format a duration in seconds: 3725 -> '1:02:05', 65 -> '1:05', 4.2 -> '0:04'."""
     whole = max(0, int(seconds))
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,5 +1,5 @@
-"""Other libraries' names, served by Headway's own parts."""
+"""Compatibility with other libraries: their public names, implemented by Headway."""
 
-from headway.compat.accelerate.served.names import install_as_accelerate as install_as_accelerate
+from headway.compat.accelerate.served.finder import install_as_accelerate as install_as_accelerate
 
 __all__ = ["install_as_accelerate"]

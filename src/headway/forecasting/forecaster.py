@@ -1,8 +1,9 @@
-"""One step with batches of any size: each size is traced once, answered for the device, and searched among.
+"""Forecast a training step for any batch size, and search for the largest batch or the longest sequence that fits.
 
-Where the sequence of events does not depend on the batch, the bytes of each are a + b * batch, and two traces give a and b. What a
-batch of any size takes is then one replay, which costs milliseconds where a trace costs seconds; two traces more confirm the answer.
-For the longest sequence it is the same with three traces, as attention may keep what grows with the square of the length.
+A trace takes seconds, but a replay of its allocations takes milliseconds. If the sequence of events does not depend
+on the batch size, each event takes a + b * batch bytes. Two traces give a and b for every event, so any other batch
+size is replayed without a trace. Two more traces then confirm the result of a search. A search for the longest
+sequence needs three traces, because attention can keep memory that grows with the square of the length.
 """
 
 import logging
@@ -15,12 +16,13 @@ from typing import Any
 
 from torch import nn
 
-from headway.common.garbage import no_garbage_search
+from headway.common.garbage import pause_garbage_collection
+from headway.core.training.forecast_types import Forecast
 from headway.errors import ConfigError
-from headway.forecasting.answer import Forecast, of_trace, replayed
-from headway.forecasting.device.allocator import MemoryEvent, told_apart
-from headway.forecasting.device.devices import Device, room, spread
-from headway.forecasting.tracing.fake import Spread, trace
+from headway.forecasting.answer import build_forecast, replay_on_device
+from headway.forecasting.device.allocator import MemoryEvent, separate_unsure
+from headway.forecasting.device.devices import Device, compute_allocator_limit, estimate_use
+from headway.forecasting.tracing.fake import Spread, trace_step
 from headway.forecasting.tracing.repeats import RepeatProof
 from headway.forecasting.tracing.step import StepRecipe
 from headway.forecasting.tracing.trace import Trace
@@ -28,23 +30,31 @@ from headway.forecasting.tracing.trace import Trace
 logger = logging.getLogger(__name__)
 
 _ENDLESS = 1 << 20
+"""Default upper limit of the batch size in a search."""
 PROBE = 8
-"""One sample alone often takes another way through a model, and the kernels of very small batches are others."""
+"""First batch size that a search traces.
+
+With smaller batches, a model can take other branches and use other kernels.
+"""
 _POINTS = 12
-"""Batches of a curve of memory against the batch."""
+"""Number of batch sizes on the curve of memory against batch size."""
 _ROUNDS = 6
+"""Maximum number of times that a search makes new traces because larger sizes cause another sequence of events."""
 _SAMPLES = 16
-"""Sizes below an answer that are looked at."""
+"""Number of smaller sizes for which a search's result is checked.
+
+Fragmentation of memory can make a smaller size not fit.
+"""
 
 
 @dataclass(frozen=True)
 class LongestSequence:
-    """A search for the longest sequence.
+    """Options of a search for the longest sequence that fits.
 
     Attributes:
-        batch_fn: gives a micro-batch of so many samples of such a length, as `batch_fn(batch_size, length)`.
-        limit: no longer one is looked for: what the model allows.
-        multiple: lengths are multiples of this.
+        batch_fn: Function that makes a micro-batch, called as `batch_fn(batch_size, length)`.
+        limit: Longest sequence to try, such as the model's maximum.
+        multiple: Step between lengths. Only multiples of it are tried.
     """
 
     batch_fn: Callable[[int, int], Any]
@@ -60,13 +70,14 @@ class LongestSequence:
 
 
 class SizedEvents:
-    """The events of a step of any size, from those of a few sizes.
+    """Allocation events of a step for any size, interpolated from traces of a few sizes.
 
-    Each event's bytes are the polynomial through its values, of degree one for two traces (Newton's forward differences).
+    A size is a batch size or a sequence length. The bytes of each event are a polynomial of the size, computed with
+    Newton's forward differences. Two traces give a polynomial of degree one, three traces one of degree two.
 
     Args:
-        traces: at `begin` and at the sizes that follow it one by one, alike.
-        begin: the first of these sizes.
+        traces: Traces at consecutive sizes from `begin` on, with the same sequence of events.
+        begin: Size of the first trace.
     """
 
     def __init__(self, traces: Sequence[list[MemoryEvent]], begin: int) -> None:
@@ -78,22 +89,22 @@ class SizedEvents:
             self._differences.append(columns[0])
             columns = [[later - value for value, later in zip(*pair)] for pair in pairwise(columns)]
 
-    def num_bytes(self, size: int) -> list[int]:
-        """Of each event at this size."""
+    def compute_sizes(self, size: int) -> list[int]:
+        """Return the bytes of every allocation event of a step at a given batch size or sequence length."""
         found, factor = self._differences[0], 1
         for order, column in enumerate(self._differences[1:]):
             factor = factor * (size - self._begin - order) // (order + 1)
             found = [total + factor * value for total, value in zip(found, column)]
         return found
 
-    @no_garbage_search()
-    def at(self, size: int) -> list[MemoryEvent]:
-        """The events at this size."""
-        return list(map(MemoryEvent._make, zip(self._keys, self.num_bytes(size), *self._rest)))
+    @pause_garbage_collection()
+    def build_events(self, size: int) -> list[MemoryEvent]:
+        """Return the allocation events of a step at a given batch size or sequence length."""
+        return list(map(MemoryEvent._make, zip(self._keys, self.compute_sizes(size), *self._rest)))
 
 
-def alike(first: list[MemoryEvent], second: list[MemoryEvent]) -> bool:
-    """Do the same operations ask and give back in the same order?"""
+def is_same_sequence(first: list[MemoryEvent], second: list[MemoryEvent]) -> bool:
+    """Whether both traces allocate and free in the same order and by the same operations. Sizes may differ."""
     if len(first) != len(second):
         return False
     return all(
@@ -103,14 +114,14 @@ def alike(first: list[MemoryEvent], second: list[MemoryEvent]) -> bool:
 
 
 class BudgetSearch:
-    """Finds the largest batch, or the longest sequence, that stays within a number of bytes.
+    """Search for the largest batch, or the longest sequence, whose memory fits into a given number of bytes.
 
     Args:
-        events: traces a step of that size.
-        takes: bytes that such events take.
-        capacity: bytes that there are.
-        limit: no larger size is looked for.
-        degree: of the polynomial in the size that an event's bytes are: 1 for batches, 2 for sequences under attention.
+        events: Function that traces a step of a given size and returns its allocation events.
+        takes: Function that returns the peak bytes of a list of events.
+        capacity: Available bytes.
+        limit: Largest size to try.
+        degree: Degree of the polynomial that gives an event's bytes: 1 for batches, 2 for sequences under attention.
     """
 
     def __init__(
@@ -122,59 +133,87 @@ class BudgetSearch:
         degree: int = 1,
     ) -> None:
         self._at = cache(events)
-        self._takes, self._capacity, self._limit, self._degree = takes, capacity, limit, degree
+        self._takes = takes
+        self._capacity = capacity
+        self._limit = limit
+        self._degree = degree
         self._sized: dict[int, SizedEvents | None] = {}
 
-    def run(self) -> int:
-        """The largest size, 0 where not even one fits; it has been traced and fits, and one more has been traced and does not."""
+    def find_largest(self) -> int:
+        """Return the largest size that fits, or 0 if not even size 1 fits.
+
+        The result is confirmed by traces: the returned size fits, and the next size does not, unless the limit was
+        reached.
+        """
         bound = self._limit
-        sized = self._sized_from(PROBE) if PROBE + self._degree <= bound else None
+        sized = self._fit_events(PROBE) if PROBE + self._degree <= bound else None
         for _ in range(_ROUNDS):
             if sized is None:
                 break
-            size = self._without_gaps(sized, self._bisect_synthetic(sized, bound))
+            size = self._lower_below_gaps(sized, self._bisect_synthetic(sized, bound))
             if size == 0:
-                return self._bisect(self._fits, PROBE) if self._fits(1) else 0
-            if self._fits(size):
-                if size == bound or not self._fits(size + 1):
+                return self._bisect(self._can_fit, PROBE) if self._can_fit(1) else 0
+            if self._can_fit(size):
+                if size == bound or not self._can_fit(size + 1):
                     return size
-                return self._bisect(self._fits, bound, size + 1)
+                return self._bisect(self._can_fit, bound, size + 1)
             bound = size - 1
-            # The events here are others than those of small sizes: go on from here.
-            sized = self._sized_from(max(1, size - self._degree))
-        return self._bisect(self._fits, bound)
+            # Larger sizes have another sequence of events than smaller ones: interpolate from traces at this size.
+            sized = self._fit_events(max(1, size - self._degree))
+        return self._bisect(self._can_fit, bound)
 
-    def _sized_from(self, begin: int) -> SizedEvents | None:
-        """The events of all sizes; None where those of `begin` and the sizes after it are not alike."""
+    def _fit_events(self, begin: int) -> SizedEvents | None:
+        """Fit the bytes of each allocation event as a function of the size, using traces at `begin` and the next sizes.
+
+        A size is a batch size or a sequence length. None if the traces have different sequences of events.
+        """
         if begin not in self._sized:
             first, *others = traces = [self._at(begin + step) for step in range(self._degree + 1)]
-            is_regular = first and all(alike(first, other) for other in others)
+            is_regular = first and all(is_same_sequence(first, other) for other in others)
             self._sized[begin] = SizedEvents(traces, begin) if is_regular else None
         return self._sized[begin]
 
-    def curve(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """(size, bytes that it takes) of each of these sizes, from the first traces; empty where their sequences differ."""
-        sized = self._sized_from(PROBE)
-        return [] if sized is None else [(size, self._takes(sized.at(size))) for size in sizes]
+    def compute_curve(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Return pairs of (size, peak bytes), interpolated from a few traces.
+
+        The list is empty if these traces have different sequences of events.
+        """
+        sized = self._fit_events(PROBE)
+        return [] if sized is None else [(size, self._takes(sized.build_events(size))) for size in sizes]
 
     def _bisect_synthetic(self, sized: SizedEvents, bound: int) -> int:
-        """The allocator takes a little more than the tensors, whose sum is quick: only sizes near that limit are replayed."""
-        bound = self._bisect(lambda size: max(accumulate(sized.num_bytes(size))) <= self._capacity, bound)
+        """Return the largest size up to `bound` whose interpolated events fit.
+
+        The sum of the tensors is quick to compute, and the allocator reserves only a little more memory than that.
+        So events are replayed only for sizes whose sum is near the capacity.
+        """
+        bound = self._bisect(lambda size: max(accumulate(sized.compute_sizes(size))) <= self._capacity, bound)
         near = bound - bound // 8
-        fits = partial(self._fits_synthetic, sized)
+        fits = partial(self._can_fit_synthetic, sized)
         return self._bisect(fits, bound, near if near and fits(near) else 0)
 
-    def _fits_synthetic(self, sized: SizedEvents, size: int) -> bool:
-        return self._takes(sized.at(size)) <= self._capacity
+    def _can_fit_synthetic(self, sized: SizedEvents, size: int) -> bool:
+        """Whether a step of this size fits into the capacity, according to its interpolated events."""
+        return self._takes(sized.build_events(size)) <= self._capacity
 
-    def _without_gaps(self, sized: SizedEvents, size: int) -> int:
-        """Fragments make a smaller size take more now and then: no answer above one that does not fit."""
+    def _lower_below_gaps(self, sized: SizedEvents, size: int) -> int:
+        """Return `size`, or a size below it if some of the sampled sizes between its half and `size` do not fit.
+
+        Because of fragmentation, a smaller size sometimes needs more memory than a larger one.
+
+        Args:
+            sized: Interpolated events.
+            size: Size that fits.
+        """
         stride = max(1, size // (2 * _SAMPLES))
         sizes = range(size - stride, size // 2, -stride)
-        return min((each - 1 for each in sizes if not self._fits_synthetic(sized, each)), default=size)
+        return min((each - 1 for each in sizes if not self._can_fit_synthetic(sized, each)), default=size)
 
     def _bisect(self, fits: Callable[[int], bool], limit: int, fitting: int = 0) -> int:
-        """The largest size from `fitting`, which fits, to `limit` that fits; a size fits if all smaller ones do."""
+        """Return the largest size from `fitting` to `limit` for which `fits` is true, by bisection.
+
+        Assumes that `fitting` fits, and that all sizes below a size that fits do, too.
+        """
         low, high = fitting, max(1, fitting * 2)
         while high <= limit and fits(high):
             low, high = high, high * 2
@@ -184,25 +223,28 @@ class BudgetSearch:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def _fits(self, batch: int) -> bool:
+    def _can_fit(self, batch: int) -> bool:
+        """Whether a step of this size fits into the capacity, according to a trace at exactly this size."""
         return self._takes(self._at(batch)) <= self._capacity
 
 
 @dataclass
 class StepForecaster:
-    """Forecasts steps of any batch.
+    """Forecaster of one training step at any batch size. Each batch size is traced at most once.
 
     Attributes:
-        model_fn: makes the model, here without memory.
-        batch_fn: gives a micro-batch of so many samples, and of a length where the recipe has lengths.
-        recipe: of the step.
-        device: the target.
-        prepare: is given the model before the first step; None: nothing is done.
-        is_expandable: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
-        spread: over which ranks; None: the model is on one process.
-        can_repeat: `spread` treats blocks alike, however many there are.
-        counts_work: traces also count what operations compute and move.
-        num_traces: steps that were traced.
+        model_fn: Function that makes the model. It is called where parameters take no memory.
+        batch_fn: Function that makes a micro-batch from a number of samples, and a sequence length if the recipe has
+            lengths.
+        recipe: Configuration of the training step.
+        device: Device to forecast for.
+        prepare: Function that changes the model before the first step, or None.
+        is_expandable: Whether the allocator uses `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+        spread: Function that distributes the model over ranks, or None for one process.
+        counts_work: Whether traces also count floating point operations and memory traffic.
+        can_repeat: Whether `spread` treats all of the model's repeated blocks equally, so that a trace of a few of them
+            can be extrapolated.
+        num_traces: Number of steps traced so far.
     """
 
     model_fn: Callable[[], nn.Module]
@@ -221,47 +263,64 @@ class StepForecaster:
     def forecast(
         self, batch_size: int, limit: int | None, largest: bool = False, longest: LongestSequence | None = None
     ) -> Forecast:
-        """What a step takes.
+        """Forecast a step. If the memory limit is known, also run the requested searches.
 
         Args:
-            batch_size: samples of a micro-batch.
-            limit: bytes that the whole process may take; None: unknown, and nothing is searched for.
-            largest: search for the largest batch, too.
-            longest: the search for the longest sequence; None: it is not looked for.
+            batch_size: Samples per micro-batch.
+            limit: Bytes that the process may use in total, or None if unknown. Without it no search runs.
+            largest: Whether to search for the largest batch.
+            longest: Options of the search for the longest sequence, or None for no search.
         """
         began = time.perf_counter()
-        found = of_trace(self.trace(batch_size), self.device, batch_size, limit, self.is_expandable)
+        found = build_forecast(self.trace(batch_size), self.device, batch_size, limit, self.is_expandable)
         if limit is not None:
-            capacity = room(self.device, limit)
+            capacity = compute_allocator_limit(self.device, limit)
             if largest:
-                batch, curve = self.largest(capacity)
-                by_batch = tuple((size, spread(self.device, taken)[2]) for size, taken in curve)
+                batch, curve = self.find_largest_batch(capacity)
+                by_batch = tuple((size, estimate_use(self.device, taken)[2]) for size, taken in curve)
                 found = replace(found, largest_batch=batch, by_batch=by_batch)
             if longest is not None:
-                found = replace(found, longest_sequence=self._longest(longest, batch_size, capacity))
+                found = replace(found, longest_sequence=self._find_longest_sequence(longest, batch_size, capacity))
         return replace(found, num_traces=self.num_traces, seconds=time.perf_counter() - began)
 
     def trace(self, batch_size: int) -> Trace:
-        """The recipe's steps, of micro-batches of so many samples."""
+        """Trace a step at a batch size, or return the cached trace."""
         if batch_size not in self._traces:
             self._traces[batch_size] = self._trace_batch(partial(self.batch_fn, batch_size), f"{batch_size} samples")
         return self._traces[batch_size]
 
-    def largest(self, capacity: int, limit: int = _ENDLESS) -> tuple[int, Sequence[tuple[int, int]]]:
-        """The largest batch up to `limit` within so many bytes of the allocator, and (batch, bytes) of some up to beyond it."""
-        search = self._search(capacity, limit)
-        found = search.run()
+    def find_largest_batch(self, capacity: int, limit: int = _ENDLESS) -> tuple[int, Sequence[tuple[int, int]]]:
+        """Find the largest batch up to `limit` for which the allocator needs at most `capacity` bytes.
+
+        Returns:
+            The largest batch size, and a curve of (batch size, peak bytes) pairs that extends beyond it. The curve is
+            empty if traces of different batch sizes differ in their events.
+        """
+        search = self._make_search(capacity, limit)
+        found = search.find_largest()
         end = max(8, found + found // 4)
-        return found, search.curve(sorted({max(1, round(end * part / _POINTS)) for part in range(1, _POINTS + 1)}))
+        return found, search.compute_curve(
+            sorted({max(1, round(end * part / _POINTS)) for part in range(1, _POINTS + 1)})
+        )
 
-    def curve(self, batches: Sequence[int]) -> list[tuple[int, int]]:
-        """(batch, bytes of the allocator) of each, from two traces; empty where the events of these two differ."""
-        return self._search(0).curve(batches)
+    def compute_curve(self, batches: Sequence[int]) -> list[tuple[int, int]]:
+        """Return pairs of (batch size, peak reserved bytes), interpolated from two traces.
 
-    def _search(self, capacity: int, limit: int = _ENDLESS) -> BudgetSearch:
-        return BudgetSearch(lambda size: self.trace(size).events, self._reserved, capacity, limit)
+        The list is empty if the two traces have different sequences of events.
+        """
+        return self._make_search(0).compute_curve(batches)
 
-    def _longest(self, longest: LongestSequence, batch_size: int, capacity: int) -> int:
+    def _make_search(self, capacity: int, limit: int = _ENDLESS) -> BudgetSearch:
+        return BudgetSearch(lambda size: self.trace(size).events, self._measure_reserved, capacity, limit)
+
+    def _find_longest_sequence(self, longest: LongestSequence, batch_size: int, capacity: int) -> int:
+        """Return the longest sequence for which the allocator needs at most `capacity` bytes.
+
+        Args:
+            longest: Options of the search.
+            batch_size: Samples per micro-batch.
+            capacity: Available bytes.
+        """
 
         def events(size: int) -> list[MemoryEvent]:
             length = size * longest.multiple
@@ -269,15 +328,24 @@ class StepForecaster:
             return self._trace_batch(batch, f"{batch_size} x {length:,}").events
 
         limit = longest.limit // longest.multiple
-        return BudgetSearch(events, self._reserved, capacity, limit, degree=2).run() * longest.multiple
+        return BudgetSearch(events, self._measure_reserved, capacity, limit, degree=2).find_largest() * longest.multiple
 
     def _trace_batch(self, batch: Callable[..., Any], shown: str) -> Trace:
         self.num_traces += 1
         logger.info("tracing a step of %s", shown)
-        parts = self.model_fn, batch, self.recipe, self.device, self.prepare
-        return trace(*parts, self.spread, self.counts_work, self.can_repeat, self._proofs)
+        return trace_step(
+            self.model_fn,
+            batch,
+            self.recipe,
+            self.device,
+            prepare=self.prepare,
+            spread=self.spread,
+            counts_work=self.counts_work,
+            can_repeat=self.can_repeat,
+            proofs=self._proofs,
+        )
 
-    @no_garbage_search()
-    def _reserved(self, events: list[MemoryEvent]) -> int:
-        known, unsure = told_apart(events)
-        return replayed(known, self.device, self.is_expandable).reserved + unsure
+    @pause_garbage_collection()
+    def _measure_reserved(self, events: list[MemoryEvent]) -> int:
+        known, unsure = separate_unsure(events)
+        return replay_on_device(known, self.device, self.is_expandable).reserved + unsure

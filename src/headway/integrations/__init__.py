@@ -1,1 +1,1 @@
-"""Adapters for engines that start the processes themselves."""
+"""Adapters for other systems: engines that start the training processes, such as Ray, and object stores."""

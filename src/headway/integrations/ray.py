@@ -1,7 +1,8 @@
-"""Ray Train as the engine: checkpoints in its storage, metrics in its reports. Used in the function that a `TorchTrainer` runs.
+"""Ray Train integration: checkpoints in Ray's storage and metrics in its reports.
 
-Nothing of this is needed to train: the Accelerator takes the process group that Ray has made. Ray hears of a report up to some
-seconds later, and what was reported in between is lost with a worker that dies. So `resume` looks into the storage itself.
+It is used inside the function that a `TorchTrainer` runs. Training itself does not need this module, because the
+Accelerator adopts the process group that Ray created. Ray receives a report up to a few seconds after the call, and
+loses it if the worker dies before that. So `resume` searches the storage itself.
 """
 
 from collections.abc import Mapping
@@ -9,27 +10,29 @@ from pathlib import Path
 from typing import Any
 
 from headway.accelerator import Accelerator
-from headway.checkpoint.resume.comparison import Restored
 from headway.common.optional import require
-from headway.config.run import ProjectConfiguration
+from headway.core.checkpoint.resume.comparison import Restored
+from headway.core.config.run import ProjectConfiguration
 from headway.errors import ConfigError
 
 _FOLDER = "headway"
-"""In the experiment's folder, beside what Ray keeps there."""
+"""Subfolder of the experiment's folder for Headway's checkpoints, next to Ray's own files."""
 
 
 def project(**more: Any) -> ProjectConfiguration:
-    """A project in this experiment's storage, whose checkpoints name themselves: `Accelerator(project_config=project())`.
+    """Return a project configuration in this experiment's storage, for `Accelerator(project_config=project())`.
 
-    Where the storage is a folder, as every machine has it mounted, checkpoints are written there at once. Where it is an object
-    store, they are written to a folder of the machine, and `report` has Ray upload them.
+    If the storage is a shared folder, checkpoints are written there directly. If it is an object store, they are
+    written to a local folder, and `report` makes Ray upload them.
 
     Args:
-        more: further fields of ProjectConfiguration. Old checkpoints are Ray's to delete: `CheckpointConfig(num_to_keep=2)`.
+        more: Other fields of ProjectConfiguration. To delete old checkpoints use Ray's
+            `CheckpointConfig(num_to_keep=2)`.
 
     Raises:
-        ConfigError: not in a worker of Ray Train; or `total_limit`, which would delete what Ray still counts on.
-        OptionalDependencyMissing: Ray is not installed.
+        ConfigError: If called outside a worker of Ray Train, or with `total_limit`, which would delete checkpoints that
+            Ray tracks.
+        OptionalDependencyMissing: If Ray is not installed.
     """
     if more.get("total_limit") is not None:
         raise ConfigError(
@@ -44,19 +47,19 @@ def project(**more: Any) -> ProjectConfiguration:
 
 
 def resume(accelerator: Accelerator) -> Restored | None:
-    """Go on from the newest checkpoint in the storage; every worker calls it after `prepare`.
+    """Resume from the newest checkpoint in the storage. Every worker calls this after `prepare`.
 
-    One that Ray has not heard of, as the worker died too soon, is reported now.
+    A checkpoint that Ray does not know, because the worker died before the report arrived, is reported now.
 
     Args:
-        accelerator: made with `project()`.
+        accelerator: Accelerator created with `project()`.
 
     Returns:
-        What was restored; None where there is nothing yet.
+        Description of what was restored, or None if there is no checkpoint yet.
 
     Raises:
-        CheckpointError: on every rank: it is damaged, or does not fit.
-        ConfigError: not in a worker of Ray Train.
+        CheckpointError: On every rank, if the checkpoint is damaged or does not fit.
+        ConfigError: If called outside a worker of Ray Train.
     """
     if _is_folder(_storage()):
         found = accelerator.resume("latest")
@@ -71,16 +74,18 @@ def resume(accelerator: Accelerator) -> Restored | None:
 
 
 def report(accelerator: Accelerator, metrics: Mapping[str, Any], checkpoint: str | Path | None = None) -> None:
-    """`ray.train.report`, with a checkpoint of `save_state`; every worker calls it, as often as the others.
+    """Call `ray.train.report`, optionally with a checkpoint from `save_state`.
+
+    Every worker must make the same number of calls.
 
     Args:
-        accelerator: of this worker.
-        metrics: by name; tensors of one element become numbers, and `updates` is added. Ray keeps those of rank 0.
-        checkpoint: what `save_state` has returned; it is waited for where it is written behind the loop.
+        accelerator: This worker's Accelerator.
+        metrics: Values by name. One-element tensors become numbers, and `updates` is added. Ray keeps those of rank 0.
+        checkpoint: Return value of `save_state`. If its background save is still running, this call waits for it.
 
     Raises:
-        CheckpointError: on every rank, where the checkpoint could not be written.
-        ConfigError: not in a worker of Ray Train; or a checkpoint that lies outside of the experiment's storage.
+        CheckpointError: On every rank, if the checkpoint could not be written.
+        ConfigError: If called outside a worker of Ray Train, or if the checkpoint is outside the experiment's storage.
     """
     told = {"updates": accelerator.num_updates, **{name: _number(value) for name, value in metrics.items()}}
     train, storage = _train(), _storage()
@@ -101,7 +106,10 @@ def report(accelerator: Accelerator, metrics: Mapping[str, Any], checkpoint: str
 
 
 def _is_known(accelerator: Accelerator, folder: Path) -> bool:
-    """Has Ray heard of the checkpoint? By the word of rank 0, so that all workers report or none."""
+    """Whether a checkpoint was already reported to Ray.
+
+    Rank 0's answer is used, so that either all workers report or none.
+    """
     known = False
     if accelerator.is_main_process:
         listed = [Path(each.checkpoint.path).resolve() for each in _train().get_all_reported_checkpoints()]
@@ -136,5 +144,5 @@ def _storage() -> Any:
 
 
 def _is_folder(storage: Any) -> bool:
-    """Is the storage a folder, and no object store or filesystem of the user's?"""
+    """Whether Ray's storage is a local or mounted folder, not an object store."""
     return bool(storage.storage_filesystem.type_name == "local")

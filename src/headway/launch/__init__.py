@@ -1,1 +1,1 @@
-"""From a LaunchConfig to running processes; torch-free."""
+"""Launcher of Headway, which turns a launch configuration into running processes, without importing torch."""

@@ -1,15 +1,19 @@
-"""Where the launcher's own processes begin: `python -m headway.launch agent ...`, `worker ...`, or `under PID COMMAND...`."""
+"""Entry point of the launcher's own processes (`python -m headway.launch`).
+
+The first argument selects the process: `agent ORDER`, `worker AGENT_PID KIND STREAMS TARGET ARGS...` or
+`under PID COMMAND...`. `under` runs a command that is ended when the process PID ends.
+"""
 
 import sys
 
-# `-m` puts the current folder first, where a file of the user's must not stand in for a module that is needed here.
+# `-m` puts the current folder first on sys.path, where a user's file could shadow a module that is imported here.
 if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 
 if sys.argv[1] == "agent":
     import signal
 
-    # While torch is imported, a KeyboardInterrupt may be swallowed; nothing has been started yet that must be ended.
+    # While torch is imported, a KeyboardInterrupt may be swallowed. No rank has been started yet, so exit at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from headway.launch.agent import agent
 
@@ -20,7 +24,7 @@ elif sys.argv[1] == "under":
 
     from headway.launch import worker
 
-    # A notebook's kernel may be killed at any time; what it has started ends with it, in order.
+    # A notebook's kernel may be killed at any time. Then SIGTERM lets this process end its ranks in order.
     worker.die_with(int(sys.argv[2]), signal.SIGTERM)
     os.execv(sys.argv[3], sys.argv[3:])
 else:

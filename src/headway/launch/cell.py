@@ -1,4 +1,4 @@
-"""What a process of `notebook_launcher` runs: the pickled call, whose result or exception goes back by file."""
+"""Program of a `notebook_launcher` process: it runs the pickled call and writes its result or exception to a file."""
 
 import pickle
 import sys
@@ -10,25 +10,28 @@ from headway.common.optional import require
 
 
 def main(folder: str) -> None:
-    """Run the call in `folder`."""
+    """Run the pickled call in `folder`. Write the result to `result<rank>`, or the exception to `error<rank>`."""
     function, args = pickle.loads(Path(folder, "call").read_bytes())
     try:
         result = function(*args)
     except Exception as error:
-        _write(Path(folder, f"error{env.rank()}"), error)
+        _write(Path(folder, f"error{env.get_rank()}"), error)
         raise
-    _write(Path(folder, f"result{env.rank()}"), result)
+    _write(Path(folder, f"result{env.get_rank()}"), result)
 
 
 def _write(path: Path, obj: Any) -> None:
-    """Keep `obj` for the caller where it can be pickled; what cannot be is None there."""
+    """Pickle an object to a file for the notebook.
+
+    If the object cannot be pickled, no file is written, and the notebook gets None.
+    """
     cloudpickle = require("cloudpickle", "notebook_launcher needs", "cloudpickle")
     try:
         content = cloudpickle.dumps(obj)
-        pickle.loads(content)  # an exception with arguments of its own may fail only here
+        pickle.loads(content)  # an exception class with its own constructor arguments can be pickled, but not loaded
     except (TypeError, AttributeError, ValueError, pickle.PicklingError):
         return
-    with atomic.replacing(path) as staged:
+    with atomic.open_replacement(path) as staged:
         staged.write_bytes(content)
 
 

@@ -1,21 +1,27 @@
-"""Reads from a cluster's environment how many machines a run has and which this is: SLURM, Open MPI, Kubernetes."""
+"""Detection of clusters (SLURM, Open MPI, Kubernetes): the number of machines and this machine's rank.
+
+Everything is read from the environment variables that the cluster sets.
+"""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headway.common.untrusted import shown, whole_number
-from headway.config.load import Resolved, Value
+from headway.common.untrusted import parse_whole_number, show_value
+from headway.core.config.load import Resolved, Value
 from headway.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class ClusterTask:
-    """One of several launchers that the cluster has started on every machine: each keeps one process.
+    """Position of this launcher among several that a cluster has started on each machine. Each manages one process.
 
     Attributes:
-        rank, world_size, local_rank, local_world_size: its place, as torch's launcher counts.
-        num_devices: accelerators that the cluster has given to each task for itself; 0 where it does not say so.
+        rank: Global rank of this task.
+        world_size: Number of tasks on all machines.
+        local_rank: Rank of this task on its machine.
+        local_world_size: Number of tasks on this machine.
+        num_devices: Number of accelerators that the cluster has assigned to each task alone; 0 if unknown.
     """
 
     rank: int
@@ -25,18 +31,22 @@ class ClusterTask:
     num_devices: int = 0
 
     def has_own_devices(self, num_visible: int) -> bool:
-        """Does each task see accelerators of its own, instead of all tasks those of the whole machine?"""
+        """Whether each task sees only its own accelerators, not all accelerators of the machine.
+
+        Args:
+            num_visible: Number of accelerators that this task sees.
+        """
         return num_visible > 0 and (num_visible < self.local_world_size or num_visible == self.num_devices)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a cluster's environment says.
+    """Cluster that started this process, as described by its environment variables.
 
     Attributes:
         name: "SLURM", "Open MPI" or "Kubernetes".
-        layer: the settings that it decides.
-        task: this launcher's place among its like; None where it is the only one on its machine.
+        layer: Settings that the cluster determines.
+        task: This launcher's position among several on its machine. None if it is the only one.
     """
 
     name: str
@@ -44,32 +54,45 @@ class Cluster:
     task: ClusterTask | None = None
 
 
-def detect(environment: Mapping[str, str]) -> Cluster | None:
-    """The cluster that started this process; None where there is none.
+def detect_cluster(environment: Mapping[str, str]) -> Cluster | None:
+    """Return the cluster that started this process, or None if no cluster did.
+
+    Args:
+        environment: Environment variables of this process.
 
     Raises:
-        ConfigError: its variables contradict each other.
+        ConfigError: If the cluster's variables contradict each other.
     """
-    return _slurm(environment) or _open_mpi(environment) or _kubernetes(environment)
+    return _detect_slurm(environment) or _open_mpi(environment) or _detect_kubernetes(environment)
 
 
 def check_agreement(resolved: Resolved, cluster: Cluster) -> None:
-    """See that no config file, which other machines read too, contradicts the cluster.
+    """Raise an error if a config file contradicts the cluster. Other machines may read this file, too.
+
+    `force` in the settings skips the check.
+
+    Args:
+        resolved: Resolved settings.
+        cluster: Detected cluster.
 
     Raises:
-        ConfigError: it does; the message names both.
+        ConfigError: If a config file contradicts the cluster; the message names both sources.
     """
-    for name, said in cluster.layer.items():
+    for name, value in cluster.layer.items():
         origin = resolved.origin(name)
-        if origin.startswith("file") and resolved.get(name) != said.value and not resolved.force:
+        if origin.startswith("file") and resolved.get(name) != value.value and not resolved.force:
             raise ConfigError(
-                f"{name}={resolved.get(name)!r} ({origin}) against {said.value!r} ({said.origin}): take it out of the "
+                f"{name}={resolved.get(name)!r} ({origin}) against {value.value!r} ({value.origin}): take it out of the "
                 "file, or name another with --config_file, or add --force to let the file win"
             )
 
 
 class _Reader:
-    """Reads a cluster's variables, with the cluster's name in every origin and error."""
+    """Reader of a cluster's environment variables. Origins of settings, and errors, contain the cluster's name.
+
+    Attributes:
+        layer: Settings that have been read, each with its origin.
+    """
 
     def __init__(self, cluster: str, environment: Mapping[str, str]) -> None:
         self._cluster = cluster
@@ -83,10 +106,10 @@ class _Reader:
         text = self.text(name)
         if not text:
             return None
-        number = whole_number(text)
+        number = parse_whole_number(text)
         if number is None:
             raise ConfigError(
-                f"{self._cluster} says {name}={shown(text)}, which should be a whole number; correct or unset it"
+                f"{self._cluster} says {name}={show_value(text)}, which should be a whole number; correct or unset it"
             )
         return number
 
@@ -100,13 +123,23 @@ class _Reader:
             self.decide("machine_rank", machine_rank, variables[1])
 
     def decide_port(self, job: int | None, variable: str) -> None:
-        """A port that all machines of a job derive alike, and that another job on the same machines does not."""
+        """Set the rendezvous port from the job's number.
+
+        The number is equal on all machines of a job and differs between jobs.
+
+        Args:
+            job: Number of the job, or None.
+            variable: Environment variable that contains the job's number. It is recorded as the origin of the setting.
+        """
         if job is not None:
             self.decide("main_process_port", 20000 + job % 12000, variable)
 
 
-def _slurm(environment: Mapping[str, str]) -> Cluster | None:
-    """A task that srun started; a shell in an allocation (salloc, the top of an sbatch script) is none."""
+def _detect_slurm(environment: Mapping[str, str]) -> Cluster | None:
+    """Return the cluster if srun started this process, or None.
+
+    A shell in an allocation (from salloc, or an sbatch script) was not started by srun and does not count.
+    """
     if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
         return None
     read = _Reader("SLURM", environment)
@@ -129,11 +162,11 @@ def _slurm(environment: Mapping[str, str]) -> Cluster | None:
             num_tasks,
             read.number("SLURM_LOCALID") or 0,
             here,
-            whole_number(read.text("SLURM_GPUS_PER_TASK").rpartition(":")[2]) or 0,  # "2" and "h100:2" are two
+            parse_whole_number(read.text("SLURM_GPUS_PER_TASK").rpartition(":")[2]) or 0,  # "2" and "h100:2" mean two
         )
     if num_machines > 1:
         nodes = read.text("SLURM_STEP_NODELIST") or read.text("SLURM_JOB_NODELIST")
-        read.decide("main_process_ip", first_host(nodes), "SLURM_STEP_NODELIST")
+        read.decide("main_process_ip", parse_first_host(nodes), "SLURM_STEP_NODELIST")
     if num_tasks > 1:
         read.decide_port(read.number("SLURM_JOB_ID"), "SLURM_JOB_ID")
     return Cluster("SLURM", read.layer, task)
@@ -151,13 +184,13 @@ def _open_mpi(environment: Mapping[str, str]) -> Cluster | None:
             f"mpirun started {num_tasks} processes, {here} of them on this machine, so not the same number on each; "
             "start one launcher a machine: mpirun --map-by ppr:1:node headway launch SCRIPT"
         )
-    # Ranks fill one machine after the other, unless mpirun is told otherwise.
+    # mpirun fills one machine after the other by default.
     read.decide_machines(num_tasks // here, rank // here, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     task = None
     if here > 1:
         read.decide("num_processes", num_tasks, "OMPI_COMM_WORLD_SIZE")
         task = ClusterTask(rank, num_tasks, read.number("OMPI_COMM_WORLD_LOCAL_RANK") or 0, here)
-    uri = read.text("OMPI_MCA_orte_hnp_uri")  # "JOB.0;tcp://ADDRESS,...:PORT": where mpirun itself runs
+    uri = read.text("OMPI_MCA_orte_hnp_uri")  # "JOB.0;tcp://ADDRESS,...:PORT": the address of mpirun itself
     address = re.search(r"tcp://([0-9.]+)", uri)
     if num_tasks > here and address is not None:
         read.decide("main_process_ip", address[1], "OMPI_MCA_orte_hnp_uri")
@@ -167,8 +200,11 @@ def _open_mpi(environment: Mapping[str, str]) -> Cluster | None:
     return Cluster("Open MPI", read.layer, task)
 
 
-def _kubernetes(environment: Mapping[str, str]) -> Cluster | None:
-    """A pod of a PyTorchJob, whose operator sets PET_* or torch's own variables, or of an Indexed Job."""
+def _detect_kubernetes(environment: Mapping[str, str]) -> Cluster | None:
+    """Return the cluster if this is a pod of a PyTorchJob or of an Indexed Job.
+
+    The operator of PyTorchJobs sets PET_* variables or torch's own.
+    """
     if "KUBERNETES_SERVICE_HOST" not in environment:
         return None
     read = _Reader("Kubernetes", environment)
@@ -183,7 +219,7 @@ def _kubernetes(environment: Mapping[str, str]) -> Cluster | None:
         if num_machines > 1:
             read.decide("main_process_ip", read.text(address), address)
             read.decide("main_process_port", read.number(port), port)
-        per_machine = whole_number(read.text("PET_NPROC_PER_NODE"))
+        per_machine = parse_whole_number(read.text("PET_NPROC_PER_NODE"))
         if size == "PET_NNODES" and per_machine is not None:
             read.decide("num_processes", num_machines * per_machine, "PET_NNODES", "PET_NPROC_PER_NODE")
         return Cluster("Kubernetes", read.layer)
@@ -194,8 +230,8 @@ def _kubernetes(environment: Mapping[str, str]) -> Cluster | None:
     return Cluster("Kubernetes", read.layer)
 
 
-def first_host(nodes: str) -> str | None:
-    """The first host of a SLURM node list: 'gpu[07-09,12],cpu1' -> 'gpu07'; None for an empty list."""
+def parse_first_host(nodes: str) -> str | None:
+    """Return the first host of a SLURM node list: 'gpu[07-09,12],cpu1' -> 'gpu07'. None for an empty list."""
     match = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,\[]*)", nodes)
     if match is None:
         return None

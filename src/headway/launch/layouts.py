@@ -1,47 +1,55 @@
-"""The layout of a launch, before any process starts: does it fit the processes, and do its options belong to it?"""
+"""Checks of a launch's layout before any process starts: whether it fits the processes and the given options."""
 
-from headway.config import layout_choice, mesh
-from headway.config.load import COMMAND_LINE, Resolved
-from headway.config.mesh import Layout
+from headway.core.config import layout_choice, mesh
+from headway.core.config.load import COMMAND_LINE, Resolved
+from headway.core.config.mesh import Layout
 from headway.errors import ConfigError, UnsupportedError
 
 
-def layout(resolved: Resolved, num_machines: int, num_local: int) -> Layout | None:
-    """The layout that the settings ask for; None where they leave it to the script, or to a strategy of another package.
+def resolve_layout(resolved: Resolved, num_machines: int, num_local: int) -> Layout | None:
+    """Return the layout that the settings request.
 
     Args:
-        resolved: the settings.
-        num_machines: in this run.
-        num_local: processes on each.
+        resolved: Resolved settings.
+        num_machines: Number of machines in the run.
+        num_local: Number of processes on each machine.
+
+    Returns:
+        The layout, or None if the script chooses it or a strategy from another package is named.
 
     Raises:
-        ConfigError: it does not fit the processes, or is not there yet.
+        ConfigError: If the layout does not fit the number of processes, or is not supported.
     """
     text = resolved.get("strategy")
-    if text is None or mesh.find(text) is not None:
+    if text is None or mesh.find_entry_point(text) is not None:
         return None
-    asked = mesh.parse(text)
+    asked = mesh.parse_layout(text)
     try:
         found = asked.resolve(num_machines * num_local, num_local)
-        mesh.check_served(found)
+        mesh.check_supported(found)
     except (ConfigError, UnsupportedError) as error:
         raise ConfigError(f"{error} ({resolved.origin('strategy')})") from None
     return found
 
 
 def check_options(resolved: Resolved, found: Layout | None) -> tuple[str, ...]:
-    """Refuse options that were typed for another layout.
+    """Raise an error if an option on the command line does not apply to the layout.
+
+    Args:
+        resolved: Resolved settings.
+        found: Layout of the run. If None, no option is checked.
 
     Returns:
-        A note for each that a weaker layer (a file, a variable) holds, which has no effect.
+        One note for each such option that comes from a config file or an environment variable. Such an option has no
+            effect.
 
     Raises:
-        ConfigError: the command line gives one.
+        ConfigError: If an option on the command line does not apply to the layout.
     """
     if found is None:
         return ()
     strategy, notes = resolved.get("strategy"), []
-    for name, what, remedy in layout_choice.options_of_others(strategy, found):
+    for name, what, remedy in layout_choice.list_inapplicable_options(strategy, found):
         if resolved.config.is_set(name):
             origin = resolved.origin(name)
             text = f"{name} ({origin}) needs {what}, but the layout is {strategy}: {found.describe()}"
@@ -51,34 +59,46 @@ def check_options(resolved: Resolved, found: Layout | None) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def after_losses(resolved: Resolved, found: Layout | None, num_machines: int, num_local: int) -> tuple[str, ...]:
-    """A note for each number of machines with which the run would go on in another layout.
+def list_layouts_after_losses(
+    resolved: Resolved, found: Layout | None, num_machines: int, num_local: int
+) -> tuple[str, ...]:
+    """Return a note for each smaller number of machines with which the run would continue in a different layout.
 
     Args:
-        resolved: the settings.
-        found: the layout of the whole run.
-        num_machines, num_local: as for `layout`.
+        resolved: Resolved settings. `min_machines` is the smallest number of machines with which the run continues.
+        found: Layout of the full run.
+        num_machines: Number of machines in the full run.
+        num_local: Number of processes on each machine.
     """
     fewest = min(resolved.get("min_machines", num_machines), num_machines)
     if found is None or fewest == num_machines:
         return ()
     text, notes = resolved.get("strategy"), []
     for count in reversed(range(fewest, num_machines)):
-        left = layout_choice.after_loss(mesh.parse(text), num_machines * num_local, count * num_local, num_local)
-        said = layout_choice.changed(text, left, num_machines * num_local, count * num_local, num_local)
-        notes += [f"with {count} of {num_machines} machines: {said}"] if said else []
+        left = layout_choice.shrink_layout(
+            mesh.parse_layout(text), num_machines * num_local, count * num_local, num_local
+        )
+        change = layout_choice.describe_change(text, left, num_machines * num_local, count * num_local, num_local)
+        notes += [f"with {count} of {num_machines} machines: {change}"] if change else []
     return tuple(notes)
 
 
-def in_words(resolved: Resolved, found: Layout | None) -> list[str]:
-    """What the banner says of the layout; nothing where it is left to the script or there is nothing to spread."""
+def describe_layout(resolved: Resolved, found: Layout | None) -> list[str]:
+    """Return the text for the launcher's banner that describes the layout, as a list of one string.
+
+    The list is empty if the script chooses the layout or there is only one rank.
+    """
     if found is None or found.num_ranks == 1:
         return []
     return [f"layout {resolved.get('strategy')} ({resolved.origin('strategy')}): {found.describe()}"]
 
 
-def data_shards(num_processes: int, found: Layout | None) -> str:
-    """By what the banner multiplies the micro-batch: processes, or groups of them that read the same."""
+def count_data_shards(num_processes: int, found: Layout | None) -> str:
+    """Return a text for the launcher's banner, such as "8 processes" or "2 data shards".
+
+    It gives the number of shards into which the global batch is divided. Processes that read the same data share a
+    shard.
+    """
     if found is None or found.num_data_shards == num_processes:
         return f"{num_processes} process{'es' if num_processes > 1 else ''}"
     return f"{found.num_data_shards} data shard{'s' if found.num_data_shards > 1 else ''}"

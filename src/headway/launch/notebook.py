@@ -1,7 +1,8 @@
-"""Launching a function instead of a script: from a notebook cell, or from a test.
+"""Launch a function instead of a script, from a notebook cell or a test.
 
-The function travels by cloudpickle to processes of their own, kept by the same agent as `headway launch`: nothing that the
-notebook has done, such as touching a device, can get in their way. Their output appears as it is written.
+The function is sent by cloudpickle to new processes, which are managed by the same agent as those of `headway launch`.
+State of the notebook, such as an initialized device, therefore cannot interfere. The processes' output is shown while
+it is written.
 """
 
 import contextlib
@@ -20,9 +21,9 @@ from typing import Any
 from headway.common import env
 from headway.common.optional import require
 from headway.common.text import format_bytes
-from headway.config.launch import SETTINGS
-from headway.config.load import Value, resolve
-from headway.config.values import from_file
+from headway.core.config.launch import SETTINGS
+from headway.core.config.load import Value, resolve
+from headway.core.config.values import check_file_value
 from headway.errors import ConfigError, LaunchError
 from headway.launch import machine, plan
 from headway.launch.plan import LaunchPlan, Program
@@ -31,10 +32,10 @@ from headway.log import get_logger
 logger = get_logger(__name__)
 
 DEFAULT_PORT, LOOPBACK = "29500", "127.0.0.1"
-"""What Accelerate's notebook_launcher has for the port and the address; one machine needs neither."""
+"""Default port and address of Accelerate's notebook_launcher. A run on one machine needs neither."""
 
 _GRACE = 30.0
-"""Seconds that a run gets to end in after an interrupt; the launcher itself needs up to 20 where ranks do not listen."""
+"""Seconds that a run has to end after an interrupt. The launcher needs up to 20 if ranks ignore the signal."""
 
 
 def notebook_launcher(
@@ -56,29 +57,34 @@ def notebook_launcher(
     *,
     cpu: bool = False,
 ) -> list[Any]:
-    """Call `function(*args)` on every accelerator of this machine, or on `num_processes` processes.
+    """Call `function(*args)` on every accelerator of this machine, or in `num_processes` processes.
 
     Args:
-        function: any function, also one defined in a cell; it builds its own Accelerator.
-        args: its arguments.
-        num_processes: on this machine; None: one per accelerator; without one, a single process.
-        mixed_precision: as for `headway launch`.
-        num_nodes, node_rank: notebooks that run this cell together, each on a machine of its own, and which of them this is.
-        master_addr, use_port: where they meet: machine 0's address, and a free port there.
-        rdzv_endpoint: the same as one text, "address:port".
-        rdzv_backend, rdzv_conf, rdzv_id: as for `headway launch`. With num_nodes=1 nothing meets, and these, the address and
-            the port change nothing: the launcher binds a free port.
-        max_restarts: how often all processes are started again after a failure.
-        monitor_interval: seconds between looks at the processes.
-        log_line_prefix_template: taken for compatibility; a rank's lines appear in the cell as they are written, without a prefix.
-        cpu: compute on the CPU even where there is an accelerator.
+        function: Any function, including one defined in a cell. It creates its own Accelerator.
+        args: Positional arguments of the function.
+        num_processes: Number of processes on this machine. Default: one per accelerator, or one if there is no
+            accelerator.
+        mixed_precision: Precision of the computation, as for `headway launch`.
+        use_port: Free port on machine 0 for the rendezvous.
+        master_addr: Address of machine 0 for the rendezvous.
+        node_rank: Rank of this machine.
+        num_nodes: Number of machines, each with a notebook that runs this cell.
+        rdzv_backend: Rendezvous backend, as for `headway launch`. With `num_nodes=1` there is no rendezvous: the
+            launcher binds a free port, and all `rdzv_*` arguments, `use_port` and `master_addr` have no effect.
+        rdzv_endpoint: Address and port of the rendezvous in one string, "address:port".
+        rdzv_conf: Options of the rendezvous backend, as for `headway launch`.
+        rdzv_id: ID of the run, as for `headway launch`.
+        max_restarts: Number of times that all processes are restarted after a failure.
+        monitor_interval: Seconds between two checks of the processes.
+        log_line_prefix_template: Accepted for compatibility. Lines of ranks appear in the cell without a prefix.
+        cpu: Whether to compute on the CPU even if there is an accelerator.
 
     Returns:
-        What the function returned, by rank (None where that cannot be pickled, and for ranks on other machines).
+        Return values of the function by rank. None for values that cannot be pickled and for ranks on other machines.
 
     Raises:
-        LaunchError: a process failed; the exception that ended the run first is its cause.
-        ConfigError: an argument is of another type or out of range, or this process is itself one of several.
+        LaunchError: If a process failed. Its cause is the exception that ended the run.
+        ConfigError: If an argument has a wrong type or is out of range, or this process itself is one of several.
     """
     cloudpickle = require("cloudpickle", "notebook_launcher needs", "cloudpickle")
     if not callable(function):
@@ -98,19 +104,21 @@ def notebook_launcher(
         "max_restarts": max_restarts or None,
         "monitor_interval": None if monitor_interval == 0.1 else monitor_interval,
     }
-    given |= _meeting(num_nodes, node_rank, master_addr, use_port, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id)
-    layer = {name: _checked(name, value) for name, value in given.items() if value is not None}
+    given |= _build_endpoint(
+        num_nodes, node_rank, master_addr, use_port, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id
+    )
+    layer = {name: _check_option(name, value) for name, value in given.items() if value is not None}
     layer["module"] = Value(True, "notebook_launcher")
     if num_processes is not None and num_nodes > 1:
         layer["num_processes"] = Value(layer["num_processes"].value * num_nodes, layer["num_processes"].origin)
     with tempfile.TemporaryDirectory(prefix="headway-cell-") as folder:
         Path(folder, "call").write_bytes(cloudpickle.dumps((function, tuple(args))))
-        environment = env.snapshot()
-        # The function's module must be found as it is here.
+        environment = env.copy_variables()
+        # The new processes must find the function's module, so they get this process's sys.path.
         environment["PYTHONPATH"] = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         program = Program("headway.launch.cell", (folder,), "module")
-        planned = plan.make(resolve([layer]), program, machine.look(environment), environment)
-        _tell_what_is_taken()
+        planned = plan.make_plan(resolve([layer]), program, machine.inspect_machine(environment), environment)
+        _report_used_memory()
         code = _run(planned, environment)
         if code:
             raise LaunchError(
@@ -121,19 +129,19 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
-    """Call `function(*args)` on `num_processes` CPU processes, to try distributed code without accelerators.
+    """Call `function(*args)` in `num_processes` CPU processes, to try distributed code without accelerators.
 
     Args:
-        function: as for `notebook_launcher`.
-        args: its arguments.
-        num_processes: at least 1.
+        function: Any function, including one defined in a cell. It creates its own Accelerator.
+        args: Positional arguments of the function.
+        num_processes: Number of processes, at least 1.
 
     Returns:
-        What the function returned, by rank.
+        Return values of the function by rank. None for values that cannot be pickled.
 
     Raises:
-        LaunchError: a process failed.
-        ConfigError: fewer than one process, or no number.
+        LaunchError: If a process failed.
+        ConfigError: If `num_processes` is not an integer of at least 1.
     """
     return notebook_launcher(function, args, num_processes, cpu=True)
 
@@ -144,22 +152,28 @@ _NAMES = {
     "main_process_ip": "master_addr",
     "main_process_port": "use_port",
 }
-"""What notebook_launcher calls a setting, where that is another name."""
+"""Name of the notebook_launcher argument for a setting, by the setting's name, where the two names differ."""
 
 
-def _checked(name: str, value: Any) -> Value:
-    """A setting that code gave, by the rules of a config file; whole numbers of other libraries are numbers.
+def _check_option(name: str, value: Any) -> Value:
+    """Return a setting given in code, validated like one in a config file.
+
+    Integer types of other libraries are accepted.
+
+    Args:
+        name: Name of the setting.
+        value: Value to check.
 
     Raises:
-        ConfigError: it has another type or is out of range.
+        ConfigError: If the value has a wrong type or is out of range.
     """
     origin = f"notebook_launcher({_NAMES.get(name, name)}=...)"
     if not isinstance(value, (bool, str)) and hasattr(value, "__index__"):
         value = operator.index(value)
-    return Value(from_file(SETTINGS[name], value, origin), origin)
+    return Value(check_file_value(SETTINGS[name], value, origin), origin)
 
 
-def _meeting(
+def _build_endpoint(
     num_nodes: int,
     node_rank: int,
     master_addr: str,
@@ -169,7 +183,7 @@ def _meeting(
     rdzv_conf: Mapping[str, Any] | None,
     rdzv_id: str,
 ) -> dict[str, Any]:
-    """The settings by which several notebooks meet; none for one, where a free port is taken."""
+    """Return the rendezvous settings of several notebooks, or {} for a single notebook, which uses a free port."""
     if num_nodes == 1 and node_rank == 0:
         unused = {
             "use_port": (use_port, DEFAULT_PORT),
@@ -207,27 +221,36 @@ def _meeting(
     }
 
 
-def _tell_what_is_taken() -> None:
-    """Name what this process holds on a GPU, and the cell that began it: the ranks, new processes, have so much less."""
-    device, torch = sys.modules.get("headway.runtime.device"), sys.modules.get("torch")
+def _report_used_memory() -> None:
+    """Print how much GPU memory this process holds and where it first used the GPU.
+
+    The ranks share the GPU with this process, so this memory is not available to them.
+    """
+    first_use = sys.modules.get("headway.core.runtime.first_use")
+    torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
-    place = (device.scope.own(device.FirstUse).place if device is not None else None) or "before Headway was imported"
-    held = torch.cuda.memory_reserved()
+    place = None if first_use is None else first_use.scope.own(first_use.FirstUse).place
+    place = place or "before Headway was imported"
+    reserved = torch.cuda.memory_reserved()
     print(
         f"headway: this process uses the GPU itself, since {place}. The ranks are new processes and start all the same; they "
-        f"have {format_bytes(held)} less (del what is there, then torch.cuda.empty_cache())",
+        f"have {format_bytes(reserved)} less (del what is there, then torch.cuda.empty_cache())",
         file=sys.stderr,
         flush=True,
     )
 
 
 def _run(planned: LaunchPlan, environment: dict[str, str]) -> int:
-    """Start the plan's command, copy its output to this process's (which may be a cell's), and wait."""
+    """Start the plan's command, copy its output to this process's output (which may be a cell's), and wait for its end.
+
+    Returns:
+        Exit code of the command.
+    """
     under = (sys.executable, "-m", "headway.launch", "under", str(os.getpid()))
     child = subprocess.Popen(
         (*under, *planned.argv),
-        env=planned.environment(environment),
+        env=planned.make_environment(environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -240,9 +263,9 @@ def _run(planned: LaunchPlan, environment: dict[str, str]) -> int:
             print(line, end="", flush=True)
         return child.wait()
     except KeyboardInterrupt:
-        # Where the whole group got the signal, the child has it already; once more does no harm.
+        # If the terminal sent the signal to the whole process group, the child has it already. A second one does no harm.
         child.send_signal(signal.SIGINT)
-        _see_it_end(child)
+        _wait_for_child(child)
         raise
     finally:
         if child.poll() is None:
@@ -251,8 +274,12 @@ def _run(planned: LaunchPlan, environment: dict[str, str]) -> int:
         child.stdout.close()
 
 
-def _see_it_end(child: "subprocess.Popen[str]") -> None:
-    """Show what an interrupted run still says; after a while, or at a second interrupt, it is killed by the caller."""
+def _wait_for_child(child: "subprocess.Popen[str]") -> None:
+    """Show the remaining output of an interrupted run.
+
+    Returns when the run has ended, after `_GRACE` seconds, or at a second interrupt. The caller then kills the
+    remaining processes.
+    """
     assert child.stdout is not None
     timer = threading.Timer(_GRACE, child.kill)
     timer.daemon = True

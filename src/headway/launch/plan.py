@@ -1,4 +1,7 @@
-"""From settings to the exact command: a pure function, which `--dry-run` prints and launch/run.py carries out."""
+"""Plan of a launch, which a pure function computes from settings. `--dry-run` prints the plan's command.
+
+`run.py` executes the plan.
+"""
 
 import json
 import shlex
@@ -7,55 +10,74 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from headway.common import env
-from headway.common.untrusted import whole_number
-from headway.config.launch import DEFAULT_GRACE, SETTINGS
-from headway.config.load import Resolved, payload
-from headway.config.mesh import Layout
+from headway.common.untrusted import parse_whole_number
+from headway.core.config.launch import DEFAULT_GRACE, SETTINGS
+from headway.core.config.load import Resolved, encode_payload
+from headway.core.config.mesh import Layout
 from headway.errors import ConfigError
 from headway.launch import layouts, stand_in
 from headway.launch.clusters import Cluster, ClusterTask, check_agreement
-from headway.launch.machine import VISIBLE, Machine
+from headway.launch.machine import Machine
+from headway.launch.visible_devices import VISIBLE
 
-# Set by launchers for the processes they start; nobody else should set them.
+# Launchers set these for the processes that they start. Otherwise they should not be set.
 _WORKER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
-
 MOST_COMMANDS = 64
-"""Machines whose commands are written out; those of more differ in their --machine_rank alone."""
+"""Largest number of machines whose commands are printed. Further commands differ only in `--machine_rank`."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What the user wants started: a script, a module or a program, and its own arguments."""
+    """The user's program: a script, a module or an executable, with its arguments.
+
+    Attributes:
+        target: Path of a script, name of a module, or name of an executable.
+        args: Arguments of the program.
+        kind: "script", "module" or "program".
+    """
 
     target: str
     args: tuple[str, ...] = ()
     kind: str = "script"
 
-    def command(self, python: str) -> tuple[str, ...]:
-        """The command that runs it as one plain process."""
+    def make_command(self, python: str) -> tuple[str, ...]:
+        """Return the command that runs the program as one plain process.
+
+        Args:
+            python: Path of the Python interpreter.
+        """
         how = {"script": (python,), "module": (python, "-m"), "program": ()}[self.kind]
         return (*how, self.target, *self.args)
 
 
 @dataclass(frozen=True)
 class AgentOrder:
-    """What the agent of one machine is to do; it travels as one JSON argument.
+    """Instructions for the agent of one machine, passed to it as one JSON argument.
 
     Attributes:
-        num_local: processes on this machine.
-        num_machines, machine_rank: how many machines there are, and which this is.
-        backend: "local" (one machine: a store of its own on a free port), "static" or "c10d".
-        endpoint: where machines meet, "address:port"; empty for "local".
-        log_dir: where the ranks' output and failure.json go; None: the screen only.
-        tee: "0" to "3", which streams go to the log files.
-        machine_timeout: seconds of silence after which another machine counts as lost.
-        unit: "machine", or "task" where the cluster starts an agent for each process.
-        variables: what each worker's environment gets on top of what torch sets.
-        min_machines: with how many of them the run goes on.
-        grace: seconds that ranks get to save in, after a signal to the launcher.
-        secret_file: holds the run's secret; None: HEADWAY_SECRET does, or nobody gives one.
-        metrics_port: where the agent tells how the run goes; None: nowhere.
+        program: Program that each rank runs.
+        num_local: Number of processes on this machine.
+        num_machines: Number of machines.
+        machine_rank: Rank of this machine.
+        backend: Rendezvous backend: "static", "c10d", or "local" (one machine, with its own store on a free port).
+        endpoint: Address and port of the rendezvous, "address:port". Empty for "local".
+        conf: Options of the rendezvous backend.
+        run_id: ID of the run.
+        max_restarts: Number of times that all processes are restarted after a failure.
+        monitor_interval: Seconds between two checks of the processes.
+        log_dir: Folder for the ranks' output and failure.json. None to write only to the screen.
+        tee: Streams that are also written to log files. "0": none. "1": stdout. "2": stderr. "3": both.
+        role: Name of the workers in the prefix of each line that they print.
+        is_bound_to_cores: Whether to bind each process to the CPU cores near its GPU.
+        machine_timeout: Seconds without a heartbeat after which another machine counts as lost.
+        unit: "machine", or "task" if the cluster starts one agent for each process.
+        variables: Environment variables of each worker in addition to those that torch sets.
+        min_machines: Smallest number of machines with which the run continues.
+        grace: Seconds that ranks have to save a checkpoint after a signal to the launcher.
+        secret_file: File that contains the run's secret. If None, HEADWAY_SECRET is read; without it there is no
+            secret.
+        metrics_port: Port on which the agent serves the run's metrics. None to serve no metrics.
     """
 
     program: Program
@@ -81,12 +103,12 @@ class AgentOrder:
     metrics_port: int | None = None
 
     def encode(self) -> str:
-        """The JSON text."""
+        """Return these instructions as JSON text."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def decode(cls, text: str) -> "AgentOrder":
-        """Read `encode`'s text."""
+        """Return the instructions that `encode` has written as JSON text."""
         content: dict[str, Any] = json.loads(text)
         program = content.pop("program")
         return cls(program=Program(program["target"], tuple(program["args"]), program["kind"]), **content)
@@ -94,17 +116,17 @@ class AgentOrder:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A launch, ready to be carried out.
+    """A launch that is ready to be executed.
 
     Attributes:
-        argv: the command; it replaces the launcher's own process.
-        additions: environment variables it gets on top of the launcher's.
-        removals: variables it must not inherit.
-        world_size: processes over all machines.
-        num_local: processes on this machine.
-        banner: one line that says what is started.
-        notes: what else a user should know.
-        layout: how the model is spread, where the launch decides it.
+        argv: Command that replaces the launcher's process.
+        additions: Environment variables to set in addition to the launcher's.
+        removals: Names of environment variables that the command must not inherit.
+        world_size: Number of processes on all machines.
+        num_local: Number of processes on this machine.
+        banner: Line that describes the launch.
+        notes: Further messages for the user.
+        layout: Layout of the model. None if the script chooses it.
     """
 
     argv: tuple[str, ...]
@@ -116,20 +138,24 @@ class LaunchPlan:
     notes: tuple[str, ...] = ()
     layout: Layout | None = None
 
-    def shell(self) -> str:
-        """The plan as a command line that a POSIX shell runs."""
+    def format_shell(self) -> str:
+        """Return the plan as a command line for a POSIX shell."""
         parts = ["env"]
         parts += [f"-u {name}" for name in self.removals]
         parts += [f"{name}={shlex.quote(value)}" for name, value in self.additions.items()]
         return " \\\n  ".join([*parts, shlex.join(self.argv)])
 
-    def environment(self, current: Mapping[str, str]) -> dict[str, str]:
-        """The environment that the command gets."""
+    def make_environment(self, current: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of the command.
+
+        Args:
+            current: Environment of the launcher.
+        """
         kept = {name: value for name, value in current.items() if name not in self.removals}
         return {**kept, **self.additions}
 
 
-def make(
+def make_plan(
     resolved: Resolved,
     program: Program,
     machine: Machine,
@@ -140,70 +166,70 @@ def make(
     """Plan the launch of `program`.
 
     Args:
-        resolved: the settings.
-        program: what to start.
-        machine: what this machine has.
-        environment: the launcher's own variables.
-        cluster: the cluster that started the launcher; its layer is in `resolved` already.
-        notes: what a user should know of the settings.
+        resolved: Resolved settings.
+        program: Program to start.
+        machine: Hardware of this machine.
+        environment: Environment variables of the launcher.
+        cluster: Cluster that started the launcher. Its settings are already contained in `resolved`. Default: none.
+        notes: Messages about the settings to show to the user.
 
     Raises:
-        ConfigError: the settings contradict each other, or the machine cannot do what they ask.
+        ConfigError: If the settings contradict each other, or request something that the machine cannot do.
     """
     if cluster is None:
         _refuse_nesting(resolved, program, environment)
     else:
         check_agreement(resolved, cluster)
-    present, machine = machine, _with_devices(resolved, machine)
+    present, machine = machine, _select_devices(resolved, machine)
     task = cluster.task if cluster is not None else None
-    num_machines, num_local = _counts(resolved, machine, task)
+    num_machines, num_local = _count_processes(resolved, machine, task)
     world_size = num_machines * num_local
-    layout = layouts.layout(resolved, num_machines, num_local)
-    num_threads, is_set_by_us = _threads(resolved, machine, num_local, environment)
+    layout = layouts.resolve_layout(resolved, num_machines, num_local)
+    num_threads, is_set_by_us = _choose_threads(resolved, machine, num_local, environment)
     fewest = num_local * resolved.get("min_machines", num_machines)
     device = None if resolved.get("cpu", False) else machine.torch_device
-    additions = {env.PAYLOAD: payload(resolved, world_size, min(fewest, world_size), device, num_local)}
+    additions = {env.PAYLOAD: encode_payload(resolved, world_size, min(fewest, world_size), device, num_local)}
     if machine.accelerator and machine.device_ids != present.device_ids:
-        additions[_visible_variable(resolved, machine)] = ",".join(machine.device_ids)
+        additions[_choose_visible_variable(resolved, machine)] = ",".join(machine.device_ids)
     if is_set_by_us:
         additions["OMP_NUM_THREADS"] = str(num_threads)
     if resolved.get("run_as", None) is not None:
-        additions.update(stand_in.variables(environment))
+        additions.update(stand_in.make_variables(environment))
     if resolved.get("debug", False):
         additions.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     if world_size == 1 and not resolved.config.is_set("metrics_port"):
-        argv = program.command(machine.python)
+        argv = program.make_command(machine.python)
     else:
-        order = _order(resolved, program, num_machines, num_local)
+        order = _build_order(resolved, program, num_machines, num_local)
         if task is not None:
-            order = _task_order(resolved, order, task, machine)
+            order = _build_task_order(resolved, order, task, machine)
         argv = (machine.python, "-m", "headway.launch", "agent", order.encode())
-        additions.update(_network(order, machine, environment, num_machines))
-        additions.update(_silence(resolved, environment))
+        additions.update(_set_network(order, machine, environment, num_machines))
+        additions.update(_hide_warnings(resolved, environment))
     inherited = (*_WORKER_VARIABLES, env.CONTROL)
     removals = tuple(name for name in inherited if name in environment and name not in additions)
     is_silent = task is not None and task.rank > 0
-    banner = "" if is_silent else _banner(resolved, machine, num_machines, num_local, num_threads, layout)
-    notes = (*notes, *_notes(resolved, argv), *layouts.check_options(resolved, layout))
-    notes += layouts.after_losses(resolved, layout, num_machines, num_local)
+    banner = "" if is_silent else _format_banner(resolved, machine, num_machines, num_local, num_threads, layout)
+    notes = (*notes, *_list_ignored(resolved, argv), *layouts.check_options(resolved, layout))
+    notes += layouts.list_layouts_after_losses(resolved, layout, num_machines, num_local)
     return LaunchPlan(argv, additions, removals, world_size, num_local, banner, notes, layout)
 
 
 def _refuse_nesting(resolved: Resolved, program: Program, environment: Mapping[str, str]) -> None:
     if environment.get("WORLD_SIZE", "1") in ("", "1") or resolved.force:
         return
-    said = ", ".join(f"{name}={environment[name]}" for name in _WORKER_VARIABLES if name in environment)
+    found = ", ".join(f"{name}={environment[name]}" for name in _WORKER_VARIABLES if name in environment)
     raise ConfigError(
-        f"{said} stand in the environment: a launcher has started this process already. Start the program itself there "
-        f"({shlex.join(program.command('python'))}), or unset these variables, or add --force to ignore them"
+        f"{found} stand in the environment: a launcher has started this process already. Start the program itself there "
+        f"({shlex.join(program.make_command('python'))}), or unset these variables, or add --force to ignore them"
     )
 
 
 _NO_ACCELERATOR = "{} has no accelerator that torch can use; check the driver and CUDA_VISIBLE_DEVICES"
 
 
-def _with_devices(resolved: Resolved, machine: Machine) -> Machine:
-    """The machine as the settings let a run see it."""
+def _select_devices(resolved: Resolved, machine: Machine) -> Machine:
+    """Return the description of the machine with only those accelerators that the settings allow."""
     on_cpu = bool(resolved.get("cpu", False))
     if machine.hidden_by and not on_cpu:
         raise ConfigError(
@@ -245,7 +271,7 @@ def _with_devices(resolved: Resolved, machine: Machine) -> Machine:
     )
 
 
-def _visible_variable(resolved: Resolved, machine: Machine) -> str:
+def _choose_visible_variable(resolved: Resolved, machine: Machine) -> str:
     variables = VISIBLE.get(machine.accelerator or "")
     if not variables:
         raise ConfigError(
@@ -255,8 +281,8 @@ def _visible_variable(resolved: Resolved, machine: Machine) -> str:
     return variables[0]
 
 
-def _counts(resolved: Resolved, machine: Machine, task: ClusterTask | None) -> tuple[int, int]:
-    """Machines, and processes on each."""
+def _count_processes(resolved: Resolved, machine: Machine, task: ClusterTask | None) -> tuple[int, int]:
+    """Return the number of machines and the number of processes on each."""
     num_machines = resolved.get("num_machines", 1)
     per_machine = len(machine.device_ids) or 1
     total = resolved.get("num_processes", num_machines * per_machine)
@@ -281,18 +307,22 @@ def _counts(resolved: Resolved, machine: Machine, task: ClusterTask | None) -> t
     return num_machines, num_local
 
 
-def _threads(
+def _choose_threads(
     resolved: Resolved, machine: Machine, num_local: int, environment: Mapping[str, str]
 ) -> tuple[int | None, bool]:
-    """CPU threads per process: the setting, else OMP_NUM_THREADS, else a fair share of the cores; and are they ours to set?"""
+    """Return the number of CPU threads per process, and whether the plan must set it.
+
+    The setting has priority, then OMP_NUM_THREADS from the environment. Otherwise the cores are divided equally
+    among the processes.
+    """
     chosen: int | None = resolved.get("num_cpu_threads_per_process")
-    said = whole_number(environment.get("OMP_NUM_THREADS", ""))
-    if chosen is None and said is None and num_local > 1:
+    from_environment = parse_whole_number(environment.get("OMP_NUM_THREADS", ""))
+    if chosen is None and from_environment is None and num_local > 1:
         chosen = max(1, machine.num_cores // num_local)
-    return (said, False) if chosen is None else (chosen, True)
+    return (from_environment, False) if chosen is None else (chosen, True)
 
 
-def _order(resolved: Resolved, program: Program, num_machines: int, num_local: int) -> AgentOrder:
+def _build_order(resolved: Resolved, program: Program, num_machines: int, num_local: int) -> AgentOrder:
     max_restarts = resolved.get("max_restarts", 0)
     backend, endpoint = "local", ""
     if num_machines > 1:
@@ -302,7 +332,7 @@ def _order(resolved: Resolved, program: Program, num_machines: int, num_local: i
                 f"rdzv_backend=static ({resolved.origin('rdzv_backend')}) cannot start several machines again "
                 f"(max_restarts={max_restarts}); use --rdzv_backend c10d"
             )
-        endpoint = _endpoint(resolved, num_machines)
+        endpoint = _build_endpoint(resolved, num_machines)
     log_dir = resolved.get("log_dir")
     tee = resolved.get("tee", "3" if log_dir else "0")
     if tee != "0" and log_dir is None:
@@ -314,19 +344,19 @@ def _order(resolved: Resolved, program: Program, num_machines: int, num_local: i
         num_machines,
         backend=backend,
         endpoint=endpoint,
-        conf=_conf(resolved),
+        conf=_parse_conf(resolved),
         run_id=resolved.get("rdzv_id", "headway"),
         tee=tee,
         is_bound_to_cores=resolved.get("enable_cpu_affinity", False),
-        min_machines=_min_machines(resolved, num_machines, backend),
+        min_machines=_choose_min_machines(resolved, num_machines, backend),
         secret_file=resolved.get("secret"),
         metrics_port=resolved.get("metrics_port"),
         **{name: resolved.get(name) for name in of_one_name if resolved.config.is_set(name)},
     )
 
 
-def _min_machines(resolved: Resolved, num_machines: int, backend: str) -> int:
-    """With how many machines the run goes on after one is lost."""
+def _choose_min_machines(resolved: Resolved, num_machines: int, backend: str) -> int:
+    """Return the smallest number of machines with which the run continues after it has lost one."""
     fewest: int = resolved.get("min_machines", num_machines)
     origin = resolved.origin("min_machines")
     if fewest > num_machines:
@@ -339,8 +369,8 @@ def _min_machines(resolved: Resolved, num_machines: int, backend: str) -> int:
     return fewest
 
 
-def _task_order(resolved: Resolved, order: AgentOrder, task: ClusterTask, machine: Machine) -> AgentOrder:
-    """The order of an agent that keeps the one process of a task which the cluster has started."""
+def _build_task_order(resolved: Resolved, order: AgentOrder, task: ClusterTask, machine: Machine) -> AgentOrder:
+    """Return the instructions for an agent that manages the single process of a task started by the cluster."""
     num_asked = order.num_machines * order.num_local
     if (num_asked, order.num_local) != (task.world_size, task.local_world_size):
         raise ConfigError(
@@ -358,7 +388,7 @@ def _task_order(resolved: Resolved, order: AgentOrder, task: ClusterTask, machin
             f"min_machines ({resolved.origin('min_machines')}) needs one launcher a machine, and the cluster has started "
             f"{task.local_world_size} tasks on each; start one task a machine"
         )
-    # Where a task sees its own accelerators only, they count from 0 in it, and so must the local rank that picks one.
+    # If a task sees only its own accelerators, their indices start at 0, and so must the local rank that selects one.
     local = (0, 1) if task.has_own_devices(len(machine.device_ids)) else (task.local_rank, task.local_world_size)
     return replace(
         order,
@@ -379,7 +409,7 @@ _WHERE = (
 )
 
 
-def _notes(resolved: Resolved, argv: tuple[str, ...]) -> tuple[str, ...]:
+def _list_ignored(resolved: Resolved, argv: tuple[str, ...]) -> tuple[str, ...]:
     is_kept_by_agent = "headway.launch" in argv
     ignored = ["enable_cpu_affinity", "max_restarts", "log_dir"] if not is_kept_by_agent else []
     named = [f"{name} ({resolved.origin(name)})" for name in ignored if resolved.get(name, False)]
@@ -388,7 +418,7 @@ def _notes(resolved: Resolved, argv: tuple[str, ...]) -> tuple[str, ...]:
     return (f"without effect here, as no agent keeps the process: {', '.join(named)}",)
 
 
-def _endpoint(resolved: Resolved, num_machines: int) -> str:
+def _build_endpoint(resolved: Resolved, num_machines: int) -> str:
     address, port = resolved.get("main_process_ip"), resolved.get("main_process_port")
     if address is None or not port:
         raise ConfigError(_WHERE.format(num_machines=num_machines, origin=resolved.origin("num_machines")))
@@ -397,7 +427,7 @@ def _endpoint(resolved: Resolved, num_machines: int) -> str:
     return f"[{address}]:{port}" if ":" in address and not address.startswith("[") else f"{address}:{port}"
 
 
-def _conf(resolved: Resolved) -> dict[str, str]:
+def _parse_conf(resolved: Resolved) -> dict[str, str]:
     text = resolved.get("rdzv_conf")
     if text is None:
         return {}
@@ -409,41 +439,46 @@ def _conf(resolved: Resolved) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _network(order: AgentOrder, machine: Machine, environment: Mapping[str, str], num_machines: int) -> dict[str, str]:
+def _set_network(
+    order: AgentOrder, machine: Machine, environment: Mapping[str, str], num_machines: int
+) -> dict[str, str]:
     additions = {}
     if num_machines == 1 and machine.loopback and "GLOO_SOCKET_IFNAME" not in environment:
-        # gloo would look the host's own name up, which on many machines resolves to nothing or to a cut-off interface.
+        # gloo would resolve the host's own name, which on many machines fails or leads to an isolated interface.
         additions["GLOO_SOCKET_IFNAME"] = machine.loopback
     if order.backend == "c10d":
-        # Otherwise a restarted attempt reads the keys of the one before it.
+        # Otherwise a restarted attempt would read the keys of the previous one.
         additions["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return additions
 
 
-def _silence(resolved: Resolved, environment: Mapping[str, str]) -> dict[str, str]:
-    """No C++ warnings: an engine's retries and lost sockets, which the launcher tells of in a sentence.
+def _hide_warnings(resolved: Resolved, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variable that hides C++ warnings about retries and lost sockets.
 
-    They stay where the user asks for them by torch's own variables, by --debug, or by HEADWAY_LOG_LEVEL=debug.
+    The launcher reports these in a sentence. The warnings stay visible if the user requests them by torch's own
+    variables, `--debug` or `HEADWAY_LOG_LEVEL=debug`.
     """
     is_asked_for = any(name in environment for name in ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG"))
     is_debugging = environment.get("HEADWAY_LOG_LEVEL", "").strip().lower() in ("debug", "10")
     return {} if is_asked_for or is_debugging or resolved.get("debug", False) else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-def _banner(
+def _format_banner(
     resolved: Resolved, machine: Machine, num_machines: int, num_local: int, threads: int | None, layout: Layout | None
 ) -> str:
     world_size = num_machines * num_local
     device = machine.torch_device
-    what = f"{world_size} process{'es' if world_size > 1 else ''} on {device}"
+    processes = f"{world_size} process{'es' if world_size > 1 else ''} on {device}"
     if num_machines > 1:
-        what += f", {num_local} on each of {num_machines} machines (this is machine {resolved.get('machine_rank', 0)})"
-    parts = [what, *layouts.in_words(resolved, layout)]
+        processes += (
+            f", {num_local} on each of {num_machines} machines (this is machine {resolved.get('machine_rank', 0)})"
+        )
+    parts = [processes, *layouts.describe_layout(resolved, layout)]
     precision, steps = resolved.get("mixed_precision"), resolved.get("gradient_accumulation_steps")
     if precision is not None:
         parts.append(f"precision {precision} ({resolved.origin('mixed_precision')})")
     if world_size > 1 or steps is not None:
-        factors = ["micro-batch", layouts.data_shards(world_size, layout)]
+        factors = ["micro-batch", layouts.count_data_shards(world_size, layout)]
         factors.append(f"{steps} accumulated" if steps is not None else "the script's accumulation")
         parts.append("global batch = " + " x ".join(factors))
     if threads is not None:
@@ -451,14 +486,15 @@ def _banner(
     return "headway: " + "; ".join(parts)
 
 
-def commands_per_machine(resolved: Resolved, program: Program, own_address: str, free_port: int) -> list[str]:
-    """What to type on each machine of a run that no cluster starts, on MOST_COMMANDS of them.
+def format_commands(resolved: Resolved, program: Program, own_address: str, free_port: int) -> list[str]:
+    """Return the commands to type on the machines of a run without a cluster, for at most `MOST_COMMANDS` machines.
 
     Args:
-        resolved: the settings; they are repeated, as the other machines have neither this environment nor this file.
-        program: what to start.
-        own_address: of this machine, which becomes machine 0 unless an address is given.
-        free_port: a port to meet at, unless one is given.
+        resolved: Resolved settings. All are repeated, because the other machines have neither this environment nor this
+            config file.
+        program: Program to start.
+        own_address: Address of this machine, which becomes machine 0 unless an address is set.
+        free_port: Port for the rendezvous, unless one is set.
     """
     address = resolved.get("main_process_ip", own_address)
     port = resolved.get("main_process_port") or free_port

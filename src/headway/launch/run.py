@@ -1,6 +1,7 @@
-"""Looks whether a launch's script can be started, and carries the plan out: the launcher's process becomes script or agent.
+"""Check that a launch's script can start, and execute the plan by replacing the launcher's process.
 
-Checks that a launch's script or module can be started: before any process starts, and without running it.
+The check is made before any process starts, and does not run the script. The launcher's process then becomes the
+script or the agent.
 """
 
 import importlib.util
@@ -16,16 +17,16 @@ from headway.errors import ConfigError, LaunchError
 from headway.launch.plan import LaunchPlan, Program
 
 
-def execute(plan: LaunchPlan, environment: Mapping[str, str], *, is_quiet: bool = False) -> NoReturn:
+def execute_plan(plan: LaunchPlan, environment: Mapping[str, str], *, is_quiet: bool = False) -> NoReturn:
     """Replace this process by the plan's command.
 
     Args:
-        plan: what to start.
-        environment: the launcher's own variables, which the plan changes.
-        is_quiet: leave the banner out.
+        plan: Launch to execute.
+        environment: Environment variables of the launcher, to which the plan's changes are applied.
+        is_quiet: Whether to omit the banner and the notes.
 
     Raises:
-        LaunchError: the command cannot be found or started.
+        LaunchError: If the command cannot be found or started.
     """
     if not is_quiet and plan.banner:
         print(plan.banner, file=sys.stderr)
@@ -36,7 +37,7 @@ def execute(plan: LaunchPlan, environment: Mapping[str, str], *, is_quiet: bool 
     program = plan.argv[0]
     path: str | None = program
     if os.sep not in program:
-        import shutil  # few need it
+        import shutil  # rarely needed
 
         path = shutil.which(program)
     if path is None:
@@ -44,16 +45,19 @@ def execute(plan: LaunchPlan, environment: Mapping[str, str], *, is_quiet: bool 
             f"{program!r} is not a program on PATH; give its path, or leave --no_python out to run a Python script"
         )
     try:
-        os.execve(path, list(plan.argv), plan.environment(environment))
+        os.execve(path, list(plan.argv), plan.make_environment(environment))
     except OSError as error:
         raise LaunchError(f"{path} could not be started: {error.strerror or error}") from error
 
 
-def check(program: Program) -> None:
-    """See that the script or module is there.
+def check_program(program: Program) -> None:
+    """Raise an error if the script or module does not exist, or if Python cannot run it.
+
+    Args:
+        program: Program to check. A program that is neither script nor module is not checked.
 
     Raises:
-        ConfigError: it is not there, cannot be read, or is nothing that Python runs.
+        ConfigError: If the script or module does not exist, cannot be read, or cannot be run by Python.
     """
     if program.kind == "script":
         _check_script(program.target)
@@ -64,15 +68,17 @@ def check(program: Program) -> None:
 def _check_script(target: str) -> None:
     try:
         is_folder = os.path.isdir(target)
-        if not is_folder and stat.S_ISREG(os.stat(target).st_mode):  # opening a pipe would wait for who writes into it
+        if not is_folder and stat.S_ISREG(os.stat(target).st_mode):  # opening a pipe would block for a writer
             with open(target, "rb"):
                 pass
     except FileNotFoundError:
-        raise ConfigError(f"there is no script {target!r} (looked in {Path.cwd()}); {_near(target)}") from None
+        raise ConfigError(
+            f"there is no script {target!r} (looked in {Path.cwd()}); {_find_near_names(target)}"
+        ) from None
     except (OSError, ValueError) as error:
         shown = target if len(target) <= 80 else f"{target[:60]}... ({len(target)} characters)"
         why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"the script {shown!r} cannot be read: {why}; {_remedy(error)}") from None
+        raise ConfigError(f"the script {shown!r} cannot be read: {why}; {_suggest_remedy(error)}") from None
     if is_folder and not Path(target, "__main__.py").is_file():
         such = "".join(f", such as {Path(target, name)}" for name in _scripts_in(Path(target))[:1])
         raise ConfigError(
@@ -82,14 +88,14 @@ def _check_script(target: str) -> None:
         raise ConfigError(f"{target!r} is not an archive with a __main__.py; give one that `python {target}` runs")
 
 
-def _remedy(error: Exception) -> str:
+def _suggest_remedy(error: Exception) -> str:
     if isinstance(error, PermissionError):
         return "let this user read it (chmod u+r), or start the run as a user who may"
     return "give the path of a Python file"
 
 
-def _near(target: str) -> str:
-    """What to do about a script that is not there: the name of one like it, else the other ways to say it."""
+def _find_near_names(target: str) -> str:
+    """Return advice for a script that does not exist: a similar file name, or else other ways to name a program."""
     from difflib import get_close_matches
 
     path = Path(target)
@@ -106,7 +112,7 @@ def _scripts_in(folder: Path) -> list[str]:
 
 
 def _has_main(target: str) -> bool:
-    import zipfile  # costs as much as a tenth of a launch, and few need it
+    import zipfile  # takes a tenth of a launch, and is rarely needed
 
     try:
         with zipfile.ZipFile(target) as archive:
@@ -123,7 +129,7 @@ def _check_module(target: str) -> None:
         )
     if not all(part.isidentifier() for part in target.split(".")):
         raise ConfigError(f"-m takes the name of a module, such as my_package.train, and {target!r} is not one")
-    # Only the first part: to find the others Python imports the packages, and what is missing there it says itself.
+    # Check only the first part: finding submodules imports their packages. Python reports a missing one itself.
     if not _is_there(target.partition(".")[0]):
         raise ConfigError(
             f"there is no module {target!r} (looked in {Path.cwd()} and in this Python's packages); "
@@ -132,7 +138,7 @@ def _check_module(target: str) -> None:
 
 
 def _is_there(name: str) -> bool:
-    with _here_first():
+    with _search_here_first():
         try:
             return importlib.util.find_spec(name) is not None
         except (ImportError, ValueError, AttributeError):
@@ -140,8 +146,11 @@ def _is_there(name: str) -> bool:
 
 
 @contextmanager
-def _here_first() -> Iterator[None]:
-    """Look where `python -m` looks first: in the current folder, unless Python was told not to."""
+def _search_here_first() -> Iterator[None]:
+    """Return a context in which the current folder is searched first, as in `python -m`.
+
+    It has no effect if Python runs in safe-path mode.
+    """
     kept = list(sys.path)
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, os.getcwd())

@@ -1,6 +1,6 @@
-"""The folder that makes `import accelerate` find Headway, and how a process's environment gets it.
+"""Folder that makes `import accelerate` import Headway, and the variable that adds the folder to a process.
 
-The folder goes to the front of PYTHONPATH: whatever the process starts inherits it, whichever way it is started.
+The folder is put first in PYTHONPATH, so every process that the program starts inherits it, however it is started.
 """
 
 import os
@@ -10,17 +10,20 @@ from pathlib import Path
 from headway.errors import ConfigError
 
 FOLDER = Path(__file__).parents[1] / "compat" / "on_path"
-"""Holds a package `accelerate`, and the metadata of a distribution of that name and version."""
+"""Folder with a package named `accelerate` and the metadata of a distribution of that name and version."""
 
 VERSION = "1.15.0"
-"""Of Accelerate: the one whose names are served."""
+"""Version of Accelerate whose public names are provided."""
 
 
-def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a process's environment gets on top, so that it and all that it starts import Headway as Accelerate.
+def make_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that make a process, and all processes that it starts, import Headway as Accelerate.
+
+    Args:
+        environment: Environment of the process. Other entries of its PYTHONPATH are kept.
 
     Raises:
-        ConfigError: the folder's path cannot stand in PYTHONPATH.
+        ConfigError: If the folder's path contains the separator of PYTHONPATH.
     """
     folder = str(FOLDER)
     if os.pathsep in folder:

@@ -1,6 +1,7 @@
-"""Starts a worker's program exactly as Python itself would, and keeps a record of the exception that ended it.
+"""Start a worker's program exactly as Python would, and record the exception that ends it.
 
-Run as `python -m headway.launch worker AGENT_PID KIND STREAMS TARGET ARGS...`.
+This module is run as `python -m headway.launch worker AGENT_PID KIND STREAMS TARGET ARGS...`. KIND is "script",
+"module" or "program". STREAMS is "merge" if stderr goes to the same file or screen as stdout.
 """
 
 import builtins
@@ -17,15 +18,19 @@ from pathlib import Path
 from types import CodeType, TracebackType
 
 from headway.common import env
+from headway.core.runtime import heartbeat
+from headway.core.runtime.ending import end_process
 from headway.errors import LaunchError
-from headway.runtime import heartbeat
-from headway.runtime.ending import leave
 
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run what the arguments name: AGENT_PID KIND STREAMS TARGET ARGS..."""
+    """Run the program that the arguments describe.
+
+    Args:
+        arguments: AGENT_PID KIND STREAMS TARGET ARGS..., as described at the top of this module.
+    """
     agent_pid, kind, streams, target, *args = arguments
     die_with(int(agent_pid))
     if streams == "merge":
@@ -33,22 +38,22 @@ def main(arguments: Sequence[str]) -> None:
     if kind == "program":
         os.execvp(target, [target, *args])
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A line is one write, also where PYTHONUNBUFFERED asks for pieces: ranks must not cut into each other's lines.
+        # Write whole lines, even if PYTHONUNBUFFERED requests smaller pieces, so that lines of different ranks do not mix.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     record = env.get("TORCHELASTIC_ERROR_FILE")
     _record_faults(record)
-    heartbeat.start()
+    heartbeat.start_heartbeat()
     sys.argv = [target, *args]
-    leave(_carry_out(kind, target, record))
+    end_process(_run_program(kind, target, record))
 
 
-def _carry_out(kind: str, target: str, record: str | None) -> int:
-    """Run the program; return the exit code that Python would end with."""
+def _run_program(kind: str, target: str, record: str | None) -> int:
+    """Run the program and return the exit code with which Python would end."""
     try:
         code = _prepare_module(target) if kind == "module" else _prepare_script(target)
         exec(code, sys.modules["__main__"].__dict__)
     except KeyboardInterrupt:
-        return 130  # the agent says that the run was interrupted, once
+        return 130  # the agent reports the interrupt once for all ranks
     except SystemExit as leaving:
         if leaving.code is None or isinstance(leaving.code, int):
             return (leaving.code or 0) & 0xFF
@@ -61,7 +66,14 @@ def _carry_out(kind: str, target: str, record: str | None) -> int:
 
 
 def die_with(parent_pid: int, number: int = _SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent dies, however that happens."""
+    """Ask the kernel to send this process a signal when its parent dies for any reason (Linux only).
+
+    Exits the process if the parent has died already.
+
+    Args:
+        parent_pid: Process ID of the expected parent.
+        number: Signal to send. Default: SIGKILL.
+    """
     if sys.platform != "linux":
         return
     import ctypes
@@ -72,7 +84,10 @@ def die_with(parent_pid: int, number: int = _SIGKILL) -> None:
 
 
 def _record_faults(record: str | None) -> None:
-    """Write the Python stack of a crash (SIGSEGV, SIGABRT ...) beside the record."""
+    """Enable faulthandler, so that a crash (SIGSEGV, SIGABRT ...) writes its Python stack to a `.fault` file.
+
+    The file is next to the exception record.
+    """
     if record and not faulthandler.is_enabled():
         faulthandler.enable(open(f"{record}.fault", "w"))  # noqa: SIM115  (faulthandler holds it open)
 
@@ -84,30 +99,37 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _report(error: Exception, record: str | None) -> None:
-    from headway.common import callsite, scope
+    from headway.common import scope, tracebacks
     from headway.launch.agent.records import write_record
 
-    # An Accelerator has said there what else to tell, such as by what memory was used.
-    note = scope.own(callsite.Hook).says(error)
+    # An Accelerator may have registered a note for this error, such as a list of what used the memory.
+    note = scope.own(tracebacks.ExceptionHook).format_notes(error)
     is_kept = bool(record) and write_record(Path(str(record)), error, note)
-    # The agent prints the first failure's trace for all ranks; a hook of the user's still has its say, but unheard.
+    # The agent prints the first failure's trace for all ranks. A user's excepthook still runs, but its output is dropped.
     with contextlib.redirect_stderr(io.StringIO()) if is_kept else contextlib.nullcontext():
         sys.excepthook(type(error), error, error.__traceback__)
 
 
-def _new_main(**attributes: object) -> None:
-    """Put an empty `__main__` in the place of this module."""
+def _replace_main(**attributes: object) -> None:
+    """Replace the `__main__` module by an empty one with the given attributes.
+
+    Args:
+        attributes: Attributes of the new module by name, such as `__file__`.
+    """
     module = types.ModuleType("__main__")
     module.__dict__.update({"__builtins__": builtins, "__package__": None, "__cached__": None, **attributes})
     sys.modules["__main__"] = module
 
 
 def _prepare_script(target: str) -> CodeType:
-    """Set up `python TARGET`: a file, or a folder or archive that holds a `__main__.py`."""
+    """Prepare `__main__`, `sys.path` and `sys.argv` as `python TARGET` does, and return the code to execute.
+
+    TARGET is a file, or a folder or archive that contains a `__main__.py`.
+    """
     path = os.path.join(os.getcwd(), target)
     if os.path.isfile(path) and not path.endswith((".zip", ".pyz", ".egg")):
         _set_first_path(os.path.dirname(os.path.realpath(path)))
-        _new_main(__file__=path, __loader__=importlib.machinery.SourceFileLoader("__main__", path), __spec__=None)
+        _replace_main(__file__=path, __loader__=importlib.machinery.SourceFileLoader("__main__", path), __spec__=None)
         with io.open_code(path) as file:
             return compile(file.read(), path, "exec", dont_inherit=True)
     sys.path.insert(0, path)
@@ -118,11 +140,11 @@ def _prepare_script(target: str) -> CodeType:
 
 
 def _prepare_module(target: str) -> CodeType:
-    """Set up `python -m TARGET`."""
+    """Prepare `__main__`, `sys.path` and `sys.argv` as `python -m TARGET` does, and return the code to execute."""
     _set_first_path(os.getcwd())
-    spec = _find(target)
+    spec = _find_spec(target)
     if spec is not None and spec.submodule_search_locations is not None:
-        spec = _find(f"{target}.__main__")
+        spec = _find_spec(f"{target}.__main__")
         if spec is None:
             raise LaunchError(f"-m {target}: this package has no __main__.py; name the module in it that is to run")
     if spec is None or spec.loader is None:
@@ -130,8 +152,11 @@ def _prepare_module(target: str) -> CodeType:
     return _from_spec(spec, spec.origin or target)
 
 
-def _find(name: str) -> importlib.machinery.ModuleSpec | None:
-    """The module's spec; its package is imported for it, and what that raises is the user's to see."""
+def _find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of a module, or None if the module does not exist.
+
+    This imports the packages that contain the module. Errors of such an import propagate to the user.
+    """
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
@@ -146,13 +171,13 @@ def _from_spec(spec: importlib.machinery.ModuleSpec, origin: str) -> CodeType:
     code = get_code(spec.name) if get_code is not None else None
     if not isinstance(code, CodeType):
         raise LaunchError(f"{spec.name} has no Python code to run")
-    _new_main(
+    _replace_main(
         __file__=spec.origin, __loader__=spec.loader, __spec__=spec, __package__=spec.parent, __cached__=spec.cached
     )
     return code
 
 
 def _set_first_path(folder: str) -> None:
-    # `python -P` and PYTHONSAFEPATH put no folder first.
+    # With `python -P` or PYTHONSAFEPATH, Python puts no folder first.
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, folder)

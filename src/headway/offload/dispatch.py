@@ -1,6 +1,7 @@
-"""Placing a model's parts on devices, in host memory and on disk, loading weights there, and running the model from there.
+"""Dispatch models: place their parts on devices, in host memory and on disk, load their weights, and run them in place.
 
-Weights are mapped where they lie, converted or copied only where that is needed, all or nothing.
+Weights are mapped from their files. They are converted or copied only if necessary. Loading either succeeds completely
+or changes nothing.
 """
 
 import hashlib
@@ -13,35 +14,36 @@ import torch
 from torch import nn
 
 from headway.common.text import format_bytes
-from headway.errors import ConfigError, UnsupportedError
-from headway.log import get_logger
-from headway.offload.execution import Execution, undispatch
-from headway.offload.offload_folder import OffloadedWeightsLoader, existing, fitted, offload
-from headway.offload.placement.budget import Device, check_presence
-from headway.offload.placement.device_map import (
-    CPU,
-    DISK,
-    DeviceMap,
-    Home,
-    Placement,
-    compute_device,
-    is_offloaded,
-    resolve_device_map,
-    settle,
-)
-from headway.offload.placement.sizes import Dtype, as_dtype
-from headway.weights.files import StoredTensor, WeightFiles, open_checkpoint
-from headway.weights.names import (
+from headway.core.weights.files import StoredTensor, WeightFiles, open_checkpoint
+from headway.core.weights.names import (
     Conversion,
     TensorLocation,
     TensorSources,
-    assign,
+    assign_value,
     is_mapped,
-    match,
-    places_of,
-    tied_groups,
+    load_extra_states,
+    map_locations,
+    map_ties,
+    match_names,
 )
-from headway.weights.shards import TensorSpec
+from headway.core.weights.shards import TensorSpec
+from headway.errors import ConfigError, UnsupportedError
+from headway.log import get_logger
+from headway.offload.execution import Execution, undispatch_model
+from headway.offload.offload_folder import OffloadedWeightsLoader, find_existing, fit_value, offload_tensors
+from headway.offload.placement.automatic_map import resolve_device_map
+from headway.offload.placement.budget import Device, check_presence
+from headway.offload.placement.device_map import DeviceMap
+from headway.offload.placement.homes import (
+    CPU,
+    DISK,
+    Home,
+    Placement,
+    is_offloaded,
+    make_placement,
+    resolve_compute_device,
+)
+from headway.offload.placement.sizes import Dtype, parse_dtype
 
 logger = get_logger(__name__)
 
@@ -62,52 +64,57 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint into a model, on the meta device or with values.
 
-    On the CPU the weights ARE the files: they are mapped into memory, pages are read when they are first touched, and
-    what is written to them (training) stays in memory and never reaches the file. Where the model wants another dtype,
-    or transformers stores the model in another layout than its modules have, tensors are converted one at a time.
-    Every name, shape and file is checked before the first value moves.
+    On the CPU, weights are mapped from their files. A page is read at its first use, and changes, such as those of
+    training, stay in memory and never reach the file. If the model needs another dtype or layout than the file has,
+    tensors are converted one at a time. All names, shapes and files are checked before the first value is loaded.
 
     Args:
-        model: any module. One on the meta device gets new parameters; others keep theirs, with new values.
-        checkpoint: a file, an index, a folder, or a model id on the Hugging Face Hub. Safetensors come before `.bin`,
-            and `.bin` is read without executing anything.
-        device_map: {module name: device}, as infer_auto_device_map gives it; "" is the whole model. "disk" leaves the
-            weights in their files. None: where the model is, the CPU for the meta device.
-        offload_folder: for what is placed on "disk" and cannot be used from its file: converted tensors and old `.bin`.
-        dtype: of floating weights; None: what the model has.
-        offload_state_dict: no effect; the state dict is never in memory.
-        offload_buffers: also leave buffers on disk.
-        keep_in_fp32_modules: parts of names (between dots) whose weights are float32 whatever `dtype` is.
-        offload_8bit_bnb: not supported.
-        strict: names that the model has no place for, and absent buffers, are an error too.
-        full_state_dict: the checkpoint holds full tensors; False is not supported.
-        broadcast_from_rank0: no effect; ranks of a machine share the mapped pages.
+        model: Any module. A model on the meta device gets new parameters. Other models keep theirs, with new values.
+        checkpoint: File, index, folder, or model ID on the Hugging Face Hub. Safetensors are preferred to `.bin` files.
+            A `.bin` file is read without executing any of its content.
+        device_map: Device by module name, as returned by infer_auto_device_map. The key "" is the whole model, and
+            "disk" leaves weights in their files. None leaves tensors on their devices, and loads those on the meta
+                device
+            to the CPU.
+        offload_folder: Folder for tensors on "disk" that cannot be used from their own file: converted tensors and old
+            `.bin` files.
+        dtype: Dtype of floating weights, or None for the model's.
+        offload_state_dict: No effect, because the state dict as a whole is never in memory. Exists for compatibility.
+        offload_buffers: Whether buffers are left on disk, too.
+        keep_in_fp32_modules: Components of dotted names, such as "lm_head". Weights below them are float32 regardless
+            of `dtype`.
+        offload_8bit_bnb: Not supported.
+        strict: Whether names that the model does not have, and missing buffers, are errors.
+        full_state_dict: Whether the checkpoint has full tensors. False is not supported.
+        broadcast_from_rank0: No effect, because the ranks of a machine share the mapped pages.
 
     Raises:
-        CheckpointError: the checkpoint is missing or damaged, or does not fit; the model is untouched.
-        ConfigError: the device map misses a tensor, or the offload folder is needed or another model's.
-        UnsupportedError: bitsandbytes, or a sharded state dict.
+        CheckpointError: If the checkpoint is missing or damaged, or does not fit the model. The model is then
+            unchanged.
+        ConfigError: If the device map misses a tensor, or the offload folder is missing or belongs to another model.
+        UnsupportedError: If bitsandbytes or a sharded state dict is requested.
     """
     check_kind(full_state_dict, offload_8bit_bnb)
     homes = None
     if device_map is not None:
-        homes = settle(model, resolve_device_map(model, device_map), CPU, offload_buffers).homes
-    load(model, checkpoint, homes, offload_folder, dtype, keep_in_fp32_modules or (), strict)
+        homes = make_placement(model, resolve_device_map(model, device_map), CPU, offload_buffers).homes
+    load_weights(model, checkpoint, homes, offload_folder, dtype, keep_in_fp32_modules or (), strict)
 
 
-def check_kind(full_state_dict: bool, is_quantised: bool = False) -> None:
-    """Refuse what is not a checkpoint of full, unquantised tensors.
+def check_kind(full_state_dict: bool, is_quantized: bool = False) -> None:
+    """Raise UnsupportedError unless the checkpoint has full, unquantized tensors.
 
-    Raises:
-        UnsupportedError: it is another one.
+    Args:
+        full_state_dict: Whether the checkpoint has full tensors, not shards of them.
+        is_quantized: Whether the checkpoint has the tensors of bitsandbytes' 8-bit layers.
     """
-    if is_quantised or not full_state_dict:
+    if is_quantized or not full_state_dict:
         raise UnsupportedError(
-            "load_checkpoint_in_model() loads full, unquantised tensors; leave offload_8bit_bnb=False, full_state_dict=True"
+            "load_checkpoint_in_model() loads full, unquantized tensors; leave offload_8bit_bnb=False, full_state_dict=True"
         )
 
 
-def load(
+def load_weights(
     model: nn.Module,
     checkpoint: str | Path,
     homes: Mapping[str, Home] | None,
@@ -116,25 +123,47 @@ def load(
     in_fp32: Iterable[str],
     strict: bool,
 ) -> None:
-    """Load a checkpoint, each tensor to its home; the other arguments are those of load_checkpoint_in_model().
+    """Load a checkpoint, and move each tensor to its target device or leave it on disk.
 
     Args:
-        homes: where each tensor stays, by name; None: where it is, the CPU for the meta device.
+        model, checkpoint, offload_folder, dtype, strict: As for load_checkpoint_in_model().
+        homes: Target of each tensor by name: a device, or "disk". None keeps tensors where they are, and loads those on
+            the meta device to the CPU.
+        in_fp32: Components of dotted names, such as "lm_head". Weights below them are loaded as float32.
     """
     opened = open_checkpoint(checkpoint)
-    places = places_of(model)
-    sources = match(model, places, opened, strict)
-    target = as_dtype(dtype)
+    places = map_locations(model)
+    sources = match_names(model, places, opened, strict)
+    target = parse_dtype(dtype)
     if target is not None and not isinstance(target, torch.dtype):
         raise ConfigError(f"dtype={dtype!r} has no dtype in torch to load into; it is for estimates only")
     if homes is None:
         homes = {name: CPU if place.tensor.is_meta else place.tensor.device for name, place in places.items()}
-    _Loading(opened, sources, places, homes, target, frozenset(in_fp32), offload_folder).run()
+    _Loading(
+        checkpoint=opened,
+        sources=sources,
+        places=places,
+        homes=homes,
+        dtype=target,
+        in_fp32=frozenset(in_fp32),
+        folder=offload_folder,
+    ).load_values()
+    load_extra_states(model, sources, opened)
 
 
 @dataclass
 class _Loading:
-    """One load, after its names are settled."""
+    """Operation that loads a checkpoint's tensors into a model.
+
+    Attributes:
+        checkpoint: Open files of the checkpoint.
+        sources: Stored tensor for each tensor of the model.
+        places: Modules and attributes that hold each tensor, by name.
+        homes: Target of each tensor by name: a device, or "disk".
+        dtype: Dtype of floating weights, or None for the model's.
+        in_fp32: Components of dotted names whose weights are loaded as float32.
+        folder: Offload folder, or None.
+    """
 
     checkpoint: WeightFiles
     sources: TensorSources
@@ -144,13 +173,13 @@ class _Loading:
     in_fp32: frozenset[str]
     folder: str | Path | None
 
-    def run(self) -> None:
-        """Put every value in its place."""
-        groups = tied_groups(self.places)
-        offloaded = self._offloaded()
+    def load_values(self) -> None:
+        """Assign every value to its tensor in the model."""
+        groups = map_ties(self.places)
+        offloaded = self._write_offloaded()
         num_mapped = 0
-        for name, value, is_in_file in self._values(offloaded):
-            assign(self.places, groups[name], value, is_in_file)
+        for name, value, is_in_file in self._iterate_values(offloaded):
+            assign_value(self.places, groups[name], value, is_in_file)
             num_mapped += value.nbytes if is_in_file else 0
         total = sum(stored.num_bytes for stored in self.checkpoint.tensors.values())
         logger.info(
@@ -161,7 +190,7 @@ class _Loading:
             format_bytes(num_mapped),
         )
 
-    def _wanted_dtype(self, name: str) -> torch.dtype:
+    def _choose_dtype(self, name: str) -> torch.dtype:
         own, stored = self.places[name].tensor.dtype, self.sources.shapes[name][1]
         if not stored.is_floating_point or own.itemsize < 2:
             return own
@@ -169,13 +198,19 @@ class _Loading:
             return torch.float32
         return own if self.dtype is None else self.dtype
 
-    def _values(self, offloaded: Mapping[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """(name, value, is it a mapped file?), one tensor in memory at a time beyond those already in their places."""
+    def _iterate_values(self, offloaded: Mapping[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """Yield each tensor's name and value, and whether the value is mapped from a file.
+
+        Only one tensor at a time is in memory in addition to those that are already in the model.
+
+        Args:
+            offloaded: Tensors that have been written to the offload folder, by name.
+        """
         for name, key in self.sources.direct.items():
             if name in offloaded:
                 yield name, offloaded[name].tensor(), True
                 continue
-            stored, dtype, home = self.checkpoint.tensors[key], self._wanted_dtype(name), self.homes[name]
+            stored, dtype, home = self.checkpoint.tensors[key], self._choose_dtype(name), self.homes[name]
             value = stored.tensor()
             if not is_offloaded(home):
                 value = value.to(home)
@@ -183,31 +218,35 @@ class _Loading:
             yield name, value.to(dtype), is_in_file
         for conversion in self.sources.conversions:
             if conversion.target in offloaded:
-                names = [name for name in offloaded if name in self._made_by(conversion)]
+                names = [name for name in offloaded if name in self._list_made_names(conversion)]
                 yield from ((name, offloaded[name].tensor(), True) for name in names)
                 continue
-            for name, value in conversion.run(self._read).items():
+            for name, value in conversion.run(self._read_tensor).items():
                 home = CPU if self.homes[name] == DISK else self.homes[name]
-                yield name, value.to(home).to(self._wanted_dtype(name)), False
+                yield name, value.to(home).to(self._choose_dtype(name)), False
 
-    def _read(self, key: str) -> torch.Tensor:
+    def _read_tensor(self, key: str) -> torch.Tensor:
         return self.checkpoint.tensors[key].tensor()
 
-    def _made_by(self, conversion: Conversion) -> set[str]:
-        return set(conversion.run(lambda key: self._read(key).to("meta")))
+    def _list_made_names(self, conversion: Conversion) -> set[str]:
+        return set(conversion.run(lambda key: self._read_tensor(key).to("meta")))
 
-    def _offloaded(self) -> dict[str, StoredTensor]:
-        """What is placed on disk but cannot be used from its own file, written to the offload folder."""
+    def _write_offloaded(self) -> dict[str, StoredTensor]:
+        """Write the tensors that belong on disk to the offload folder, unless they can be used from their own file.
+
+        Returns:
+            The written tensors by name.
+        """
         direct = {
             name: key
             for name, key in self.sources.direct.items()
             if self.homes[name] == DISK
             and not (
-                self.checkpoint.tensors[key].is_mapped and self._wanted_dtype(name) == self.sources.shapes[name][1]
+                self.checkpoint.tensors[key].is_mapped and self._choose_dtype(name) == self.sources.shapes[name][1]
             )
         }
         conversions = [c for c in self.sources.conversions if self.homes[c.target] == DISK]
-        names = [*direct, *(name for c in conversions for name in self._made_by(c))]
+        names = [*direct, *(name for c in conversions for name in self._list_made_names(c))]
         if not names:
             return {}
         if self.folder is None:
@@ -218,17 +257,20 @@ class _Loading:
 
         def values() -> Iterator[tuple[str, torch.Tensor]]:
             for name, key in direct.items():
-                yield name, self._read(key).to(self._wanted_dtype(name))
+                yield name, self._read_tensor(key).to(self._choose_dtype(name))
             for conversion in conversions:
-                for name, value in conversion.run(self._read).items():
-                    yield name, value.to(self._wanted_dtype(name))
+                for name, value in conversion.run(self._read_tensor).items():
+                    yield name, value.to(self._choose_dtype(name))
 
-        specs = {name: TensorSpec(self.sources.shapes[name][0], self._wanted_dtype(name)) for name in names}
-        return offload(self.folder, specs, _identity(self.checkpoint), values).tensors
+        specs = {name: TensorSpec(self.sources.shapes[name][0], self._choose_dtype(name)) for name in names}
+        return offload_tensors(self.folder, specs, _make_identity(self.checkpoint), values).tensors
 
 
-def _identity(checkpoint: WeightFiles) -> str:
-    """Files by name, size and time of change: what was converted from them is not used for others."""
+def _make_identity(checkpoint: WeightFiles) -> str:
+    """Return a hash of a checkpoint's file names, sizes and modification times.
+
+    The offload folder stores it to identify the source of its tensors.
+    """
     stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in checkpoint.files]
     return hashlib.sha256(repr(stats).encode()).hexdigest()
 
@@ -250,23 +292,25 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load a checkpoint into a model and place its parts; returns the model.
+    """Load a checkpoint into a model, place its parts on devices, and return the model.
+
+    Arguments that are not listed are those of load_checkpoint_in_model() and dispatch_model().
 
     Args:
-        model: usually built under init_empty_weights().
-        checkpoint: as for load_checkpoint_in_model().
-        device_map: "auto", "balanced", "balanced_low_0", "sequential", one device for all, or {module name: device}.
-            None loads without placing.
-        max_memory: {device: bytes or "10GiB"} for the words above.
-        no_split_module_classes: classes whose modules stay on one device; None: what the model says itself.
-        skip_keys: keyword arguments of forwards that are not moved between devices.
-        preload_module_classes: as for dispatch_model().
-
-    The other arguments are those of load_checkpoint_in_model() and dispatch_model().
+        model: Module, usually built under init_empty_weights().
+        checkpoint: File, index, folder, or model ID on the Hugging Face Hub.
+        device_map: "auto", "balanced", "balanced_low_0", "sequential", one device for all, or devices by module name.
+            None loads the checkpoint without placing the parts on devices.
+        max_memory: Memory limit of each device, in bytes or as text such as "10GiB". Used if `device_map` is "auto",
+            "balanced", "balanced_low_0" or "sequential".
+        no_split_module_classes: Classes whose modules stay on one device, or None for those that the model declares.
+        skip_keys: Keyword arguments of forwards that are not moved between devices.
+        preload_module_classes: Classes whose modules use the weights of submodules without calling these. Their weights
+            are loaded together.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or does not fit; the model is untouched.
-        DeviceMapError: the map does not fit the model or the machine.
+        CheckpointError: If the checkpoint is damaged or does not fit the model. The model is then unchanged.
+        DeviceMapError: If the map does not fit the model or the machine.
     """
     check_kind(full_state_dict)
     placement = None
@@ -275,12 +319,12 @@ def load_checkpoint_and_dispatch(
         found = resolve_device_map(
             model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
         )
-        placement = settle(model, found, None, offload_buffers)
+        placement = make_placement(model, found, None, offload_buffers)
     homes = None if placement is None else placement.homes
-    load(model, checkpoint, homes, offload_folder, dtype, (), strict)
+    load_weights(model, checkpoint, homes, offload_folder, dtype, (), strict)
     if placement is not None:
-        undispatch(model)
-        _run(model, placement, offload_folder, skip_keys, preload_module_classes, force_hooks)
+        undispatch_model(model)
+        _attach_execution(model, placement, offload_folder, skip_keys, preload_module_classes, force_hooks)
     return model
 
 
@@ -296,38 +340,40 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Place a model's parts and run it from there; returns the model, with the map as `hf_device_map`.
+    """Place a model's parts on devices, and attach hooks that run each part.
 
-    Parts on an accelerator stay and run there. Parts on "cpu" and "disk" run on the main device: where that is an
-    accelerator, their weights are copied ahead of use; where it is the CPU, they are used where they lie, and those on
-    disk are read ahead. Outside of a forward every weight holds its real values, so a state dict is that of the
-    undivided model. A model that has been dispatched before is placed again.
+    Return the model, with the map as `hf_device_map`. Parts on an accelerator run there. Parts on "cpu" and "disk"
+    run on the main device. If that is an accelerator, their weights are copied ahead of use. If it is the CPU, they
+    are used in place, and those on disk are read ahead. Outside of a forward, every weight has its real values, so
+    the state dict equals that of the original model. A dispatched model can be dispatched again.
 
     Args:
-        device_map: as for load_checkpoint_and_dispatch().
-        main_device: where offloaded parts run; None: the first accelerator in the map, else the CPU.
-        state_dict: values for parts that are on the meta device.
-        offload_dir: where weights go that are placed on "disk" and are not in a mapped file yet.
-        offload_index: {name: {"safetensors_file": path, "weight_name": name there}} for values that are in files, or
-            {name: {"dtype": ..., "shape": ...}} for `<name>.dat` in the offload folder, as read_offload_index() gives them.
-        offload_buffers: also offload buffers; they are small, and stay on the main device otherwise.
-        skip_keys: keyword arguments of forwards that are not moved between devices.
-        preload_module_classes: classes whose modules use the weights of modules inside them without calling those;
-            their weights are brought in together. torch's MultiheadAttention and TransformerEncoderLayer are known.
-        force_hooks: attach hooks also where everything is on one device.
+        model: Model to place.
+        device_map: "auto", "balanced", "balanced_low_0", "sequential", one device for all, or devices by module name.
+        main_device: Device that runs offloaded parts. None for the first accelerator in the map, else the CPU.
+        state_dict: Values for parts on the meta device.
+        offload_dir: Folder for weights that are placed on "disk" and are not in a mapped file yet.
+        offload_index: Entries of values in files, by name. An entry is either {"safetensors_file": path, "weight_name":
+            name in that file}, or {"dtype": ..., "shape": ...} for `<name>.dat` in the offload folder, as returned by
+            read_offload_index().
+        offload_buffers: Whether buffers are offloaded, too. They are small, and stay on the main device otherwise.
+        skip_keys: Keyword arguments of forwards that are not moved between devices.
+        preload_module_classes: Classes whose modules use the weights of submodules without calling these. Their weights
+            are loaded together. torch's MultiheadAttention and TransformerEncoderLayer are always included.
+        force_hooks: Whether hooks are attached even if everything is on one device.
 
     Raises:
-        DeviceMapError: the map does not fit the model or the machine.
-        ConfigError: a tensor has no values, or the offload folder is missing or another model's.
+        DeviceMapError: If the map does not fit the model or the machine.
+        ConfigError: If a tensor has no values, or the offload folder is missing or belongs to another model.
     """
-    undispatch(model)
-    placement = settle(model, resolve_device_map(model, device_map), main_device, offload_buffers)
-    _fill(places_of(model), state_dict, offload_index, offload_dir)
-    _run(model, placement, offload_dir, skip_keys, preload_module_classes, force_hooks)
+    undispatch_model(model)
+    placement = make_placement(model, resolve_device_map(model, device_map), main_device, offload_buffers)
+    _fill_meta_tensors(map_locations(model), state_dict, offload_index, offload_dir)
+    _attach_execution(model, placement, offload_dir, skip_keys, preload_module_classes, force_hooks)
     return model
 
 
-def _run(
+def _attach_execution(
     model: nn.Module,
     placement: Placement,
     folder: str | Path | None,
@@ -335,12 +381,12 @@ def _run(
     preload: list[str] | None,
     force_hooks: bool,
 ) -> None:
-    """Move every tensor home and attach what runs the model from there."""
-    _move(places_of(model), placement.homes, folder)
+    """Move every tensor to its target device or file, and attach the hooks that run the model with this placement."""
+    _move_home(map_locations(model), placement.homes, folder)
     kinds = set(placement.homes.values())
     if force_hooks or len(kinds) > 1 or DISK in kinds or kinds == {CPU} != {placement.main}:
         skipped = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or ())
-        Execution(model, placement, skipped, preload or []).attach()
+        Execution(model, placement, skipped, preload or []).attach_hooks()
     model.hf_device_map = dict(placement.device_map)  # type: ignore[assignment]
 
 
@@ -351,18 +397,21 @@ def cpu_offload(
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep all weights in host memory and run on `execution_device`, each part's weights copied there ahead of its use.
+    """Keep all weights in host memory and run the model on another device. Weights are copied there ahead of their use.
 
     Args:
-        execution_device: None: this process's current accelerator. On the CPU there is nothing to move.
-        offload_buffers: also offload buffers.
-        state_dict: values for parts that are on the meta device.
-        preload_module_classes: as for dispatch_model().
+        model: Model to place.
+        execution_device: Device that runs the model, or None for this process's current accelerator. On the CPU nothing
+            is moved.
+        offload_buffers: Whether buffers are offloaded, too.
+        state_dict: Values for parts on the meta device.
+        preload_module_classes: Classes whose modules use the weights of submodules without calling these. Their weights
+            are loaded together.
     """
     return dispatch_model(
         model,
         DeviceMap({"": "cpu"}),
-        _accelerator(execution_device),
+        _resolve_execution_device(execution_device),
         state_dict,
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
@@ -376,64 +425,69 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep all weights on disk and run on `execution_device`, read ahead of use.
+    """Keep all weights on disk and run the model on a device. Weights are read ahead of their use.
 
     Args:
-        offload_dir: where weights are written that are in no mapped file yet. What an earlier call wrote of the same
-            model is used again; another model's is refused.
-        execution_device: None: this process's current accelerator, else the CPU.
-        offload_buffers: also offload buffers.
-        preload_module_classes: as for dispatch_model().
+        model: Model to place.
+        offload_dir: Folder for weights that are not in a mapped file yet. Files that an earlier call wrote for this
+            model are reused.
+        execution_device: Device that runs the model, or None for this process's current accelerator, else the CPU.
+        offload_buffers: Whether buffers are offloaded, too.
+        preload_module_classes: Classes whose modules use the weights of submodules without calling these. Their weights
+            are loaded together.
 
     Raises:
-        ConfigError: the folder holds another model's weights.
+        ConfigError: If the folder has another model's weights.
     """
     return dispatch_model(
         model,
         DeviceMap({"": "disk"}),
-        _accelerator(execution_device),
+        _resolve_execution_device(execution_device),
         offload_dir=offload_dir,
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
     )
 
 
-def default_device() -> torch.device:
-    """This process's accelerator; the CPU where there is none."""
+def get_default_device() -> torch.device:
+    """Return this process's accelerator, or the CPU if this machine has no accelerator."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    # With its index: without one it would be the first device on every rank.
+    # The index is needed, because a device without one would be the first device on every rank.
     return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
-def _accelerator(given: Device | torch.device | None) -> torch.device:
+def _resolve_execution_device(given: Device | torch.device | None) -> torch.device:
     if given is not None:
-        return compute_device(given, "execution_device")
-    return default_device()
+        return resolve_compute_device(given, "execution_device")
+    return get_default_device()
 
 
-def _fill(
+def _fill_meta_tensors(
     places: Mapping[str, TensorLocation],
     state_dict: Mapping[str, torch.Tensor] | None,
     index: Mapping[str, Mapping[str, object]] | None,
     folder: str | Path | None,
 ) -> None:
-    """Give values to what is on the meta device, from the caller's state dict and files."""
+    """Replace tensors on the meta device by the values in the user's state dict and files."""
     if state_dict is None and index is None:
         return
-    groups, stored = tied_groups(places), OffloadedWeightsLoader(save_folder=folder, index=index or {})
+    groups, stored = map_ties(places), OffloadedWeightsLoader(save_folder=folder, index=index or {})
     for name, place in places.items():
         if not place.tensor.is_meta:
             continue
         if state_dict is not None and name in state_dict:
-            assign(places, groups[name], state_dict[name], is_mapped=False)
+            assign_value(places, groups[name], state_dict[name], is_mapped=False)
         elif name in stored:
-            value = fitted(name, place.tensor, stored[name])
-            assign(places, groups[name], value, stored.is_mapped(name, value.dtype))
+            value = fit_value(name, place.tensor, stored[name])
+            assign_value(places, groups[name], value, stored.is_mapped(name, value.dtype))
 
 
-def _move(places: Mapping[str, TensorLocation], homes: Mapping[str, Home], folder: str | Path | None) -> None:
-    """Move every tensor home; what goes to disk and is in no mapped file is written to the folder first."""
-    groups = tied_groups(places)
+def _move_home(places: Mapping[str, TensorLocation], homes: Mapping[str, Home], folder: str | Path | None) -> None:
+    """Move every tensor to its target: a device, or a file on disk.
+
+    Tensors whose target is the disk, and that are not in a mapped file yet, are first written to the offload folder.
+    """
+    groups = map_ties(places)
     leaders = {name: group[0] for name, group in groups.items()}
     on_disk = [
         name
@@ -443,28 +497,28 @@ def _move(places: Mapping[str, TensorLocation], homes: Mapping[str, Home], folde
     specs = {name: TensorSpec(tuple(places[name].tensor.shape), places[name].tensor.dtype) for name in on_disk}
     values: dict[str, torch.Tensor] = {}
     if on_disk:
-        values = _written(places, on_disk, specs, folder)
+        values = _write_to_disk(places, on_disk, specs, folder)
     empty = [name for name, place in places.items() if place.tensor.is_meta and leaders[name] not in values]
     if empty:
         raise ConfigError(
             f"{len(empty)} tensors have no values: {', '.join(empty[:5])}; load a checkpoint first, or pass state_dict="
         )
     for name, value in values.items():
-        assign(places, groups[name], value, is_mapped=True)
+        assign_value(places, groups[name], value, is_mapped=True)
     for name, place in places.items():
         home = homes[name]
         if home == DISK or place.tensor.device == home:
             continue
         assert isinstance(home, torch.device)
         together = [other for other in groups[name] if homes[other] == home]
-        assign(places, together, place.tensor.detach().to(home), is_mapped=False)
+        assign_value(places, together, place.tensor.detach().to(home), is_mapped=False)
 
 
-def _written(
+def _write_to_disk(
     places: Mapping[str, TensorLocation], names: Iterable[str], specs: dict[str, TensorSpec], folder: str | Path | None
 ) -> dict[str, torch.Tensor]:
     if all(places[name].tensor.is_meta for name in names):
-        found = existing(folder, specs)
+        found = find_existing(folder, specs)
         return {} if found is None else {name: found.tensors[name].tensor() for name in names}
     if folder is None:
         raise ConfigError(
@@ -480,5 +534,5 @@ def _written(
         for name in names:
             yield name, places[name].tensor
 
-    written: dict[str, Any] = offload(folder, specs, "", values).tensors
+    written: dict[str, Any] = offload_tensors(folder, specs, "", values).tensors
     return {name: written[name].tensor() for name in names}

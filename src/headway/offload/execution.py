@@ -1,4 +1,4 @@
-"""Running a placed model: hooks that bring weights and inputs to where a module runs, and a word on the speed."""
+"""Run a dispatched model: hooks move weights and inputs to the device where a module runs, and measure the throughput."""
 
 import time
 from collections import deque
@@ -10,34 +10,36 @@ import torch
 from torch import nn
 
 from headway.common.text import format_bytes
+from headway.core.runtime.collectives.tree import list_tensors, to_device
+from headway.core.runtime.copy_stream import StreamPoint
+from headway.core.training.prepared.dispatched import EXECUTION
+from headway.core.weights.names import TensorLocation, is_mapped, iterate_own_locations, map_locations
 from headway.log import get_logger
-from headway.offload import EXECUTION
-from headway.offload.placement.budget import available_memory
-from headway.offload.placement.device_map import CPU, DISK, Home, Placement
+from headway.offload.pinning import compute_pin_limit, pin_tensors
+from headway.offload.placement.budget import measure_available_memory
+from headway.offload.placement.homes import CPU, DISK, Home, Placement
 from headway.offload.readahead import ReadAhead
 from headway.offload.stream import DeviceStream
-from headway.offload.transport import HostTransport, pin, pinnable, transport_to
-from headway.runtime.collectives.tree import tensors, to_device
-from headway.runtime.transfers import StreamPoint
-from headway.weights.names import TensorLocation, is_mapped, own_places, places_of
+from headway.offload.transport import HostTransport, make_transport
 
 logger = get_logger(__name__)
 
 WINDOW = 512 << 20
-"""Bytes to read or copy ahead of use, unless one module alone is larger."""
+"""Default bytes of weights to read or copy ahead of use. If a single module has more, its size is used instead."""
 
 _USE_WEIGHTS_OF_OTHERS = {"MultiheadAttention", "TransformerEncoderLayer"}
+"""Classes of torch whose forward uses the weights of submodules without calling the submodules."""
 
 
 class Execution:
-    """The hooks of one dispatched model.
+    """Hooks that run one dispatched model and move weights and arguments to the devices where its modules run.
 
     Args:
-        model: with every tensor at home.
-        placement: where its parts stay, and where they run.
-        skip_keys: keyword arguments that are not moved.
-        preload: classes whose weights come in together with those of the modules inside.
-        transport: how copies to the device are made; None: through a pinned ring.
+        model: Model whose tensors are already on their target devices.
+        placement: Devices on which parts are stored, and on which they run.
+        skip_keys: Keyword arguments that are not moved between devices.
+        preload: Classes whose weights are loaded together with those of their submodules.
+        transport: Transport of copies to the device, or None for the default.
     """
 
     def __init__(
@@ -58,91 +60,103 @@ class Execution:
         self.pace = ThroughputRatio()
         main, homes = placement.main, placement.homes
         streams = main != CPU or transport is not None
-        found = _units(model, homes, set(preload) | _USE_WEIGHTS_OF_OTHERS if streams else set(), streams)
+        found = _list_units(model, homes, set(preload) | _USE_WEIGHTS_OF_OTHERS if streams else set(), streams)
         self._modules, units = [module for module, _ in found], [places for _, places in found]
         self.stream: ReadAhead | DeviceStream | None = None
         if units and streams:
-            transport = transport or transport_to(main)
+            transport = transport or make_transport(main)
             self.stream = DeviceStream(units, main, WINDOW, transport)
             if transport.pinned is not None:
-                in_memory = [place.tensor for name, place in places_of(model).items() if homes.get(name) == CPU]
-                pin(in_memory, pinnable(in_memory), transport.pinned)
+                in_memory = [place.tensor for name, place in map_locations(model).items() if homes.get(name) == CPU]
+                pin_tensors(in_memory, compute_pin_limit(in_memory), transport.pinned)
         elif units:
-            self.stream = ReadAhead(units, WINDOW, int(available_memory() * 0.8))
+            self.stream = ReadAhead(units, WINDOW, int(measure_available_memory() * 0.8))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the forwards under way: a device's events cannot be copied."""
+        """Return the attributes for copying or pickling, without forwards in progress.
+
+        Such forwards are left out because their device events cannot be copied.
+        """
         return {**self.__dict__, "_begun": [], "_ended": deque()}
 
-    def attach(self) -> None:
-        """Register the hooks."""
-        if self._placement.devices():
+    def attach_hooks(self) -> None:
+        """Register the hooks that move weights and arguments to the device where each module runs."""
+        if self._placement.list_devices():
             self._attach_devices()
         if self.stream is not None:
             for index, module in enumerate(self._modules):
-                self._handles.append(module.register_forward_pre_hook(_Enter(self.stream, index), prepend=False))
+                self._handles.append(module.register_forward_pre_hook(_LoadWeights(self.stream, index), prepend=False))
                 if isinstance(self.stream, DeviceStream):
-                    leave = _Leave(self.stream, index)
+                    leave = _EndUse(self.stream, index)
                     self._handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
-            self._handles.append(self.model.register_forward_pre_hook(self._begin, prepend=True))
-            self._handles.append(self.model.register_forward_hook(self._end, always_call=True))
+            self._handles.append(self.model.register_forward_pre_hook(self._begin_forward, prepend=True))
+            self._handles.append(self.model.register_forward_hook(self._end_forward, always_call=True))
         self.model.__dict__[EXECUTION] = self
 
-    def remove(self) -> None:
-        """Take all hooks off; the tensors stay where they are."""
+    def remove_hooks(self) -> None:
+        """Remove all hooks. Tensors are not moved."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.model.__dict__.pop(EXECUTION, None)
 
     def is_all_on(self, device: torch.device) -> bool:
-        """Does all of the model lie on `device` and run there? Weights in mapped files are on the CPU."""
+        """Whether all tensors of the model are stored on `device`, and the model runs there.
+
+        Weights in mapped files count as being on the CPU.
+        """
         homes: set[Home] = {CPU if home == DISK else home for home in self._placement.homes.values()}
         return not isinstance(self.stream, DeviceStream) and homes | {self._placement.main} == {device}
 
     def _attach_devices(self) -> None:
-        """Arguments follow the modules named in the map to their devices; results go back to where the inputs were."""
+        """Register hooks that move arguments to each module's device.
+
+        The model's results are moved back to the device of its inputs.
+        """
         named = dict(self.model.named_modules())
         for name in self._placement.device_map:
             module = named.get(name) if name in named else named.get(name.rpartition(".")[0])
             if module is not None and module is not self.model:
-                move = _Move(self._placement.runs_on(name), self._skip_keys)
+                move = _MoveArguments(self._placement.get_run_device(name), self._skip_keys)
                 self._handles.append(module.register_forward_pre_hook(move, with_kwargs=True))
-        self._handles.append(self.model.register_forward_pre_hook(self._come, with_kwargs=True, prepend=True))
-        self._handles.append(self.model.register_forward_hook(self._return, with_kwargs=True, always_call=True))
+        self._handles.append(self.model.register_forward_pre_hook(self._enter_model, with_kwargs=True, prepend=True))
+        self._handles.append(self.model.register_forward_hook(self._return_outputs, with_kwargs=True, always_call=True))
 
-    def _come(self, module: nn.Module, args: object, kwargs: dict[str, Any]) -> Any:
-        first = next(tensors((args, kwargs)), None)
+    def _enter_model(self, module: nn.Module, args: object, kwargs: dict[str, Any]) -> Any:
+        first = next(list_tensors((args, kwargs)), None)
         self._came_from.append(None if first is None else first.device)
-        return _Move(self._placement.main, self._skip_keys)(module, args, kwargs)
+        return _MoveArguments(self._placement.main, self._skip_keys)(module, args, kwargs)
 
-    def _return(self, module: nn.Module, args: object, kwargs: dict[str, Any], output: object) -> Any:
+    def _return_outputs(self, module: nn.Module, args: object, kwargs: dict[str, Any], output: object) -> Any:
         device = self._came_from.pop() if self._came_from else None
         return output if device is None or output is None else to_device(output, device)
 
-    def _begin(self, module: nn.Module, args: object) -> None:
+    def _begin_forward(self, module: nn.Module, args: object) -> None:
         assert self.stream is not None
-        self.settle()
-        self._begun.append(_Forward(time.perf_counter(), self._mark(), self.stream.traffic.num_bytes))
+        self.record_ended()
+        self._begun.append(_Forward(time.perf_counter(), self._mark_progress(), self.stream.traffic.num_bytes))
 
-    def _end(self, module: nn.Module, args: object, output: object) -> None:
+    def _end_forward(self, module: nn.Module, args: object, output: object) -> None:
         assert self.stream is not None
         if not self._begun:
             return
         forward = self._begun.pop()
         forward.seconds = time.perf_counter() - forward.begun
-        forward.end, forward.moved = self._mark(), self.stream.traffic.num_bytes - forward.before
+        forward.end = self._mark_progress()
+        forward.moved = self.stream.traffic.num_bytes - forward.before
         self._ended.append(forward)
-        self.settle()
+        self.record_ended()
 
-    def _mark(self) -> StreamPoint | None:
-        return self.stream.mark() if isinstance(self.stream, DeviceStream) else None
+    def _mark_progress(self) -> StreamPoint | None:
+        return self.stream.mark_progress() if isinstance(self.stream, DeviceStream) else None
 
-    def settle(self, is_awaited: bool = False) -> None:
-        """Note the forwards that have ended, which on a device is later than their calls return.
+    def record_ended(self, is_awaited: bool = False) -> None:
+        """Record the throughput of the forwards that have ended.
+
+        On an accelerator, the call of a forward returns before the device has computed it.
 
         Args:
-            is_awaited: wait for those that have not.
+            is_awaited: Whether to wait for forwards that are still in progress.
         """
         assert self.stream is not None
         while self._ended:
@@ -152,15 +166,23 @@ class Execution:
             if ended.end is not None and not ended.end.is_reached():
                 return
             self._ended.popleft()
-            self.pace.note(ended.duration(), ended.moved, self.stream.traffic.bandwidth)
-            if self.pace.num_passes == 2:  # the first one also learns the order
+            self.pace.record_forward(ended.compute_duration(), ended.moved, self.stream.traffic.bandwidth)
+            if self.pace.num_passes == 2:  # the first forward is slower, because it also learns the order
                 logger.info("%s", self.pace.words())
 
 
 @dataclass
 class _Forward:
-    """A forward: when it was called, how far the device's queue had come then and at its end, and the bytes that had moved before
-    and did meanwhile."""
+    """Measurement of one forward of a dispatched model.
+
+    Attributes:
+        begun: Time of the call in seconds.
+        start: Position in the device's stream at the call, or None if the device computes synchronously.
+        before: Bytes transferred before the call.
+        moved: Bytes transferred during the forward.
+        seconds: Duration until the call returned.
+        end: Position in the device's stream when the call returned.
+    """
 
     begun: float
     start: StreamPoint | None
@@ -169,14 +191,26 @@ class _Forward:
     seconds: float = 0.0
     end: StreamPoint | None = None
 
-    def duration(self) -> float:
-        """On the device where that tells, else until it returned."""
-        on_device = self.start.seconds_until(self.end) if self.start is not None and self.end is not None else None
+    def compute_duration(self) -> float:
+        """Return the seconds that the device took.
+
+        If the device was not timed, return the seconds until the call returned.
+        """
+        on_device = (
+            self.start.measure_seconds_until(self.end) if self.start is not None and self.end is not None else None
+        )
         return self.seconds if on_device is None else on_device
 
 
 class ThroughputRatio:
-    """How fast forwards are, beside the fastest that moving their weights allows."""
+    """Throughput of an offloaded model's forwards, compared with the maximum that transfers of its weights allow.
+
+    Attributes:
+        num_passes: Number of forwards recorded.
+        seconds: Duration of the last forward.
+        num_bytes: Bytes that the last forward transferred.
+        bandwidth: Measured bandwidth of all transfers in bytes per second, or None.
+    """
 
     def __init__(self) -> None:
         self.num_passes = 0
@@ -184,18 +218,29 @@ class ThroughputRatio:
         self.num_bytes = 0
         self.bandwidth: float | None = None
 
-    def note(self, seconds: float, num_bytes: int, bandwidth: float | None) -> None:
-        """One forward took `seconds` and moved `num_bytes`; `bandwidth` is that of all so far, in bytes a second."""
+    def record_forward(self, seconds: float, num_bytes: int, bandwidth: float | None) -> None:
+        """Record the measurements of a forward.
+
+        Args:
+            seconds: Duration of the forward.
+            num_bytes: Bytes of weights that it transferred.
+            bandwidth: Bandwidth of all transfers so far in bytes per second, or None.
+        """
         self.num_passes += 1
-        self.seconds, self.num_bytes, self.bandwidth = seconds, num_bytes, bandwidth
+        self.seconds = seconds
+        self.num_bytes = num_bytes
+        self.bandwidth = bandwidth
 
     @property
     def ceiling(self) -> float | None:
-        """Forwards a second that the measured bandwidth allows; None where nothing had to move."""
+        """Maximum number of forwards per second that the measured bandwidth allows.
+
+        None if the last forward transferred no weights.
+        """
         return self.bandwidth / self.num_bytes if self.bandwidth and self.num_bytes else None
 
     def words(self) -> str:
-        """One line for the log."""
+        """Return one line for the log with the throughput and the maximum that the bandwidth allows."""
         reached = f"{1 / self.seconds:.3g} forwards/s" if self.seconds else "no forward yet"
         if self.ceiling is None:
             return f"offloaded weights: all were in memory already, nothing had to be read; reached {reached}"
@@ -206,25 +251,49 @@ class ThroughputRatio:
         )
 
 
-class _Enter:
+class _LoadWeights:
+    """Forward pre-hook that loads the weights that a module's forward uses.
+
+    Args:
+        stream: Reader or stream of the weights.
+        unit: Index of the module's weights in `stream`.
+    """
+
     def __init__(self, stream: ReadAhead | DeviceStream, unit: int) -> None:
-        self.stream, self.unit = stream, unit
+        self.stream = stream
+        self.unit = unit
 
     def __call__(self, module: nn.Module, args: object) -> None:
-        self.stream.enter(self.unit)
+        self.stream.enter_unit(self.unit)
 
 
-class _Leave:
+class _EndUse:
+    """Forward hook that restores a module's original weights after its device copies have been used.
+
+    Args:
+        stream: Stream of the weights.
+        unit: Index of the module's weights in `stream`.
+    """
+
     def __init__(self, stream: DeviceStream, unit: int) -> None:
-        self.stream, self.unit = stream, unit
+        self.stream = stream
+        self.unit = unit
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        self.stream.leave(self.unit)
+        self.stream.leave_unit(self.unit)
 
 
-class _Move:
+class _MoveArguments:
+    """Forward pre-hook that moves a module's arguments to its device.
+
+    Args:
+        device: Device that runs the module.
+        skip_keys: Keyword arguments that are not moved.
+    """
+
     def __init__(self, device: Any, skip_keys: frozenset[str]) -> None:
-        self.device, self.skip_keys = device, skip_keys
+        self.device = device
+        self.skip_keys = skip_keys
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         kept = {name: value for name, value in kwargs.items() if name in self.skip_keys}
@@ -232,10 +301,17 @@ class _Move:
         return to_device(args, self.device), {**to_device(moved, self.device), **kept}
 
 
-def _units(
+def _list_units(
     model: nn.Module, homes: Mapping[str, Home], whole: set[str], streams: bool
 ) -> list[tuple[nn.Module, list[TensorLocation]]]:
-    """Modules and the tensors that have to be there when their forward begins, in the order of registration."""
+    """Return the modules in the order of registration, each with the tensors that its forward uses.
+
+    Args:
+        model: Dispatched model.
+        homes: Device or "disk" where each tensor stays between forwards, by name.
+        whole: Names of the classes whose weights are loaded together with those of their submodules.
+        streams: Whether weights in host memory are copied to a device.
+    """
     found: list[tuple[nn.Module, list[TensorLocation]]] = []
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -246,38 +322,51 @@ def _units(
         for path, part in inside:
             seen.add(id(part))
             names = ".".join(filter(None, (prefix, path)))
-            places += _moving(part, f"{names}." if names else "", homes, streams)
+            places += _list_moving(part, f"{names}." if names else "", homes, streams)
         if places:
             found.append((module, places))
     return found
 
 
-def _moving(module: nn.Module, dot: str, homes: Mapping[str, Home], streams: bool) -> list[TensorLocation]:
-    """The module's own tensors that are not where it runs: in files (used there), or anywhere in the host's memory."""
-    own = own_places(module)
+def _list_moving(module: nn.Module, dot: str, homes: Mapping[str, Home], streams: bool) -> list[TensorLocation]:
+    """Return the module's own tensors that have to be moved or read ahead for its forward.
+
+    If weights are streamed to a device, these are all tensors in host memory or on disk. Otherwise they are the
+    tensors in mapped files.
+
+    Args:
+        module: Module of the dispatched model.
+        dot: Prefix of the module's tensor names.
+        homes: Device or "disk" where each tensor stays between forwards, by name.
+        streams: Whether weights in host memory are copied to a device.
+    """
+    own = iterate_own_locations(module)
     if streams:
         return [place for place in own if homes.get(dot + place.leaf) in (DISK, CPU)]
     return [place for place in own if homes.get(dot + place.leaf) == DISK and is_mapped(place.tensor)]
 
 
-def undispatch(model: nn.Module) -> None:
-    """Take off what dispatch_model() attached; the tensors stay where they are."""
+def undispatch_model(model: nn.Module) -> None:
+    """Remove the hooks and attributes that dispatch_model() attached. Tensors are not moved."""
     execution = model.__dict__.get(EXECUTION)
     if execution is not None:
-        execution.remove()
+        execution.remove_hooks()
     model.__dict__.pop("hf_device_map", None)
 
 
-def device_stream_of(module: nn.Module) -> DeviceStream | None:
-    """What copies the module's own weights to a device for its forward; None where nothing does."""
-    entering = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Enter))
+def find_device_stream(module: nn.Module) -> DeviceStream | None:
+    """Return the stream that copies the module's own weights to a device, or None if they are not streamed."""
+    entering = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _LoadWeights))
     return next((hook.stream for hook in entering if isinstance(hook.stream, DeviceStream)), None)
 
 
 def offload_pace(model: nn.Module) -> ThroughputRatio | None:
-    """How fast the forwards of a dispatched model are, beside what its measured bandwidth allows; None if it does not offload."""
+    """Return the throughput of a dispatched model, compared with the maximum that its measured bandwidth allows.
+
+    None if the model is not offloaded.
+    """
     execution = model.__dict__.get(EXECUTION)
     if execution is None or execution.stream is None:
         return None
-    execution.settle(is_awaited=True)
+    execution.record_ended(is_awaited=True)
     return execution.pace  # type: ignore[no-any-return]

@@ -1,8 +1,9 @@
-"""Offload folders: Headway's, one safetensors file, and Accelerate's, one raw file a tensor and an index.
+"""Read and write offload folders: Headway's single safetensors file, and Accelerate's raw files with an index.
 
-Headway's holds what cannot be used where it lies, and whose it is. Accelerate's `index.json` holds {name: {"dtype": "bfloat16",
-"shape": [2, 3]}}; an entry may instead point into a safetensors file: {"safetensors_file": path, "weight_name": name there,
-"dtype": ...}. Values are C-contiguous, in the machine's byte order.
+Headway's folder contains tensors that cannot be used from their own file, and an identifier of their source.
+Accelerate's folder has one raw file per tensor. Its `index.json` contains {name: {"dtype": "bfloat16", "shape": [2,
+3]}}. An entry can also refer to a safetensors file: {"safetensors_file": path, "weight_name": name in that file,
+"dtype": ...}. Values are C-contiguous, in the byte order of the machine.
 """
 
 import json
@@ -15,34 +16,52 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from headway.common.atomic import replacing, write_text
-from headway.common.untrusted import parse_json, printable, read_regular, shown
+from headway.common.atomic import open_replacement, write_text
+from headway.common.untrusted import escape_text, parse_json, read_regular_file, show_value
+from headway.core.weights.files import StoredTensor, WeightFiles, map_safetensors, open_checkpoint
+from headway.core.weights.names import assign_value, map_locations, map_ties
+from headway.core.weights.shards import (
+    MAX_HEADER,
+    TensorSpec,
+    get_dtype_name,
+    get_raw_bytes,
+    order_widest_first,
+    write_file,
+)
 from headway.errors import CheckpointError, ConfigError
-from headway.weights.files import StoredTensor, WeightFiles, map_safetensors, open_checkpoint
-from headway.weights.names import assign, places_of, tied_groups
-from headway.weights.shards import MAX_HEADER, TensorSpec, dtype_name, raw_bytes, widest_first, write_file
 
 FILE = "offloaded.safetensors"
+"""Name of the safetensors file in Headway's offload folder."""
 _OWNER = "headway_owner"
+"""Metadata key that identifies the source of the tensors in the folder."""
+
+INDEX = "index.json"
+"""Name of the index in Accelerate's offload folder."""
+_MOST = 2**60
+"""Upper limit of a tensor's number of elements, so that the number of its bytes does not overflow in torch."""
+Value = TypeVar("Value")
+"""Type variable for the values of a mapping."""
 
 
-def offload(
+def offload_tensors(
     folder: str | Path,
     specs: Mapping[str, TensorSpec],
     owner: str,
     values: Callable[[], Iterable[tuple[str, torch.Tensor]]],
 ) -> WeightFiles:
-    """Write tensors to the folder, one in memory at a time, and return them mapped; what is already there is used again.
+    """Write tensors to an offload folder, and return them mapped from its file.
+
+    Tensors that the folder already contains are not rewritten. Only one tensor at a time is in memory.
 
     Args:
-        folder: made where missing.
-        specs: names, shapes and dtypes of all that `values` gives, in any order.
-        owner: says whose values these are; "" where only the values themselves tell, which are then compared.
-        values: gives (name, tensor) pairs, of the dtypes in `specs`.
+        folder: Folder to write to. It is created if missing.
+        specs: Names, shapes and dtypes of all tensors that `values` yields, in any order.
+        owner: Identifier of the tensors' source. With "", existing values are compared instead.
+        values: Function that yields (name, tensor) pairs, with the dtypes of `specs`.
 
     Raises:
-        ConfigError: the folder holds another model's weights, or is a file.
-        CheckpointError: it could not be written.
+        ConfigError: If the folder has another model's weights, or is a file.
+        CheckpointError: If the file could not be written.
     """
     folder = Path(folder)
     if folder.is_file():
@@ -53,24 +72,24 @@ def offload(
         found = open_checkpoint(path)
         _check_names(path, found, specs)
         if owner and map_safetensors(path)[1].get(_OWNER) != owner:
-            raise _foreign(path, "they were made from other files")
+            raise _make_foreign_error(path, "they were made from other files")
         for name, value in () if owner else values():
-            if not torch.equal(raw_bytes(found.tensors[name].tensor()), raw_bytes(value)):
-                raise _foreign(path, f"the values of {name} differ")
+            if not torch.equal(get_raw_bytes(found.tensors[name].tensor()), get_raw_bytes(value)):
+                raise _make_foreign_error(path, f"the values of {name} differ")
         return found
     try:
-        with replacing(path, has_rivals=True) as staged:
-            write_file(staged, widest_first(specs), values(), {_OWNER: owner})
+        with open_replacement(path, has_rivals=True) as staged:
+            write_file(staged, order_widest_first(specs), values(), {_OWNER: owner})
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {error}") from error
     return open_checkpoint(path)
 
 
-def existing(folder: str | Path | None, specs: Mapping[str, TensorSpec]) -> WeightFiles | None:
-    """What an earlier run offloaded to the folder, where it is all of `specs`; None where there is nothing.
+def find_existing(folder: str | Path | None, specs: Mapping[str, TensorSpec]) -> WeightFiles | None:
+    """Return the tensors that an earlier run has offloaded to the folder. None if there are none.
 
     Raises:
-        ConfigError: the folder holds the weights of a model with other names, shapes or dtypes.
+        ConfigError: If the folder has the weights of a model with other names, shapes or dtypes.
     """
     if folder is None or not (Path(folder) / FILE).exists():
         return None
@@ -80,106 +99,102 @@ def existing(folder: str | Path | None, specs: Mapping[str, TensorSpec]) -> Weig
 
 
 def _check_names(path: Path, found: WeightFiles, specs: Mapping[str, TensorSpec]) -> None:
-    there = {name: TensorSpec(stored.shape, stored.dtype) for name, stored in found.tensors.items()}
-    if there != dict(specs):
-        odd = sorted(name for name in {*there, *specs} if there.get(name) != specs.get(name))
-        raise _foreign(path, f"{odd[0]} is {there.get(odd[0], 'not there')}, wanted: {specs.get(odd[0], 'nothing')}")
+    stored_specs = {name: TensorSpec(stored.shape, stored.dtype) for name, stored in found.tensors.items()}
+    if stored_specs != dict(specs):
+        odd = sorted(name for name in {*stored_specs, *specs} if stored_specs.get(name) != specs.get(name))
+        raise _make_foreign_error(
+            path, f"{odd[0]} is {stored_specs.get(odd[0], 'not there')}, wanted: {specs.get(odd[0], 'nothing')}"
+        )
 
 
-def _foreign(path: Path, reason: str) -> ConfigError:
+def _make_foreign_error(path: Path, reason: str) -> ConfigError:
     return ConfigError(
         f"{path} holds the weights of another model ({reason}); give an empty offload folder, or remove the file"
     )
 
 
-INDEX = "index.json"
-_MOST = 2**60
-"""Values of a tensor, which torch could count the bytes of."""
-Value = TypeVar("Value")
-
-
 def offload_weight(
     weight: torch.Tensor, weight_name: str, offload_folder: str | Path, index: dict[str, dict[str, Any]] | None = None
 ) -> dict[str, dict[str, Any]] | None:
-    """Write one tensor to `<offload_folder>/<weight_name>.dat`, by way of a file beside it that takes its place when whole.
+    """Write one tensor to `<offload_folder>/<weight_name>.dat`. The file appears only when it is complete.
 
     Args:
-        weight: any strided tensor with values.
-        weight_name: its name in the model.
-        offload_folder: exists.
-        index: gets the tensor's entry; None: nothing is noted.
+        weight: Strided tensor with values.
+        weight_name: Name of the tensor in the model.
+        offload_folder: Existing folder to write to.
+        index: Index to add the tensor's entry to, or None.
 
     Returns:
-        The index given.
+        The object that was passed as `index`.
 
     Raises:
-        ConfigError: the tensor has no values, or its name is not a file name.
+        ConfigError: If the tensor has no values, or its name is not a file name.
     """
-    path = _path(offload_folder, weight_name)
+    path = _make_path(offload_folder, weight_name)
     if weight.is_meta:
         raise ConfigError(f"{weight_name} is on the meta device and has no values to offload; load it first")
     plain = weight.detach().cpu().contiguous()
-    with replacing(path, has_rivals=True) as staged, staged.open("wb") as file:
+    with open_replacement(path, has_rivals=True) as staged, staged.open("wb") as file:
         if plain.numel():
             file.write(plain.flatten().view(torch.uint8).numpy().data)
     if index is not None:
-        index[weight_name] = {"dtype": dtype_name(weight.dtype), "shape": list(weight.shape)}
+        index[weight_name] = {"dtype": get_dtype_name(weight.dtype), "shape": list(weight.shape)}
     return index
 
 
 def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, object]) -> torch.Tensor:
-    """Map one `.dat` file: nothing is read until it is used, and what is written to the tensor never reaches the file.
+    """Map one `.dat` file. Data is read at its first use, and changes to the tensor never reach the file.
 
     Args:
-        weight_file: its path.
-        weight_info: its entry in the index, `dtype` and `shape`.
+        weight_file: Path of the file.
+        weight_info: Entry of the file in the index, with `dtype` and `shape`.
 
     Raises:
-        CheckpointError: the file is missing, or its size is not that of its entry.
+        CheckpointError: If the file is missing, or its size does not match its entry.
     """
-    path, (dtype, shape) = Path(weight_file), _entry(str(weight_file), weight_info)
+    path, (dtype, shape) = Path(weight_file), _parse_entry(str(weight_file), weight_info)
     num_bytes = math.prod(shape) * dtype.itemsize
     size = path.stat().st_size if path.is_file() else None
-    # An empty tensor cannot be mapped by those who write this format with numpy; they leave no file or an empty one.
+    # numpy cannot map an empty tensor, so programs that write this format with it leave no file or an empty one.
     if num_bytes == 0 and not size:
         return torch.empty(shape, dtype=dtype)
     if size != num_bytes:
         state = "missing" if size is None else f"{size} bytes"
         raise CheckpointError(
-            f"{printable(path)} is {state}; its entry says {shown(list(shape))} {dtype}, {num_bytes} bytes; offload again"
+            f"{escape_text(path)} is {state}; its entry has {show_value(list(shape))} {dtype}, {num_bytes} bytes; offload again"
         )
     with path.open("rb") as file:
         view = mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_COPY)
     return torch.frombuffer(view, dtype=torch.uint8).view(dtype).view(shape)
 
 
-def _entry(name: str, info: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
+def _parse_entry(name: str, info: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
     dtype = getattr(torch, str(info.get("dtype")), None)
     shape = info.get("shape")
     is_shape = isinstance(shape, list | tuple) and all(type(n) is int and 0 <= n < _MOST for n in shape)
     if not isinstance(dtype, torch.dtype) or not is_shape or math.prod(max(n, 1) for n in shape or ()) >= _MOST:
         raise CheckpointError(
-            f"{printable(name)}: the offload index says {shown(dict(info))}; it needs a dtype of torch and a shape"
+            f"{escape_text(name)}: the entry in the offload index is {show_value(dict(info))}; it needs a dtype of torch and a shape"
         )
     assert shape is not None
     return dtype, tuple(shape)
 
 
-def _path(folder: str | Path, name: str) -> Path:
+def _make_path(folder: str | Path, name: str) -> Path:
     if Path(name).name != name or "\0" in name:
         raise ConfigError(f"{name!r} is not a name of a tensor that can be a file in {folder}")
     return Path(folder) / f"{name}.dat"
 
 
 def read_offload_index(offload_folder: str | Path) -> dict[str, dict[str, Any]]:
-    """The folder's `index.json`.
+    """Read the `index.json` of an offload folder.
 
     Raises:
-        CheckpointError: there is none, or it is not an index.
+        CheckpointError: If the file is missing or is not an index.
     """
     path = Path(offload_folder) / INDEX
     try:
-        index = parse_json(read_regular(path, MAX_HEADER))
+        index = parse_json(read_regular_file(path, MAX_HEADER))
     except (ValueError, CheckpointError) as error:
         raise CheckpointError(f"{path} cannot be read as an offload index ({error})") from error
     if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
@@ -188,10 +203,10 @@ def read_offload_index(offload_folder: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def save_offload_index(index: Mapping[str, Mapping[str, object]] | None, offload_folder: str | Path) -> None:
-    """Add the entries to the folder's `index.json`, which is whole at any moment; None or nothing writes nothing.
+    """Add entries to the folder's `index.json` atomically. None or an empty index writes nothing.
 
     Raises:
-        CheckpointError: the index that is there is damaged.
+        CheckpointError: If the existing index is damaged.
     """
     if not index:
         return
@@ -201,22 +216,22 @@ def save_offload_index(index: Mapping[str, Mapping[str, object]] | None, offload
 
 
 def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write all tensors and the index. A folder may be filled by several calls, with parts of one model.
+    """Write all tensors and the index. Several calls can fill a folder with parts of one model.
 
     Args:
-        save_dir: made where missing.
-        state_dict: tensors with values.
+        save_dir: Folder to write to. It is created if missing.
+        state_dict: Tensors with values.
 
     Raises:
-        ConfigError: the folder holds another model: one of these names with another shape or dtype. Nothing is written.
+        ConfigError: If the folder has a tensor of the same name with another shape or dtype. Nothing is written.
     """
     folder = Path(save_dir)
     folder.mkdir(parents=True, exist_ok=True)
     present = read_offload_index(folder) if (folder / INDEX).exists() else {}
     for name, tensor in state_dict.items():
-        _path(folder, name)
+        _make_path(folder, name)
         wanted = (tensor.dtype, tuple(tensor.shape))
-        if name in present and "safetensors_file" not in present[name] and _entry(name, present[name]) != wanted:
+        if name in present and "safetensors_file" not in present[name] and _parse_entry(name, present[name]) != wanted:
             raise ConfigError(
                 f"{folder} holds another {name}: {present[name]}, here {list(tensor.shape)} {tensor.dtype}; give an empty folder"
             )
@@ -227,16 +242,16 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tens
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
-    """Tensors by name: those of a state dict, then those of a folder or an index, mapped and not read.
+    """Mapping from names to tensors of a state dict and of an offload folder. Tensors in files are mapped, not read.
 
     Args:
-        state_dict: in memory; comes first.
-        save_folder: as offload_state_dict() leaves it.
-        index: entries of tensors in the folder or in safetensors files; None: the folder's own.
-        device: where tensors of safetensors files go; None: the CPU.
+        state_dict: Tensors in memory, which take precedence.
+        save_folder: Folder as written by offload_state_dict().
+        index: Entries of tensors in the folder or in safetensors files, or None for the folder's own index.
+        device: Device for tensors of safetensors files, or None for the CPU.
 
     Raises:
-        ConfigError: nothing is given.
+        ConfigError: If `state_dict`, `save_folder` and `index` are all None.
     """
 
     def __init__(
@@ -258,41 +273,43 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self._files: dict[str, WeightFiles] = {}
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        """The tensor of that name.
+        """Return the tensor with this name, from the state dict or mapped from its file.
 
         Raises:
-            KeyError: there is none.
-            CheckpointError: its file is missing or does not fit its entry.
+            KeyError: If the name is unknown.
+            CheckpointError: If its file is missing or does not match its entry.
         """
         if key in self.state_dict:
             return self.state_dict[key]
         info = self.index[key]
         if info.get("safetensors_file") is not None:
-            return self._from_safetensors(key, info)
+            return self._load_from_safetensors(key, info)
         if self.save_folder is None:
             raise ConfigError(f"{key} is in a .dat file, and no save_folder was given")
-        return load_offloaded_weight(_path(self.save_folder, key), info)
+        return load_offloaded_weight(_make_path(self.save_folder, key), info)
 
     def is_mapped(self, key: str, dtype: torch.dtype) -> bool:
-        """Does the tensor, of this dtype, lie in a mapped file?"""
+        """Whether a tensor can be used directly from a mapped file, without a conversion to `dtype`."""
         if key in self.state_dict or self.device is not None:
             return False
         info = self.index[key]
         if info.get("safetensors_file") is None:
-            return info.get("dtype") == dtype_name(dtype)
-        stored = self._stored(key, info)
+            return info.get("dtype") == get_dtype_name(dtype)
+        stored = self._get_stored(key, info)
         return stored.is_mapped and stored.dtype == dtype
 
-    def _from_safetensors(self, key: str, info: Mapping[str, object]) -> torch.Tensor:
-        tensor = self._stored(key, info).tensor()
+    def _load_from_safetensors(self, key: str, info: Mapping[str, object]) -> torch.Tensor:
+        tensor = self._get_stored(key, info).tensor()
         if "dtype" in info:
-            tensor = tensor.to(_entry(key, {"dtype": info["dtype"], "shape": []})[0])
+            tensor = tensor.to(_parse_entry(key, {"dtype": info["dtype"], "shape": []})[0])
         return tensor if self.device is None else tensor.to(self.device)
 
-    def _stored(self, key: str, info: Mapping[str, object]) -> StoredTensor:
+    def _get_stored(self, key: str, info: Mapping[str, object]) -> StoredTensor:
         file, name = str(info["safetensors_file"]), str(info.get("weight_name", key))
         if not Path(file).is_file():
-            raise CheckpointError(f"{printable(file)}, which the offload index names for {printable(key)}, is no file")
+            raise CheckpointError(
+                f"{escape_text(file)}, which the offload index names for {escape_text(key)}, is no file"
+            )
         if file not in self._files:
             self._files[file] = open_checkpoint(file)
         stored = self._files[file].tensors.get(name)
@@ -308,11 +325,13 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 
 class PrefixedDataset(Mapping[str, Value]):
-    """The entries of a mapping whose names begin with a prefix, by the rest of their names.
+    """View of a mapping that has only the entries whose names start with a prefix.
+
+    The prefix is removed from their names.
 
     Args:
-        dataset: any mapping.
-        prefix: what every name gets put before it.
+        dataset: Mapping to read from.
+        prefix: Prefix that is added to a name before it is looked up in `dataset`.
     """
 
     def __init__(self, dataset: Mapping[str, Value], prefix: str) -> None:
@@ -332,35 +351,44 @@ class PrefixedDataset(Mapping[str, Value]):
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, object]] | None, offload_folder: str | Path | None
 ) -> None:
-    """Give the model's tensors the values of an offload folder, mapped where they lie; tied ones are given once.
+    """Set the model's tensors to the values in an offload folder, mapped from their files.
+
+    Tied tensors are loaded once.
 
     Args:
-        model: on the meta device or with values, which are replaced.
-        index: the entries to load; None or nothing loads nothing.
-        offload_folder: where the files are.
+        model: Model on the meta device, or with values, which are replaced.
+        index: Entries to load. None or an empty index loads nothing.
+        offload_folder: Folder that contains the files.
 
     Raises:
-        CheckpointError: names that the model does not have, or other shapes or dtypes than its tensors'; the model is
-            untouched. A missing or cut file.
+        CheckpointError: If a file is missing or truncated, or names, shapes or dtypes do not match the model. The model
+            is unchanged.
     """
     if not index:
         return
-    places = places_of(model)
+    places = map_locations(model)
     wrong = [name for name in index if name not in places]
     if wrong:
         raise CheckpointError(f"{type(model).__name__} has no {', '.join(wrong[:5])}; the folder is another model's")
     weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
-    values = {name: fitted(name, places[name].tensor, weights[name]) for name in index}
-    groups = tied_groups(places)
+    values = {name: fit_value(name, places[name].tensor, weights[name]) for name in index}
+    groups = map_ties(places)
     for name, value in values.items():
-        assign(places, groups[name], value, is_mapped=weights.is_mapped(name, value.dtype))
+        assign_value(places, groups[name], value, is_mapped=weights.is_mapped(name, value.dtype))
 
 
-def fitted(name: str, wanted: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """An offloaded value as the model's tensor: itself, or of the model's floating type where only that differs.
+def fit_value(name: str, wanted: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return an offloaded value in the dtype of the model's tensor.
+
+    It is converted only between floating dtypes.
+
+    Args:
+        name: Name of the tensor, for messages.
+        wanted: Tensor of the model.
+        value: Offloaded value.
 
     Raises:
-        CheckpointError: it has another shape, or cannot be converted without loss of meaning.
+        CheckpointError: If the shape differs, or the conversion would change the meaning of the values.
     """
     is_near = value.is_floating_point() and wanted.is_floating_point()
     if wanted.shape != value.shape or not (wanted.dtype == value.dtype or is_near):
@@ -372,11 +400,11 @@ def fitted(name: str, wanted: torch.Tensor, value: torch.Tensor) -> torch.Tensor
 
 
 def extract_submodules_state_dict(state_dict: Mapping[str, Value], submodule_names: Iterable[str]) -> dict[str, Value]:
-    """The entries of these modules and of all inside them, in the order of the state dict.
+    """Return the entries of the given modules and their submodules, in the order of the state dict.
 
     Args:
-        state_dict: by dotted names.
-        submodule_names: dotted names of modules (or of tensors).
+        state_dict: Values by dotted name.
+        submodule_names: Dotted names of modules or tensors.
     """
     wanted = set(submodule_names)
 

@@ -1,4 +1,4 @@
-"""Reading ahead on the CPU: a thread brings the pages of the next weights in while the present ones compute."""
+"""Read weights ahead on the CPU: a thread loads the pages of the next weights while the current ones compute."""
 
 import ctypes
 import mmap
@@ -15,14 +15,22 @@ from typing import Any
 
 import torch
 
-from headway.weights.names import TensorLocation
+from headway.core.weights.names import TensorLocation
+
+# From Linux 5.14 and 5.4. Python's mmap module has no names for them.
+_MADV_POPULATE_READ = 22
+_MADV_PAGEOUT = 21
+_STEP = 8 << 20
+"""Number of bytes to read with one system call."""
 
 
 class ReadOrder:
-    """Predicts what is used next from what came after the last two uses.
+    """Predictor of the order in which weights are used.
 
-    There are no passes to find: a decoding loop, an encoder called on its own, a module used twice and a change of mind
-    are all the same to it. Until something was seen, the order of registration is the guess.
+    The next unit is predicted to be the one that followed when the last two units were used in this order before. A
+    unit is a group of tensors that are used together. The order may differ from that of a plain forward, as in a
+    decoding loop, an encoder that is called alone, or a module that is used twice. Before any use is observed, the
+    prediction is the order of registration.
     """
 
     def __init__(self, num_units: int) -> None:
@@ -31,8 +39,14 @@ class ReadOrder:
         self._last: tuple[int, int] | None = None
         self._current: int | None = None
 
-    def note(self, unit: int) -> None:
-        """`unit` is used now."""
+    def note_use(self, unit: int) -> None:
+        """Record that the computation uses a unit, which is a group of tensors that are used together.
+
+        The order of use is learned from these records.
+
+        Args:
+            unit: Index of the unit.
+        """
         if self._current is not None:
             self._after[self._current] = unit
             if self._last is not None:
@@ -40,8 +54,12 @@ class ReadOrder:
             self._last = (self._current, unit)
         self._current = unit
 
-    def ahead(self, after: Sequence[int] = ()) -> Iterator[int]:
-        """What comes next, without end; `after`: what is already expected to come first."""
+    def predict_next(self, after: Sequence[int] = ()) -> Iterator[int]:
+        """Yield the units (groups of tensors) that are predicted to be used next. The iterator does not end.
+
+        Args:
+            after: Units that are expected to be used before the first one that is yielded.
+        """
         recent = [unit for unit in (*(self._last or (self._current,)), *after[-2:]) if unit is not None][-2:]
         if not recent:
             return
@@ -53,15 +71,9 @@ class ReadOrder:
             recent = [recent[-1], unit]
 
 
-# Linux 5.14 and 5.4; Python's mmap module does not name them.
-_MADV_POPULATE_READ = 22
-_MADV_PAGEOUT = 21
-_STEP = 8 << 20
-
-
 @cache
-def _libc() -> Any:
-    """The C library; its calls run without Python's lock. None where it has not what is needed here."""
+def _load_libc() -> Any:
+    """Return the C library, or None on systems other than Linux. Its functions are called without Python's GIL."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None, use_errno=True)
@@ -70,50 +82,56 @@ def _libc() -> Any:
     return libc
 
 
-def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The whole pages a tensor touches: address and length."""
+def _get_page_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address and length of the memory pages that contain a tensor's data."""
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
     return start, -(-(end - start) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def share_resident(tensor: torch.Tensor) -> float | None:
-    """The share of a tensor's pages that are in memory, 0 to 1; None where the system does not say."""
-    libc = _libc()
+def measure_resident_share(tensor: torch.Tensor) -> float | None:
+    """Return the fraction of a tensor's pages that is in memory, or None if the system does not report it."""
+    libc = _load_libc()
     if libc is None or not tensor.numel():
         return None
-    start, length = _range(tensor)
+    start, length = _get_page_range(tensor)
     pages = ctypes.create_string_buffer(length // mmap.PAGESIZE)
     if libc.mincore(start, length, pages):
         return None
-    # The lowest bit says it; the others are reserved.
+    # The lowest bit of each byte tells whether the page is resident. The others are reserved.
     return sum(map((1).__and__, pages.raw)) / len(pages.raw) if pages.raw.strip(b"\1") else 1.0
 
 
 def is_resident(tensor: torch.Tensor) -> bool:
-    """Is every page of the tensor in memory? False where the system does not say."""
-    return not tensor.numel() or share_resident(tensor) == 1.0
+    """Whether all pages of the tensor are known to be in memory. False if the system does not report it."""
+    return not tensor.numel() or measure_resident_share(tensor) == 1.0
 
 
-def bring_in(tensor: torch.Tensor) -> None:
-    """Read a tensor's pages from its file, in order, and map them; returns when they are there. Other threads run meanwhile."""
-    libc = _libc()
-    start, length = _range(tensor)
+def read_pages(tensor: torch.Tensor) -> None:
+    """Read a tensor's pages from its file in order, and map them into memory.
+
+    Return when all pages are in memory. Other threads can run meanwhile.
+    """
+    libc = _load_libc()
+    start, length = _get_page_range(tensor)
     for offset in range(0, length, _STEP):
         if libc is None or libc.madvise(start + offset, min(_STEP, length - offset), _MADV_POPULATE_READ):
-            _touch(tensor, offset)
+            _touch_pages(tensor, offset)
 
 
-def _touch(tensor: torch.Tensor, offset: int) -> None:
-    """Read a byte of every page: slower, and does on any system."""
+def _touch_pages(tensor: torch.Tensor, offset: int) -> None:
+    """Read one byte of every page. This is slower, but works on any system."""
     flat = tensor.detach().view(-1).view(torch.uint8)
     flat[offset : offset + _STEP : mmap.PAGESIZE].sum()
 
 
-def give_back(tensor: torch.Tensor) -> None:
-    """Tell the kernel that the tensor's pages are not needed soon. Its values stay: pages changed in memory are kept."""
-    libc = _libc()
-    # Whole pages of its own only: those at its ends also hold its neighbours.
+def release_pages(tensor: torch.Tensor) -> None:
+    """Advise the kernel that the tensor's pages are not needed soon.
+
+    Its values are kept, even if they were changed in memory.
+    """
+    libc = _load_libc()
+    # Only whole pages, because the ones at the ends are shared with neighboring tensors.
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
     if libc is not None and end > start:
@@ -122,13 +140,13 @@ def give_back(tensor: torch.Tensor) -> None:
 
 @dataclass
 class ReadTraffic:
-    """What moved, and how long it took.
+    """Statistics of transfers of weights: bytes, durations and waiting time.
 
     Attributes:
-        num_bytes: moved so far, or on their way.
-        timed_bytes: those of them of which it is known how long they took.
-        seconds: the moving of these itself took.
-        waited: seconds that the thread which computes stood still for it.
+        num_bytes: Bytes transferred so far or in progress.
+        timed_bytes: Bytes of transfers whose duration is known.
+        seconds: Total duration of the transfers in `timed_bytes`.
+        waited: Seconds for which the computing thread waited for transfers.
     """
 
     num_bytes: int = 0
@@ -136,32 +154,35 @@ class ReadTraffic:
     seconds: float = 0.0
     waited: float = 0.0
 
-    def note(self, num_bytes: int, seconds: float) -> None:
-        """So many bytes have moved, in so many seconds."""
+    def add_transfer(self, num_bytes: int, seconds: float) -> None:
+        """Count a transfer, with its number of bytes and its duration in seconds."""
         self.num_bytes += num_bytes
-        self.time(num_bytes, seconds)
+        self.add_time(num_bytes, seconds)
 
-    def time(self, num_bytes: int, seconds: float) -> None:
-        """So many of the bytes that are counted already took so many seconds."""
+    def add_time(self, num_bytes: int, seconds: float) -> None:
+        """Count the duration, in seconds, of a transfer whose bytes are already included in `num_bytes`."""
         self.timed_bytes += num_bytes
         self.seconds += seconds
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes a second while something moved; None before anything did."""
+        """Bandwidth during transfers in bytes per second, or None before the first transfer."""
         return self.timed_bytes / self.seconds if self.seconds > 0 else None
 
 
 class UnitReader:
-    """What brings the weights of a model's units in ahead of their use, in an order that is learnt.
+    """Base class of readers that load weights ahead of use, in an order that they learn.
 
     Args:
-        units: the tensors of each unit.
-        window: bytes to bring in ahead of use, unless one unit alone is larger.
+        units: Groups of tensors that are used together, called units.
+        window: Bytes to load ahead of use. At least the size of the largest unit.
     """
 
     _NOT_COPIED: tuple[str, ...] = ()
-    """What a copy of the model makes anew: threads, and what is under way."""
+    """Names of attributes that are not copied with the model but created anew.
+
+    Examples are threads and transfers in progress.
+    """
 
     def __init__(self, units: list[list[TensorLocation]], window: int) -> None:
         self._units = units
@@ -169,46 +190,46 @@ class UnitReader:
         self.window = max(window, *self._sizes, 1)
         self.order = ReadOrder(len(units))
 
-    def _reset(self) -> None:
-        """Begin with nothing under way."""
+    def _reset_state(self) -> None:
+        """Create or reset the attributes that copies and pickles of the reader do not contain."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all units."""
+        """Total bytes of all weights that the reader loads."""
         return sum(self._sizes)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in self._NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # The modules are being copied as well, and may not hold their tensors yet.
+        # The modules are copied at the same time, so they may not have their tensors yet.
         self.__dict__.update(state)
-        self._reset()
+        self._reset_state()
 
 
 class ReadAhead(UnitReader):
-    """Weights in mapped files, used where they lie; a thread reads ahead of the computation, in the order of use.
+    """Reader of weights in mapped files, which are used in place. A thread reads ahead in the order of use.
 
-    Nothing is copied: the memory that this takes is the page cache, which the kernel has back whenever it needs it.
-    Where the weights exceed `budget`, the first of them stay and those after them are given back after use, since the
-    kernel's own choice, the least recently used, is in a loop the one that is needed next.
+    Nothing is copied. The only memory is the page cache, which the kernel can reclaim at any time. If the weights
+    exceed `budget`, the first ones stay in memory, and the others are released after use. The kernel itself would drop
+    the least recently used pages, which in a loop are the next ones needed.
 
     Args:
-        units: the tensors that are used together, unit by unit, in the order of registration.
-        window: bytes to read ahead.
-        budget: bytes of page cache to fill.
+        units: Groups of tensors that are used together, called units, in the order of registration.
+        window: Bytes to read ahead.
+        budget: Bytes of page cache to fill.
     """
 
     _NOT_COPIED = ("_changed", "_thread", "_wanted", "_ready", "_used")
 
     def __init__(self, units: list[list[TensorLocation]], window: int, budget: int) -> None:
         super().__init__(units, window)
-        self._kept = _kept(self._sizes, budget - 2 * self.window) if sum(self._sizes) > budget else None
+        self._kept = _choose_kept(self._sizes, budget - 2 * self.window) if sum(self._sizes) > budget else None
         self.traffic = ReadTraffic()
         self._previous: int | None = None
-        self._reset()
+        self._reset_state()
 
-    def _reset(self) -> None:
+    def _reset_state(self) -> None:
         self._changed = threading.Condition()
         self._wanted: deque[int] = deque()
         self._room = self.window
@@ -217,34 +238,43 @@ class ReadAhead(UnitReader):
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
-    def enter(self, unit: int) -> None:
-        """The computation comes to `unit`: wait until it is in memory, and have the next ones read."""
+    def enter_unit(self, unit: int) -> None:
+        """Wait until the tensors of a unit are in memory, and request reads of the next units.
+
+        Called before the computation uses the unit, a group of tensors that are used together.
+        """
         if self._process != os.getpid():
-            self._reset()  # a forked child has no reader
+            self._reset_state()  # a forked child has no reader
         with self._changed:
-            self.order.note(unit)
-            self._expect(unit)
+            self.order.note_use(unit)
+            self._move_window(unit)
             if not all(is_resident(place.tensor) for place in self._units[unit]):
                 if unit in self._ready:
-                    self._ready.clear()  # the kernel has taken back what was read ahead
-                self._wait_for(unit)
+                    self._ready.clear()  # the kernel has dropped pages that were read ahead
+                self._wait_for_unit(unit)
             self._ready.discard(unit)
             if self._kept is not None and self._previous not in (None, unit):
                 self._used.append(self._previous)
             self._previous = unit
-            if self._next() is not None:
-                self._start()
+            if self._get_next_task() is not None:
+                self._start_reader()
                 self._changed.notify_all()
 
-    def _expect(self, unit: int) -> None:
-        """Move the window on: `unit` leaves it, and as many bytes come in at its end."""
+    def _move_window(self, unit: int) -> None:
+        """Advance the read-ahead window past a unit (group of tensors that are used together).
+
+        The units that are predicted to be used next are added, up to the size of the window in bytes.
+
+        Args:
+            unit: Index of the unit that the computation uses now.
+        """
         if self._wanted and self._wanted[0] == unit:
             self._room += self._sizes[self._wanted.popleft()]
         else:
             self._wanted.clear()
             self._room = self.window
         expected = set(self._wanted)
-        for following in self.order.ahead(list(self._wanted)[-2:]):
+        for following in self.order.predict_next(list(self._wanted)[-2:]):
             if following == unit or following in expected or self._sizes[following] > self._room:
                 break
             self._wanted.append(following)
@@ -252,54 +282,68 @@ class ReadAhead(UnitReader):
             self._room -= self._sizes[following]
         self._ready &= expected | {unit}
 
-    def _wait_for(self, unit: int) -> None:
+    def _wait_for_unit(self, unit: int) -> None:
+        """Put a unit at the front of the reader thread's queue, and wait until its tensors are in memory.
+
+        A unit is a group of tensors that are used together.
+        """
         start = time.perf_counter()
         self._wanted.appendleft(unit)
-        self._start()
+        self._start_reader()
         self._changed.notify_all()
-        # The reader reads in order at the full speed of the disk; faults on the same pages would only disturb it.
+        # Page faults here would slow down the reader, which reads in order at the full speed of the disk.
         while unit not in self._ready and self._thread is not None and self._thread.is_alive():
             self._changed.wait(timeout=1.0)
         if self._wanted and self._wanted[0] == unit:
             self._wanted.popleft()
         self.traffic.waited += time.perf_counter() - start
 
-    def _start(self) -> None:
+    def _start_reader(self) -> None:
+        """Start the reader thread unless it is running."""
         if self._thread is None or not self._thread.is_alive():
-            # The thread must not keep the model alive: it holds this object only while it works.
+            # The thread must not keep the model alive, so it has only a weak reference to this object.
             name = "headway-read-ahead"
             self._thread = threading.Thread(
-                target=_read, args=(weakref.ref(self), self._changed), name=name, daemon=True
+                target=_run_reader, args=(weakref.ref(self), self._changed), name=name, daemon=True
             )
             self._thread.start()
 
-    def _next(self) -> tuple[int, bool] | None:
-        """(unit, is it to be read?) or None where there is nothing to do. Called with the lock held."""
+    def _get_next_task(self) -> tuple[int, bool] | None:
+        """Return the next task of the reader thread: a unit (group of tensors), and whether to read its pages.
+
+        False means to release the pages. None if there is no work. The caller must hold the lock.
+        """
         for unit in self._wanted:
             if unit not in self._ready:
                 return unit, True
         return (self._used.popleft(), False) if self._used else None
 
-    def _work(self, unit: int, is_read: bool) -> None:
-        """Bring a unit in, or give it back. Called without the lock."""
+    def _run_task(self, unit: int, is_read: bool) -> None:
+        """Read the pages of a unit's tensors from their files, or release them. The caller must not hold the lock.
+
+        Args:
+            unit: Index of a group of tensors that are used together.
+            is_read: Whether to read the pages. If False, they are released.
+        """
         tensors = [place.tensor for place in self._units[unit]]
         if not is_read:
             if self._kept is not None and unit not in self._kept and unit not in self._ready:
                 for tensor in tensors:
-                    give_back(tensor)
+                    release_pages(tensor)
             return
         for tensor in tensors:
             if not is_resident(tensor):
                 start = time.perf_counter()
-                bring_in(tensor)
-                self.traffic.note(tensor.nbytes, time.perf_counter() - start)
+                read_pages(tensor)
+                self.traffic.add_transfer(tensor.nbytes, time.perf_counter() - start)
         with self._changed:
             if unit in self._wanted:
                 self._ready.add(unit)
             self._changed.notify_all()
 
 
-def _kept(sizes: list[int], budget: int) -> set[int]:
+def _choose_kept(sizes: list[int], budget: int) -> set[int]:
+    """Return the indices of the first groups of tensors (units) whose total size fits into the budget."""
     kept = set()
     for unit, size in enumerate(sizes):
         budget -= size
@@ -309,18 +353,18 @@ def _kept(sizes: list[int], budget: int) -> set[int]:
     return kept
 
 
-def _read(reference: "weakref.ref[ReadAhead]", changed: threading.Condition) -> None:
-    """The reader's loop; ends when the model is gone."""
+def _run_reader(reference: "weakref.ref[ReadAhead]", changed: threading.Condition) -> None:
+    """Run the loop of the reader thread until the model is garbage-collected."""
     while True:
         ahead = reference()
         if ahead is None:
             return
         with changed:
-            task = ahead._next()
+            task = ahead._get_next_task()
             if task is None:
                 del ahead
-                # Notified by the next use; now and then it looks whether the model is still there.
+                # Woken by the next use. The timeout lets it check whether the model still exists.
                 changed.wait(timeout=5.0)
                 continue
-        ahead._work(*task)
+        ahead._run_task(*task)
         del ahead

@@ -1,4 +1,4 @@
-"""Streaming weights to a device: copied ahead of use in the learnt order, hung into their modules for one forward."""
+"""Stream weights to a device: copy them ahead of use, and put the copies into their modules for one forward."""
 
 import time
 import weakref
@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
-from headway.memory.oom import is_out_of_memory
+from headway.core.memory.oom import is_out_of_memory
+from headway.core.weights.names import TensorLocation
 from headway.offload.readahead import ReadTraffic, UnitReader
 from headway.offload.transport import HostTransport
-from headway.weights.names import TensorLocation
 
 
 @dataclass(eq=False)
 class PendingWeightCopy:
-    """A tensor on its way to the device, or there.
+    """Copy of a tensor on the device, in progress or complete.
 
     Attributes:
-        home: what it is a copy of.
-        version: of its values.
-        tensor: on the device.
-        future: gives what the transport needs to finish it.
-        is_ahead: it was started before it was wanted.
-        is_awaited: the computation has been told to wait for it.
+        home: Original tensor.
+        version: Version counter of the original when the copy was started.
+        tensor: Copy on the device.
+        future: Future of the ticket that the transport returns for the copy.
+        is_ahead: Whether the copy was started before it was needed.
+        is_awaited: Whether the computation waits for the copy.
     """
 
     home: torch.Tensor
@@ -37,44 +37,53 @@ class PendingWeightCopy:
     is_ahead: bool
     is_awaited: bool = False
 
-    def is_of(self, home: torch.Tensor) -> bool:
-        """Has it the values that `home` has now, or will it have them?"""
+    def is_current_copy(self, home: torch.Tensor) -> bool:
+        """Whether this is a copy of `home` with its current values, complete or in progress, that has not failed."""
         has_failed = self.future.done() and self.future.exception() is not None
         return self.home is home and self.version == home._version and not has_failed
 
 
 @dataclass
 class WeightUse:
-    """A unit in use: what hung in the module, and the context that autograd saves tensors in."""
+    """Forward in progress that uses a unit, which is a group of tensors that are used together.
+
+    Attributes:
+        homes: Original tensors of the unit.
+        saving: Context with the hooks on tensors that autograd saves.
+    """
 
     homes: list[torch.Tensor]
     saving: Any
 
 
 class DeviceStream(UnitReader):
-    """Weights that live in host memory or in files and are used on a device.
+    """Stream of weights that are stored in host memory or files and used on a device.
 
-    A unit's copies hang in its modules while its forward runs; outside of it the modules hold the host's tensors, so
-    that a state dict, a save or a look at a weight always sees real values. Copies of the next units are under way
-    meanwhile, up to `window` bytes. A tensor that several units use is copied once and stays. What autograd saves of a
-    weight for backward is not the copy but the name of its home: it is copied again when backward wants it. A
-    trainable tensor is copied when it is used, by an operation that autograd knows, so that its gradient comes home.
+    A unit is a group of tensors that are used together. Its modules have copies of the tensors only while its
+    forward runs. Outside of it they have the original tensors, so a state dict or a save always sees real values.
+    During a forward, the next units are copied, up to `window` bytes. A tensor that several units use is copied once
+    and stays on the device.
 
-    The host runs ahead of the device, so that dropping a copy here does not mean that the device has used it. A new
-    copy takes over the memory of a dropped one in the computation's own queue, and is queued behind all that was computed with
-    that: it waits on the device for the unit that left the window, while the host goes on. So `active_bytes` is what
-    weights take there, however far ahead the host is.
+    For backward, autograd does not save the copy of a weight but a reference to the original, which is copied again
+    when backward needs it. A trainable tensor is copied at its use by an operation that autograd records, so that its
+    gradient reaches the original.
+
+    The host runs ahead of the device, so the device may still use a copy that the host drops. A new copy reuses the
+    memory of a dropped one in the computation's stream. It is queued behind all work on that memory, so the device
+    waits for it and the host does not. Therefore `active_bytes` is the memory of weights on the device, however far
+    the host is ahead.
 
     Args:
-        units: the tensors that are used together, unit by unit, in the order of registration.
-        device: where they are used.
-        window: bytes of copies ahead of use. The device holds at most these, the unit in use and the shared tensors.
-        transport: how copies are made.
+        units: Groups of tensors that are used together, in the order of registration.
+        device: Device that uses the tensors.
+        window: Bytes to copy ahead of use. The device has at most these, the unit in use and the shared tensors.
+        transport: Transport of the copies.
 
     Attributes:
-        active_bytes: bytes of weights on the device: copies that are there or under way, or let go before they had arrived. Not in
-            it is what autograd holds: trainable weights of the present step, and a weight that backward copies again.
-        peak_bytes: the most that `active_bytes` has been.
+        active_bytes: Bytes of weights on the device: complete copies, copies in progress, and copies dropped before
+            they were complete. What autograd keeps is not included: trainable weights of this step, and weights that
+            backward copies again.
+        peak_bytes: Maximum of `active_bytes`.
     """
 
     _NOT_COPIED = ("_worker", "_copies", "_leaving", "_uses", "_expected", "_shared")
@@ -85,59 +94,70 @@ class DeviceStream(UnitReader):
         super().__init__(units, window)
         self._transport = transport
         self.device = device
-        self._reset()
+        self._reset_state()
 
-    def _reset(self) -> None:
+    def _reset_state(self) -> None:
         self._copies: dict[int, PendingWeightCopy] = {}
         self._leaving: list[PendingWeightCopy] = []
-        self.active_bytes = self.peak_bytes = 0
+        self.active_bytes = 0
+        self.peak_bytes = 0
         self._uses: dict[int, list[WeightUse]] = {}
         self._expected: list[int] = []
         self._shared: set[int] | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headway-stream")
-        weakref.finalize(self, _abandon, self._copies, self._leaving, self._transport).atexit = False
+        weakref.finalize(self, _abandon_copies, self._copies, self._leaving, self._transport).atexit = False
 
     def _find_shared(self) -> set[int]:
-        """The tensors that several units use, by id."""
+        """Return the `id` of each tensor that several groups of tensors contain, as with tied weights."""
         counts = Counter(key for unit in self._units for key in {id(place.tensor) for place in unit})
         return {key for key, count in counts.items() if count > 1}
 
     @property
     def traffic(self) -> ReadTraffic:
-        """What was copied."""
+        """Statistics of the copies to the device."""
         return self._transport.traffic
 
-    def mark(self) -> Any:
-        """How far the computation has queued its work; None where it computes at once."""
-        return self._transport.mark()
+    def mark_progress(self) -> Any:
+        """Return the current position in the device's stream, or None if the device computes synchronously."""
+        return self._transport.mark_progress()
 
-    def enter(self, unit: int) -> None:
-        """Hang the unit's copies into its modules."""
+    def enter_unit(self, unit: int) -> None:
+        """Replace the tensors in the modules of a unit by their device copies, before its forward.
+
+        Args:
+            unit: Index of a group of tensors that are used together.
+        """
         uses = self._uses.setdefault(unit, [])
         if uses:
-            uses.append(WeightUse([], None))  # within itself: its copies hang already
+            uses.append(WeightUse([], None))  # a nested call of the same unit: its copies are in place
             return
         places = self._units[unit]
         homes = [place.tensor for place in places]
         if self._shared is None:
             self._shared = self._find_shared()
-        self.order.note(unit)
-        self._start(homes)
-        copies = [self._on_device(home) for home in homes]
+        self.order.note_use(unit)
+        self._start_copies(homes)
+        copies = [self._get_device_copy(home) for home in homes]
         saving = None
         if torch.is_grad_enabled():
-            saving = torch.autograd.graph.saved_tensors_hooks(*self._saving(homes, copies))
+            saving = torch.autograd.graph.saved_tensors_hooks(*self._make_saving_hooks(homes, copies))
             saving.__enter__()
         uses.append(WeightUse(homes, saving))
         for place, copy in zip(places, copies):
             place.put(copy)
-        self._look_ahead(unit)
+        self._prefetch_next(unit)
 
-    def leave(self, unit: int) -> None:
-        """Hang the host's tensors back; the copies are dropped unless they are shared or soon wanted again."""
+    def leave_unit(self, unit: int) -> None:
+        """Restore the original tensors in the modules of a unit, after its forward.
+
+        Copies are dropped unless they are shared or needed again soon.
+
+        Args:
+            unit: Index of a group of tensors that are used together.
+        """
         uses = self._uses.get(unit)
         if not uses:
-            return  # its forward never began
+            return  # `enter_unit` failed
         use = uses.pop()
         if uses:
             return
@@ -150,7 +170,11 @@ class DeviceStream(UnitReader):
     def _is_copied_by_autograd(self, home: torch.Tensor) -> bool:
         return home.requires_grad and torch.is_grad_enabled()
 
-    def _on_device(self, home: torch.Tensor) -> torch.Tensor:
+    def _get_device_copy(self, home: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's copy on the device, once it is complete.
+
+        If a copy that was started ahead of use has failed, it is repeated once.
+        """
         if self._is_copied_by_autograd(home):
             return home.to(self.device, copy=True)
         copy = self._copies[id(home)]
@@ -158,37 +182,45 @@ class DeviceStream(UnitReader):
         try:
             ticket = copy.future.result()
         except Exception:
-            # Kept, it would raise the same error at every later forward.
-            self._let_go([id(home)])
+            # A failed copy must be dropped, because it would raise the same error at every later forward.
+            self._drop_copies([id(home)])
             if not copy.is_ahead:
                 raise
-            self._start([home])  # what stood in its way earlier may be gone
-            return self._on_device(home)
+            self._start_copies([home])  # the cause, such as too little memory, may be gone
+            return self._get_device_copy(home)
         self.traffic.waited += time.perf_counter() - start
-        self._transport.finish(copy.tensor, ticket)
+        self._transport.finish_copy(copy.tensor, ticket)
         copy.is_awaited = True
         return copy.tensor
 
-    def _start(self, homes: Iterable[torch.Tensor], is_ahead: bool = False) -> None:
-        """Have those copied that are not, or whose copies have failed or are of old values."""
+    def _start_copies(self, homes: Iterable[torch.Tensor], is_ahead: bool = False) -> None:
+        """Start copies of tensors that have no copy, or whose copy has failed or is outdated.
+
+        Args:
+            homes: Original tensors.
+            is_ahead: Whether the copies are started before they are needed.
+        """
         wanted = {id(home): home for home in homes if not self._is_copied_by_autograd(home)}
         for key, home in list(wanted.items()):
             copy = self._copies.get(key)
-            if copy is not None and copy.is_of(home):
+            if copy is not None and copy.is_current_copy(home):
                 del wanted[key]
             elif copy is not None:
-                self._let_go([key])
+                self._drop_copies([key])
         memory = [self._transport.allocate(home) for home in wanted.values()]
-        # After the memory was given: what used it before is in the computation's queue.
-        after = self._transport.mark() if memory else None
+        # Marked after the allocation, so that earlier work on this memory is included.
+        after = self._transport.mark_progress() if memory else None
         for (key, home), tensor in zip(wanted.items(), memory):
-            future = self._worker.submit(self._transport.start, home, tensor, after)
+            future = self._worker.submit(self._transport.start_copy, home, tensor, after)
             self._copies[key] = PendingWeightCopy(home, home._version, tensor, future, is_ahead)
             self.active_bytes += tensor.nbytes
         self.peak_bytes = max(self.peak_bytes, self.active_bytes)
 
-    def _let_go(self, keys: Iterable[int]) -> None:
-        """Drop copies. One that may still be written to keeps its memory until the computation waits for it."""
+    def _drop_copies(self, keys: Iterable[int]) -> None:
+        """Drop copies of tensors, by the tensors' `id`.
+
+        The memory of a copy in progress is kept until the computation waits for the copy.
+        """
         for key in keys:
             copy = self._copies.pop(key)
             if copy.is_awaited or copy.future.cancel():
@@ -197,18 +229,23 @@ class DeviceStream(UnitReader):
                 self._leaving.append(copy)
         for copy in [copy for copy in self._leaving if copy.future.done()]:
             if copy.future.exception() is None:
-                self._transport.finish(copy.tensor, copy.future.result())
+                self._transport.finish_copy(copy.tensor, copy.future.result())
             self._leaving.remove(copy)
             self.active_bytes -= copy.tensor.nbytes
 
-    def _look_ahead(self, unit: int) -> None:
+    def _prefetch_next(self, unit: int) -> None:
+        """Drop copies that are not expected to be used next, and start to copy the tensors that are, within the window.
+
+        Args:
+            unit: Index of the group of tensors that the computation uses now.
+        """
         room = self.window
         self._expected = []
-        for following in self.order.ahead():
+        for following in self.order.predict_next():
             if following == unit or following in self._expected or self._sizes[following] > room:
                 break
             if self._uses.get(following):
-                continue  # a module around this one: its copies hang already
+                continue  # a module that contains this one: its copies are in place
             room -= self._sizes[following]
             self._expected.append(following)
         self._drop_unexpected()
@@ -217,23 +254,31 @@ class DeviceStream(UnitReader):
             missing = [h for h in homes if id(h) not in self._copies and not self._is_copied_by_autograd(h)]
             try:
                 if missing:
-                    self._start(missing, is_ahead=True)
+                    self._start_copies(missing, is_ahead=True)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                break  # what is wanted later may find room later
+                break  # there may be enough memory at a later unit
 
     def _drop_unexpected(self) -> None:
         wanted = (self._shared or set()) | {
             id(p.tensor) for following in self._expected for p in self._units[following]
         }
         wanted |= {id(home) for running in self._uses.values() for use in running for home in use.homes}
-        self._let_go([key for key in self._copies if key not in wanted])
+        self._drop_copies([key for key in self._copies if key not in wanted])
 
-    def _saving(
+    def _make_saving_hooks(
         self, homes: list[torch.Tensor], copies: list[torch.Tensor]
     ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """Hooks that save a weight as its home and its layout, and copy it again for backward."""
+        """Return the hooks for `saved_tensors_hooks` of a forward that uses device copies of weights.
+
+        Instead of a copy, autograd saves a reference to the original weight and the layout. Backward copies the
+        weight again.
+
+        Args:
+            homes: Original tensors.
+            copies: Device copies of the tensors.
+        """
         by_memory = {
             copy.untyped_storage().data_ptr(): home for home, copy in zip(homes, copies) if not copy.requires_grad
         }
@@ -249,23 +294,33 @@ class DeviceStream(UnitReader):
                 return saved
             home, shape, stride, offset = saved
             copy = self._transport.allocate(home)
-            ticket = self._worker.submit(self._transport.start, home, copy, self._transport.mark()).result()
-            self._transport.finish(copy, ticket)
+            ticket = self._worker.submit(
+                self._transport.start_copy, home, copy, self._transport.mark_progress()
+            ).result()
+            self._transport.finish_copy(copy, ticket)
             return copy.as_strided(shape, stride, offset)
 
         return pack, unpack
 
 
-def _abandon(copies: dict[int, PendingWeightCopy], leaving: list[PendingWeightCopy], transport: HostTransport) -> None:
-    """A stream is gone: memory that is still written to must not go on before that has ended.
+def _abandon_copies(
+    copies: dict[int, PendingWeightCopy], leaving: list[PendingWeightCopy], transport: HostTransport
+) -> None:
+    """Cancel a stream's copies that have not started. Keep the memory of running copies until they end.
 
-    On any thread, also on the one that copies; so it waits for no thread.
+    This is the finalizer of `DeviceStream`. It may run in any thread, even in the copy thread, so it must not wait.
     """
     for copy in (*copies.values(), *leaving):
         if not copy.is_awaited and not copy.future.cancel():
-            copy.future.add_done_callback(partial(_drain, transport, copy.tensor))
+            copy.future.add_done_callback(partial(_drain_transport, transport, copy.tensor))
 
 
-def _drain(transport: HostTransport, kept: torch.Tensor, done: "Future[Any]") -> None:
-    """`kept` is held until the device has done all that was queued for it."""
+def _drain_transport(transport: HostTransport, kept: torch.Tensor, done: "Future[Any]") -> None:
+    """Wait until all copies are complete. This is the callback of a copy's future.
+
+    Args:
+        transport: Transport of the copies.
+        kept: Tensor whose memory must not be freed before all copies are complete.
+        done: The future. Not used.
+    """
     transport.drain()

@@ -1,4 +1,4 @@
-"""What a run would take, for any model, layout and number of ranks, found by preparing it without memory and without processes."""
+"""Plan a run of any model, layout and number of ranks: prepare it in one process, without allocating memory."""
 
 TASKS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "causal_lm": ("AutoModelForCausalLM", ("labels",), ()),
@@ -9,7 +9,8 @@ TASKS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "question_answering": ("AutoModelForQuestionAnswering", (), ("start_positions", "end_positions")),
     "image_classification": ("AutoModelForImageClassification", (), ("labels",)),
 }
-"""The heads that a transformers model can train with, by the words of --task (dashes are accepted as well).
+"""Training tasks of transformers models, by the value of `--task`. Dashes in a value are accepted in place of
+underscores.
 
-transformers' class, the labels of each token, and those of each sample.
+Each task is a tuple: the transformers class, the names of labels per token, and the names of labels per sample.
 """

@@ -1,4 +1,4 @@
-"""`headway.cheapest`: of all ways to train with one global batch, those that fit on a card, the cheapest first."""
+"""Find the cheapest configuration that trains with a given global batch on one device (`headway.cheapest`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -8,42 +8,46 @@ from typing import Any
 
 from torch import nn
 
-from headway.common.text import columns, format_bytes
-from headway.config.engines import EngineOptions
-from headway.config.values import check_count
+from headway.common.text import format_bytes, format_columns
+from headway.core.config.engines import EngineOptions
+from headway.core.config.foreign_words import explain_precision
+from headway.core.config.values import check_count
+from headway.core.training.forecast_types import Loop, Loss
 from headway.errors import ConfigError, UnsupportedError
-from headway.forecasting.device.devices import budget_of, find, room
+from headway.forecasting.device.devices import compute_allocator_limit, find_device, resolve_budget
 from headway.forecasting.forecaster import PROBE, StepForecaster
-from headway.forecasting.tracing.step import PRECISIONS, STEPS, Loop, Loss, StepRecipe
+from headway.forecasting.tracing.step import PRECISIONS, STEPS, StepRecipe
 from headway.forecasting.tracing.trace import Trace
 from headway.forecasting.tracing.work import StepWork
-from headway.planning.dry_run.trial import treats_blocks_alike
-from headway.planning.forecast import Recompute, made, preparation
-from headway.planning.layouts import placed
-from headway.planning.optimizers import Optimizer, maker
+from headway.planning.dry_run.trial import can_repeat_blocks
+from headway.planning.forecast import Recompute, make_model, make_preparation
+from headway.planning.layouts import place_rank
+from headway.planning.optimizers import Optimizer, resolve_optimizer
 
 _FITTING = {True: 0, None: 1, False: 2}
+"""Sort order of table rows by the value of `fits`."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to train. Sizes are bytes.
+    """Configuration of a training run, with its memory and relative cost. Sizes are in bytes.
 
     Attributes:
-        micro_batch: samples that the model sees at once: the most that fit, of those that divide the global batch.
-        accumulation: micro-batches of one update.
-        recompute: activations are computed again in backward.
+        micro_batch: Samples per micro-batch: the largest number that fits and divides the global batch.
+        accumulation: Micro-batches per update.
+        recompute: Whether activations are recomputed in backward.
         precision: "no", "bf16" or "fp16".
-        optimizer: its name.
-        attention: the attention kernel; None: the model's own.
-        least: in use on the device at least.
-        total: likely in use.
-        most: in use at most.
-        fits: True: even `most` stays within the budget; False: not even `least` does; None: it is too close to tell.
-        cost: of one update, relative to the cheapest row that fits (if none does, to the cheapest of all); None: not traced.
-            docs/forecast_reference.md says what it counts; it is not a forecast of time.
-        work: what the operations of one update have to do; None: not traced.
-        problem: why it cannot be forecast; "" if it can.
+        optimizer: Name of the optimizer.
+        attention: Name of the attention kernel, or None for the model's default.
+        least: Lower bound of the memory in use on the device.
+        total: Likely memory in use on the device.
+        most: Upper bound of the memory in use on the device.
+        fits: True if `most` fits into the budget, False if not even `least` fits, and None if the answer is uncertain.
+        cost: Cost of an update relative to the cheapest configuration that fits, or to the cheapest of all if none
+            fits. None if it was not traced. It is no forecast of time; docs/forecast_reference.md explains what it
+            counts.
+        work: Floating point operations and memory traffic of one update, or None if it was not traced.
+        problem: Reason why there is no forecast, or "".
     """
 
     micro_batch: int
@@ -61,7 +65,7 @@ class Configuration:
     problem: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return all fields as nested dictionaries that can be written as JSON."""
         return asdict(self)
 
 
@@ -82,109 +86,138 @@ def cheapest(
     loop: str | Loop = "plain",
     expandable_segments: bool = False,
 ) -> list[Configuration]:
-    """Rank the ways to train with a global batch on one device that this machine need not have.
+    """Rank the ways to train with a global batch on a device. The device need not be in this machine.
 
-    For each combination of attention, optimizer, precision and recomputation, the search finds the largest micro-batch that fits
-    and divides the global batch. Rows that fit come first; then rows are sorted by relative cost, then by memory.
+    For each combination of attention, optimizer, precision and recomputation, the search finds the largest
+    micro-batch that fits and divides the global batch. Combinations that fit come first, then uncertain ones, then
+    those that do not fit, and last those that cannot be traced. Within each of these groups, rows are sorted by
+    relative cost, then by memory.
 
     Args:
-        model_fn, batch_fn, loss, device, budget, max_norm, loop, expandable_segments: as for `headway.forecast`.
-        global_batch_size: samples per update.
-        optimizers: names, or functions that make the optimizer from parameters.
-        precisions: of "no", "bf16" and "fp16".
-        recompute: the settings of activation checkpointing to try; each as for `headway.forecast`.
-        attention: names for a transformers model's `set_attn_implementation`; None: the model's own.
-        micro_batches: the sizes that are allowed; None: all that divide the global batch.
+        model_fn, batch_fn, loss, device, budget, max_norm, loop, expandable_segments: As for `headway.forecast`.
+        global_batch_size: Samples per update.
+        optimizers: Names of optimizers, or functions that make an optimizer from parameters.
+        precisions: Precisions to try, out of "no", "bf16" and "fp16".
+        recompute: Settings of activation checkpointing to try. Each is like `recompute` of `headway.forecast`.
+        attention: Names to pass to a transformers model's `set_attn_implementation`. None keeps the model's own.
+        micro_batches: Allowed micro-batch sizes, or None for all that divide the global batch.
 
     Returns:
-        One row for each combination. If nothing fits, the rows are those of the smallest micro-batch, and say so.
+        One row for each combination. If nothing fits, the rows show the smallest micro-batch, with `fits=False`.
 
     Raises:
-        ConfigError: an argument is wrong, or no allowed micro-batch divides the global batch.
-        LossError: there is no loss, or it has no gradient.
-        UnsupportedError: no combination can be traced. If some can, the rows of the others say what stands in the way.
+        ConfigError: If an argument is wrong, or no allowed micro-batch divides the global batch.
+        LossError: If there is no loss, or it has no gradient.
+        UnsupportedError: If no combination can be traced. If only some cannot, their rows contain the reason.
     """
-    target = find(device)
-    limit = budget_of(target, budget)
+    target = find_device(device)
+    limit = resolve_budget(target, budget)
     if limit is None:
-        raise ConfigError(
-            f"device={device!r} has no memory of its own in the table; give budget, such as budget='8GiB'"
-        )
-    _check(precisions, optimizers, recompute, attention)
-    allowed = _divisors(global_batch_size, micro_batches)
+        raise ConfigError(f"device={device!r} has no memory size in the table; give budget, such as budget='8GiB'")
+    _check_options(precisions, optimizers, recompute, attention)
+    allowed = _list_divisors(global_batch_size, micro_batches)
     rows: list[Configuration] = []
     refusals: list[UnsupportedError] = []
     for kernel, optimizer, precision, again in product(attention, optimizers, precisions, recompute):
-        options, prepare = preparation(again, EngineOptions())
+        options, prepare = make_preparation(again, EngineOptions())
         step = StepForecaster(
-            partial(made, partial(_with_attention, model_fn, kernel), batch_fn(1)),
-            batch_fn,
-            StepRecipe(maker(optimizer), loss, precision, 1, max_norm, loop=loop),
-            target,
-            prepare,
-            expandable_segments,
-            placed("ddp", 1, options, precision, 1, "cuda" if target.is_cuda else "cpu"),
+            model_fn=partial(make_model, partial(_make_with_attention, model_fn, kernel), batch_fn(1)),
+            batch_fn=batch_fn,
+            recipe=StepRecipe(
+                resolve_optimizer(optimizer), loss, precision=precision, accumulation=1, max_norm=max_norm, loop=loop
+            ),
+            device=target,
+            prepare=prepare,
+            is_expandable=expandable_segments,
+            spread=place_rank(
+                "ddp",
+                num_ranks=1,
+                options=options,
+                precision=precision,
+                machine_ranks=1,
+                computes_on="cuda" if target.is_cuda else "cpu",
+            ),
             counts_work=True,
-            can_repeat=treats_blocks_alike(options),
+            can_repeat=can_repeat_blocks(options),
         )
         blank = Configuration(
-            allowed[-1], global_batch_size // allowed[-1], again is not False, precision, _name(optimizer), kernel
+            micro_batch=allowed[-1],
+            accumulation=global_batch_size // allowed[-1],
+            recompute=again is not False,
+            precision=precision,
+            optimizer=_name_optimizer(optimizer),
+            attention=kernel,
         )
         try:
             rows.append(_fill_row(blank, step, limit, allowed))
         except UnsupportedError as error:
             refusals.append(error)
             rows.append(replace(blank, problem=str(error)))
-        except ConfigError as error:  # a model without blocks to compute again can still be trained without that
+        except ConfigError as error:  # a model without blocks to recompute can still be trained without recomputation
             if again is False or False not in recompute:
                 raise
             rows.append(replace(blank, problem=str(error)))
     if len(refusals) == len(rows):
         raise refusals[0]
-    return _ranked(rows)
+    return _rank_rows(rows)
 
 
 def _fill_row(blank: Configuration, step: StepForecaster, limit: int, allowed: list[int]) -> Configuration:
-    """The row of the largest allowed micro-batch that fits; where none does, of the smallest."""
+    """Return a copy of `blank` with the memory of the largest allowed micro-batch that fits.
+
+    If none fits, the smallest one is described.
+
+    Args:
+        blank: Row of the table, without sizes and costs.
+        step: Forecaster of the training step.
+        limit: Budget in bytes.
+        allowed: Allowed micro-batch sizes, in descending order.
+    """
     whole = blank.micro_batch * blank.accumulation
-    capacity = room(step.device, limit)
-    # Gradients are held while the next micro-batch runs; after the second, nothing more is.
+    capacity = compute_allocator_limit(step.device, limit)
+    # Gradients live while the next micro-batch runs. More than two micro-batches need no more memory than two.
     window = replace(step, recipe=replace(step.recipe, accumulation=2))
-    sketched = dict(window.curve(allowed))
-    if allowed[0] == whole and (len(allowed) == 1 or sketched.get(whole, 0) - _weights(window) <= capacity):
-        row = _row(blank, step, whole, limit)
+    sketched = dict(window.compute_curve(allowed))
+    if allowed[0] == whole and (len(allowed) == 1 or sketched.get(whole, 0) - _count_weight_bytes(window) <= capacity):
+        row = _make_row(blank, step, whole, limit)
         if row.fits or len(allowed) == 1:
             return row
     smaller = [size for size in allowed if size < whole]
-    bound = smaller[0] if sketched else window.largest(capacity, smaller[0])[0]
+    bound = smaller[0] if sketched else window.find_largest_batch(capacity, smaller[0])[0]
     fitting = [size for size in smaller if size <= bound and sketched.get(size, 0) <= capacity]
     for size in [*fitting, smaller[-1]]:
-        row = _row(blank, window, size, limit)
+        row = _make_row(blank, window, size, limit)
         if row.fits:
             break
     return row
 
 
-def _weights(step: StepForecaster) -> int:
-    """Bytes of the model's weights, which are as many as its gradients take."""
+def _count_weight_bytes(step: StepForecaster) -> int:
+    """Return the bytes of the model's weights. Their gradients have the same size."""
     return sum(event.num_bytes for event in step.trace(PROBE).events if event.kind == "weights" and event.num_bytes > 0)
 
 
-def _row(blank: Configuration, step: StepForecaster, size: int, limit: int) -> Configuration:
+def _make_row(blank: Configuration, step: StepForecaster, size: int, limit: int) -> Configuration:
     answer = step.forecast(size, limit)
     accumulation = blank.micro_batch * blank.accumulation // size
-    work = _update(step.trace(size), step.recipe.accumulation, accumulation)
+    work = _compute_update_work(step.trace(size), step.recipe.accumulation, accumulation)
     found = replace(blank, micro_batch=size, accumulation=accumulation, cost=work.seconds, work=work)
     return replace(found, least=answer.least, total=answer.total, most=answer.most, fits=answer.fits)
 
 
-def _update(traced: Trace, accumulated: int, accumulation: int) -> StepWork:
-    """The work of one update, from the last step that was traced, which had `accumulated` micro-batches."""
+def _compute_update_work(traced: Trace, accumulated: int, accumulation: int) -> StepWork:
+    """Return the work of an update, extrapolated from a traced step.
+
+    Args:
+        traced: Trace of the step.
+        accumulated: Number of micro-batches in the traced step.
+        accumulation: Number of micro-batches in the update.
+    """
     of = [traced.work.get(f"step {STEPS} {part}", StepWork()) for part in ("forward", "backward", "update")]
     return (of[0] + of[1]) * (accumulation / accumulated) + of[2]
 
 
-def _ranked(rows: list[Configuration]) -> list[Configuration]:
+def _rank_rows(rows: list[Configuration]) -> list[Configuration]:
     costs = [row.cost for row in rows if row.cost is not None and row.fits] or [
         row.cost for row in rows if row.cost is not None
     ]
@@ -192,7 +225,7 @@ def _ranked(rows: list[Configuration]) -> list[Configuration]:
     return sorted(found, key=lambda row: (bool(row.problem), _FITTING[row.fits], row.cost or 0.0, row.most))
 
 
-def _with_attention(model_fn: Callable[[], nn.Module], kernel: str | None) -> nn.Module:
+def _make_with_attention(model_fn: Callable[[], nn.Module], kernel: str | None) -> nn.Module:
     model = model_fn()
     if kernel is None:
         return model
@@ -204,8 +237,13 @@ def _with_attention(model_fn: Callable[[], nn.Module], kernel: str | None) -> nn
     return model
 
 
-def _divisors(whole: int, micro_batches: Sequence[int] | None) -> list[int]:
-    """The micro-batches that divide the global batch, the largest first."""
+def _list_divisors(whole: int, micro_batches: Sequence[int] | None) -> list[int]:
+    """Return the micro-batch sizes that divide the global batch, in descending order.
+
+    Args:
+        whole: Samples of the global batch.
+        micro_batches: Allowed micro-batch sizes, or None for all.
+    """
     check_count(global_batch_size=whole)
     among = range(1, whole + 1) if micro_batches is None else micro_batches
     wrong = [size for size in among if isinstance(size, bool) or not isinstance(size, int) or size < 1]
@@ -219,21 +257,22 @@ def _divisors(whole: int, micro_batches: Sequence[int] | None) -> list[int]:
     return found
 
 
-def _check(precisions: Sequence[str], *others: Sequence[Any]) -> None:
+def _check_options(precisions: Sequence[str], *others: Sequence[Any]) -> None:
     for name, given in zip(("precisions", "optimizers", "recompute", "attention"), (precisions, *others)):
         if isinstance(given, str) or not isinstance(given, Sequence) or not given:
             raise ConfigError(f"{name}={given!r}; give a tuple of one or more")
     for precision in precisions:
         if precision not in PRECISIONS:
-            raise ConfigError(f"precisions has {precision!r}; allowed: {', '.join(PRECISIONS)}")
+            hint = explain_precision(precision, PRECISIONS)
+            raise ConfigError(f"precisions has {precision!r}; allowed: {', '.join(PRECISIONS)}{hint}")
 
 
-def _name(optimizer: Optimizer) -> str:
+def _name_optimizer(optimizer: Optimizer) -> str:
     return optimizer if isinstance(optimizer, str) else str(getattr(optimizer, "__name__", type(optimizer).__name__))
 
 
-def table(rows: Sequence[Configuration]) -> str:
-    """The rows for people, as they are ranked."""
+def format_table(rows: Sequence[Configuration]) -> str:
+    """Return the rows as a table for the terminal, in the given order."""
     head = ["", "cost", "micro-batch", "x", "precision", "optimizer", "recompute", "attention", "memory", "range"]
     shown = {True: "fits", None: "may fit", False: "does not fit"}
     lines = [head]
@@ -250,4 +289,4 @@ def table(rows: Sequence[Configuration]) -> str:
         )  # fmt: skip
     if not any(row.attention for row in rows):
         lines = [[*line[:7], *line[8:]] for line in lines]
-    return "\n".join(columns(lines))
+    return "\n".join(format_columns(lines))

@@ -1,4 +1,7 @@
-"""Compares several layouts of one run, starting with the cheapest that fits; as text, and as JSON in bytes, seconds and FLOPs."""
+"""Plan several layouts of one run and compare them, as a table or as JSON in bytes, seconds and FLOPs.
+
+The cheapest layout that fits is listed first.
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -7,42 +10,45 @@ from typing import Any
 
 from torch import nn
 
-from headway.common.text import columns, format_bytes, format_number
-from headway.config.engines import collect_options
-from headway.config.mesh import Layout, parse
-from headway.config.values import check_count
+from headway.common.text import format_bytes, format_columns, format_number
+from headway.core.config.engines import collect_options
+from headway.core.config.mesh import Layout, parse_layout
+from headway.core.config.values import check_count
 from headway.errors import ConfigError, HeadwayError, StateError, UnsupportedError
 from headway.forecasting.device.devices import DEVICES
 from headway.forecasting.tracing.step import check_precision
-from headway.planning.costs import ClusterRates, cost
+from headway.planning.costs import ClusterRates, compute_cost
 from headway.planning.dry_run.drive import Step
-from headway.planning.dry_run.fake_group import PeerAnswer
+from headway.planning.dry_run.fake_group import PeerAnswers
 from headway.planning.dry_run.meter import MeteredCollective, Volume
 from headway.planning.dry_run.trial import (
     StepDryRun,
+    can_repeat_blocks,
     dry_run_rank,
     dry_run_repeated,
     dry_run_stages,
-    treats_blocks_alike,
 )
-from headway.planning.optimizers import Optimizer, maker
-from headway.planning.outcome import Cost, Plan, RankShare, bytes_sent, counted, in_seconds, outcome
+from headway.planning.optimizers import Optimizer, resolve_optimizer
+from headway.planning.outcome import Cost, Plan, RankShare, build_plan, count_bytes_sent, format_duration, format_size
 
 logger = logging.getLogger(__name__)
 
 _CARD = replace(DEVICES["h100"], cublas=0)
-"""Whose kernels a plan counts; the workspaces of cuBLAS are as large whatever the model."""
+"""Device whose kernels' scratch memory is part of a plan.
+
+cuBLAS's workspace is left out, because it is equal for all models.
+"""
 
 
 @dataclass(frozen=True)
 class ComparedPlan:
-    """One layout.
+    """Plan and cost of one layout in a comparison.
 
     Attributes:
-        strategy: as it was asked for.
-        plan: None where the layout cannot be.
-        cost: None where no step was planned.
-        reason: why the run cannot be, or does not fit; "" where it does.
+        strategy: Name of the layout as the user gave it.
+        plan: Plan of the layout, or None if the layout is not possible.
+        cost: Lower bound of the time of an update, or None if no step was planned.
+        reason: Reason why the layout is not possible or does not fit, or "".
     """
 
     strategy: str
@@ -53,11 +59,12 @@ class ComparedPlan:
 
 @dataclass(frozen=True)
 class PlanComparison:
-    """Layouts of one run.
+    """Comparison of several layouts of one run.
 
     Attributes:
-        rows: the cheapest that fits first; then those that do not fit, the smallest first; then those that cannot be.
-        cluster: what they were judged by.
+        rows: Layouts that fit, sorted by cost, then layouts that do not fit, sorted by memory, then layouts that are
+            not possible.
+        cluster: Bandwidths, speed and memory that were assumed for the comparison.
     """
 
     rows: tuple[ComparedPlan, ...]
@@ -65,7 +72,7 @@ class PlanComparison:
 
     @property
     def best(self) -> ComparedPlan | None:
-        """The cheapest that fits; None: none does."""
+        """Cheapest layout that fits, or None if none fits."""
         return next((row for row in self.rows if not row.reason), None)
 
     def __str__(self) -> str:
@@ -84,57 +91,72 @@ def plan(
     kwargs_handlers: list[Any] | None = None,
     machine_ranks: int = 8,
 ) -> Plan:
-    """What each rank of a run would hold, send and write: the run's own preparation, without memory and without processes.
+    """Plan the memory, communication and checkpoint size of each rank of a run.
+
+    The plan prepares the model as the run would, but without allocating memory and without starting processes.
 
     Args:
-        make: makes the model; it is called within `init_empty_weights()`, where parameters take no memory.
-        strategy: the layout, such as "fsdp", "hsdp=8" or "fsdp+tp=8".
-        num_ranks: of the run.
-        step: model -> loss, for one batch of one data shard. It is called with tensors that have shapes and no values. None: what is
-            sent, computed and kept for backward is not counted.
-        optimizer: "adamw", "adam", "sgd", "momentum" or "none", or a function from parameters to an optimizer of torch.
+        make: Function that makes the model. It is called within `init_empty_weights()`, where parameters take no
+            memory.
+        strategy: Layout, such as "fsdp", "hsdp=8" or "fsdp+tp=8".
+        num_ranks: World size of the run.
+        step: Function from the model to the loss of one data shard's batch. It is called with tensors that have shapes
+            but no values. With None, the plan does not count communication, computation and activations.
+        optimizer: Name of an optimizer, or a function that makes a torch optimizer from parameters. "none" plans
+            without an update.
         precision: "no", "bf16" or "fp16", as the Accelerator's `mixed_precision`.
-        tokens: of a batch of one data shard, for rates.
-        kwargs_handlers: the Accelerator's: ShardingOptions, TensorParallelOptions, PipelineOptions, TorchContextParallelConfig,
-            ActivationCheckpointing.
-        machine_ranks: ranks on one machine.
+        tokens: Tokens in the batch of one data shard, used to compute tokens per second. 0 if unknown.
+        kwargs_handlers: Options as for the Accelerator's `kwargs_handlers`: ShardingOptions, TensorParallelOptions,
+            PipelineOptions, TorchContextParallelConfig, ActivationCheckpointing.
+        machine_ranks: Ranks per machine.
 
     Raises:
-        ConfigError: the layout does not divide the ranks, or another argument is wrong.
-        StateError: this process has joined a process group.
-        UnsupportedError: the layout or the model is one that cannot be sharded.
+        ConfigError: If the layout does not divide the ranks, or another argument is wrong.
+        StateError: If this process has joined a process group.
+        UnsupportedError: If the layout cannot be planned or the model cannot be sharded.
     """
     check_count(num_ranks=num_ranks)
     check_precision(precision)
-    layout = _resolved(strategy, num_ranks, machine_ranks) if isinstance(strategy, str) else strategy
+    layout = _resolve_layout(strategy, num_ranks, machine_ranks) if isinstance(strategy, str) else strategy
     if layout.num_ranks != num_ranks:
         raise ConfigError(f"the layout {layout} takes {layout.num_ranks} ranks, but the run has {num_ranks}")
     name = strategy if isinstance(strategy, str) else "+".join(f"{k}={v}" for k, v in layout.sizes.items())
     options = collect_options(kwargs_handlers)
-    given = step, maker(optimizer), precision, options, machine_ranks
+    make_optimizer = resolve_optimizer(optimizer)
 
-    def trial(rank: int, told: PeerAnswer | None = None, make: Callable[[], nn.Module] = make) -> StepDryRun:
-        return dry_run_rank(make, layout, rank, *given, told, _CARD)
+    def trial(rank: int, peer_answers: PeerAnswers | None = None, make: Callable[[], nn.Module] = make) -> StepDryRun:
+        return dry_run_rank(
+            make,
+            layout,
+            rank,
+            step=step,
+            make_optimizer=make_optimizer,
+            precision=precision,
+            options=options,
+            machine_ranks=machine_ranks,
+            peer_answers=peer_answers,
+            device=_CARD,
+        )
 
     if layout.pp > 1:
-        return outcome(name, layout, dry_run_stages(layout, trial), tokens)
-    can_repeat = step is not None and treats_blocks_alike(options)
+        return build_plan(name, layout, dry_run_stages(layout, trial), tokens)
+    can_repeat = step is not None and can_repeat_blocks(options)
     found = dry_run_repeated(make, lambda short: trial(0, make=short)) if can_repeat else None
-    return outcome(name, layout, (found or trial(0),), tokens)
+    return build_plan(name, layout, (found or trial(0),), tokens)
 
 
-def compare(
+def compare_layouts(
     plan_layout: Callable[[str], Plan], strategies: Iterable[str], cluster: ClusterRates | None = None
 ) -> PlanComparison:
-    """Plan several layouts; one that cannot be is a row with its reason.
+    """Plan several layouts and compare them. A layout that is not possible becomes a row with the reason.
 
     Args:
-        plan_layout: plans one, as `partial(plan, make, num_ranks=8)` does.
-        strategies: the layouts.
-        cluster: rates and memory to judge by.
+        plan_layout: Function that plans one layout, such as `partial(plan, make, num_ranks=8)`.
+        strategies: Layouts to compare.
+        cluster: Bandwidths, speed and memory to assume for the comparison, or None for the defaults.
 
     Raises:
-        StateError: this process has joined a process group.
+        StateError: If this process has joined a process group.
     """
     cluster = cluster or ClusterRates()
     rows = []
@@ -147,26 +169,26 @@ def compare(
         except HeadwayError as error:
             rows.append(ComparedPlan(strategy, None, None, str(error)))
             continue
-        rows.append(ComparedPlan(strategy, found, cost(found, cluster), _too_much(found, cluster)))
-    return PlanComparison(tuple(sorted(rows, key=_order)), cluster)
+        rows.append(ComparedPlan(strategy, found, compute_cost(found, cluster), _explain_misfit(found, cluster)))
+    return PlanComparison(tuple(sorted(rows, key=_rank_row)), cluster)
 
 
-def _resolved(strategy: str, num_ranks: int, machine_ranks: int) -> Layout:
-    asked = parse(strategy)
+def _resolve_layout(strategy: str, num_ranks: int, machine_ranks: int) -> Layout:
+    asked = parse_layout(strategy)
     if asked.is_deepspeed:
         raise UnsupportedError(
-            f"{strategy} is DeepSpeed's engine, which is not planned; fsdp cuts what zero3 does, and says what that takes"
+            f"{strategy} is DeepSpeed's engine, which cannot be planned; plan fsdp instead, which shards what zero3 does"
         )
     return asked.resolve(num_ranks, machine_ranks)
 
 
-def candidates(num_ranks: int, machine_ranks: int, has_plan: bool = False) -> Sequence[str]:
-    """Layouts worth a look, where none was asked for.
+def list_candidates(num_ranks: int, machine_ranks: int, has_plan: bool = False) -> Sequence[str]:
+    """Return the layouts that are compared by default.
 
     Args:
-        num_ranks: of the run.
-        machine_ranks: of one machine.
-        has_plan: does the model say how its matrices are cut?
+        num_ranks: World size of the run.
+        machine_ranks: Ranks per machine.
+        has_plan: Whether the model defines how tensor parallelism splits its weight matrices.
     """
     found = ["ddp", "fsdp"]
     inside = [size for size in (machine_ranks, 2 * machine_ranks, 8 * machine_ranks) if size < num_ranks]
@@ -176,10 +198,11 @@ def candidates(num_ranks: int, machine_ranks: int, has_plan: bool = False) -> Se
     return found
 
 
-def _too_much(found: Plan, cluster: ClusterRates) -> str:
+def _explain_misfit(found: Plan, cluster: ClusterRates) -> str:
+    """Return text about how much memory a plan lacks and what uses most of it. "" if the plan fits."""
     if cluster.memory is None or found.peak <= cluster.memory:
         return ""
-    share = found.shares.fullest()
+    share = found.shares.find_fullest()
     parts = {
         "weights": share.weights,
         "gradients": share.gradients,
@@ -195,7 +218,8 @@ def _too_much(found: Plan, cluster: ClusterRates) -> str:
     )
 
 
-def _order(row: ComparedPlan) -> tuple[int, float]:
+def _rank_row(row: ComparedPlan) -> tuple[int, float]:
+    """Return the sort key of a row: layouts that fit, then those that do not, then those that are not possible."""
     if row.plan is None:
         return 2, 0.0
     if row.reason:
@@ -203,12 +227,12 @@ def _order(row: ComparedPlan) -> tuple[int, float]:
     return 0, row.cost.per_unit if row.cost is not None else float(row.plan.peak)
 
 
-def as_dict(comparison: PlanComparison) -> dict[str, Any]:
-    """A comparison, its rows in their order."""
-    return {"cluster": asdict(comparison.cluster), "layouts": [_row(row) for row in comparison.rows]}
+def comparison_as_dict(comparison: PlanComparison) -> dict[str, Any]:
+    """Return a comparison as nested dictionaries that can be written as JSON, with its rows in order."""
+    return {"cluster": asdict(comparison.cluster), "layouts": [_row_as_dict(row) for row in comparison.rows]}
 
 
-def _row(row: ComparedPlan) -> dict[str, Any]:
+def _row_as_dict(row: ComparedPlan) -> dict[str, Any]:
     found: dict[str, Any] = {"strategy": row.strategy, "fits": not row.reason, "reason": row.reason or None}
     if row.plan is not None:
         found |= plan_as_dict(row.plan)
@@ -218,13 +242,13 @@ def _row(row: ComparedPlan) -> dict[str, Any]:
 
 
 def plan_as_dict(plan: Plan) -> dict[str, Any]:
-    """One layout."""
-    shares = {"rank0": plan.rank0, "fullest": plan.shares.fullest(), "last": plan.last_rank}
+    """Return a plan as nested dictionaries that can be written as JSON."""
+    shares = {"rank0": plan.rank0, "fullest": plan.shares.find_fullest(), "last": plan.last_rank}
     return {
         "num_ranks": plan.num_ranks,
         "axes": plan.layout.sizes,
         "num_parameters": plan.num_parameters,
-        "ranks": {name: _share(share) for name, share in shares.items()},
+        "ranks": {name: _share_as_dict(share) for name, share in shares.items()},
         "empty_ranks": plan.shares.num_empty,
         "parameters_with_gaps": plan.shares.num_with_gaps,
         "activations": plan.activations,
@@ -232,9 +256,14 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "total": plan.total,
         "peak": plan.peak,
         "checkpoint": asdict(plan.saved),
-        "exchanges": None if plan.exchanges is None else [_exchange(*each) for each in plan.exchanges.items()],
+        "exchanges": None if plan.exchanges is None else [_exchange_as_dict(*each) for each in plan.exchanges.items()],
         "stages": [
-            {"held": _share(stage.share), "activations": stage.activations, "sent": stage.sent, "flops": stage.flops}
+            {
+                "held": _share_as_dict(stage.share),
+                "activations": stage.activations,
+                "sent": stage.sent,
+                "flops": stage.flops,
+            }
             for stage in plan.stages
         ],
         "flops": plan.flops,
@@ -242,35 +271,54 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _share(share: RankShare) -> dict[str, Any]:
+def _share_as_dict(share: RankShare) -> dict[str, Any]:
     return asdict(share) | {"num_bytes": share.num_bytes}
 
 
-def _exchange(exchange: MeteredCollective, volume: Volume) -> dict[str, Any]:
+def _exchange_as_dict(exchange: MeteredCollective, volume: Volume) -> dict[str, Any]:
     return asdict(exchange) | asdict(volume) | {"sent": exchange.sent(volume.num_bytes)}
 
 
 def tabulate(comparison: PlanComparison) -> list[str]:
-    """The layouts beside each other, then why some do not fit."""
+    """Return the comparison as lines of text: a table of the layouts, then the reasons why some do not fit."""
     head = [
         "strategy", "weights", "gradients", "optimizer", "activations", "gathered", "total", "peak", "sent", "update", "waits for",
     ]  # fmt: skip
     has_tokens = any(row.cost is not None and row.cost.tokens_per_second for row in comparison.rows)
     head += ["tokens/s"] if has_tokens else []
     head.append("")
-    lines = columns([head, *(_cells(row, row.plan, has_tokens) for row in comparison.rows if row.plan is not None)])
+    lines = format_columns(
+        [head, *(_format_cells(row, row.plan, has_tokens) for row in comparison.rows if row.plan is not None)]
+    )
     reasons = [f"{row.strategy}: {row.reason}" for row in comparison.rows if row.reason]
-    return [*lines, *([""] if reasons else []), *reasons]
+    return [*lines, *([""] if reasons else []), *reasons, "", *_explain_columns(comparison)]
 
 
-def _cells(row: ComparedPlan, plan: Plan, has_tokens: bool) -> list[str]:
-    share, found = plan.shares.fullest(), row.cost
+def _explain_columns(comparison: PlanComparison) -> list[str]:
+    """Return the meaning of the table's columns as lines of text."""
+    lines = [
+        "memory of the fullest rank: total is the sum of weights, gradients, optimizer state, activations and gathered parameters;",
+        "  peak is the most that tensors take at once in an update, with temporaries",
+    ]
+    plans = [row.plan for row in comparison.rows if row.plan is not None]
+    if any(plan.traced is not None and plan.traced < plan.total for plan in plans):
+        lines.append("  peak is below total if the parts do not reach their maximum at the same moment")
+    if any(plan.exchanges is not None for plan in plans):
+        lines += [
+            "one update: sent is what a rank sends to others; update is the least time it takes;",
+            "  waits for is the computation, or the axis of the layout, that takes the longest",
+        ]
+    return lines
+
+
+def _format_cells(row: ComparedPlan, plan: Plan, has_tokens: bool) -> list[str]:
+    share, found = plan.shares.find_fullest(), row.cost
     sizes: list[float | None] = [None] * 4
     if plan.exchanges is not None:
         sizes = [share.gradients, share.optimizer_state, plan.activations, plan.gathered]
-    sent = None if plan.exchanges is None else bytes_sent(plan.exchanges)
-    cells = [row.strategy, format_bytes(share.weights), *map(counted, [*sizes, plan.total, plan.traced, sent])]
-    cells += ["-", "-"] if found is None else [in_seconds(found.seconds), found.bottleneck]
+    sent = None if plan.exchanges is None else count_bytes_sent(plan.exchanges)
+    cells = [row.strategy, format_bytes(share.weights), *map(format_size, [*sizes, plan.total, plan.traced, sent])]
+    cells += ["-", "-"] if found is None else [format_duration(found.seconds), found.bottleneck]
     if has_tokens:
         cells.append(format_number(found.tokens_per_second) if found is not None else "-")
     return [*cells, "does not fit" if row.reason else ""]

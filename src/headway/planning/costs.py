@@ -1,6 +1,6 @@
-"""How long an update takes at least, for given rates of devices and links, and what it waits for.
+"""Compute a lower bound for the time of an update from the rates of devices and links, and find its bottleneck.
 
-Of a pipeline, what each of its ranks does is gone through in order, with the waiting for the others.
+For a pipeline, the events of each rank are simulated in order, including the time that ranks wait for each other.
 """
 
 from collections import Counter, defaultdict, deque
@@ -8,20 +8,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from headway.config.mesh import Layout
+from headway.core.config.mesh import Layout
 from headway.errors import ConfigError, StateError
 from headway.planning.dry_run.meter import PlanEvent
 from headway.planning.outcome import Cost, Plan
 
+_IN_THE_WAY = frozenset({"tp", "cp", "ep", "pp"})
+"""Axes whose communication blocks the computation. Communication along other axes overlaps with it."""
+
 
 @dataclass
 class StageTraffic:
-    """What is on its way between the ranks of a pipeline.
+    """Messages and collectives between the ranks of a simulated pipeline.
+
+    Times are in seconds since the start of the update.
 
     Attributes:
-        ranks: no other one is waited for.
-        sent: when each message arrives, by sender and receiver, in order.
-        met: when each rank has come to a collective, by the ranks that take part and its number among theirs.
+        ranks: Simulated ranks. The simulation does not wait for other ranks.
+        sent: Arrival times of messages in order, by (sender, receiver).
+        met: Time at which each rank reaches a collective. The key is a pair of the participating ranks and the index of
+            the collective in their group.
     """
 
     ranks: frozenset[int]
@@ -31,14 +37,14 @@ class StageTraffic:
 
 @dataclass
 class StageTimeline:
-    """One rank along the pipeline.
+    """State of one rank of a simulated pipeline.
 
     Attributes:
-        events: what it does.
-        rank: its number in the run.
-        clock: seconds since the update began.
-        busy: seconds of computing.
-        num_done: events that it has done.
+        events: Events of the rank in order.
+        rank: Rank in the whole run.
+        clock: Seconds since the start of the update.
+        busy: Seconds spent computing.
+        num_done: Number of events that are done.
     """
 
     events: Sequence[PlanEvent]
@@ -47,14 +53,19 @@ class StageTimeline:
     busy: float = 0.0
     num_done: int = 0
 
-    def run(self, traffic: StageTraffic, seconds: Callable[[PlanEvent], float]) -> Iterator[bool]:
-        """Do all of it; yields True where it has to wait for what others have not done yet."""
+    def replay_events(self, traffic: StageTraffic, seconds: Callable[[PlanEvent], float]) -> Iterator[bool]:
+        """Simulate all events of the rank. Yield True whenever it must wait for another rank.
+
+        Args:
+            traffic: Messages and collectives of all simulated ranks.
+            seconds: Function that returns the duration of an event in seconds, not including waits for other ranks.
+        """
         num_met: Counter[tuple[int, ...]] = Counter()
         for event in self.events:
             if event.kind == "compute":
                 self.clock += seconds(event)
                 self.busy += seconds(event)
-            elif event.kind == "send":  # it goes on meanwhile
+            elif event.kind == "send":  # the rank continues while the message is sent
                 traffic.sent[self.rank, event.ranks[0]].append(self.clock + seconds(event))
             elif event.kind == "recv":
                 arriving = traffic.sent[event.ranks[0], self.rank]
@@ -71,18 +82,18 @@ class StageTimeline:
             self.num_done += 1
 
 
-def simulate(lanes: Sequence[StageTimeline], seconds: Callable[[PlanEvent], float]) -> float:
-    """Let all ranks do what they do; returns when the last one is done.
+def simulate_stages(lanes: Sequence[StageTimeline], seconds: Callable[[PlanEvent], float]) -> float:
+    """Simulate all ranks of a pipeline, and return the time at which the last one is done.
 
     Args:
-        lanes: the ranks.
-        seconds: how long an event takes by itself.
+        lanes: Timelines of the ranks to simulate.
+        seconds: Function that returns the duration of an event in seconds, not including waits for other ranks.
 
     Raises:
-        StateError: ranks wait for each other for ever.
+        StateError: If the ranks wait for each other forever.
     """
     traffic = StageTraffic(frozenset(lane.rank for lane in lanes))
-    running = [lane.run(traffic, seconds) for lane in lanes]
+    running = [lane.replay_events(traffic, seconds) for lane in lanes]
     while running:
         before = sum(lane.num_done for lane in lanes)
         running = [run for run in running if next(run, False)]
@@ -91,20 +102,16 @@ def simulate(lanes: Sequence[StageTimeline], seconds: Callable[[PlanEvent], floa
     return max(lane.clock for lane in lanes)
 
 
-_IN_THE_WAY = frozenset({"tp", "cp", "ep", "pp"})
-"""Axes whose exchanges computing waits for; those of the others run beside it."""
-
-
 @dataclass(frozen=True)
 class ClusterRates:
-    """The machines of a run.
+    """Bandwidths, speed and memory of the machines of a run.
 
     Attributes:
-        machine_ranks: ranks on one machine.
-        intra: bytes a second that a rank sends to others of its machine.
-        inter: bytes a second that a rank's own network card sends to other machines.
-        flops: a second and rank, as they are reached, not as they are advertised.
-        memory: bytes of a device; None: no limit.
+        machine_ranks: Ranks per machine.
+        intra: Bandwidth of a rank's sends within its machine, in bytes per second.
+        inter: Bandwidth of a rank's sends to other machines through its own network card, in bytes per second.
+        flops: Floating point operations per second and rank that are reached in practice, not the advertised peak.
+        memory: Bytes of memory per device, or None for no limit.
     """
 
     machine_ranks: int = 8
@@ -121,26 +128,32 @@ class ClusterRates:
             )
 
     def is_within_machine(self, axis: str, layout: Layout) -> bool:
-        """Do the groups along this axis lie on one machine each?"""
-        along = list(_along(axis, layout))
+        """Whether every process group along an axis is within a single machine."""
+        along = list(_list_strides(axis, layout))
         span = sum((size - 1) * stride for size, stride in along)
         block = max((size * stride for size, stride in along), default=1)
         return span < self.machine_ranks and (self.machine_ranks % block == 0 or layout.num_ranks <= self.machine_ranks)
 
-    def rate(self, axis: str, layout: Layout) -> float:
-        """Bytes a second that a rank sends along this axis.
+    def get_rate(self, axis: str, layout: Layout) -> float:
+        """Return the bandwidth in bytes per second at which a rank sends along an axis.
 
-        NCCL runs a ring through each network card of a group's ranks on a machine: eight ranks side by side send eight times what
-        one of them could, up to what the links within the machine carry; a rank whose group is elsewhere has its own card only.
+        NCCL sends through the network cards of all ranks of the group on a machine. So if eight neighboring ranks
+        are in one group, each can send eight times as much as with one card, up to the bandwidth of the links within
+        the machine. A rank whose peers are all on other machines has only its own card.
         """
         if self.is_within_machine(axis, layout):
             return self.intra
-        side_by_side = prod(max(1, min(size, self.machine_ranks // stride)) for size, stride in _along(axis, layout))
+        side_by_side = prod(
+            max(1, min(size, self.machine_ranks // stride)) for size, stride in _list_strides(axis, layout)
+        )
         return self.inter if side_by_side == 1 else min(self.intra, self.inter * side_by_side)
 
 
-def _along(axis: str, layout: Layout) -> Iterator[tuple[int, int]]:
-    """(size, ranks from one place to the next) of each of the axes that are named; of all axes where the layout has none of these."""
+def _list_strides(axis: str, layout: Layout) -> Iterator[tuple[int, int]]:
+    """Yield a pair of (size, stride in ranks) for each axis in a joined name such as "shardxtp".
+
+    If the layout has none of these axes, pairs for all axes of the layout are yielded.
+    """
     named = set(axis.replace("_", "x").split("x")) & layout.sizes.keys() or set(layout.sizes)
     stride = layout.num_ranks
     for name, size in layout.sizes.items():
@@ -149,8 +162,8 @@ def _along(axis: str, layout: Layout) -> Iterator[tuple[int, int]]:
             yield size, stride
 
 
-def cost(plan: Plan, cluster: ClusterRates) -> Cost | None:
-    """None where no step was planned."""
+def compute_cost(plan: Plan, cluster: ClusterRates) -> Cost | None:
+    """Return a lower bound for the time of a plan's update on a cluster, or None if no step was planned."""
     if plan.exchanges is None or plan.flops is None:
         return None
     compute = plan.flops / cluster.flops
@@ -158,7 +171,7 @@ def cost(plan: Plan, cluster: ClusterRates) -> Cost | None:
     links = {True: 0.0, False: 0.0}
     waiting = compute
     for exchange, volume in plan.exchanges.items():
-        seconds = exchange.sent(volume.num_bytes) / cluster.rate(exchange.axis, plan.layout)
+        seconds = exchange.sent(volume.num_bytes) / cluster.get_rate(exchange.axis, plan.layout)
         by_axis[exchange.axis] = by_axis.get(exchange.axis, 0.0) + seconds
         if _IN_THE_WAY & set(exchange.axis.split("x")):
             waiting += seconds
@@ -168,23 +181,32 @@ def cost(plan: Plan, cluster: ClusterRates) -> Cost | None:
     bubble = 0.0
     candidates = {"compute": compute, **by_axis}
     if plan.stages:
-        seconds = _in_stages(plan, cluster)
+        seconds = _simulate_plan(plan, cluster)
         bubble = max(0.0, seconds - compute - sum(by_axis.values()))
         candidates["bubble"] = bubble
     bottleneck = max(candidates, key=lambda name: candidates[name])
     units = plan.layout.num_data_shards * (plan.tokens or 1)
     rate = units / seconds if seconds else 0.0
     return Cost(
-        compute, by_axis, seconds, bottleneck, rate if plan.tokens else 0.0, plan.num_ranks * seconds / units, bubble
+        compute=compute,
+        by_axis=by_axis,
+        seconds=seconds,
+        bottleneck=bottleneck,
+        tokens_per_second=rate if plan.tokens else 0.0,
+        per_unit=plan.num_ranks * seconds / units,
+        bubble=bubble,
     )
 
 
-def _in_stages(plan: Plan, cluster: ClusterRates) -> float:
-    """Seconds of an update of a pipeline, whose exchanges nothing overlaps but the sending of what others wait for."""
-    rates = {axis: cluster.rate(axis, plan.layout) for axis in plan.layout.sizes}
+def _simulate_plan(plan: Plan, cluster: ClusterRates) -> float:
+    """Return the duration of a pipeline's update in seconds, from a simulation of one rank per stage.
+
+    A rank computes nothing during communication, except while it sends a message to another stage.
+    """
+    rates = {axis: cluster.get_rate(axis, plan.layout) for axis in plan.layout.sizes}
 
     def seconds(event: PlanEvent) -> float:
         rate = cluster.flops if event.kind == "compute" else rates.get(event.axis, cluster.inter)
         return event.amount / rate
 
-    return simulate([StageTimeline(stage.events, stage.share.rank) for stage in plan.stages], seconds)
+    return simulate_stages([StageTimeline(stage.events, stage.share.rank) for stage in plan.stages], seconds)

@@ -1,4 +1,4 @@
-"""`headway.forecast`: what a training step will take on a card, and the largest batch that fits, from one that is not there."""
+"""Forecast the memory of a training step, and the largest batch that fits, for any device (`headway.forecast`)."""
 
 import inspect
 import time
@@ -10,22 +10,24 @@ from typing import Any
 
 from torch import nn
 
-from headway.config.engines import ActivationCheckpointing, EngineOptions, collect_options
-from headway.config.values import check_count
+from headway.core.config.activation_checkpointing import ActivationCheckpointing
+from headway.core.config.engines import EngineOptions, collect_options
+from headway.core.config.values import check_count
+from headway.core.training.forecast_types import Forecast, Loop, Loss
 from headway.errors import ConfigError
-from headway.forecasting.answer import Forecast, of_trace
-from headway.forecasting.device.devices import Device, budget_of, find
+from headway.forecasting.answer import build_forecast
+from headway.forecasting.device.devices import Device, find_device, resolve_budget
 from headway.forecasting.forecaster import LongestSequence, StepForecaster
-from headway.forecasting.tracing.step import Loop, Loss, StepRecipe
-from headway.forecasting.tracing.tensors import MASK, POSITIONS
+from headway.forecasting.tracing.attention_masks import MASK, POSITIONS, skip_causal_mask
+from headway.forecasting.tracing.step import StepRecipe
 from headway.planning.dry_run.script import dry_run_script
-from headway.planning.dry_run.trial import treats_blocks_alike
-from headway.planning.layouts import FakeRank, placed
-from headway.planning.optimizers import Optimizer, maker
-from headway.planning.optimizers import caveats as of_optimizer
-from headway.planning.sources import unmasked
+from headway.planning.dry_run.trial import can_repeat_blocks
+from headway.planning.layouts import FakeRank, place_rank
+from headway.planning.optimizers import Optimizer, resolve_optimizer
+from headway.planning.optimizers import list_caveats as of_optimizer
 
 Recompute = bool | ActivationCheckpointing | Callable[[nn.Module], object]
+"""Setting of activation checkpointing: a boolean, its options, or a function that is called with the model."""
 
 
 def forecast(
@@ -51,65 +53,81 @@ def forecast(
     kwargs_handlers: Sequence[Any] = (),
     machine_ranks: int = 8,
 ) -> Forecast:
-    """Forecast the memory that a training step takes on a device that this machine need not have.
+    """Forecast the memory that a training step needs on a device. The device need not be in this machine.
 
-    Two of the model's own steps are traced on tensors without values, in seconds, and their allocations are answered by a model of
-    CUDA's caching allocator. The batch that `batch_fn` gives is called as `model(**batch)` where it is a mapping, as
-    `model(batch[0])` where it is a tuple or list of inputs and targets, and as `model(batch)` otherwise.
+    Two training steps are traced on tensors without values, which takes seconds. Their allocations are replayed by a
+    model of CUDA's caching allocator. The model is called as `model(**batch)` if the batch is a mapping, as
+    `model(batch[0])` if it is a tuple or list of inputs and targets, and as `model(batch)` otherwise.
 
     Args:
-        model_fn: makes the model, here without memory.
-        batch_fn: makes a micro-batch of a given number of samples, as `batch_fn(batch_size)`; its values do not matter.
-        batch_size: samples of the micro-batch that is forecast.
-        optimizer: a name ("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "adafactor", "adafactor_transformers",
-            "adamw8bit", "adamw8bit_bnb", "muon", "none"), or a function that makes the optimizer from parameters.
-        loss: from the model's outputs and the batch's targets; None: the model returns it, or an object that has it as `loss`.
-        device: one of those listed in docs/forecast.md.
-        budget: bytes, or text such as "24GiB", that the whole process may take; None: all memory of the device.
-        precision: "no", "bf16" or "fp16", by autocast; a model in another dtype is what `model_fn` gives.
-        recompute: activation checkpointing: True, what `checkpoint_activations` takes, or a function that is given the model.
-        accumulation: micro-batches of one update.
-        max_norm: gradients are clipped to this norm.
-        loop: what holds memory between the calls. "plain": the names of a hand-written loop, `outputs` and `loss` among them, keep
-            their values until they are assigned again, and gradients are cleared after the update. "zero_grad_before_backward": the
-            same, but gradients are cleared between forward and backward. "loss_function": a function computes the loss, and the
-            outputs go when it returns. Or the loop itself, as `loop(model, batches, optimizer)`; `loss` is then not used.
-        lengths: of sequences that vary, a micro-batch each in this order, made by `batch_fn(batch_size, length)`: all updates that
-            they make up are traced, so that what torch's allocator loses between blocks of unlike sizes is counted. A sample of some
-            tens of a data set's is meant. Empty: all micro-batches are alike.
-        expandable_segments: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
-        largest: also look for the largest batch within the budget.
-        longest: also look for the longest sequence within the budget, at `batch_size`.
-        strategy: the layout, as for the Accelerator: "ddp", "fsdp", "hsdp=8", "tp", "fsdp+tp=2"; None: one process. The forecast is
-            for rank 0, which holds the most, and batch sizes are per rank.
-        ranks: the number of ranks in the run; goes with `strategy`.
-        kwargs_handlers: the Accelerator's: ShardingOptions, TensorParallelOptions, DistributedDataParallelKwargs,
-            ActivationCheckpointing, AutocastKwargs(half_residual=True).
-        machine_ranks: ranks on one machine, for "hsdp".
+        model_fn: Function that makes the model. It is called where parameters take no memory.
+        batch_fn: Function that makes a micro-batch of a given number of samples, as `batch_fn(batch_size)`. Its values
+            do not matter.
+        batch_size: Samples per micro-batch.
+        optimizer: Name of an optimizer ("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "adafactor",
+            "adafactor_transformers", "adamw8bit", "adamw8bit_bnb", "muon", "none"), or a function that makes an
+            optimizer from parameters.
+        loss: Loss function of the model's outputs and the batch's targets. None if the model returns the loss, or an
+            object with a `loss` attribute.
+        device: Name of a device, as listed in docs/forecast.md.
+        budget: Bytes that the whole process may use, or text such as "24GiB". None for all memory of the device.
+        precision: "no", "bf16" or "fp16", applied by autocast. For a model in another dtype, let `model_fn` return one.
+        recompute: Activation checkpointing: True, the options that `checkpoint_activations` accepts, or a function that
+            is called with the model.
+        accumulation: Micro-batches per update.
+        max_norm: Maximum norm for gradient clipping, or None for no clipping.
+        loop: Loop that decides how long tensors live. With "plain", the variables of a hand-written loop, such as
+            `outputs` and `loss`, live until they are assigned again, and gradients are cleared after the update.
+            "zero_grad_before_backward" is like "plain", but gradients are cleared between forward and backward. With
+            "loss_function", a function computes the loss, and the outputs are freed when it returns. A function is
+            called as the loop itself, `loop(model, batches, optimizer)`; `loss` is then not used.
+        lengths: Sequence lengths that vary, one per micro-batch in this order. `batch_fn(batch_size, length)` makes the
+            batches, and all of their updates are traced. So the forecast includes the memory that torch's allocator
+            loses between blocks of unequal sizes. Some tens of lengths sampled from a data set are enough. Empty if all
+            micro-batches have the same size.
+        expandable_segments: Whether to assume `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+        largest: Whether to search for the largest batch within the budget.
+        longest: Options of the search for the longest sequence within the budget at `batch_size`, or None for no
+            search.
+        strategy: Layout as for the Accelerator: "ddp", "fsdp", "hsdp=8", "tp", "fsdp+tp=2". None for one process. The
+            forecast is for rank 0, which needs the most memory. Batch sizes are per rank.
+        ranks: World size. Required with `strategy`.
+        kwargs_handlers: Handlers of the Accelerator: ShardingOptions, TensorParallelOptions,
+            DistributedDataParallelKwargs, ActivationCheckpointing, AutocastKwargs(half_residual=True).
+        machine_ranks: Ranks per machine, for "hsdp".
 
     Raises:
-        ConfigError: an argument is wrong.
-        LossError: there is no loss, or it has no gradient.
-        PrepareError: the model cannot be sharded.
-        StateError: with a strategy, in a process that has joined a process group.
-        UnsupportedError: the step cannot be traced (the operation and the line are named), or the layout cannot be forecast.
+        ConfigError: If an argument is wrong.
+        LossError: If there is no loss, or it has no gradient.
+        PrepareError: If the model cannot be sharded.
+        StateError: If a strategy is given and this process has joined a process group.
+        UnsupportedError: If the step cannot be traced or the layout cannot be forecast. For a step, the message names
+            the operation and the line.
     """
     check_count(batch_size=batch_size)
-    target = find(device)
-    recipe = StepRecipe(maker(optimizer), loss, precision, accumulation, max_norm, loop=loop, lengths=tuple(lengths))
+    target = find_device(device)
+    recipe = StepRecipe(
+        resolve_optimizer(optimizer), loss, precision, accumulation, max_norm, loop=loop, lengths=tuple(lengths)
+    )
     if lengths and longest is not None:
         raise ConfigError(
             "lengths and longest are both given: the longest sequence is searched for at one length; give one of them"
         )
-    options, prepare = preparation(recompute, collect_options(list(kwargs_handlers)))
-    place = _place(strategy, ranks, options, precision, machine_ranks, target)
-    example = _first(batch_fn, (1, *next(recipe.asked())))
+    options, prepare = make_preparation(recompute, collect_options(list(kwargs_handlers)))
+    place = _make_rank(strategy, ranks, options, precision, machine_ranks, target)
+    example = _make_first_batch(batch_fn, (1, *next(recipe.list_requests())))
     step = StepForecaster(
-        partial(made, model_fn, example), batch_fn, recipe, target, prepare, expandable_segments, place,
-        can_repeat=treats_blocks_alike(options),
-    )  # fmt: skip
-    found = step.forecast(batch_size, budget_of(target, budget), largest, longest)
-    caveats = (*place.caveats(), *found.caveats, *of_optimizer(optimizer), *_of_batch(example))
+        model_fn=partial(make_model, model_fn, example),
+        batch_fn=batch_fn,
+        recipe=recipe,
+        device=target,
+        prepare=prepare,
+        is_expandable=expandable_segments,
+        spread=place,
+        can_repeat=can_repeat_blocks(options),
+    )
+    found = step.forecast(batch_size, resolve_budget(target, budget), largest, longest)
+    caveats = (*place.list_caveats(), *found.caveats, *of_optimizer(optimizer), *_list_batch_caveats(example))
     return replace(found, caveats=caveats, strategy=strategy or "", num_ranks=place.layout.num_ranks)
 
 
@@ -121,39 +139,57 @@ def forecast_script(
     budget: int | str | None = None,
     expandable_segments: bool = False,
 ) -> Forecast:
-    """Say what a user's own script takes: it is run up to its second update, on one process, on tensors without values.
+    """Forecast the memory of a user's script: run it on tensors without values up to its second update, in one process.
 
-    For a process that does nothing else: the script is run as `__main__`, with its own arguments.
+    The script runs as `__main__` with its own arguments, so call this in a process that does nothing else.
 
     Args:
-        script: a Python file whose loop uses an Accelerator.
-        arguments: the script's own.
-        device, budget, expandable_segments: as for `forecast`.
+        script: Path of a Python file whose loop uses an Accelerator.
+        arguments: Arguments of the script.
+        device, budget, expandable_segments: Same as for `forecast`.
 
     Raises:
-        ConfigError: there is no such script, or it makes no update.
-        UnsupportedError: the step cannot be traced; the operation and the line are named.
+        ConfigError: If the script does not exist or makes no update.
+        UnsupportedError: If the step cannot be traced. The message names the operation and the line.
     """
     began = time.perf_counter()
-    target = find(device)
+    target = find_device(device)
     traced, batch_size = dry_run_script(script, arguments, target)
-    found = of_trace(traced, target, batch_size, budget_of(target, budget), expandable_segments)
+    found = build_forecast(traced, target, batch_size, resolve_budget(target, budget), expandable_segments)
     return replace(found, seconds=time.perf_counter() - began)
 
 
-def made(model_fn: Callable[[], nn.Module], batch: Any) -> nn.Module:
-    """The model as it is traced with such a batch; in one with positions transformers masks packed sequences from each other."""
+def make_model(model_fn: Callable[[], nn.Module], batch: Any) -> nn.Module:
+    """Return the model in the form in which it is traced with a batch.
+
+    If the batch has position IDs, it may contain packed sequences. transformers then masks their documents from each
+    other, so its mask is kept.
+
+    Args:
+        model_fn: Function that makes the model.
+        batch: Batch with which the model is traced.
+
+    Raises:
+        ConfigError: If `model_fn` does not return a module.
+    """
     model = model_fn()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model_fn returned {type(model).__name__}; it must return a torch.nn.Module")
-    # A mask in the batch is looked into by transformers, which takes another way if nothing is masked.
-    return unmasked(model) if hasattr(model, "set_attn_implementation") and not _holds(batch, POSITIONS) else model
+    # transformers reads the values of a mask, and skips it if nothing is masked. Fake tensors have no values to read.
+    return (
+        skip_causal_mask(model)
+        if hasattr(model, "set_attn_implementation") and not _has_key(batch, POSITIONS)
+        else model
+    )
 
 
-def preparation(
+def make_preparation(
     recompute: Recompute, options: EngineOptions
 ) -> tuple[EngineOptions, Callable[[nn.Module], object] | None]:
-    """The options with what is to be recomputed; a function of the user's goes beside them."""
+    """Return the engine options with activation checkpointing, and a function that prepares the model or None.
+
+    The second item is `recompute` itself if it is a function, which is then called with the model.
+    """
     if recompute is False:
         return options, None
     if not isinstance(recompute, ActivationCheckpointing | bool):
@@ -166,7 +202,7 @@ def preparation(
     return replace(options, checkpointing=plan), None
 
 
-def _place(
+def _make_rank(
     strategy: str | None, ranks: int | None, options: EngineOptions, precision: str, machine_ranks: int, target: Device
 ) -> FakeRank:
     if (strategy is None) != (ranks is None):
@@ -174,13 +210,13 @@ def _place(
             f"strategy={strategy!r} and ranks={ranks!r}: give both, as in strategy='fsdp', ranks=8; for one process neither"
         )
     computes_on = "cuda" if target.is_cuda else "cpu"
-    return placed(strategy or "ddp", 1 if ranks is None else ranks, options, precision, machine_ranks, computes_on)
+    return place_rank(strategy or "ddp", 1 if ranks is None else ranks, options, precision, machine_ranks, computes_on)
 
 
-def _first(batch_fn: Callable[..., Any], asked: tuple[int, ...]) -> Any:
+def _make_first_batch(batch_fn: Callable[..., Any], asked: tuple[int, ...]) -> Any:
     try:
         signature = inspect.signature(batch_fn)
-    except ValueError:  # written in C, it need not tell its arguments
+    except ValueError:  # functions written in C may have no signature
         return batch_fn(*asked)
     try:
         signature.bind(*asked)
@@ -190,17 +226,17 @@ def _first(batch_fn: Callable[..., Any], asked: tuple[int, ...]) -> Any:
     return batch_fn(*asked)
 
 
-def _holds(batch: Any, name: str) -> bool:
+def _has_key(batch: Any, name: str) -> bool:
     return isinstance(batch, dict) and name in batch
 
 
-def _of_batch(batch: Any) -> tuple[str, ...]:
-    if _holds(batch, MASK):
+def _list_batch_caveats(batch: Any) -> tuple[str, ...]:
+    if _has_key(batch, MASK):
         return (
             "the batch has an attention_mask, whose values are not known here: transformers then builds a mask for every layer, "
             "which a run leaves out if no token is padding",
         )
-    if _holds(batch, POSITIONS):
+    if _has_key(batch, POSITIONS):
         return (
             "the batch has position_ids, which are taken to be those of packed sequences: transformers then builds a mask, which a "
             "run leaves out if each row is one sequence; leave position_ids out to forecast that",

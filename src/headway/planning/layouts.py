@@ -1,6 +1,9 @@
-"""A step on one rank of a layout, for a forecast: the real preparation on a process group in which nothing is sent.
+"""Trace a training step as one rank of a layout, for a forecast.
 
-Activations that go to host memory are gone from the traced device, but for the copy under way.
+The model is prepared as in a run, but on a process group that sends nothing.
+
+Activations that are offloaded to host memory do not count as memory of the traced device, except for the copy in
+progress.
 """
 
 import weakref
@@ -12,30 +15,37 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from headway.config.engines import DDPCommunicationHookType, EngineOptions
-from headway.config.mesh import Layout, parse
-from headway.config.values import check_count
+from headway.core.config.engines import EngineOptions
+from headway.core.config.mesh import Layout, parse_layout
+from headway.core.config.torch_kwargs import DDPCommunicationHookType
+from headway.core.config.values import check_count
+from headway.core.strategies.base import Strategy
+from headway.core.strategies.fully_sharded import fsdp_state
+from headway.core.strategies.fully_sharded.dtensors import get_local_shard
 from headway.errors import UnsupportedError
-from headway.forecasting.tracing.buckets import replica
+from headway.extras.activation_offload import CopyLane, Host, OffloadSettings, StorageNumbers, replace_settings
+from headway.forecasting.tracing.buckets import make_replica
 from headway.forecasting.tracing.compiled import refuse_compiled
 from headway.forecasting.tracing.step import StepEngine
-from headway.planning.dry_run.fake_group import RealStaysReal, as_rank, spread
-from headway.strategies.base import Strategy
-from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded.dtensors import local
-from headway.training.transforms.activation_offload import CopyLane, Host, Names, Ways, pretending
+from headway.planning._torch import FakeTensor, disable_current_modes
+from headway.planning.dry_run.fake_group import KeepRealTensors, run_as_rank, spread_model
+
+_OFFLOADED = (
+    "activations in host memory: one copy under way is counted; if copies are slower than the computation, more of them are on the "
+    "device at once"
+)
+"""Caveat of forecasts with activations that are offloaded to host memory."""
 
 
 class TracedLane(CopyLane):
-    """Copies of tensors without values; those on the host are made where no trace sees them.
+    """Replacement of `CopyLane`, which copies activations between device and host, for fake tensors in a trace.
 
-    The tensor that is being copied stays on the device until the next one is, or until something is fetched.
+    A copied tensor stays on the device until the next copy starts or a tensor is copied back. Host tensors are
+    created outside of the trace, so they do not count.
 
     Args:
-        device: the one that stands for the card.
+        device: CPU device that represents the GPU in the trace.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,55 +53,53 @@ class TracedLane(CopyLane):
         self._under_way: torch.Tensor | None = None
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """A tensor of the same shape that takes nothing of the device."""
+        """Return a host tensor of the same shape, which takes no memory on the device."""
         assert isinstance(tensor, FakeTensor)
-        with _disable_current_modes(), tensor.fake_mode:
+        with disable_current_modes(), tensor.fake_mode:
             host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         self._under_way = tensor
         return host, None
 
     def to_device(self, host: torch.Tensor | Host, ready: Any) -> torch.Tensor:
-        """A tensor on the device again."""
+        """Return a copy of the host tensor on the device."""
         self._under_way = None
         assert isinstance(host, torch.Tensor)
         return host.clone()
 
 
-class Numbers(Names):
-    """Numbers of storages, each given once: where an address were held, a trace would not see the storage go."""
+class TracedNumbers(StorageNumbers):
+    """Source of unique numbers for storages, by which offloaded activations are identified during a trace.
+
+    The real implementation keeps a reference to a storage, so that its address stays unique. In a trace, a reference
+    would hide that the storage was freed.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._next = count()
 
-    def of(self, storage: torch.UntypedStorage) -> int:
-        """The storage's own number."""
+    def get_number(self, storage: torch.UntypedStorage) -> int:
+        """Return the number of a storage. Numbers are never reused."""
         found = self._known.get(storage._cdata)
         if found is None or found[0]() is not storage:
             found = self._known[storage._cdata] = weakref.ref(storage), next(self._next)
         return found[1]
 
-    def hold(self, storage: torch.UntypedStorage) -> None:
-        """Nothing: no number is given twice."""
+    def hold_storage(self, storage: torch.UntypedStorage) -> None:
+        """Do nothing, because numbers are never reused."""
 
 
-def moved_to_host() -> AbstractContextManager[None]:
-    """A block in which activations that are to be offloaded leave the traced device."""
-    return pretending(Ways(TracedLane, FakeTensor, Numbers(), from_host=True))
-
-
-_OFFLOADED = (
-    "activations in host memory: one copy under way is counted; if copies are slower than the computation, more of them are on the "
-    "device at once"
-)
+def move_to_host() -> AbstractContextManager[None]:
+    """Return a context in which offloaded activations do not count as memory of the traced device."""
+    return replace_settings(OffloadSettings(TracedLane, FakeTensor, TracedNumbers(), from_host=True))
 
 
 class ShardedEngine(StepEngine):
-    """A model whose parameters are cut among ranks.
+    """Engine that traces a step of a model whose parameters are sharded over ranks.
 
     Args:
-        model: prepared.
-        strategy: has prepared it.
+        model: Prepared model.
+        strategy: Strategy that has prepared the model.
     """
 
     def __init__(self, model: nn.Module, strategy: Strategy) -> None:
@@ -99,40 +107,51 @@ class ShardedEngine(StepEngine):
         self._strategy = strategy
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    def modes(self) -> Iterable[AbstractContextManager[Any]]:
-        """The numbers of a mesh keep their values."""
-        return [RealStaysReal()]  # type: ignore[no-untyped-call]
+    def make_modes(self) -> Iterable[AbstractContextManager[Any]]:
+        """Return the dispatch mode in which real tensors, such as the ranks of a device mesh, keep their values."""
+        return [KeepRealTensors()]  # type: ignore[no-untyped-call]
 
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Where gradients stay local, each rank keeps all of them, whole."""
-        return self._strategy.accumulate(self.model, is_last)
+    def run_micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Return the strategy's context for a micro-batch.
 
-    def gradients(self) -> list[torch.Tensor]:
-        """Parts, and what waits whole for the window's end."""
-        found = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-        for record in gathered.records(self.model):
-            whole = gathered.whole_parameter(record)
+        Gradients stay unsharded on each rank in all micro-batches of an accumulation window except the last.
+
+        Args:
+            is_last: Whether the micro-batch is the last of its accumulation window.
+        """
+        return self._strategy.micro_batch_context(self.model, is_last)
+
+    def list_gradients(self) -> list[torch.Tensor]:
+        """Return the local shards of the reduced gradients, and the gradients that are not reduced yet.
+
+        Gradients stay unsharded until they are reduced at the end of the accumulation window.
+        """
+        found = [get_local_shard(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        for record in fsdp_state.iterate_records(self.model):
+            whole = fsdp_state.get_gathered_parameter(record)
             for grad in (record.unsharded_accumulated_grad, None if whole is None else whole.grad):
                 if grad is not None:
-                    found.append(local(grad))
+                    found.append(get_local_shard(grad))
         return found
 
-    def clip(self, max_norm: float) -> None:
-        """By the norm over all ranks."""
-        self._strategy.clip(self._parameters, max_norm, 2.0)
+    def clip_gradients(self, max_norm: float) -> None:
+        """Clip the gradients by their total norm over all ranks."""
+        self._strategy.clip_gradients(self._parameters, max_norm, 2.0)
 
 
 @dataclass(frozen=True)
 class FakeRank:
-    """Rank 0 of a layout: no rank holds more, as uneven cuts leave the last ranks less.
+    """Rank 0 of a layout, as which a step is traced for a forecast.
+
+    No other rank needs more memory, because uneven sharding gives the last ranks smaller shards.
 
     Attributes:
-        text: as it was asked for.
-        layout: of all ranks.
-        options: of the engines.
+        text: Name of the layout as the user gave it.
+        layout: Layout of all ranks.
+        options: Options of the engines.
         precision: "no", "bf16" or "fp16".
-        machine_ranks: ranks on one machine.
-        computes_on: the type of the device that the forecast is for.
+        machine_ranks: Ranks per machine.
+        computes_on: Type of the device to forecast for.
     """
 
     text: str
@@ -144,31 +163,41 @@ class FakeRank:
 
     @contextmanager
     def __call__(self, model: nn.Module) -> Iterator[StepEngine]:
-        """A block in which the model is spread."""
+        """Return a context in which the model is distributed over the ranks.
+
+        It yields the engine that runs the model's steps.
+        """
         if self.layout.num_ranks > 1:
             refuse_compiled(model)
-        with moved_to_host() if self._offloads else nullcontext(), self._spread(model) as engine:
+        with move_to_host() if self._has_offload else nullcontext(), self._spread_model(model) as engine:
             yield engine
 
     @contextmanager
-    def _spread(self, model: nn.Module) -> Iterator[StepEngine]:
+    def _spread_model(self, model: nn.Module) -> Iterator[StepEngine]:
         if self.layout.is_replicas_only:
-            spread(model, None, self.options, self.computes_on)
-            yield StepEngine(model) if self.layout.num_ranks == 1 else replica(model, self.options.ddp)
+            spread_model(model, None, self.options, self.computes_on)
+            yield StepEngine(model) if self.layout.num_ranks == 1 else make_replica(model, self.options.ddp)
             return
-        parts = self.layout, 0, self.machine_ranks, self.precision, self.options
-        with as_rank(model, *parts, computes_on=self.computes_on) as strategy:
+        with run_as_rank(
+            model,
+            self.layout,
+            rank=0,
+            machine_ranks=self.machine_ranks,
+            precision=self.precision,
+            options=self.options,
+            computes_on=self.computes_on,
+        ) as strategy:
             assert strategy is not None
             yield ShardedEngine(model, strategy)
 
     @property
-    def _offloads(self) -> bool:
-        """Do activations go to host memory?"""
+    def _has_offload(self) -> bool:
+        """Whether activations are offloaded to host memory."""
         return self.options.checkpointing is not None and self.options.checkpointing.offload
 
-    def caveats(self) -> list[str]:
-        """What a forecast of this layout cannot vouch for."""
-        found = [_OFFLOADED] if self._offloads else []
+    def list_caveats(self) -> list[str]:
+        """Return the assumptions of a forecast for this layout, as sentences."""
+        found = [_OFFLOADED] if self._has_offload else []
         if self.layout.num_ranks == 1:
             return found
         found += [f"for rank 0 of {self.layout.num_ranks:,} ({self.text}); other ranks hold as much or less"]
@@ -184,17 +213,25 @@ class FakeRank:
         return found
 
 
-def placed(
+def place_rank(
     strategy: str, num_ranks: int, options: EngineOptions, precision: str, machine_ranks: int, computes_on: str
 ) -> FakeRank:
-    """The place of a rank under a layout.
+    """Return rank 0 of a layout for a forecast.
+
+    Args:
+        strategy: Layout, such as "fsdp" or "hsdp=8".
+        num_ranks: World size.
+        options: Options of the engines.
+        precision: "no", "bf16" or "fp16".
+        machine_ranks: Ranks per machine.
+        computes_on: Type of the device to forecast for.
 
     Raises:
-        ConfigError: the layout does not divide the ranks, or a number is wrong.
-        UnsupportedError: a layout that cannot be forecast.
+        ConfigError: If the layout does not divide the ranks, or a number is wrong.
+        UnsupportedError: If the layout cannot be forecast.
     """
     check_count(ranks=num_ranks, machine_ranks=machine_ranks)
-    asked = parse(strategy)
+    asked = parse_layout(strategy)
     if asked.is_deepspeed:
         raise UnsupportedError(
             f"strategy={strategy!r} is DeepSpeed's engine, which cannot be forecast; fsdp shards what zero3 does, and can be"

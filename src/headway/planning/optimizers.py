@@ -1,26 +1,45 @@
-"""The optimizers that a plan knows by name.
+"""Make the optimizers that a plan or a forecast supports by name.
 
-Those whose own update cannot run on tensors without values are made so that it can; on real tensors they are what they were.
+The memory of their state is traced, not computed: `headway.forecasting` runs each optimizer's `step` on fake tensors.
+
+Some optimizers cannot update tensors without values. They are replaced by versions that can. On real tensors these
+versions compute the same results as the originals.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn, optim
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from headway.common.optional import require
-from headway.config.values import did_you_mean
+from headway.core.config.values import suggest_word
+from headway.core.training.forecast_types import MakeOptimizer
 from headway.errors import ConfigError
-from headway.forecasting.tracing.step import MakeOptimizer
-from headway.forecasting.tracing.tensors import plain
+from headway.forecasting.tracing.tensors import iterate_plain_tensors
+from headway.planning._torch import FakeTensor, TorchDispatchMode, disable_current_modes
+
+Optimizer = str | MakeOptimizer
+"""Name of an optimizer, or a function that makes one from parameters."""
+_COMPILED = (
+    "torchao compiles its update, and compiled code cannot run here: two float32 copies of one parameter at a time are counted, "
+    "which is what it takes on a CPU; on a GPU it may take less"
+)
+_CAVEATS = {
+    **dict.fromkeys(("adamw8bit", "adamw4bit", "adamwfp8"), _COMPILED),
+    "adamw8bit_bnb": "the kernel of bitsandbytes' AdamW8bit is assumed to need no scratch memory on a GPU, as in its source code; "
+    "this was not measured",
+}
+"""Sentences about the assumptions of a forecast, by optimizer name."""
 
 
 class _ReadAsOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Where a value is read, it is one: right where it only scales an update, and decides nothing about memory."""
+    """Dispatch mode in which every read of a fake tensor's value returns 1.
+
+    This is harmless if the value only scales an update, because it does not affect memory.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -30,8 +49,15 @@ class _ReadAsOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def reading(base: Any, **options: Any) -> MakeOptimizer:
-    """An optimizer that reads the sizes of its steps from tensors: what it reads decides nothing about memory."""
+def make_reading(base: Any, **options: Any) -> MakeOptimizer:
+    """Return a function that makes an optimizer whose `step` reads tensor values, such as step sizes.
+
+    Every value that the optimizer reads is assumed to be 1, because fake tensors have no values.
+
+    Args:
+        base: Class of the optimizer.
+        options: Keyword arguments of the optimizer.
+    """
 
     class Reading(base):
         def step(self, closure: Any = None) -> Any:
@@ -41,28 +67,35 @@ def reading(base: Any, **options: Any) -> MakeOptimizer:
     return lambda parameters: Reading(list(parameters), **options)
 
 
-def adafactor_of_transformers(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
-    """transformers' own Adafactor, as its Trainer's optim="adafactor" makes it."""
+def make_transformers_adafactor(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+    """Make transformers' own Adafactor, with the arguments of its Trainer's `optim="adafactor"`."""
     transformers = require("transformers", "optimizer='adafactor_transformers' needs", "transformers")
-    return reading(transformers.Adafactor, scale_parameter=False, relative_step=False, lr=1e-3)(parameters)
+    return make_reading(transformers.Adafactor, scale_parameter=False, relative_step=False, lr=1e-3)(parameters)
 
 
-def adamw8bit(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
-    """torchao's: its update is compiled, one parameter after the other, which tensors without values cannot go through.
+def make_torchao_adamw(parameters: Iterable[nn.Parameter], name: str = "AdamW8bit") -> optim.Optimizer:
+    """Make an AdamW of torchao with low-bit states, and with an update that runs on tensors without values.
 
-    In its place stands what the compiled update asks for on a CPU: both moments of the parameter in float32.
+    torchao compiles the update of each parameter, which fake tensors do not support. The replacement only allocates the
+    memory that the compiled update needs on a CPU: both moments of the parameter in float32.
+
+    Args:
+        parameters: Parameters of the optimizer.
+        name: Class of torchao: "AdamW8bit", "AdamW4bit" or "AdamWFp8".
     """
-    found = require("torchao.optim", "optimizer='adamw8bit' needs", "torchao")
-    from torchao.optim import subclass_8bit
+    found = require("torchao.optim", f"optimizer={name.lower()!r} needs", "torchao")
+    from torchao.optim import subclass_4bit, subclass_8bit
 
-    with _disable_current_modes():  # tables of its codes, which it reads value by value and keeps
-        subclass_8bit.get_qmap_signed()
-        subclass_8bit.get_qmap_unsigned()
+    with disable_current_modes():  # torchao caches these tables of codes and reads their values
+        for module in (subclass_4bit, subclass_8bit):
+            module.get_qmap_signed()
+            module.get_qmap_unsigned()
+    base: Any = getattr(found, name)
 
-    class UncompiledAdamW8bit(found.AdamW8bit):  # type: ignore[name-defined]
+    class UncompiledAdamW(base):
         def step(self, closure: Any = None) -> Any:
             own = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
-            if not any(isinstance(part, FakeTensor) for each in own for part in plain(each)):
+            if not any(isinstance(part, FakeTensor) for each in own for part in iterate_plain_tensors(each)):
                 return super().step(closure)
             with torch.no_grad():
                 for parameter in own:
@@ -78,23 +111,23 @@ def adamw8bit(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
             moments = [torch.empty_like(parameter, dtype=torch.float32) for _ in range(2)]
             del moments
 
-    return UncompiledAdamW8bit(list(parameters))
+    return UncompiledAdamW(list(parameters))
 
 
-def adamw8bit_of_bitsandbytes(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
-    """bitsandbytes' AdamW8bit; what its kernel needs is in the tables of `forecasting/device/kernels.py`."""
+def make_bitsandbytes_adamw(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+    """Make bitsandbytes' AdamW8bit. The scratch memory of its kernel is modeled in `forecasting/device/kernels.py`."""
     bitsandbytes = require("bitsandbytes", "optimizer='adamw8bit_bnb' needs", "bitsandbytes")
 
     class TabulatedAdamW8bit(bitsandbytes.optim.AdamW8bit):  # type: ignore[name-defined]
         def fill_qmap(self) -> None:
-            with _disable_current_modes():  # tables of its codes, which it makes value by value
+            with disable_current_modes():  # bitsandbytes computes these tables of codes value by value
                 super().fill_qmap()
 
     return TabulatedAdamW8bit(list(parameters))
 
 
 class MuonAndAdamW(optim.Optimizer):
-    """torch's Muon for matrices, which takes nothing else, and AdamW for all others."""
+    """Optimizer that uses torch's Muon for matrices, the only tensors it accepts, and AdamW for all others."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         own = list(parameters)
@@ -102,19 +135,16 @@ class MuonAndAdamW(optim.Optimizer):
         matrices, others = [each for each in own if each.dim() == 2], [each for each in own if each.dim() != 2]
         self.parts: list[optim.Optimizer] = [optim.Muon(matrices)] if matrices else []
         self.parts += [optim.AdamW(others)] if others else []
-        # The parts' own: what is said of a group is said to its optimizer.
+        # Shares the groups of both optimizers, so that changes to a group reach the optimizer that owns it.
         self.param_groups = list(chain.from_iterable(part.param_groups for part in self.parts))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of both."""
+        """Update the parameters with both optimizers."""
         for part in self.parts:
             part.step(closure)
             self.state.update(part.state)
 
 
-Optimizer = str | MakeOptimizer
-
-# What they keep does not depend on rates.
 _MAKERS: dict[str, MakeOptimizer] = {
     "adamw": optim.AdamW,
     "adam": optim.Adam,
@@ -122,26 +152,22 @@ _MAKERS: dict[str, MakeOptimizer] = {
     "momentum": lambda parameters: optim.SGD(parameters, momentum=0.9),
     "adagrad": optim.Adagrad,
     "rmsprop": optim.RMSprop,
-    "adafactor": reading(optim.Adafactor),
-    "adafactor_transformers": adafactor_of_transformers,
-    "adamw8bit": adamw8bit,
-    "adamw8bit_bnb": adamw8bit_of_bitsandbytes,
+    "adafactor": make_reading(optim.Adafactor),
+    "adafactor_transformers": make_transformers_adafactor,
+    "adamw8bit": make_torchao_adamw,
+    "adamw4bit": partial(make_torchao_adamw, name="AdamW4bit"),
+    "adamwfp8": partial(make_torchao_adamw, name="AdamWFp8"),
+    "adamw8bit_bnb": make_bitsandbytes_adamw,
     "muon": MuonAndAdamW,
 }
-
-_CAVEATS = {
-    "adamw8bit": "torchao compiles AdamW8bit's update, and compiled code cannot run here: two float32 copies of one parameter at a "
-    "time are counted, which is what it takes on a CPU; on a GPU it may take less",
-    "adamw8bit_bnb": "the kernel of bitsandbytes' AdamW8bit is assumed to need no memory of its own on a GPU, as its source says; "
-    "this was not measured",
-}
+"""Functions that make each optimizer, by name. They use default learning rates, which do not affect the memory."""
 
 
-def maker(optimizer: Optimizer) -> MakeOptimizer | None:
-    """What makes the optimizer from parameters; None for "none".
+def resolve_optimizer(optimizer: Optimizer) -> MakeOptimizer | None:
+    """Return the function that makes the optimizer from parameters. None for "none".
 
     Raises:
-        ConfigError: a name that is not known.
+        ConfigError: If the name is unknown.
     """
     if callable(optimizer):
         return optimizer
@@ -149,7 +175,7 @@ def maker(optimizer: Optimizer) -> MakeOptimizer | None:
         return None
     if optimizer not in _MAKERS:
         known = [*_MAKERS, "none"]
-        hint = did_you_mean(str(optimizer), known)
+        hint = suggest_word(str(optimizer), known)
         raise ConfigError(
             f"optimizer={optimizer!r} is unknown{hint or ';'} allowed: {', '.join(known)}; from Python, also a function that takes "
             "parameters and returns an optimizer"
@@ -157,6 +183,6 @@ def maker(optimizer: Optimizer) -> MakeOptimizer | None:
     return _MAKERS[optimizer]
 
 
-def caveats(optimizer: Optimizer) -> tuple[str, ...]:
-    """What a forecast with an optimizer of that name cannot vouch for."""
+def list_caveats(optimizer: Optimizer) -> tuple[str, ...]:
+    """Return the assumptions of a forecast with this optimizer, as sentences."""
     return (_CAVEATS[optimizer],) if isinstance(optimizer, str) and optimizer in _CAVEATS else ()

@@ -1,4 +1,4 @@
-"""A plan: what each rank of a layout holds, sends and writes, in numbers and as text."""
+"""Combine dry runs into a plan: the memory, communication and checkpoint size of each rank, as numbers and as text."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,22 +7,25 @@ from math import prod
 
 import torch
 
-from headway.common.text import columns, format_bytes, format_number
-from headway.config.mesh import Layout
+from headway.common.text import format_bytes, format_columns, format_number
+from headway.core.config.mesh import Layout
 from headway.planning.dry_run.meter import MeteredCollective, PlanEvent, Volume
-from headway.planning.dry_run.trial import RankGroups, StateOf, StepDryRun, TensorShare
+from headway.planning.dry_run.trial import RankGroups, StateBytes, StepDryRun, TensorShare
+
+NOT_COUNTED = "not counted"
+"""Text for a number that was not counted."""
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank holds between two updates, in bytes of memory.
+    """Memory of one rank between two updates, in bytes.
 
     Attributes:
-        rank: which.
-        weights: parameters with their padding, and buffers.
-        gradients: with padding.
-        optimizer_state: of the elements that it holds.
-        padding: bytes of the weights that are padding.
+        rank: Rank.
+        weights: Parameters with their padding, and buffers.
+        gradients: Gradients with their padding.
+        optimizer_state: Optimizer state of the elements on this rank.
+        padding: Padding that is included in `weights`.
     """
 
     rank: int
@@ -33,18 +36,18 @@ class RankShare:
 
     @property
     def num_bytes(self) -> int:
-        """All together."""
+        """Bytes of weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer_state
 
 
 @dataclass(frozen=True)
 class CheckpointSize:
-    """A checkpoint of model and optimizer.
+    """Size of a checkpoint of model and optimizer.
 
     Attributes:
-        num_files: one for each rank that has something to write.
-        num_bytes: of all files.
-        per_rank: the most that one rank writes, where ranks that hold the same share the work.
+        num_files: Number of files, one for each rank that writes data.
+        num_bytes: Bytes of all files.
+        per_rank: Maximum number of bytes that one rank writes. Ranks with the same data divide the work.
     """
 
     num_files: int
@@ -53,48 +56,53 @@ class CheckpointSize:
 
 
 class RankShares:
-    """What every rank holds.
+    """Memory of every rank of a layout.
 
     Args:
-        layout: of the run.
-        cut: the model's parameters.
-        states: what the optimizer keeps, for each of them; none: nothing.
-        buffers: bytes on each place along "pp".
-        beside: bytes that each place along "pp" holds at its peak on top of that, which decides about the fullest rank.
+        layout: Layout of the run.
+        cut: Parameters of the model, and how they are sharded.
+        states: Optimizer state of each parameter. Empty without an optimizer.
+        buffers: Bytes of buffers at each pipeline stage.
+        at_peak: Further bytes that each pipeline stage needs at its peak. They are only used to determine the rank that
+            needs the most memory.
 
     Attributes:
-        num_empty: ranks that hold no element of any parameter that is cut.
-        num_with_gaps: parameters of which some rank holds no element.
-        thinnest: the parameter that the fewest ranks hold a part of, and how many do; None: all ranks hold a part of all.
-        saved: a checkpoint, in which each element is once, whoever holds copies.
+        num_empty: Number of ranks that have no element of any parameter.
+        num_with_gaps: Number of parameters of which at least one rank has no element.
+        thinnest: Smallest number of ranks over which a parameter is sharded, and the parameter's name. None if all
+            ranks have a shard of all parameters.
+        saved: Size of a checkpoint, which contains each element once.
     """
 
     def __init__(
         self,
         layout: Layout,
         cut: Iterable[TensorShare],
-        states: Iterable[StateOf],
+        states: Iterable[StateBytes],
         buffers: Sequence[int],
-        beside: Sequence[int] = (),
+        at_peak: Sequence[int] = (),
     ) -> None:
-        self._layout, self._ranks = layout, RankGroups(layout)
+        self._layout = layout
+        self._ranks = RankGroups(layout)
         zero = torch.zeros(layout.num_ranks, dtype=torch.long)
-        self._beside = self._ranks.by_stage(beside) if beside else zero
-        self._weights = self._ranks.by_stage(buffers)
-        self._gradients, self._state, self._padding = zero + 0, zero + 0, zero + 0
+        self._at_peak = self._ranks.spread_by_stage(at_peak) if at_peak else zero
+        self._weights = self._ranks.spread_by_stage(buffers)
+        self._gradients = zero + 0
+        self._state = zero + 0
+        self._padding = zero + 0
         held_any, written = zero.bool(), zero.double()
         gaps: list[tuple[int, str]] = []
         cut = list(cut)
-        states = list(states) or [StateOf(0, 0)] * len(cut)
+        states = list(states) or [StateBytes(0, 0)] * len(cut)
         for piece, state in zip(cut, states):
-            held, stored = self._ranks.elements(piece)
+            held, stored = self._ranks.count_elements(piece)
             self._weights += stored * piece.itemsize
             self._padding += (stored - held) * piece.itemsize
             if piece.learns:
                 self._gradients += stored * piece.itemsize
             is_there = 1 if piece.stages is None else self._ranks.is_on(piece.stages)
             self._state += held * state.per_element + state.fixed * is_there
-            written += self._written(piece, held * (piece.itemsize + state.per_element))
+            written += self._count_written(piece, held * (piece.itemsize + state.per_element))
             num_holders = int((held > 0).sum())
             held_any |= held > 0
             if num_holders < layout.num_ranks and piece.stages is None:
@@ -104,38 +112,45 @@ class RankShares:
         self.thinnest = min(gaps) if gaps else None
         self.saved = CheckpointSize(int((written > 0).sum()), round(float(written.sum())), round(float(written.max())))
 
-    def _written(self, piece: TensorShare, num_bytes: torch.Tensor) -> torch.Tensor:
-        """What each rank writes of the bytes that it has of a parameter: (num_ranks,)."""
+    def _count_written(self, piece: TensorShare, num_bytes: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a parameter that each rank writes to a checkpoint, as a tensor of shape (num_ranks,)."""
         layout = self._layout
-        if (
-            piece.stages is not None and len(piece.stages) < layout.pp
-        ):  # the first rank that holds it, or a part, writes it
+        if piece.stages is not None and len(piece.stages) < layout.pp:
+            # The first rank that has the parameter, or a shard of it, writes it.
             writes = self._ranks.is_on(frozenset((min(piece.stages),)))
             for axis in layout.sizes.keys() - {"pp", *piece.axes}:
                 writes = writes & (self._ranks.coordinates[axis] == 0)
             return num_bytes * writes
         return num_bytes / prod(size for axis, size in layout.sizes.items() if axis not in piece.axes)
 
-    def of(self, rank: int) -> RankShare:
-        """What that rank holds."""
-        columns = self._weights, self._gradients, self._state, self._padding
-        return RankShare(rank, *(int(column[rank]) for column in columns))
+    def get_share(self, rank: int) -> RankShare:
+        """Return the memory of the rank with this number."""
+        return RankShare(
+            rank=rank,
+            weights=int(self._weights[rank]),
+            gradients=int(self._gradients[rank]),
+            optimizer_state=int(self._state[rank]),
+            padding=int(self._padding[rank]),
+        )
 
-    def fullest(self) -> RankShare:
-        """Of the rank that holds most; the first of them."""
-        return self.of(int((self._weights + self._gradients + self._state + self._beside).argmax()))
+    def find_fullest(self) -> RankShare:
+        """Return the memory of the rank that needs the most memory.
+
+        If several ranks need equally much, the first one is used.
+        """
+        return self.get_share(int((self._weights + self._gradients + self._state + self._at_peak).argmax()))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What the ranks at one place along a pipeline do.
+    """Plan for the ranks at one stage of a pipeline.
 
     Attributes:
-        share: what the first of them holds.
-        activations: the most bytes that autograd keeps there, of the micro-batches under way; None: no step was given.
-        exchanges: what it sends in one update.
-        flops: in one update.
-        events: what it does, in order.
+        share: Memory of the first rank of the stage.
+        activations: Peak bytes that autograd keeps for the micro-batches in progress, or None if no step was planned.
+        exchanges: Number of calls and bytes of each kind of collective in one update.
+        flops: Floating point operations of one update.
+        events: Computation and communication in order.
     """
 
     share: RankShare
@@ -146,33 +161,35 @@ class Stage:
 
     @property
     def sent(self) -> float:
-        """Bytes that the rank sends in one update."""
-        return bytes_sent(self.exchanges)
+        """Bytes that the first rank of the stage sends in one update."""
+        return count_bytes_sent(self.exchanges)
 
 
-def bytes_sent(exchanges: dict[MeteredCollective, Volume]) -> float:
-    """By one rank."""
+def count_bytes_sent(exchanges: dict[MeteredCollective, Volume]) -> float:
+    """Return the bytes that one rank sends in all of the given collectives."""
     return sum(exchange.sent(volume.num_bytes) for exchange, volume in exchanges.items())
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One layout of a run.
+    """Plan of one layout of a run.
 
     Attributes:
-        strategy: as it was asked for.
-        layout: on so many ranks.
-        num_parameters: of the whole model.
-        shares: what every rank holds.
-        exchanges: what a rank sends in one update; None: no step was given.
-        flops: of one rank in one update; None: no step was given.
-        activations: bytes that autograd keeps from forward to backward, without temporaries; None: no step was given.
-        gathered: an estimate of the bytes that gathered parameters and gradients on their way take at most.
-        tokens: of one data shard in one update; 0: not known.
-        stages: by their places along "pp"; then `exchanges` are those of the rank that sends most, `flops` those of the rank that
-            computes most, and `activations` those of the rank that needs most memory. Empty: no pipeline.
-        traced: bytes that tensors took at most on rank 0, or on the rank of a pipeline that takes most, with temporaries; None: no
-            step was given.
+        strategy: Name of the layout as the user gave it.
+        layout: Layout with the sizes of its axes.
+        num_parameters: Number of parameters of the whole model.
+        shares: Memory of every rank.
+        exchanges: Collectives of a rank in one update, or None if no step was planned. For a pipeline, those of the
+            rank that sends the most.
+        flops: Floating point operations of a rank in one update, or None if no step was planned. For a pipeline, those
+            of the rank that computes the most.
+        activations: Bytes that autograd keeps from forward to backward, without temporaries, or None if no step was
+            planned. For a pipeline, those of the rank that needs the most memory.
+        gathered: Estimated peak bytes of gathered parameters and of gradients in transit.
+        tokens: Tokens of one data shard in one update, or 0 if unknown.
+        stages: Plans by stage, or empty without a pipeline.
+        traced: Traced peak bytes of tensors, with temporaries, on rank 0 or on the rank of a pipeline that needs the
+            most. None if no step was planned.
     """
 
     strategy: str
@@ -189,82 +206,97 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Of the run."""
+        """World size."""
         return self.layout.num_ranks
 
     @property
     def rank0(self) -> RankShare:
-        """What rank 0 holds."""
-        return self.shares.of(0)
+        """Memory of rank 0."""
+        return self.shares.get_share(0)
 
     @property
     def last_rank(self) -> RankShare:
-        """What the rank of the highest number holds: the emptiest one."""
-        return self.shares.of(self.num_ranks - 1)
+        """Memory of the last rank. It needs the least memory, because uneven sharding gives it the smallest shards."""
+        return self.shares.get_share(self.num_ranks - 1)
 
     @property
     def saved(self) -> CheckpointSize:
-        """What a checkpoint takes."""
+        """Size of a checkpoint."""
         return self.shares.saved
 
     @property
     def peak(self) -> int:
-        """Bytes that tensors take at most on a rank, as they were traced; without a step what is counted."""
+        """Peak bytes of tensors on a rank, as traced; without a trace, it is `total`, which excludes temporaries."""
         return self.total if self.traced is None else self.traced
 
     @property
     def total(self) -> int:
-        """Bytes of the fullest rank with what comes and goes in an update, each at its largest, without temporaries."""
-        return self.shares.fullest().num_bytes + self.gathered + (self.activations or 0)
+        """Bytes on the rank that needs the most, with gathered parameters and activations, without temporaries."""
+        return self.shares.find_fullest().num_bytes + self.gathered + (self.activations or 0)
 
     def sent(self) -> dict[tuple[str, str], int]:
-        """{(axis, collective): bytes that a rank sends in one update, if collectives are rings}."""
+        """Return the bytes that a rank sends in one update, by (axis of the layout, name of the collective).
+
+        Collectives are assumed to use rings.
+        """
         found: Counter[tuple[str, str]] = Counter()
         for exchange, volume in (self.exchanges or {}).items():
             found[exchange.axis, exchange.kind] += round(exchange.sent(volume.num_bytes))
         return dict(found)
 
     def __str__(self) -> str:
-        return "\n".join(describe(self))
+        return "\n".join(describe_plan(self))
 
 
-def outcome(strategy: str, layout: Layout, trials: Sequence[StepDryRun], tokens: int) -> Plan:
-    """What follows for all ranks from what some of them did.
+def build_plan(strategy: str, layout: Layout, trials: Sequence[StepDryRun], tokens: int) -> Plan:
+    """Build the plan for all ranks from the dry runs of some ranks.
 
     Args:
-        strategy: as it was asked for.
-        layout: of the run.
-        trials: by place along "pp", those of the first replica; without a pipeline that of rank 0.
-        tokens: of one data shard in one update; 0: not known.
+        strategy: Name of the layout as the user gave it.
+        layout: Layout of the run.
+        trials: Dry runs of the first replica, by stage of the pipeline. Without a pipeline, the dry run of rank 0.
+        tokens: Tokens of one data shard in one update, or 0 if unknown.
     """
-    cut, states = _joined(layout, trials)
-    beside = [trial.activations or 0 for trial in trials]
-    shares = RankShares(layout, cut, states, [trial.buffers for trial in trials], beside)
+    cut, states = _join_trials(layout, trials)
+    at_peak = [trial.activations or 0 for trial in trials]
+    shares = RankShares(layout, cut, states, [trial.buffers for trial in trials], at_peak)
     is_pipeline, has_step = layout.pp > 1, trials[0].volumes is not None
     stages = tuple(
-        Stage(shares.of(rank), trial.activations, trial.volumes or {}, sum((trial.flops or {}).values()), trial.events)
-        for rank, trial in zip(layout.groups("pp")[0], trials)
+        Stage(
+            share=shares.get_share(rank),
+            activations=trial.activations,
+            exchanges=trial.volumes or {},
+            flops=sum((trial.flops or {}).values()),
+            events=trial.events,
+        )
+        for rank, trial in zip(layout.list_groups("pp")[0], trials)
     )
     fullest = max(stages, key=lambda stage: stage.share.num_bytes + (stage.activations or 0))
     return Plan(
-        strategy,
-        layout,
-        sum(prod(piece.shape) for piece in cut),
-        shares,
-        max(stages, key=lambda stage: stage.sent).exchanges if has_step else None,
-        max(stage.flops for stage in stages) if has_step else None,
-        fullest.activations,
-        max(_gathered(stage.exchanges, is_pipeline) for stage in stages),
-        tokens,
-        stages if is_pipeline else (),
-        max(trial.peak or 0 for trial in trials) if has_step else None,
+        strategy=strategy,
+        layout=layout,
+        num_parameters=sum(prod(piece.shape) for piece in cut),
+        shares=shares,
+        exchanges=max(stages, key=lambda stage: stage.sent).exchanges if has_step else None,
+        flops=max(stage.flops for stage in stages) if has_step else None,
+        activations=fullest.activations,
+        gathered=max(_estimate_gathered(stage.exchanges, is_pipeline) for stage in stages),
+        tokens=tokens,
+        stages=stages if is_pipeline else (),
+        traced=max(trial.peak or 0 for trial in trials) if has_step else None,
     )
 
 
-def _joined(layout: Layout, trials: Sequence[StepDryRun]) -> tuple[tuple[TensorShare, ...], tuple[StateOf, ...]]:
-    """The parameters of all places, with those that hold them, and what the optimizer keeps for each."""
+def _join_trials(
+    layout: Layout, trials: Sequence[StepDryRun]
+) -> tuple[tuple[TensorShare, ...], tuple[StateBytes, ...]]:
+    """Merge the parameters of all stages' dry runs.
+
+    Returns:
+        The parameters, each with the stages that have it, and the optimizer state of each parameter.
+    """
     on: dict[str, set[int]] = {}
-    found: dict[str, tuple[TensorShare, StateOf | None]] = {}
+    found: dict[str, tuple[TensorShare, StateBytes | None]] = {}
     for place, trial in enumerate(trials):
         for index, piece in enumerate(trial.pieces):
             on.setdefault(piece.name, set()).add(place)
@@ -275,10 +307,16 @@ def _joined(layout: Layout, trials: Sequence[StepDryRun]) -> tuple[tuple[TensorS
     return pieces, tuple(state for _, state in found.values() if state is not None)
 
 
-def _gathered(volumes: dict[MeteredCollective, Volume], is_pipeline: bool) -> int:
-    """What lies gathered at once: the unit that computes, the one fetched ahead, and the root, which stays; gradients of one unit.
+def _estimate_gathered(volumes: dict[MeteredCollective, Volume], is_pipeline: bool) -> int:
+    """Return an estimate of the peak bytes of gathered parameters and their gradients.
 
-    Of a pipeline all parameters of a stage, and their gradients.
+    With FSDP, it is the sum of the FSDP unit that computes, the prefetched unit, the root unit, which stays
+    gathered, and the gradients of one unit. In a pipeline, it is the sum of all parameters of a stage and their
+    gradients.
+
+    Args:
+        volumes: Number of calls and bytes of each kind of collective.
+        is_pipeline: Whether the layout has pipeline stages.
     """
     sharded = [(exchange.kind, volume) for exchange, volume in volumes.items() if "shard" in exchange.axis]
     gathers = [volume for kind, volume in sharded if kind == "all_gather"]
@@ -291,16 +329,16 @@ def _gathered(volumes: dict[MeteredCollective, Volume], is_pipeline: bool) -> in
 
 @dataclass(frozen=True)
 class Cost:
-    """What an update takes at least.
+    """Lower bound of the time of an update, with its parts.
 
     Attributes:
-        compute: seconds of computing.
-        by_axis: seconds of exchanges along each axis.
-        seconds: of the update, where all that can overlap does.
-        bottleneck: "compute", the axis that takes longest, or "bubble".
-        tokens_per_second: of the whole run; 0: the tokens of an update are not known.
-        per_unit: rank-seconds for a token, or for one batch of a data shard: what layouts are compared by.
-        bubble: seconds for which the rank of a pipeline that computes most waits for the others.
+        compute: Seconds of computation.
+        by_axis: Seconds of communication, by axis of the layout.
+        seconds: Seconds of the update if everything that can overlap does overlap.
+        bottleneck: "compute", "bubble", or the axis whose communication takes the longest.
+        tokens_per_second: Rate of all ranks together, or 0 if the tokens of an update are unknown.
+        per_unit: Rank-seconds per token, or per batch of a data shard. This is the value by which layouts are sorted.
+        bubble: Seconds for which the pipeline rank that computes the most waits for others.
     """
 
     compute: float
@@ -312,49 +350,53 @@ class Cost:
     bubble: float = 0.0
 
 
-NOT_COUNTED = "not counted"
+def describe_plan(plan: Plan, found: Cost | None = None) -> list[str]:
+    """Return a plan as lines of text, with all details.
 
-
-def describe(plan: Plan, found: Cost | None = None) -> list[str]:
-    """One layout in full."""
+    Args:
+        plan: Plan to describe.
+        found: Cost of the plan, or None to leave it out.
+    """
     sizes = " x ".join(f"{size} {axis}" for axis, size in plan.layout.sizes.items()) or "one process"
     lines = [
         f"{plan.strategy} on {plan.num_ranks:,} ranks ({sizes}): {plan.num_parameters:,} parameters",
-        *columns([["rank", "weights", "of which padding", "gradients", "optimizer state", "total"], *_ranks(plan)]),
-        *_gaps(plan),
-        *_stages(plan),
-        f"activations kept for backward, without temporaries: {counted(plan.activations)}",
-        f"gathered parameters and their gradients, estimated: {counted(plan.gathered if plan.exchanges is not None else None)}",
+        *format_columns(
+            [["rank", "weights", "of which padding", "gradients", "optimizer state", "total"], *_format_ranks(plan)]
+        ),
+        *_format_gaps(plan),
+        *_format_stages(plan),
+        f"activations kept for backward, without temporaries: {format_size(plan.activations)}",
+        f"gathered parameters and their gradients, estimated: {format_size(plan.gathered if plan.exchanges is not None else None)}",
         f"a checkpoint: {plan.saved.num_files:,} file(s), {format_bytes(plan.saved.num_bytes)}, of which each rank writes at most "
         f"{format_bytes(plan.saved.per_rank)}",
-        f"the most that tensors take at once, with temporaries: {counted(plan.traced)}",
+        f"the most that tensors take at once, with temporaries: {format_size(plan.traced)}",
     ]
     if plan.exchanges is None:
         return [*lines, "communication and FLOPs: not counted, because there is no step to run"]
     if plan.exchanges:
         head = ["phase", "collective", "axis", "ranks", "calls", "bytes", "sent per rank"]
-        lines += ["one update sends:", *columns([head, *_exchanges(plan)])]
+        lines += ["one update sends:", *format_columns([head, *_format_exchanges(plan)])]
     else:
         lines.append("one update sends nothing")
     lines.append(f"one update computes {format_number((plan.flops or 0) / 1e12)} TFLOP per rank")
     if found is not None:
         parts = [
-            f"computing {in_seconds(found.compute)}",
-            *(f"{axis} {in_seconds(s)}" for axis, s in found.by_axis.items()),
-            *([f"waiting for other stages {in_seconds(found.bubble)}"] if plan.stages else []),
+            f"computing {format_duration(found.compute)}",
+            *(f"{axis} {format_duration(s)}" for axis, s in found.by_axis.items()),
+            *([f"waiting for other stages {format_duration(found.bubble)}"] if plan.stages else []),
         ]
-        lines.append(f"at least {in_seconds(found.seconds)} ({', '.join(parts)}); it waits for {found.bottleneck}")
+        lines.append(f"at least {format_duration(found.seconds)} ({', '.join(parts)}); it waits for {found.bottleneck}")
     return lines
 
 
-def _ranks(plan: Plan) -> Iterable[list[str]]:
-    shares = {share.rank: share for share in (plan.rank0, plan.shares.fullest(), plan.last_rank)}
+def _format_ranks(plan: Plan) -> Iterable[list[str]]:
+    shares = {share.rank: share for share in (plan.rank0, plan.shares.find_fullest(), plan.last_rank)}
     for rank, share in sorted(shares.items()):
         sizes = share.weights, share.padding, share.gradients, share.optimizer_state, share.num_bytes
         yield [f"{rank:,}", *map(format_bytes, sizes)]
 
 
-def _stages(plan: Plan) -> list[str]:
+def _format_stages(plan: Plan) -> list[str]:
     if not plan.stages:
         return []
     head = ["stage", "rank", "held", "activations", "total", "sent", "TFLOP"]
@@ -363,7 +405,7 @@ def _stages(plan: Plan) -> list[str]:
             f"{place}",
             f"{stage.share.rank:,}",
             format_bytes(stage.share.num_bytes),
-            counted(stage.activations),
+            format_size(stage.activations),
             format_bytes(stage.share.num_bytes + (stage.activations or 0)),
             NOT_COUNTED if plan.exchanges is None else format_bytes(stage.sent),
             NOT_COUNTED if plan.exchanges is None else format_number(stage.flops / 1e12),
@@ -372,11 +414,11 @@ def _stages(plan: Plan) -> list[str]:
     ]
     return [
         "by place along the pipeline, where the last lines show the rank that has most of each:",
-        *columns([head, *rows]),
+        *format_columns([head, *rows]),
     ]
 
 
-def _gaps(plan: Plan) -> Iterable[str]:
+def _format_gaps(plan: Plan) -> Iterable[str]:
     if plan.shares.thinnest is None:
         return
     num_holders, name = plan.shares.thinnest
@@ -386,17 +428,17 @@ def _gaps(plan: Plan) -> Iterable[str]:
     )
 
 
-def _exchanges(plan: Plan) -> Iterable[list[str]]:
+def _format_exchanges(plan: Plan) -> Iterable[list[str]]:
     for exchange, volume in (plan.exchanges or {}).items():
         sizes = format_bytes(volume.num_bytes), format_bytes(exchange.sent(volume.num_bytes))
         yield [exchange.phase, exchange.kind, exchange.axis, f"{exchange.num_ranks:,}", f"{volume.calls:,}", *sizes]
 
 
-def counted(size: float | None) -> str:
-    """A size for people; None: it was not counted."""
+def format_size(size: float | None) -> str:
+    """Return a size as text, or "not counted" for None."""
     return NOT_COUNTED if size is None else format_bytes(size)
 
 
-def in_seconds(value: float) -> str:
-    """A duration for people, to three digits."""
+def format_duration(value: float) -> str:
+    """Return a duration as text with three digits, in seconds or milliseconds."""
     return f"{format_number(value)} s" if value >= 1 else f"{format_number(value * 1000)} ms"

@@ -1,4 +1,4 @@
-"""The model of a plan: from a transformers config, the name of a model type, or a function of the user's."""
+"""Find the model to plan or forecast: from a transformers config, a model type, or a user's function."""
 
 import importlib
 import inspect
@@ -12,32 +12,40 @@ import torch
 from torch import nn
 
 from headway.common.optional import require
-from headway.config.values import did_you_mean
+from headway.core.config.values import suggest_word
 from headway.errors import ConfigError
 from headway.forecasting.forecaster import LongestSequence
-from headway.forecasting.tracing.tensors import unmasked as unmasked
+from headway.forecasting.tracing.attention_masks import POSITIONS, skip_causal_mask
 from headway.offload.placement.meta_model import init_empty_weights
 from headway.planning import TASKS
 from headway.planning.dry_run.drive import Step
+from headway.planning.model_types import check_model_folder, make_unknown_model_error
 
-# Encoders are known as causal models too, so what a model was made for comes first.
 _KINDS = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
+"""transformers' Auto classes to try in order for a config that names no class.
+
+Encoders are also registered as causal models, so the classes that are more specific are tried first.
+"""
 _LEARNS_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+"""Endings of the names of classes that take one label per token."""
 _SEQUENCE = 4096
+"""Default sequence length, if the model allows it."""
 _ENDLESS = 1 << 20
+"""Maximum number of tokens that is assumed for a model without a limit."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is to be planned.
+    """Model to plan or forecast, with a training step.
 
     Attributes:
-        title: for people.
-        make: makes the model.
-        step: one batch of one data shard; None: it is not known how to call the model.
-        tokens: of that batch; 0: not known.
-        batch: what it is, for people.
-        has_plan: the model says how tensor parallelism cuts it.
+        title: Description of the model for the user.
+        make: Function that makes the model.
+        step: Function from the model to the loss of one data shard's batch, or None if it is unknown how to call the
+            model.
+        tokens: Tokens in the batch of `step`, or 0 if unknown.
+        batch: Description of the batch for the user.
+        has_plan: Whether the model defines how tensor parallelism splits it.
     """
 
     title: str
@@ -48,57 +56,52 @@ class Source:
     has_plan: bool = False
 
 
-def find(text: str, batch: int = 1, sequence: int | None = None, task: str | None = None) -> Source:
-    """Find what a user names.
+def find_source(text: str, batch: int = 1, sequence: int | None = None, task: str | None = None) -> Source:
+    """Find the model that a text identifies.
 
     Args:
-        text: a folder with a transformers config.json, such a file, a model type ("llama"), or "module:function".
-        batch: samples of one data shard.
-        sequence: tokens of each; None: as many as the model allows, up to 4096.
-        task: one of TASKS; None: what the config's architecture, or the model type, learns.
+        text: Folder with a transformers config.json, path of such a file, model type ("llama"), or "module:function".
+        batch: Samples of one data shard.
+        sequence: Tokens per sample, or None for the largest number that the model allows, up to 4096.
+        task: One of `TASKS`, or None for the task of the config's architecture or of the model type.
 
     Raises:
-        ConfigError: it is none of those, or cannot be read.
-        OptionalDependencyMissing: transformers is not installed.
+        ConfigError: If the text has none of these forms, or cannot be read.
+        OptionalDependencyMissing: If transformers is not installed.
     """
     path = Path(text)
     if path.is_file() or (path / "config.json").is_file():
-        return of_config(config_of(path), str(text), batch, sequence, task)
+        return make_config_source(read_config(path), str(text), batch, sequence, task)
     module, colon, function = text.partition(":")
     if colon:
-        return _of_function(module, function, text)
+        return _load_function_source(module, function, text)
     if path.is_dir():
         raise ConfigError(f"{text}: there is no config.json in this folder; save_pretrained() writes one")
     transformers = require("transformers", f"planning the model type {text!r} needs", "transformers")
     known = sorted(transformers.CONFIG_MAPPING.keys())
     if text not in known:
-        hint = did_you_mean(text, known)
-        raise ConfigError(
-            f"{text!r} is neither a folder or file with a transformers config, nor a model type of transformers "
-            f"{transformers.__version__}, nor module:function{hint or ''}"
-        )
-    return of_config(transformers.CONFIG_MAPPING[text](), text, batch, sequence, task)
+        raise make_unknown_model_error(text, known)
+    return make_config_source(transformers.CONFIG_MAPPING[text](), text, batch, sequence, task)
 
 
-def meta_model_from(folder: str | Path) -> nn.Module:
-    """The model that a local folder's `config.json` describes, without memory; code in the folder is not run.
+def load_meta_model(folder: str | Path) -> nn.Module:
+    """Make the model that the `config.json` in a local folder describes, without memory. Code in the folder is not run.
 
     Raises:
-        ConfigError: no folder, no config, or one that transformers builds no model of.
-        OptionalDependencyMissing: transformers is not installed.
+        ConfigError: If there is no such folder or config, or transformers cannot build a model from it.
+        OptionalDependencyMissing: If transformers is not installed.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder}: no folder with a config.json; give a local folder as save_pretrained() writes it")
-    return meta_model_of(config_of(folder), str(folder))
+    check_model_folder(folder)
+    return build_meta_model(read_config(folder), str(folder))
 
 
-def config_of(folder: str | Path) -> Any:
-    """The transformers config of a local folder, or of a file like its config.json.
+def read_config(folder: str | Path) -> Any:
+    """Read a transformers config from a local folder, or from a file such as config.json.
 
     Raises:
-        ConfigError: transformers cannot read it.
-        OptionalDependencyMissing: transformers is not installed.
+        ConfigError: If transformers cannot read it.
+        OptionalDependencyMissing: If transformers is not installed.
     """
     transformers = require("transformers", "building a model from its config.json needs", "transformers")
     try:
@@ -107,18 +110,19 @@ def config_of(folder: str | Path) -> Any:
         raise ConfigError(f"{folder}: transformers cannot build a model from its config.json: {error}") from error
 
 
-def meta_model_of(
+def build_meta_model(
     config: Any, where: str, kinds: Sequence[str] = ("AutoModel",), include_buffers: bool = False
 ) -> nn.Module:
-    """The model of a transformers config, without memory.
+    """Build the model of a transformers config without memory.
 
     Args:
-        where: the config comes from, for messages.
-        kinds: of transformers' Auto classes, those to try in turn where the config does not name its class.
-        include_buffers: as for `init_empty_weights`.
+        config: The transformers config.
+        where: Origin of the config, for messages.
+        kinds: transformers' Auto classes to try in order if the config does not name a class.
+        include_buffers: Whether buffers take no memory, too, as for `init_empty_weights`.
 
     Raises:
-        ConfigError: transformers builds none.
+        ConfigError: If transformers cannot build the model.
     """
     transformers = require("transformers", "building a model from its config.json needs", "transformers")
     named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
@@ -136,33 +140,46 @@ def meta_model_of(
     return model
 
 
-def of_config(config: Any, where: str, batch: int = 1, sequence: int | None = None, task: str | None = None) -> Source:
-    """A transformers model by its config.
+def make_config_source(
+    config: Any, where: str, batch: int = 1, sequence: int | None = None, task: str | None = None
+) -> Source:
+    """Make the source of a transformers model from its config.
+
+    Args:
+        config: Config of transformers.
+        where: Origin of the config, for messages.
+        batch: Samples of one data shard.
+        sequence: Tokens per sample, or None for the largest number that the model allows, up to 4096.
+        task: One of `TASKS`, or None for the task of the config's architecture or of the model type.
 
     Raises:
-        ConfigError: transformers builds no model of it, or the sequence is longer than the model allows.
+        ConfigError: If transformers cannot build the model, or the sequence is longer than the model allows.
     """
     if hasattr(config, "use_cache"):
-        config.use_cache = False  # nothing is kept for a next token in training
+        config.use_cache = False  # training needs no cache for a next token
     kinds: tuple[str, ...] = _KINDS
     if task is not None:
         config.architectures, kinds = None, (TASKS[task][0],)
 
     def make() -> nn.Module:
-        return unmasked(meta_model_of(config, where, kinds, include_buffers=True))
+        return skip_causal_mask(build_meta_model(config, where, kinds, include_buffers=True))
 
     model = make()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     title = f"{type(model).__name__}: {num_parameters:,} parameters"
     has_plan = bool(getattr(model, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None))
-    step, tokens, shown = _step_of(model, where, batch, sequence, task)
+    step, tokens, shown = _make_step(model, where, batch, sequence, task)
     return Source(title, make, step, tokens, shown, has_plan)
 
 
-def _step_of(
+def _make_step(
     model: nn.Module, where: str, batch: int, sequence: int | None, task: str | None
 ) -> tuple[Step | None, int, str]:
-    _, of_tokens, of_samples = TASKS[task] if task is not None else ("", _beside(model), ())
+    """Return the training step of a transformers model, with the number of tokens and a description of its batch.
+
+    The step is None if it is unknown how to call the model.
+    """
+    _, of_tokens, of_samples = TASKS[task] if task is not None else ("", _name_second_input(model), ())
     kind: str = getattr(model, "main_input_name", "")
     config: Any = model.config
     if kind == "pixel_values":
@@ -185,8 +202,11 @@ def _step_of(
     return step, batch * length, f"{batch} x {length:,} tokens"
 
 
-def _beside(model: nn.Module) -> tuple[str, ...]:
-    """A second name under which the tokens go in."""
+def _name_second_input(model: nn.Module) -> tuple[str, ...]:
+    """Return a tuple with the name of the second argument that receives the tokens: "labels" or "decoder_input_ids".
+
+    The tuple is empty if the model needs no such argument.
+    """
     is_of_tokens = type(model).__name__.endswith(_LEARNS_TOKENS)
     if is_of_tokens and "labels" in inspect.signature(model.forward).parameters:
         return ("labels",)
@@ -195,14 +215,14 @@ def _beside(model: nn.Module) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class BatchOfModel:
-    """A step of a transformers model.
+    """Training step of a transformers model, with a batch of zeros of a given shape.
 
     Attributes:
-        batch: samples.
-        shape: of each: tokens, or channels, height and width.
-        names: under which they go into the model.
-        longest: the most tokens that the model allows; 0: it takes none.
-        per_sample: names of labels, of which a sample has one.
+        batch: Number of samples.
+        shape: Shape of a sample: tokens, or channels, height and width.
+        names: Arguments of the model that receive the batch.
+        longest: Maximum number of tokens that the model allows, or 0 if its inputs are not tokens.
+        per_sample: Arguments of the model that receive one label per sample.
     """
 
     batch: int
@@ -212,32 +232,32 @@ class BatchOfModel:
     per_sample: tuple[str, ...] = ()
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """What the model is called with."""
+        """Return the keyword arguments to call the model with."""
         dtype = torch.long if self.longest else torch.float32
         labels = dict.fromkeys(self.per_sample, torch.zeros(self.batch, dtype=torch.long))
         return dict.fromkeys(self.names, torch.zeros(self.batch, *self.shape, dtype=dtype)) | labels
 
     def loss(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        """Of these inputs."""
-        return loss_of(model(**inputs))
+        """Return the loss of the model for these inputs."""
+        return get_loss(model(**inputs))
 
     def __call__(self, model: nn.Module) -> torch.Tensor:
-        """The loss."""
+        """Return the loss of the model for the entire batch."""
         return self.loss(model, self.inputs())
 
 
-def loss_of(outputs: Any) -> torch.Tensor:
-    """The model's own loss; of a model that has none, the mean of its first output, which is as large."""
+def get_loss(outputs: Any) -> torch.Tensor:
+    """Return the loss in a model's outputs. If there is none, return the mean of the first output instead."""
     found = getattr(outputs, "loss", None)
     first: torch.Tensor = outputs[0]
     return first.float().mean() if found is None else found
 
 
-def lora_rank(text: str) -> int:
-    """The N of "r=N".
+def parse_lora_rank(text: str) -> int:
+    """Parse the LoRA rank N from the text "r=N".
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: If the text has another form.
     """
     number = text.removeprefix("r=")
     if not number.isdecimal() or int(number) < 1:
@@ -245,20 +265,27 @@ def lora_rank(text: str) -> int:
     return int(number)
 
 
-def trainable(
-    source: Source, attention: str | None = None, dtype: str | None = None, lora: int | None = None
+def make_trainable(
+    source: Source,
+    attention: str | None = None,
+    dtype: str | None = None,
+    lora: int | None = None,
+    is_packed: bool = False,
 ) -> tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch.Tensor]], Callable[[Any, Any], torch.Tensor]]:
-    """What makes the model, what gives a batch of so many samples, and the loss of its outputs.
+    """Return three functions: to make the model, to make a batch of a given size, and to compute the loss of outputs.
 
     Args:
-        source: of a transformers config.
-        attention: "eager" or "sdpa"; None: the model's own.
-        dtype: of the weights; None: float32. With `lora` also "int4": QLoRA.
-        lora: rank of PEFT's LoRA, whose matrices alone learn; None: everything learns.
+        source: Source of a transformers model.
+        attention: Attention kernel "eager" or "sdpa", or None for the model's own.
+        dtype: Name of the weights' dtype, or None for float32. With `lora` also "int4", for QLoRA.
+        lora: Rank of PEFT's LoRA, whose matrices are then the only trainable ones. With None, all weights are trained.
+        is_packed: Whether each sequence contains several documents, so that the model builds a mask from their
+            positions.
 
     Raises:
-        ConfigError: it is not known how to call the model, or PEFT does not know which of its layers to adapt.
-        OptionalDependencyMissing: PEFT, or for int4 bitsandbytes, is not installed.
+        ConfigError: If it is unknown how to call the model, if `is_packed` is true and the model takes no position IDs,
+            or if PEFT does not know which layers of the model to adapt.
+        OptionalDependencyMissing: If PEFT, or bitsandbytes for int4, is not installed.
     """
     step = source.step
     if not isinstance(step, BatchOfModel):
@@ -267,23 +294,31 @@ def trainable(
             "From Python, headway.forecast(model_fn, batch_fn) takes any"
         )
 
+    if is_packed:
+        parameters = inspect.signature(source.make().forward).parameters
+        if not step.longest or POSITIONS not in parameters:
+            raise ConfigError(f"{source.title}: its forward takes no {POSITIONS}, so documents cannot be packed")
+        step = replace(step, names=(*step.names, POSITIONS))
+        attention = attention or "sdpa"  # the mask, which other forecasts leave to the kernel
+
     def make() -> nn.Module:
         model = source.make()
         if attention is not None:
             model.set_attn_implementation(attention)  # type: ignore[operator]
         if dtype == "int4":
-            model = _in_four_bits(model)
+            model = _quantize_to_four_bits(model)
         elif dtype is not None:
             model.to(getattr(torch, dtype))
-        return model if lora is None else _adapted(model, lora)
+        return model if lora is None else _add_lora(model, lora)
 
-    return make, lambda size: replace(step, batch=size).inputs(), lambda outputs, _: loss_of(outputs)
+    return make, lambda size: replace(step, batch=size).inputs(), lambda outputs, _: get_loss(outputs)
 
 
-def _in_four_bits(model: nn.Module) -> nn.Module:
-    """As QLoRA's guides load a model: NF4 with nested scales, products in bfloat16, the rest in float32.
+def _quantize_to_four_bits(model: nn.Module) -> nn.Module:
+    """Quantize a model to four bits as in QLoRA: NF4 weights with double quantization, and bfloat16 compute.
 
-    Source: T. Dettmers et al., QLoRA, 2023, https://arxiv.org/abs/2305.14314; its steps are transformers' and PEFT's own.
+    All other parameters are float32. Source: T. Dettmers et al., QLoRA, 2023, https://arxiv.org/abs/2305.14314. The
+    steps are those of transformers and PEFT.
     """
     peft, transformers = (require(name, "--dtype int4 needs", name) for name in ("peft", "transformers"))
     require("bitsandbytes", "--dtype int4 needs", "bitsandbytes")
@@ -297,13 +332,14 @@ def _in_four_bits(model: nn.Module) -> nn.Module:
     quantizer.preprocess_model(model, device_map=None)
     nn.Module.to(
         model, torch.bfloat16
-    )  # the checkpoint that is quantised; transformers casts no model with such layers
+    )  # dtype of the checkpoint to quantize; Module.to, as transformers refuses to cast such models
     quantizer.postprocess_model(model)
     prepared: nn.Module = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return prepared
 
 
-def _adapted(model: nn.Module, rank: int) -> nn.Module:
+def _add_lora(model: nn.Module, rank: int) -> nn.Module:
+    """Add PEFT's LoRA matrices of a given rank to the model, and return it."""
     peft = require("peft", "--lora needs", "peft")
     try:
         adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank))
@@ -312,11 +348,13 @@ def _adapted(model: nn.Module, rank: int) -> nn.Module:
     return adapted
 
 
-def lengths(source: Source) -> LongestSequence:
-    """The search for the longest sequence of a transformers model: as long as it has positions.
+def make_length_search(source: Source) -> LongestSequence:
+    """Return the options of a search for the longest sequence of a transformers model.
+
+    The search is limited by the model's number of positions.
 
     Raises:
-        ConfigError: it does not take tokens.
+        ConfigError: If the model's inputs are not tokens.
     """
     step = source.step
     if not isinstance(step, BatchOfModel) or not step.longest:
@@ -324,9 +362,16 @@ def lengths(source: Source) -> LongestSequence:
     return LongestSequence(lambda size, length: replace(step, batch=size, shape=(length,)).inputs(), step.longest)
 
 
-def _of_function(module: str, name: str, text: str) -> Source:
+def _load_function_source(module: str, name: str, text: str) -> Source:
+    """Import the function `module:name`, and return the source of the model that it makes.
+
+    Args:
+        module: Name of the function's module.
+        name: Name of the function.
+        text: Text that the user gave, for messages.
+    """
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does: the user's module lies where the command is run
+        sys.path.insert(0, "")  # as `python -m` does, so that modules in the current folder are found
     try:
         loaded = importlib.import_module(module)
     except ImportError as error:
@@ -334,30 +379,30 @@ def _of_function(module: str, name: str, text: str) -> Source:
     function = getattr(loaded, name, None)
     if not callable(function):
         names = [key for key, value in vars(loaded).items() if callable(value) and not key.startswith("_")]
-        hint = did_you_mean(name, names)
+        hint = suggest_word(name, names)
         raise ConfigError(f"{text}: {module!r} has no function {name!r}{hint or ''}")
-    return of_function(function, text)
+    return make_function_source(function, text)
 
 
-def of_function(function: Callable[[], Any], text: str) -> Source:
-    """A model that a function makes: it returns the model, or the model and a step (model -> loss).
+def make_function_source(function: Callable[[], Any], text: str) -> Source:
+    """Make the source of a model from a function that returns the model, or the model and a step (model -> loss).
 
     Raises:
-        ConfigError: it returns something else.
+        ConfigError: If the function returns anything else.
     """
 
     def make() -> nn.Module:
-        return _parts(function(), text)[0]
+        return _split_result(function(), text)[0]
 
     with init_empty_weights(include_buffers=True):
-        model, step = _parts(function(), text)
+        model, step = _split_result(function(), text)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     shown = "the batch of the function's step" if step else "no batch: the function returns no step"
     title = f"{type(model).__name__}: {num_parameters:,} parameters"
     return Source(title, make, step, 0, shown, bool(getattr(model, "_tp_plan", None)))
 
 
-def _parts(made: Any, text: str) -> tuple[nn.Module, Step | None]:
+def _split_result(made: Any, text: str) -> tuple[nn.Module, Step | None]:
     if isinstance(made, nn.Module):
         return made, None
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):

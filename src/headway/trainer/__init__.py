@@ -1,1 +1,1 @@
-"""The whole loop for those who do not want to write one: `TrainingArguments` and `Trainer`."""
+"""A complete training loop: `TrainingArguments` and `Trainer`."""

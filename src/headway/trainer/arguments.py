@@ -1,4 +1,4 @@
-"""The arguments of a training: one typed dataclass, checked when it is made."""
+"""Arguments of a training run, in one typed dataclass that is checked when it is created."""
 
 import json
 import math
@@ -12,18 +12,21 @@ import torch
 
 from headway.common import env
 from headway.common.object_path import to_path
-from headway.config.engines import ActivationCheckpointing
+from headway.core.config.activation_checkpointing import ActivationCheckpointing
+from headway.core.runtime import process
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.collectives.ranks import RankAware
 from headway.errors import ConfigError
-from headway.runtime import process
-from headway.runtime.collectives.checked import Collectives
-from headway.runtime.collectives.ranks import RankAware
-from headway.trainer.argument_checks import UnknownMembers, accepting_other_names, checked
+from headway.trainer.argument_checks import check_values
+from headway.trainer.argument_names import UnknownMembers, accept_other_names
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch", "best"),
     "logging_strategy": ("no", "steps", "epoch"),
     "train_sampling_strategy": ("random", "sequential", "group_by_length"),
+    "packing_strategy": ("best_fit", "in_order", "split"),
+    "packing_long_samples": ("error", "split", "truncate"),
     "log_level": (None, "passive", "debug", "detail", "info", "warning", "error", "critical"),
     "optim": ("adamw_torch_fused", "adamw_torch", "adam", "nadamw", "radam", "adafactor", "sgd", "adagrad", "rmsprop"),
     "lr_scheduler_type": tuple(
@@ -33,77 +36,110 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         """.split()  # noqa: SIM905
     ),
 }
-"""The words that an argument may be; `optimizer.py` knows what those of the last two mean."""
+"""Allowed values by argument name.
+
+`optimizer.py` implements those of `optim`, and `schedules.py` those of `lr_scheduler_type`.
+"""
 
 
-@accepting_other_names
+@accept_other_names
 @dataclass
 class TrainingArguments(UnknownMembers):
-    """How a `Trainer` trains. A name that is not known here is an error that says the nearest one.
+    """Arguments of a `Trainer`. An unknown name raises an error that suggests the most similar one.
 
     Attributes:
-        output_dir: where checkpoints and the run's log go, a folder or a URL (`s3://bucket/run`); None: "trainer_output".
-        per_device_train_batch_size: samples of a micro-batch on each process; "largest": search for the most that fits.
-        per_device_eval_batch_size: likewise for evaluation.
-        gradient_accumulation_steps: micro-batches per update.
-        num_train_epochs: passes over the data; may be a fraction.
-        max_steps: updates; above 0 it decides instead of the epochs; -1 and 0: the epochs do.
-        learning_rate: the highest one.
-        lr_scheduler_type: the schedule's name, one of `headway.trainer.optimizer.SCHEDULES`.
-        lr_scheduler_kwargs: further settings of it.
-        warmup_steps: updates of linear warm-up; below 1: that share of all updates.
-        warmup_ratio: the same share by its old name.
-        weight_decay: of weights; biases and what belongs to norms is spared.
-        adam_beta1, adam_beta2, adam_epsilon: of Adam's kind.
-        optim: the optimizer's name, one of `headway.trainer.optimizer.OPTIMIZERS`.
-        optim_args: further settings of it, as "name=value, name=value".
-        max_grad_norm: clip to this global norm; 0: do not clip.
-        bf16, fp16: mixed precision; neither: as launched.
-        label_smoothing_factor: share of the target that is spread over all classes.
-        gradient_checkpointing: compute activations again in backward instead of keeping them.
-        gradient_checkpointing_kwargs: fields of `headway.ActivationCheckpointing`.
-        auto_find_batch_size: where memory runs out, run the batch again in smaller pieces; nothing starts over.
-        logging_strategy: "no", "steps" or "epoch"; logging_steps: updates between two (below 1: a share of all).
-        logging_first_step: log the first update too.
-        logging_dir: where the run's log goes; None: `output_dir`.
-        run_name: the run's name in trackers; None: the name of `output_dir`.
-        report_to: trackers beside the JSON lines: "none", "all", a name or several.
-        log_level: of Headway's messages; None and "passive" leave it.
-        disable_tqdm: no bar; printed lines instead.
-        eval_strategy: "no", "steps" or "epoch"; eval_steps: updates between two; None: as `logging_steps`.
-        eval_delay: updates (epochs, with "epoch") before the first one.
-        eval_on_start: evaluate before the first update.
-        eval_sanity_check: try the evaluation on a few rows before the first update, so that its mistakes show then.
-        eval_accumulation_steps: accepted for the name's sake: predictions go to host memory batch by batch.
-        batch_eval_metrics: call `compute_metrics(prediction, compute_result)` for each batch.
-        prediction_loss_only: evaluate the loss alone.
-        save_strategy: "no", "steps", "epoch", or "best": whenever the metric is the best so far.
-        save_steps: updates between two checkpoints; the last update is saved in any case.
-        save_total_limit: how many checkpoints stay, the best one apart; None: all.
-        load_best_model_at_end: the model ends with the weights of the best evaluation.
-        metric_for_best_model: which metric that is, with or without "eval_"; None: the loss.
-        greater_is_better: None: unless the metric's name ends in "loss".
-        seed: of everything random; data_seed: of the data's order; None: `seed`.
-        dataloader_drop_last, dataloader_num_workers, dataloader_pin_memory, dataloader_persistent_workers,
-            dataloader_prefetch_factor: as torch's DataLoader takes them.
-        remove_unused_columns: leave out what the model's forward does not take.
-        label_names: the batch's keys that are labels; None: ["labels"], or what forward calls so.
-        train_sampling_strategy: "random", "sequential" or "group_by_length" (rows of like length share a batch).
-        group_by_length: the same by its old name.
-        length_column_name: the column of lengths; where there is none, `input_ids` are measured.
-        use_cpu: compute on the CPU.
-        do_train, do_eval, do_predict: for scripts that ask for them; the Trainer does not.
-        resume_from_checkpoint: as `Trainer.train` takes it.
-        ignore_data_skip: the data are not those of the checkpoint: a resumed run begins its epoch at the first batch.
-        skip_memory_metrics: False: results carry the peak of each phase.
-        push_to_hub: True: `Trainer.save_model` also uploads what it writes. Checkpoints are not uploaded.
-        hub_model_id: the repository; None: the name of `output_dir`. hub_token, hub_private_repo, hub_revision: as for
-            `Accelerator.push_to_hub`.
-        accelerator_config: further arguments of `headway.Accelerator`, by name; a dict as "project_config" changes the fields that it
-            names, such as `keep_in_memory`.
+        output_dir: Folder or URL (`s3://bucket/run`) for checkpoints and the run's log. None: "trainer_output".
+        per_device_train_batch_size: Samples per micro-batch on each process. "largest": search for the largest number
+            that fits.
+        per_device_eval_batch_size: Samples per batch of an evaluation on each process.
+        gradient_accumulation_steps: Micro-batches per update.
+        num_train_epochs: Passes over the data; may be a fraction.
+        max_steps: Number of updates. If positive, it overrides `num_train_epochs`.
+        learning_rate: Peak learning rate.
+        lr_scheduler_type: Name of the learning-rate schedule, one of `headway.trainer.schedules.SCHEDULES`.
+        lr_scheduler_kwargs: Further arguments of the schedule.
+        warmup_steps: Updates of linear warm-up. Below 1: that fraction of all updates.
+        warmup_ratio: Older name of `warmup_steps` as a fraction of all updates.
+        weight_decay: Weight decay. Biases and parameters of norms are exempt.
+        adam_beta1: First beta of Adam-type optimizers.
+        adam_beta2: Second beta of Adam-type optimizers.
+        adam_epsilon: Epsilon of Adam-type optimizers.
+        optim: Name of the optimizer, one of `headway.trainer.optimizer.OPTIMIZERS`.
+        optim_args: Further arguments of the optimizer, as "name=value, name=value".
+        max_grad_norm: Global norm to which gradients are clipped. 0: do not clip.
+        bf16: Whether to use bf16 mixed precision. If neither this nor `fp16` is set, the launcher's setting applies.
+        fp16: Whether to use fp16 mixed precision.
+        ema_decay: Decay of an exponential moving average of the weights. Evaluations use the averages, and so does the
+            model after the training. None: no average.
+        ema_kwargs: Further arguments of `headway.ExponentialMovingAverage`, such as `{"update_after": 100}`.
+        label_smoothing_factor: Fraction of each target's probability that is spread evenly over all classes.
+        gradient_checkpointing: Whether to recompute activations in backward instead of storing them.
+        gradient_checkpointing_kwargs: Fields of `headway.ActivationCheckpointing`.
+        use_cache: Whether transformers' models keep keys and values in each forward. Packed documents then attend to
+            each other.
+        auto_find_batch_size: Whether to repeat a batch in smaller micro-batches if memory runs out. The training does
+            not restart.
+        logging_strategy: "no", "steps" or "epoch".
+        logging_steps: Updates between two log entries. Below 1: that fraction of all updates.
+        logging_first_step: Whether to log the first update too.
+        logging_dir: Folder of the run's log. None: `output_dir`.
+        run_name: Name of the run in trackers. None: the name of `output_dir`.
+        report_to: Trackers in addition to the JSON lines: "none", "all", a name or a list of names.
+        log_level: Level of Headway's messages. None and "passive" do not change it.
+        disable_tqdm: Whether to print lines instead of a progress bar.
+        eval_strategy: "no", "steps" or "epoch".
+        eval_steps: Updates between two evaluations. Below 1: that fraction of all updates. None: `logging_steps`.
+        eval_delay: Updates (epochs if `eval_strategy="epoch"`) before the first evaluation.
+        eval_on_start: Whether to evaluate before the first update.
+        eval_sanity_check: Whether to try the evaluation on a few rows before the first update, so that errors in it
+            occur early.
+        eval_accumulation_steps: Accepted for compatibility. Predictions are moved to host memory batch by batch.
+        batch_eval_metrics: Whether to call `compute_metrics(prediction, compute_result)` for each batch.
+        prediction_loss_only: Whether to evaluate only the loss.
+        save_strategy: "no", "steps", "epoch", or "best" (save whenever the metric is the best so far).
+        save_steps: Updates between two checkpoints. Below 1: that fraction of all updates. The last update is always
+            saved.
+        save_total_limit: Number of checkpoints to keep in addition to the best one. None: all.
+        load_best_model_at_end: Whether to load the weights of the best evaluation at the end.
+        metric_for_best_model: Metric that determines the best evaluation, with or without the prefix "eval_". Default:
+            the loss.
+        greater_is_better: Whether a greater metric is better. None: True unless the metric's name ends in "loss".
+        seed: Seed of all random number generators.
+        data_seed: Seed of the order of the data. None: `seed`.
+        dataloader_drop_last: Whether to omit an incomplete last batch.
+        dataloader_num_workers: Number of worker processes that load data. 0: the training process loads it.
+        dataloader_pin_memory: Whether batches are copied to pinned memory.
+        dataloader_persistent_workers: Whether worker processes are kept between epochs.
+        dataloader_prefetch_factor: Batches that each worker loads in advance. None: torch's default.
+        remove_unused_columns: Whether to remove columns that the model's forward does not accept.
+        label_names: Keys of the batch that are labels. None: ["labels"], or the label parameters of the model's
+            forward.
+        train_sampling_strategy: "random", "sequential" or "group_by_length" (rows of similar length share a batch).
+        group_by_length: Older form of `train_sampling_strategy="group_by_length"`.
+        length_column_name: Column with the lengths. Without such a column, `input_ids` are measured.
+        packing: Whether to pack several samples into each sequence, as `headway.PackedDataset` does, for training and
+            for evaluations without `compute_metrics`. Batch sizes then count sequences.
+        packing_length: Tokens per packed sequence.
+        packing_strategy: "best_fit", "in_order" or "split", as for `headway.PackedDataset`.
+        packing_long_samples: Treatment of samples longer than a sequence: "error", "split" or "truncate".
+        use_cpu: Whether to compute on the CPU.
+        do_train: Whether a script should train. Only scripts read it; the Trainer ignores it.
+        do_eval: Whether a script should evaluate. Only scripts read it; the Trainer ignores it.
+        do_predict: Whether a script should predict. Only scripts read it; the Trainer ignores it.
+        resume_from_checkpoint: Checkpoint to resume from, as in `Trainer.train`.
+        ignore_data_skip: Whether the data differ from those of the checkpoint. A resumed run then starts its epoch at
+            the first batch.
+        skip_memory_metrics: Whether to omit the peak memory of each phase from the results.
+        push_to_hub: Whether `Trainer.save_model` also uploads what it writes. Checkpoints are not uploaded.
+        hub_model_id: Repository on the Hub. None: the name of `output_dir`.
+        hub_token: Token for the Hub, as in `Accelerator.push_to_hub`.
+        hub_private_repo: Whether the repository is private, as in `Accelerator.push_to_hub`.
+        hub_revision: Branch to upload to, as in `Accelerator.push_to_hub`.
+        accelerator_config: Further arguments of `headway.Accelerator` by name. A dict as "project_config" changes only
+            the fields that it names, such as `keep_in_memory`.
 
     Raises:
-        ConfigError: a name or value that is not allowed, or two that contradict each other.
+        ConfigError: If a name or value is not allowed, or two arguments contradict each other.
     """
 
     output_dir: str | Path | None = None
@@ -126,9 +162,12 @@ class TrainingArguments(UnknownMembers):
     max_grad_norm: float | None = 1.0
     bf16: bool = False
     fp16: bool = False
+    ema_decay: float | None = None
+    ema_kwargs: dict[str, Any] | None = None
     label_smoothing_factor: float = 0.0
     gradient_checkpointing: bool = False
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    use_cache: bool = False
     auto_find_batch_size: bool = False
     logging_strategy: str = "steps"
     logging_steps: float = 500
@@ -164,11 +203,15 @@ class TrainingArguments(UnknownMembers):
     train_sampling_strategy: str = "random"
     group_by_length: bool = False
     length_column_name: str = "length"
+    packing: bool = False
+    packing_length: int | None = None
+    packing_strategy: str = "best_fit"
+    packing_long_samples: str = "error"
     use_cpu: bool = False
     do_train: bool = False
     do_eval: bool = False
     do_predict: bool = False
-    resume_from_checkpoint: str | Path | None = None  # True and False, too; HfArgumentParser knows no such union
+    resume_from_checkpoint: str | Path | None = None  # or a bool, which HfArgumentParser does not support here
     ignore_data_skip: bool = False
     skip_memory_metrics: bool = True
     push_to_hub: bool = False
@@ -182,13 +225,13 @@ class TrainingArguments(UnknownMembers):
         self.output_dir = "trainer_output" if self.output_dir is None else self.output_dir
         for name in CHOICES.keys() - {"log_level"}:
             value = getattr(self, name)
-            # Enumerations of other libraries carry the word as their value.
+            # Enumerations of other libraries have the word as their value.
             setattr(self, name, str(getattr(value, "value", value)).lower())
         asked = str(self.resume_from_checkpoint).lower()
-        if asked in ("true", "false"):  # a command line gives it as text, or as a path
+        if asked in ("true", "false"):  # a command line passes it as text or as a path
             object.__setattr__(self, "resume_from_checkpoint", asked == "true")
         self.gradient_checkpointing = False if self.gradient_checkpointing is None else self.gradient_checkpointing
-        for name, value in checked(self, TrainingArguments).items():
+        for name, value in check_values(self, TrainingArguments).items():
             setattr(self, name, value)
         self._take_old_forms()
         self._check_choices()
@@ -213,7 +256,8 @@ class TrainingArguments(UnknownMembers):
         if self.warmup_ratio is not None:
             if self.warmup_steps:
                 raise ConfigError("warmup_ratio and warmup_steps are two lengths of one warm-up; give one")
-            self.warmup_steps, self.warmup_ratio = self.warmup_ratio, None
+            self.warmup_steps = self.warmup_ratio
+            self.warmup_ratio = None
 
     def _check_choices(self) -> None:
         for name, words in CHOICES.items():
@@ -232,6 +276,7 @@ class TrainingArguments(UnknownMembers):
                 raise ConfigError(f"{name}={value!r}; give whole updates, 1 or more, or a share of all, below 1")
 
     def _check_contradictions(self) -> None:
+        self._check_packing()
         if self.bf16 and self.fp16:
             raise ConfigError("bf16=True and fp16=True are two precisions; give one")
         if self.auto_find_batch_size and self.per_device_train_batch_size == "largest":
@@ -250,10 +295,23 @@ class TrainingArguments(UnknownMembers):
             self._check_best()
         if self.lr_scheduler_type == "reduce_lr_on_plateau" and self.eval_strategy == "no":
             raise ConfigError(
-                "lr_scheduler_type='reduce_lr_on_plateau' goes by evaluations, and eval_strategy is 'no'; make it 'steps' or 'epoch'"
+                "lr_scheduler_type='reduce_lr_on_plateau' needs evaluations, but eval_strategy is 'no'; set it to 'steps' or 'epoch'"
             )
         if self.gradient_checkpointing:
-            self.checkpointing_plan()
+            self.get_checkpointing_plan()
+
+    def _check_packing(self) -> None:
+        if self.packing and self.packing_length is None:
+            raise ConfigError("packing=True needs packing_length, the number of tokens per sequence, such as 2048")
+        if self.packing_length is not None and not self.packing:
+            raise ConfigError(
+                f"packing_length={self.packing_length} has an effect only with packing=True; set it, or leave the length out"
+            )
+        if self.packing and self.train_sampling_strategy == "group_by_length":
+            raise ConfigError(
+                "packing=True fills every sequence, so there are no lengths to group; leave out "
+                "train_sampling_strategy='group_by_length'"
+            )
 
     def _check_best(self) -> None:
         if self.eval_strategy == "no":
@@ -275,32 +333,35 @@ class TrainingArguments(UnknownMembers):
                 f"multiple of eval_steps={every:g}; make it one, or use save_strategy='best'"
             )
 
-    # ---------------------------------------------------------------- what follows from them
+    # ---------------------------------------------------------------- derived values
 
     @property
     def wanted_metric(self) -> str | None:
-        """`metric_for_best_model` as results call it."""
+        """Name of the metric for the best model in the results of an evaluation.
+
+        It is `metric_for_best_model` with the prefix "eval_", or None if `metric_for_best_model` is not set.
+        """
         name = self.metric_for_best_model
         return name if name is None or name.startswith("eval_") else f"eval_{name}"
 
     @property
     def mixed_precision(self) -> str | None:
-        """As the Accelerator takes it."""
+        """Mixed precision for the Accelerator: "bf16", "fp16" or None."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else None
 
     @property
     def trackers(self) -> list[str]:
-        """`report_to` as a list; empty for "none"."""
+        """Names of the trackers in `report_to`. Empty for "none"."""
         given = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
         return [] if given == ["none"] else given
 
-    def checkpointing_plan(self) -> ActivationCheckpointing:
-        """`gradient_checkpointing_kwargs` as `Accelerator.checkpoint_activations` takes them.
+    def get_checkpointing_plan(self) -> ActivationCheckpointing:
+        """Return `gradient_checkpointing_kwargs` in the form that `Accelerator.checkpoint_activations` accepts.
 
         Raises:
-            ConfigError: a name that it does not know.
+            ConfigError: If `gradient_checkpointing_kwargs` contains an unknown name.
         """
-        # Never reentrant here; other libraries' scripts say so themselves.
+        # Headway's checkpointing is never reentrant, so the argument is not needed.
         given = {k: v for k, v in (self.gradient_checkpointing_kwargs or {}).items() if k != "use_reentrant"}
         if "every_n_layers" in given:
             given["every"] = given.pop("every_n_layers")
@@ -312,97 +373,115 @@ class TrainingArguments(UnknownMembers):
             )
         return ActivationCheckpointing(**given)
 
-    def interval(self, name: str, num_updates: int) -> int:
-        """`logging_steps`, `eval_steps` or `save_steps` in updates, of a training of `num_updates`."""
+    def get_interval(self, name: str, num_updates: int) -> int:
+        """Return an interval as a number of updates.
+
+        Args:
+            name: "logging_steps", "eval_steps" or "save_steps".
+            num_updates: Number of updates of the training run. An interval below 1 is a fraction of it.
+        """
         value = self.logging_steps if name == "eval_steps" and self.eval_steps is None else getattr(self, name)
         return int(value) if value >= 1 else max(1, math.ceil(value * num_updates))
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """`warmup_steps` in updates."""
+        """Return the length of the warm-up in updates.
+
+        Args:
+            num_training_steps: Number of updates of the training run.
+        """
         return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(self.warmup_steps * num_training_steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """All arguments, as JSON, without the token."""
-        found = asdict(self) if self.accelerator_config is None else asdict(_without_objects(self))
-        found["hub_token"] = found["hub_token"] and "<HUB_TOKEN>"  # this goes to logs and files
+        """Return all arguments as a JSON object. The Hub token is replaced by a placeholder."""
+        found = asdict(self) if self.accelerator_config is None else asdict(_replace_objects_by_text(self))
+        found["hub_token"] = found["hub_token"] and "<HUB_TOKEN>"  # this dict is written to logs and files
         return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
 
     def to_sanitized_dict(self) -> dict[str, bool | int | float | str]:
-        """All arguments as numbers, truth values and texts, for trackers."""
+        """Return all arguments as numbers, booleans and strings, for trackers."""
         return {
             name: value if isinstance(value, bool | int | float | str) else str(value)
             for name, value in self.to_dict().items()
         }
 
     def to_json_string(self) -> str:
-        """The same as text."""
+        """Return all arguments as JSON text. The Hub token is replaced by a placeholder."""
         return json.dumps(self.to_dict(), indent=2, default=str)
 
     # ---------------------------------------------------------------- this process
 
     @property
     def folder(self) -> Path:
-        """`output_dir` as a path, also where it is a URL."""
+        """`output_dir` as a path object, also for a URL."""
         return to_path(self.output_dir or ".")
 
     @property
     def device(self) -> torch.device:
-        """This process's; the process's runtime starts where it has not yet."""
+        """Device of this process. Reading it starts the process runtime if it has not started yet."""
         return process.start(cpu=self.use_cpu).device
 
     @property
     def n_gpu(self) -> int:
-        """GPUs that this process computes on: 1, or 0 on a CPU."""
+        """Number of accelerators that this process computes on: 1, or 0 on a CPU."""
         return int(self.device.type != "cpu")
 
     @property
     def world_size(self) -> int:
-        """Processes."""
-        return env.world_size()
+        """Number of processes."""
+        return env.get_world_size()
 
     @property
     def process_index(self) -> int:
-        """This process's rank."""
-        return env.rank()
+        """Global rank of this process."""
+        return env.get_rank()
 
     @property
     def local_process_index(self) -> int:
-        """Its rank on its machine."""
-        return env.local_rank()
+        """Rank of this process on its machine."""
+        return env.get_local_rank()
 
     @property
     def local_rank(self) -> int:
-        """Its rank on its machine; -1 where there is one process, as scripts ask for `local_rank != -1`."""
-        return env.local_rank() if env.world_size() > 1 else -1
+        """Rank of this process on its machine, or -1 if there is only one process.
+
+        Scripts compare it with -1 to detect a distributed run.
+        """
+        return env.get_local_rank() if env.get_world_size() > 1 else -1
 
     @property
     def train_batch_size(self) -> int | str:
-        """Samples of a micro-batch on this process."""
+        """Number of samples per micro-batch on this process.
+
+        It is "largest" until a search for the largest size that fits has finished.
+        """
         return self.per_device_train_batch_size
 
     @property
     def eval_batch_size(self) -> int:
-        """Likewise in evaluations."""
+        """Number of samples per batch of an evaluation on this process."""
         return self.per_device_eval_batch_size
 
     @property
     def should_save(self) -> bool:
-        """Does this process write what is written once, and speak? Rank 0 does; checkpoints are written by all."""
-        return env.rank() == 0
+        """Whether this process prints messages and writes files that only one process may write. True on rank 0.
+
+        Checkpoints are written by all ranks.
+        """
+        return env.get_rank() == 0
 
     should_log = should_save
 
     def get_process_log_level(self) -> int:
-        """A level for `logging`: informative on rank 0, warnings on others."""
-        return 20 if env.rank() == 0 else 30
+        """Return the level for `logging`: INFO on rank 0, WARNING on other ranks."""
+        return 20 if env.get_rank() == 0 else 30
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """The first process runs the block before all others.
+        """Return a context manager whose block the first process executes before all others.
 
         Args:
-            local: of each machine; False: of all.
-            desc: accepted for the name's sake.
+            local: Whether each machine has its own first process. Otherwise rank 0 is the only one. Default: True.
+            desc: Accepted for compatibility.
         """
         runtime = process.start(cpu=self.use_cpu)
         ranks = RankAware(runtime, Collectives(runtime))
@@ -410,8 +489,11 @@ class TrainingArguments(UnknownMembers):
             yield
 
 
-def _without_objects(arguments: TrainingArguments) -> TrainingArguments:
-    """A copy whose `accelerator_config` holds texts: handlers may be callables, which cannot be copied."""
+def _replace_objects_by_text(arguments: TrainingArguments) -> TrainingArguments:
+    """Return a copy of the arguments in which the values of `accelerator_config` are replaced by text.
+
+    Objects among these values, such as those in `kwargs_handlers`, may contain callables that cannot be copied.
+    """
     made = object.__new__(type(arguments))
     made.__dict__.update(vars(arguments))
     made.accelerator_config = {name: repr(value) for name, value in (arguments.accelerator_config or {}).items()}

@@ -1,42 +1,44 @@
-"""What a Trainer is built of, by its arguments: the model's wants, the Accelerator, and the largest batch that fits."""
+"""Construction of a Trainer's components: checks of arguments, model, Accelerator and activation checkpointing."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from headway.accelerator import Accelerator
-from headway.config.run import DataLoaderConfiguration, ProjectConfiguration
-from headway.data.loader import PreparedLoader
-from headway.errors import ConfigError, HeadwayError
+from headway.core.config.run import DataLoaderConfiguration, ProjectConfiguration
+from headway.errors import ConfigError
+from headway.extras.moving_average import ExponentialMovingAverage
 from headway.log import get_logger
-from headway.memory.batch_size import find_executable_batch_size
-from headway.memory.use import free_address_space
 from headway.trainer.arguments import TrainingArguments
-from headway.trainer.checkpoints import next_number
-from headway.trainer.data import drop_columns, find_label_names, kept_columns, length_of
-from headway.trainer.loss import LossFunction, LossOf, take_count
+from headway.trainer.checkpoints import find_next_number
 
 log = get_logger(__name__)
 
 _NUM_TRIAL_UPDATES = 2
 _NUM_MEASURED_ROWS = 512
 _FIRST_SIZE = 8
-"""IndexedRows of the first trial where nothing is forecast, and of the batch that a forecast is made from."""
+"""Number of rows of the first trial if memory cannot be forecast.
+
+Also the number of rows in the batch of a forecast.
+"""
 _TOLERANCE = 0.05
-"""By how much the number that is found may be below the largest; the last 5 % would cost half of the trials."""
+"""Fraction by which the batch size that the search finds may be smaller than the largest one that fits.
+
+Searching for the last 5 % would take half of all trials.
+"""
 
 
-# ---------------------------------------------------------------- what is given
+# ---------------------------------------------------------------- arguments
 
 
-def checked_arguments(model: Any, args: Any, optimizer: Any) -> TrainingArguments:
-    """The arguments, or the defaults.
+def check_arguments(model: Any, args: Any, optimizer: Any) -> TrainingArguments:
+    """Return the training arguments, or default arguments if `args` is None.
 
     Raises:
-        ConfigError: something else, or in the model's place; a search for the largest batch with an `optimizer` of the user's.
+        ConfigError: If `args` is of another type or was passed as the model, or if a search for the largest batch is
+            combined with the user's own `optimizer`.
     """
     if isinstance(model, TrainingArguments):
         raise ConfigError(
@@ -55,18 +57,23 @@ def checked_arguments(model: Any, args: Any, optimizer: Any) -> TrainingArgument
     return chosen
 
 
-def check_given_once(**pairs: tuple[Any, str, Any]) -> None:
-    """Refuse what was given twice by two names: name=(value, other name, its value)."""
+def check_not_both(**pairs: tuple[Any, str, Any]) -> None:
+    """Raise ConfigError if an argument is given under both of its names.
+
+    Args:
+        pairs: For each argument, by its first name: a tuple of (value under the first name, second name, value under
+            the second name).
+    """
     for name, (value, other, its_value) in pairs.items():
         if value is not None and its_value is not None:
-            raise ConfigError(f"{name} and {other} are two names of one thing; give one")
+            raise ConfigError(f"{name} and {other} are two names of one argument; give one")
 
 
-def chosen_model(model: torch.nn.Module | None, model_init: Callable[[], torch.nn.Module] | None) -> torch.nn.Module:
-    """The model that is given, or made.
+def choose_model(model: torch.nn.Module | None, model_init: Callable[[], torch.nn.Module] | None) -> torch.nn.Module:
+    """Return the given model, or create it with `model_init`.
 
     Raises:
-        ConfigError: no model, or two.
+        ConfigError: If neither or both are given, or the result is not a module.
     """
     if (model is None) == (model_init is None):
         raise ConfigError(
@@ -80,52 +87,38 @@ def chosen_model(model: torch.nn.Module | None, model_init: Callable[[], torch.n
     return made
 
 
-@dataclass(frozen=True)
-class ForwardSignature:
-    """What a model takes of a batch, as its forward says.
+def set_cache(model: torch.nn.Module, uses_cache: bool) -> None:
+    """Set `use_cache` in the model's config, as transformers' Trainer does.
 
-    Attributes:
-        label_names: the batch's keys that are labels.
-        kept: the columns that go into a batch; None: all of them.
-        loss_of: computes the loss.
-    """
-
-    label_names: list[str]
-    kept: set[str] | None
-    loss_of: LossOf
-
-
-def read_signature(model: torch.nn.Module, args: TrainingArguments, function: LossFunction | None) -> ForwardSignature:
-    """Read off a model's forward what it takes.
+    With the cache of keys and values disabled, transformers' models use positions to separate packed documents.
 
     Args:
-        model: the user's.
-        args: names of labels, smoothing.
-        function: the loss function; None: the model's own loss.
+        model: Model with a config. Other models are left unchanged.
+        uses_cache: Value to set.
     """
-    names = list(args.label_names or find_label_names(model))
-    kept = kept_columns(model, names) if args.remove_unused_columns else None
-    return ForwardSignature(names, kept, LossOf(model, function, args.label_smoothing_factor, names))
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "use_cache"):
+        config.use_cache = uses_cache
 
 
 # ---------------------------------------------------------------- the Accelerator
 
 
 def create_accelerator(args: TrainingArguments) -> Accelerator:
-    """The Accelerator of one training, by the arguments."""
+    """Create the Accelerator of one training run."""
     keep = None if args.wanted_metric is None else "max" if args.greater_is_better else "min"
     folder = args.folder.absolute()
     project = ProjectConfiguration(
-        # Without a place of its own the run's log lies beside its checkpoints: in the folder of its name.
+        # The default folder of the run's log is the parent of its checkpoints.
         folder,
         args.logging_dir or folder.parent,
         automatic_checkpoint_naming=args.save_strategy != "no",
         total_limit=args.save_total_limit,
-        iteration=next_number(folder),
+        iteration=find_next_number(folder),
         keep_best=keep,
     )
     loading = DataLoaderConfiguration(
-        # A short last round is shared out as it is: nothing is seen twice, and one process gives the same as many.
+        # Do not fill up an incomplete last batch: no row is seen twice, and any number of processes gives equal results.
         even_batches=False,
         data_seed=args.seed if args.data_seed is None else args.data_seed,
         non_blocking=None if args.dataloader_pin_memory else False,
@@ -140,7 +133,7 @@ def create_accelerator(args: TrainingArguments) -> Accelerator:
         "microbatching": "auto" if args.auto_find_batch_size else None,
         "log_with": args.trackers or None,
     }
-    # Preemption, the guard against non-finite losses and the like: what the arguments do not name comes this way.
+    # Settings without an argument, such as preemption or the guard against non-finite losses, are passed this way.
     given = dict(args.accelerator_config or {})
     if isinstance(given.get("project_config"), dict):
         given["project_config"] = replace(project, **given["project_config"])
@@ -148,14 +141,14 @@ def create_accelerator(args: TrainingArguments) -> Accelerator:
 
 
 def checkpoint_activations(args: TrainingArguments, accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Let the model compute activations again in backward, if the arguments say so."""
+    """Enable activation checkpointing on the model if the arguments request it."""
     if args.gradient_checkpointing:
-        plan = args.checkpointing_plan()
+        plan = args.get_checkpointing_plan()
         accelerator.checkpoint_activations(model, plan.every, plan.policy, plan.offload, plan.blocks)
 
 
 def release_model(args: TrainingArguments, accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Give the model its own class, forward and memory back."""
+    """Restore the model's original class and forward, and free its gradients and other memory used for training."""
     if args.gradient_checkpointing:
         accelerator.keep_activations(model)
     accelerator.free_memory()
@@ -163,133 +156,25 @@ def release_model(args: TrainingArguments, accelerator: Accelerator, model: torc
         parameter.grad = None
 
 
-# ---------------------------------------------------------------- the largest batch
+# ---------------------------------------------------------------- averaged weights
 
 
-@dataclass(frozen=True)
-class LargestBatch:
-    """Searches for the most rows of a micro-batch that fit, by updates on the longest rows of the training data.
+def create_average(args: TrainingArguments, model: torch.nn.Module) -> ExponentialMovingAverage | None:
+    """Return the average of the model's weights that the arguments ask for, or None.
 
-    Where the step can be forecast, the search begins with what the forecast says.
+    Args:
+        args: Training arguments.
+        model: Prepared model.
 
-    Attributes:
-        args: of the training.
-        model: what is trained; its weights are put back.
-        signature: what it takes of a batch.
-        create_accelerator: makes the Accelerator of a trial.
-        create_optimizer: makes its optimizer.
-        create_loader: from rows and their number in a batch to a loader.
+    Raises:
+        ConfigError: If `ema_kwargs` has an argument that `ExponentialMovingAverage` does not have, or is given without
+            `ema_decay`.
     """
-
-    args: TrainingArguments
-    model: torch.nn.Module
-    signature: ForwardSignature
-    create_accelerator: Callable[[], Accelerator]
-    create_optimizer: Callable[[], torch.optim.Optimizer]
-    create_loader: Callable[[Sequence[Any], int], DataLoader[Any]]
-
-    def find(self, dataset: Any, num_shards: int) -> int:
-        """The number of rows; every rank calls it.
-
-        Args:
-            dataset: the training data.
-            num_shards: how many parts it is shared out in.
-
-        Raises:
-            BatchSizeError: not even one row fits.
-            ConfigError: a stream.
-        """
-        rows = self._long_rows(dataset)
-        kept = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
-        most = max(1, -(-(length_of(dataset) or 1) // num_shards))
-
-        @find_executable_batch_size(
-            starting_batch_size=self._first_size(rows, most),
-            search="largest",
-            max_batch_size=most,
-            tolerance=_TOLERANCE,
-        )
-        def fits(batch_size: int) -> int:
-            self._try_updates(rows, batch_size)
-            return batch_size
-
-        try:
-            return int(fits())
-        finally:
-            self.model.load_state_dict(kept)
-
-    def _first_size(self, rows: Sequence[Any], most: int) -> int:
-        """What a forecast says, the same on all ranks."""
-        accelerator = self.create_accelerator()
-        accelerator.stop_watching()
-        try:
-            if accelerator.device.type == "cpu" and free_address_space() is None:
-                found = None  # nothing limits it, so that there is nothing to look for
-            else:
-                checkpoint_activations(self.args, accelerator, self.model)
-                found = self._forecast(accelerator, rows[: min(_FIRST_SIZE, most)])
-            said = accelerator.strategy.everyone.gather_numbers([float(_FIRST_SIZE if found is None else found)])
-            return min(max(1, int(min(row[0] for row in said))), most)
-        finally:
-            release_model(self.args, accelerator, self.model)
-
-    def _forecast(self, accelerator: Accelerator, rows: Sequence[Any]) -> int | None:
-        """The largest batch by a forecast; None, with a line in the log, where there is none."""
-        try:
-            inputs, num_items = take_count(next(iter(self.create_loader(rows, len(rows)))))
-            found = accelerator.forecast(
-                self.model,
-                inputs,
-                optimizer=self.create_optimizer(),
-                forward=lambda model, batch: self.signature.loss_of(model, batch, num_items)[0],
-            )
-        except (HeadwayError, MemoryError) as error:
-            log.info("the largest batch cannot be forecast, so the search begins with %d: %s", _FIRST_SIZE, error)
-            return None
-        log.info("forecast: batches of %s fit, found in %.1f s; trials follow", found.largest_batch, found.seconds)
-        return found.largest_batch
-
-    def _long_rows(self, dataset: Any) -> list[Any]:
-        """The longest of a sample of rows, longest first."""
-        if isinstance(dataset, IterableDataset):
-            raise ConfigError(
-                "per_device_train_batch_size='largest' tries rows of the training data, and a stream has none to try; give a number"
-            )
-        found = drop_columns(dataset, self.signature.kept)
-        step = max(1, len(found) // _NUM_MEASURED_ROWS)
-        rows = [found[index] for index in range(0, len(found), step)]
-        return sorted(rows, key=_num_values, reverse=True)
-
-    def _try_updates(self, rows: Sequence[Any], batch_size: int) -> None:
-        accelerator = self.create_accelerator()
-        accelerator.stop_watching()  # a trial has nothing to save
-        try:
-            checkpoint_activations(self.args, accelerator, self.model)
-            chosen = [rows[index % len(rows)] for index in range(batch_size * _NUM_TRIAL_UPDATES)]
-            given = self.create_loader(chosen * accelerator.strategy.data_shard.count, batch_size)
-            loader = accelerator.prepare_data_loader(given)
-            self._update(accelerator, loader)
-        finally:
-            release_model(self.args, accelerator, self.model)
-
-    def _update(self, accelerator: Accelerator, loader: PreparedLoader) -> None:
-        model, optimizer = accelerator.prepare(self.model, self.create_optimizer())
-        for batch in loader:
-            inputs, num_items = take_count(batch)
-            for piece in accelerator.microbatches(inputs):
-                with accelerator.accumulate(model):
-                    with accelerator.autocast():
-                        loss, _ = self.signature.loss_of(model, piece, num_items)
-                    accelerator.backward(loss)
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-
-def _num_values(row: Any) -> int:
-    values = row.values() if hasattr(row, "values") else row if isinstance(row, tuple | list) else [row]
-    return sum(value.numel() if isinstance(value, torch.Tensor) else _length(value) for value in values)
-
-
-def _length(value: Any) -> int:
-    size = getattr(value, "size", None)
-    return size if isinstance(size, int) else len(value) if isinstance(value, list | tuple) else 1
+    if args.ema_decay is None:
+        if args.ema_kwargs:
+            raise ConfigError(f"ema_kwargs={args.ema_kwargs!r} needs ema_decay, such as ema_decay=0.999")
+        return None
+    try:
+        return ExponentialMovingAverage(model, args.ema_decay, **(args.ema_kwargs or {}))
+    except TypeError as error:
+        raise ConfigError(f"ema_kwargs={args.ema_kwargs!r} does not fit ExponentialMovingAverage: {error}") from error

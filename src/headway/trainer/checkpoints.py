@@ -1,8 +1,8 @@
-"""A Trainer's checkpoints: what they hold beside the objects, which one is the best, and where a training begins.
+"""Checkpoints of a Trainer: additional content, the best checkpoint, and the point from which a run resumes.
 
-A preempted run leaves a mark beside the checkpoints, `<output_dir>/preempted.json`, from the moment when it has saved and
-ends with exit code 75 until the training ends well, or another is begun in its place. A kill in between leaves it, so a job
-that is preempted and later killed goes on from its newest checkpoint.
+A preempted run saves, writes the marker file `<output_dir>/preempted.json` and exits with code 75. The marker remains
+until training ends normally or another training run starts instead. A kill in between does not remove it, so a
+job that is preempted and later killed resumes from its newest checkpoint.
 """
 
 import json
@@ -17,25 +17,26 @@ from typing import Any
 import torch
 
 from headway.accelerator import Accelerator
-from headway.checkpoint.folders import committed, run_of
-from headway.checkpoint.format.foreign import number_of
-from headway.checkpoint.loading.files import open_tensors, pairs, verify
-from headway.checkpoint.loading.restoring import put_in
 from headway.common import atomic, scope
 from headway.common.object_path import to_path
 from headway.common.untrusted import parse_json
+from headway.core.checkpoint.folders import list_committed, read_run_id
+from headway.core.checkpoint.format.foreign import parse_number
+from headway.core.checkpoint.loading.files import iterate_pairs, open_tensors, verify_checkpoint
+from headway.core.checkpoint.loading.restoring import copy_saved_values
+from headway.core.weights.compiled import remove_compiled_levels, rename_bare_items
 from headway.errors import CheckpointError, ObjectStoreError
 from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState
-from headway.trainer.loss import LossBook
+from headway.trainer.loss_book import LossBook
 from headway.trainer.metrics import check_wanted
 from headway.trainer.results import Metrics
 
 log = get_logger(__name__)
 
 FOLDER = "checkpoints"
-_OF_THE_PLACE = frozenset(
+_IRRELEVANT_FOR_LEARNING = frozenset(
     """
     output_dir logging_dir run_name report_to log_level disable_tqdm use_cpu do_train do_eval do_predict
     resume_from_checkpoint ignore_data_skip skip_memory_metrics save_total_limit eval_accumulation_steps
@@ -44,18 +45,19 @@ _OF_THE_PLACE = frozenset(
     eval_rehearsal
     """.split()  # noqa: SIM905
 )
-"""Arguments that a run may be continued with other values of: they change nothing of what is learned."""
+"""Arguments that may change when a run is resumed, because they do not affect what is learned."""
 _MODEL = "model/0/"
+FILE = "preempted.json"
 
 
 @dataclass(frozen=True)
 class TrainerRecord:
-    """Registered with the Accelerator: the state, the losses and the callbacks' states.
+    """Object registered with the Accelerator, so that checkpoints contain the Trainer's state, losses and callbacks.
 
     Attributes:
-        events: the Trainer's, with the state and the control.
-        losses: of the training.
-        settings: the model and the arguments, as `settings_of` writes them.
+        events: Dispatcher with the callbacks, the state and the control.
+        losses: Losses of the training run.
+        settings: Model and arguments as strings; see `list_settings`.
     """
 
     events: Events
@@ -63,26 +65,26 @@ class TrainerRecord:
     settings: dict[str, str]
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it."""
+        """Return the state to save."""
         events = self.events
         return {
             "state": events.state.state_dict(),
             "losses": self.losses.state_dict(),
             "callbacks": events.state_dict(),
-            # Not empty where the run was asked to end in an evaluation, for example: the resumed one owes it.
+            # Not empty if the run was preempted in an evaluation, for example. The resumed run must repeat it.
             "owed": events.control.flags()[2:],
             "settings": self.settings,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from it; where the run that has saved it was another, that is said."""
-        told = differences(state.get("settings", {}), self.settings)
-        if told:
+        """Load a saved state. Warn if the settings of the saved run differ from those of this run."""
+        changes = list_differences(state.get("settings", {}), self.settings)
+        if changes:
             log.warning(
                 "this run is not the one that it continues: %s. It goes on with what is given now; what the checkpoint holds "
                 "(weights, the optimizer's groups and rates, the schedule's place) is as it was saved. "
                 "resume_from_checkpoint=False starts from the beginning",
-                ", ".join(told),
+                ", ".join(changes),
             )
         self.events.state.load_state_dict(state["state"])
         self.losses.load_state_dict(state["losses"])
@@ -90,44 +92,49 @@ class TrainerRecord:
         self.events.control.set_flags([False, False, *state["owed"]])
 
 
-def settings_of(args: TrainingArguments, model: torch.nn.Module) -> dict[str, str]:
-    """The model, and the arguments that shape what it learns, each in words.
+def list_settings(args: TrainingArguments, model: torch.nn.Module) -> dict[str, str]:
+    """Return the settings that affect what a model learns, as strings by name: the model and some of the arguments.
 
     Args:
-        args: all of them.
-        model: before it is prepared.
+        args: Training arguments.
+        model: The model before it is prepared.
     """
-    found = {name: _in_words(value) for name, value in args.to_dict().items() if name not in _OF_THE_PLACE}
+    found = {
+        name: _describe_value(value) for name, value in args.to_dict().items() if name not in _IRRELEVANT_FOR_LEARNING
+    }
     count = sum(parameter.numel() for parameter in model.parameters())
     return {"model": f"{type(model).__name__} ({count:,} parameters)", **found}
 
 
-def _in_words(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", json.dumps(value, default=repr, sort_keys=True))
 
 
-def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What is not as it was, of the settings that both runs know."""
+def list_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return a text "name before -> now" for each setting whose value differs between two runs.
+
+    Settings that only one of the runs has are left out.
+    """
     return [f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
 
 
-def next_number(output_dir: str | Path) -> int:
-    """The number of the next checkpoint in the folder: after those of earlier runs."""
+def find_next_number(output_dir: str | Path) -> int:
+    """Return the number of the next checkpoint in the folder, after those of earlier runs."""
     folder = to_path(output_dir) / FOLDER
-    numbers = [number_of(path) for path in committed(folder)]
+    numbers = [parse_number(path) for path in list_committed(folder)]
     return max((number for number in numbers if number is not None), default=-1) + 1
 
 
-def checkpoint_path(output_dir: str | Path, number: int) -> Path:
-    """Where the checkpoint of that number is."""
+def make_checkpoint_path(output_dir: str | Path, number: int) -> Path:
+    """Return the path of the checkpoint with the given number in the output folder."""
     return to_path(output_dir).absolute() / FOLDER / f"checkpoint_{number}"
 
 
-def note_best(state: TrainerState, args: TrainingArguments, metrics: Metrics) -> bool:
-    """Is this the best evaluation so far? Then note it.
+def record_if_best(state: TrainerState, args: TrainingArguments, metrics: Metrics) -> bool:
+    """Record the evaluation in `state` if it is the best so far. Return whether it is.
 
     Raises:
-        ConfigError: the metric to go by is not among them, or not a number.
+        ConfigError: If the metric for the best model is missing or not a number.
     """
     name = args.wanted_metric
     if name is None:
@@ -136,41 +143,54 @@ def note_best(state: TrainerState, args: TrainingArguments, metrics: Metrics) ->
     value, best = float(metrics[name]), state.best_metric
     if math.isnan(value) or (best is not None and not (value > best if args.greater_is_better else value < best)):
         return False
-    state.best_metric, state.best_global_step = value, state.global_step
+    state.best_metric = value
+    state.best_global_step = state.global_step
     return True
 
 
-def load_weights(folder: str | Path, model: torch.nn.Module) -> None:
-    """Take the model's weights from a checkpoint, every byte verified; every rank calls it, and takes its part of what is sharded.
+def load_weights(folder: str | Path, model: torch.nn.Module, is_average: bool = False) -> None:
+    """Load the model's weights from a checkpoint after verifying its checksums.
+
+    Every rank must call it. Each rank loads its own shards.
+
+    Args:
+        folder: Folder of the checkpoint.
+        model: Model, prepared or not.
+        is_average: Whether to load averaged weights where the checkpoint has them. Default: False.
 
     Raises:
-        CheckpointError: the checkpoint is missing or damaged.
+        CheckpointError: If the checkpoint is missing or damaged.
     """
     place = to_path(folder)
-    manifest = verify(place)
+    manifest = verify_checkpoint(place)
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    own = dict(rename_bare_items(own.items()))
+    prefixes = [_MODEL]
+    if is_average:
+        objects = enumerate(manifest.state.get("custom", ()))
+        prefixes += [f"custom/{i}.average." for i, each in objects if isinstance(each, dict) and "average" in each][:1]
     with torch.no_grad():
-        for name, tensor in open_tensors(place, manifest, _MODEL):
-            for part, values in pairs(own[name.removeprefix(_MODEL)].detach(), tensor):
-                put_in(part, values)
-
-
-FILE = "preempted.json"
+        for prefix in prefixes:
+            for name, tensor in open_tensors(place, manifest, prefix):
+                target = own[remove_compiled_levels(name.removeprefix(prefix))].detach()
+                for part, values in iterate_pairs(target, tensor):
+                    copy_saved_values(part, values)
 
 
 class TrainingCounts(Counter[str]):
-    """How many trainings this process has begun in each folder."""
+    """Registry of the number of training runs that this process has started, by output folder."""
 
 
 @dataclass(frozen=True)
 class PreemptionMarker:
-    """What is known of the training that was asked to end.
+    """Content of the marker file of a preempted training run, which the next start of the same command reads.
 
     Attributes:
-        run: its id, as its checkpoints' manifests have it.
-        training: which training of its process in that folder it was, 1 for the first: a script may train several models.
-        asked: the folder that it was told to go on from itself; None: it began at the start, or from the newest.
-        update: updates made.
+        run: ID of the run, as in its checkpoints' manifests.
+        training: Number of the training run among those that its process started with this output folder, from 1.
+        asked: Folder given as `resume_from_checkpoint`. None: the run started from the beginning, or from the
+            newest checkpoint.
+        update: Number of completed updates.
     """
 
     run: str
@@ -179,14 +199,19 @@ class PreemptionMarker:
     update: int
 
     def is_meant(self, training: int, asked: str | Path | bool | None) -> bool:
-        """Does the same command, at its training number `training`, that asks for `asked`, go on from it?"""
+        """Whether a starting training run should continue the preempted run that wrote this marker.
+
+        Args:
+            training: Number of the starting run among those that its process started with this output folder, from 1.
+            asked: `resume_from_checkpoint` of the starting run.
+        """
         if asked is False or training != self.training:
             return False
         return asked in (None, True) or str(asked) == self.asked
 
 
-def begin(output_dir: str | Path) -> int:
-    """Count a training of this process in the folder; returns its number, 1 for the first."""
+def count_training(output_dir: str | Path) -> int:
+    """Count a training run that this process starts with an output folder. Return the number of such runs so far."""
     place = str(to_path(output_dir).resolve())
     begun = scope.own(TrainingCounts)
     begun[place] += 1
@@ -194,49 +219,53 @@ def begin(output_dir: str | Path) -> int:
 
 
 def read_marker(output_dir: str | Path) -> PreemptionMarker | None:
-    """The folder's mark; None where there is none, or it cannot be read."""
+    """Return the preemption marker in the folder, or None if there is none or it cannot be read."""
     path = to_path(output_dir) / FILE
     try:
         return PreemptionMarker(**parse_json(path.read_text()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        log.warning("%s cannot be read (%s), so no training is resumed by itself", path, error)
+        log.warning("%s cannot be read (%s), so no training is resumed automatically", path, error)
         return None
 
 
 class Continuation:
-    """Where one training begins, and what it leaves for the next start of the same command.
+    """Decision about the checkpoint from which a training run starts.
+
+    If the run is preempted, this object writes a marker file, which the next start of the command reads.
 
     Args:
-        output_dir: the run's folder.
-        asked: `resume_from_checkpoint` of the call, or of the arguments.
-        changed: as for `Accelerator.resume`.
+        output_dir: Folder of the run.
+        asked: `resume_from_checkpoint` of the call or of the arguments.
+        changed: Differences from the checkpoint that are intended, such as "data"; see `Accelerator.resume`.
 
     Attributes:
-        training: which training of this process in that folder it is.
+        training: Number of this training run among those that its process started with this output folder, from 1.
     """
 
     def __init__(
         self, output_dir: str | Path, asked: str | Path | bool | None, changed: str | tuple[str, ...] = ()
     ) -> None:
-        self.training = begin(output_dir)
+        self.training = count_training(output_dir)
         self._folder = output_dir
         self._asked = asked
         self._changed = changed
 
     def resume(self, accelerator: Accelerator) -> None:
-        """Go on from where the arguments say, or from where the same command was preempted; every rank calls it.
+        """Resume from the requested checkpoint, or from the newest checkpoint if this command was preempted.
+
+        Every rank must call it. Without a request or a marker file, the run starts from the beginning.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or does not fit.
+            CheckpointError: If the checkpoint is damaged or does not fit this run.
         """
         asked = self._asked
         mark = next(filter(None, accelerator.collectives.gather_objects(read_marker(self._folder))), None)
         if mark is not None and mark.is_meant(self.training, asked):
-            self._resume_preempted(accelerator, mark)
+            self._resume_from_marker(accelerator, mark)
             return
-        self.end_well(accelerator)
+        self.remove_marker(accelerator)
         if asked:
             accelerator.resume("latest" if asked is True else asked, changed=self._changed)
         elif accelerator.save_iteration:
@@ -247,7 +276,7 @@ class Continuation:
                 accelerator.save_iteration,
             )
 
-    def _resume_preempted(self, accelerator: Accelerator, mark: PreemptionMarker) -> None:
+    def _resume_from_marker(self, accelerator: Accelerator, mark: PreemptionMarker) -> None:
         log.warning(
             "the run in %s was preempted after update %d and resumes from its newest checkpoint; resume_from_checkpoint=False "
             "starts from the beginning",
@@ -261,17 +290,17 @@ class Continuation:
                 f"{error}\nThe same command was preempted and has to resume; resume_from_checkpoint=False starts from the beginning"
             ) from error
 
-    def preempted(self, accelerator: Accelerator, checkpoint: str | Path, update: int) -> None:
-        """The run was asked to end: note where the same command goes on.
+    def write_marker(self, accelerator: Accelerator, checkpoint: str | Path, update: int) -> None:
+        """Write the marker file after a preempted run has saved a checkpoint.
 
         Args:
-            accelerator: whose first process on each machine writes.
-            checkpoint: just committed.
-            update: updates made.
+            accelerator: Accelerator of the run. The first process on each machine writes.
+            checkpoint: Checkpoint that was just committed.
+            update: Number of completed updates.
         """
         if self._asked is False:
-            log.warning("the next start is from the beginning, as resume_from_checkpoint=False says; True resumes")
-        elif accelerator.is_local_main_process and (run := run_of(to_path(checkpoint))) is not None:
+            log.warning("the next start is from the beginning, because of resume_from_checkpoint=False; True resumes")
+        elif accelerator.is_local_main_process and (run := read_run_id(to_path(checkpoint))) is not None:
             # Where it is None, this machine's disk does not hold the checkpoint.
             asked = None if self._asked is None or isinstance(self._asked, bool) else str(self._asked)
             mark, path = PreemptionMarker(run, self.training, asked, update), to_path(self._folder) / FILE
@@ -282,8 +311,11 @@ class Continuation:
                     "%s cannot be written (%s): give resume_from_checkpoint=%r to resume", path, error, str(checkpoint)
                 )
 
-    def end_well(self, accelerator: Accelerator) -> None:
-        """Nothing is left to go on with: a mark of an earlier start is taken away."""
+    def remove_marker(self, accelerator: Accelerator) -> None:
+        """Remove the marker file that a preempted run has written.
+
+        This is called when the training run has ended normally, or does not continue the preempted run.
+        """
         if accelerator.is_local_main_process:
             mark = read_marker(self._folder)
             if mark is not None and mark.training == self.training:
@@ -291,36 +323,41 @@ class Continuation:
 
 
 def check_folder(accelerator: Accelerator, asked: str | Path | bool | None, output_dir: str | Path) -> None:
-    """Is the folder to resume from there? One machine that has it is enough; every rank calls it.
-
-    Raises:
-        CheckpointError: saying what is there instead.
-    """
-    if asked is not None and not isinstance(asked, bool):
-        told = accelerator.collectives.gather_objects(missing_checkpoint(asked, output_dir))
-        if all(told):
-            raise CheckpointError(str(told[0]))
-
-
-def missing_checkpoint(asked: str | Path, output_dir: str | Path) -> str | None:
-    """Why nothing can be resumed from there, in a sentence; None where it seems to be a checkpoint.
+    """Raise CheckpointError if no machine has the folder to resume from. Every rank must call this.
 
     Args:
-        asked: `resume_from_checkpoint`, a folder.
-        output_dir: the run's, whose checkpoints are named.
+        accelerator: Accelerator whose ranks take part.
+        asked: Value of `resume_from_checkpoint`. Only a folder is checked.
+        output_dir: Folder of the run, whose checkpoints the message lists.
+
+    Raises:
+        CheckpointError: If no machine has the folder.
+    """
+    if asked is not None and not isinstance(asked, bool):
+        answers = accelerator.collectives.gather_objects(explain_missing_checkpoint(asked, output_dir))
+        if all(answers):
+            raise CheckpointError(str(answers[0]))
+
+
+def explain_missing_checkpoint(asked: str | Path, output_dir: str | Path) -> str | None:
+    """Return the reason why a folder cannot be resumed from, or None if it looks like a checkpoint.
+
+    Args:
+        asked: Folder given as `resume_from_checkpoint`.
+        output_dir: Folder of the run, whose checkpoints the message lists.
     """
     folder = to_path(asked)
-    if folder.is_dir() and not committed(folder / FOLDER) and not (folder / "trainer_state.json").is_file():
+    if folder.is_dir() and not list_committed(folder / FOLDER) and not (folder / "trainer_state.json").is_file():
         return None
-    there = committed(folder / FOLDER) or committed(to_path(output_dir) / FOLDER)
+    saved = list_committed(folder / FOLDER) or list_committed(to_path(output_dir) / FOLDER)
     known = (
-        f"{there[0].parent} holds {', '.join(path.name for path in there[:5])}"
-        if there
+        f"{saved[0].parent} holds {', '.join(path.name for path in saved[:5])}"
+        if saved
         else "this run has no checkpoint"
     )
     if not folder.exists() and not folder.is_dir():
         what = "does not exist"
-    elif committed(folder / FOLDER):
+    elif list_committed(folder / FOLDER):
         what = "is a run's folder, not a checkpoint"
     elif folder.is_dir():
         what = "is a checkpoint of transformers, which cannot be resumed; take its weights with from_pretrained"

@@ -1,4 +1,4 @@
-"""The loop of one training: forward, backward and update, and what follows an update. It exists while `Trainer.train` runs."""
+"""Loop of one training run: forward, backward, update, and the actions after an update such as logging."""
 
 import math
 import sys
@@ -11,44 +11,52 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from headway.accelerator import Accelerator
-from headway.data.loader import PreparedLoader
+from headway.core.data.loader import PreparedLoader
+from headway.core.runtime.collectives.tree import find_batch_size
+from headway.core.training.prepared.optimizer import PreparedOptimizer
+from headway.core.training.prepared.scheduler import PreparedScheduler
 from headway.errors import ConfigError, DataError
+from headway.extras.moving_average import ExponentialMovingAverage
 from headway.log import get_logger
-from headway.runtime.collectives.tree import find_batch_size
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState
-from headway.trainer.checkpoints import checkpoint_path, load_weights, note_best
-from headway.trainer.data import Batch, length_of
-from headway.trainer.loss import LossBook, take_count
-from headway.trainer.results import Metrics, TrainingLog, TrainOutput, speed
-from headway.training.prepared.optimizer import PreparedOptimizer
-from headway.training.prepared.scheduler import PreparedScheduler
+from headway.trainer.checkpoints import load_weights, make_checkpoint_path, record_if_best
+from headway.trainer.data import Batch, get_length
+from headway.trainer.logs import TrainingLog
+from headway.trainer.loss import split_label_count
+from headway.trainer.loss_book import LossBook
+from headway.trainer.results import Metrics, TrainOutput, compute_speed
+from headway.trainer.source_losses import mask_padding, split_sources
 
 log = get_logger(__name__)
 
 
 class TrainingMethods(Protocol):
-    """What the loop calls of the Trainer, where a subclass may have methods of its own."""
+    """Interface of the Trainer's methods that the loop calls and that a subclass may override."""
 
     def training_step(
         self, model: torch.nn.Module, inputs: Batch, num_items_in_batch: int | None = None
     ) -> torch.Tensor:
-        """Forward and backward of a micro-batch; returns its loss."""
+        """Run forward and backward of a micro-batch, and return its loss."""
 
     def evaluate(self, *, ignore_keys: list[str] | None = None) -> Metrics:
-        """The metrics of an evaluation."""
+        """Run an evaluation and return its metrics."""
 
     def log(self, logs: Metrics) -> None:
-        """Log values."""
+        """Log values by name to the history, the callbacks and the run's log."""
 
 
 @dataclass(frozen=True)
 class PreparedTraining:
-    """What a training works with, prepared by one Accelerator.
+    """Objects of a training run that one Accelerator has prepared.
 
     Attributes:
-        accelerator: that has prepared it.
-        model, optimizer, scheduler, loader: the training's.
+        accelerator: Accelerator that has prepared the other objects.
+        model: Prepared model.
+        optimizer: Prepared optimizer.
+        scheduler: Prepared scheduler.
+        loader: Prepared loader of the training data.
+        average: Average of the model's weights, or None.
     """
 
     accelerator: Accelerator
@@ -56,61 +64,67 @@ class PreparedTraining:
     optimizer: PreparedOptimizer
     scheduler: PreparedScheduler
     loader: PreparedLoader
+    average: ExponentialMovingAverage | None = None
 
     @property
     def num_batches(self) -> int | None:
-        """Of an epoch on each rank; None: a stream."""
-        return length_of(self.loader)
+        """Number of batches per epoch on each rank; None for an iterable dataset."""
+        return get_length(self.loader)
 
     @property
     def is_by_metric(self) -> bool:
-        """Does the schedule follow a metric instead of updates?"""
+        """Whether the learning-rate schedule depends on a metric and not on the number of updates.
+
+        This is the case for ReduceLROnPlateau.
+        """
         return isinstance(self.scheduler.scheduler, ReduceLROnPlateau)
 
 
 def count_updates(state: TrainerState, args: TrainingArguments, num_batches: int | None, num_steps: int) -> None:
-    """Note how many epochs and updates there will be.
+    """Compute the numbers of epochs and updates and the intervals of a training run, and store them in its state.
 
     Args:
-        state: takes the numbers.
-        args: how long to train.
-        num_batches: of an epoch on each rank; None: a stream.
-        num_steps: batches of an update.
+        state: State to change.
+        args: Arguments of the training run.
+        num_batches: Batches per epoch on each rank; None for an iterable dataset.
+        num_steps: Batches per update.
 
     Raises:
-        ConfigError: a stream without max_steps.
+        ConfigError: If `max_steps` is not set and the data has no length or no batch.
     """
     if not num_batches:
         if args.max_steps <= 0:
             what = "has no length" if num_batches is None else "has no batch"
             raise ConfigError(f"the training data {what}, so epochs cannot be counted; set max_steps, or give data")
-        state.max_steps, state.num_train_epochs = args.max_steps, 1
+        state.max_steps = args.max_steps
+        state.num_train_epochs = 1
     else:
         per_epoch = -(-num_batches // num_steps)
         if args.max_steps > 0:
-            state.max_steps, state.num_train_epochs = args.max_steps, -(-args.max_steps // per_epoch)
+            state.max_steps = args.max_steps
+            state.num_train_epochs = -(-args.max_steps // per_epoch)
         else:
             state.max_steps = math.ceil(args.num_train_epochs * per_epoch)
             state.num_train_epochs = math.ceil(args.num_train_epochs)
     state.logging_steps, state.eval_steps, state.save_steps = (
-        args.interval(name, state.max_steps) for name in ("logging_steps", "eval_steps", "save_steps")
+        args.get_interval(name, state.max_steps) for name in ("logging_steps", "eval_steps", "save_steps")
     )
 
 
 class Training:
-    """One training, from its first update to its last.
+    """One training run, from its first update to its last.
 
     Args:
-        args: how it trains.
-        prepared: what it works with.
-        events: told of what happens; keeps the state and the control.
-        log: the run's.
-        losses: takes those of the updates.
-        steps: the Trainer's methods that may be overridden.
-        ignored: outputs of the model that are not predictions; None: what its config says.
+        args: Arguments of the training run.
+        prepared: Prepared model, optimizer, scheduler and loader.
+        events: Dispatcher of the events, with state and control.
+        log: Log of the run.
+        losses: Recorder of the losses of the updates.
+        steps: Trainer, whose methods a subclass may override.
+        ignored: Names of model outputs that are not predictions. None: those that the model's config names.
 
     Attributes:
-        newest: the checkpoint last taken; empty before the first.
+        newest: Path of the newest checkpoint of this training run; empty before the first.
     """
 
     def __init__(
@@ -126,70 +140,75 @@ class Training:
         self.newest = ""
         self._args = args
         self._prepared = prepared
-        self._accelerator, self._model, self._loader = prepared.accelerator, prepared.model, prepared.loader
+        self._accelerator = prepared.accelerator
+        self._model = prepared.model
+        self._loader = prepared.loader
         self._events = events
         self._log = log
         self._losses = losses
         self._steps = steps
         self._ignored = ignored
         self._meter = prepared.accelerator.throughput
-        self._began_at, self._first_update = time.monotonic(), events.state.global_step
-        self._last_logged, self._last_saved = self._first_update, -1
+        self._began_at = time.monotonic()
+        self._first_update = events.state.global_step
+        self._last_logged = self._first_update
+        self._last_saved = -1
         self._caught_up_at = -1
         self._num_samples = 0
         self._of_update: dict[str, torch.Tensor | float] = {}
 
     def run(self) -> TrainOutput:
-        """The loop over epochs; the Trainer's docstring draws it."""
+        """Run all epochs and return the results. The Trainer's docstring shows the order of the events."""
         args, events = self._args, self._events
         self._model.train()
-        events.tell("on_train_begin")
+        events.call_event("on_train_begin")
         if args.eval_on_start and not events.state.global_step:
             events.control.should_evaluate = True
         owes = events.control.should_evaluate
-        self._log_evaluate_and_save()  # also what a run that was asked to end in an evaluation still owes
+        self._log_evaluate_and_save()  # includes an evaluation that was interrupted before the run was resumed
         self._caught_up_at = events.state.global_step if owes else -1
         num_epochs = sys.maxsize if args.max_steps > 0 else events.state.num_train_epochs
         if not events.control.should_training_stop:
             for epoch in self._accelerator.epochs(num_epochs):
                 events.control.should_epoch_stop = False
                 events.state.owes_epoch_end = True
-                events.tell("on_epoch_begin")
+                events.call_event("on_epoch_begin")
                 self._train_epoch(epoch)
-                if self._loader.is_stopped:  # by the guard against non-finite losses, or from outside
+                if self._loader.is_stopped:  # stopped by the guard against non-finite losses, or from outside
                     break
                 self._end_epoch()
                 if events.control.should_training_stop:
                     break
-        elif events.state.owes_epoch_end:  # ended between the last update's checkpoint and the epoch's end
+        elif events.state.owes_epoch_end:  # the run ended between the last update's checkpoint and the end of its epoch
             self._end_epoch()
         return self._finish_training()
 
     def _end_epoch(self) -> None:
         self._events.state.owes_epoch_end = False
-        self._events.tell("on_epoch_end")
+        self._events.call_event("on_epoch_end")
         self._synchronize_control()
         self._log_evaluate_and_save()
 
     def _train_epoch(self, epoch: int) -> None:
-        """One pass over the data, or what is left of it."""
+        """Train on one pass over the data. After a resume, train on the remaining batches of the epoch."""
         loader, accelerator, events = self._loader, self._accelerator, self._events
         state, num_batches = events.state, self._prepared.num_batches
         first = loader.num_consumed // loader.total_batch_size if loader.total_batch_size else 0
         index, is_resumed = first, loader.num_consumed > 0
         for index, batch in enumerate(loader, first + 1):
             if accelerator.sync_gradients:
-                events.tell("on_step_begin")
+                events.call_event("on_step_begin")
             self._train_on_batch(batch)
             state.epoch = epoch + (index / num_batches if num_batches else index / state.max_steps)
             self._num_samples += sum(loader.valid_counts or ())
             if accelerator.num_updates == state.global_step:
-                events.tell("on_substep_end")
+                events.call_event("on_substep_end")
             else:
                 state.global_step = accelerator.num_updates
-                events.tell("on_step_end")
-                if accelerator.preempted:  # with Preemption(exits=False); else the process has ended
-                    events.control.should_save = events.control.should_training_stop = True
+                events.call_event("on_step_end")
+                if accelerator.preempted:  # only with Preemption(exits=False); otherwise the process has exited
+                    events.control.should_save = True
+                    events.control.should_training_stop = True
                 self._synchronize_control()
                 self._log_evaluate_and_save()
             if events.control.should_epoch_stop or events.control.should_training_stop:
@@ -198,33 +217,39 @@ class Training:
             raise DataError("an epoch of the training data had no batch; give data, or fewer max_steps")
 
     def _train_on_batch(self, batch: Batch) -> None:
-        """Forward and backward; and the update, where a window ends."""
+        """Run forward and backward on a batch. If it ends the accumulation window, make the update."""
         accelerator, loader = self._accelerator, self._loader
         num_rows = loader.num_rows or 1
         if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
             self._meter.add(tokens=batch["input_ids"].numel())
+        by_source = self._losses.by_source
+        if by_source is not None:
+            batch = mask_padding(batch, loader.num_valid)
         for piece in accelerator.microbatches(batch):
             with accelerator.accumulate(self._model):
                 rows = num_rows if piece is batch else find_batch_size(piece) or num_rows
-                inputs, weight = take_count(piece)
+                inputs, weight = split_label_count(piece)
+                if by_source is not None:
+                    inputs, sources = split_sources(inputs)
+                    by_source.begin_piece(sources)
                 loss = self._steps.training_step(self._model, inputs, weight)
                 num_valid = num_rows if loader.num_valid is None else loader.num_valid
                 weighed = num_valid * rows / num_rows if weight is None or not num_valid else weight
-                self._losses.add(loss, float(weighed), rows)
+                self._losses.add_loss(loss, float(weighed), rows)
                 if accelerator.sync_gradients:
-                    self._update()
+                    self._run_update()
         self._losses.end_batch(num_rows)
         if accelerator.sync_gradients:
             self._losses.end_window()
 
-    def _update(self) -> None:
+    def _run_update(self) -> None:
         optimizer, limit = self._prepared.optimizer, self._args.max_grad_norm
         if limit:
             self._of_update["grad_norm"] = self._accelerator.clip_grad_norm_(self._model.parameters(), limit)
-        self._events.tell("on_pre_optimizer_step")
+        self._events.call_event("on_pre_optimizer_step")
         self._of_update["learning_rate"] = float(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        self._events.tell("on_optimizer_step")
+        self._events.call_event("on_optimizer_step")
         if not self._prepared.is_by_metric:
             self._prepared.scheduler.step()
         optimizer.zero_grad()
@@ -232,15 +257,22 @@ class Training:
     # ---------------------------------------------------------------- after an update
 
     def _synchronize_control(self) -> None:
-        """Where callbacks of others decide, what one rank asks for is done by all."""
+        """Combine the control flags of all ranks, so that a request by any rank's callbacks applies to all ranks.
+
+        It does nothing if there are only the Trainer's own callbacks, whose requests do not differ between ranks.
+        """
         accelerator, events = self._accelerator, self._events
         if accelerator.num_processes > 1 and events.has_foreign:
-            # Over the host's own way: the device is asked for nothing.
+            # Reduce on the host, without a wait for the device.
             flags = accelerator.collectives.reduce_numbers([float(flag) for flag in events.control.flags()], "max")
             events.control.set_flags([flag > 0 for flag in flags])
 
     def _log_evaluate_and_save(self) -> None:
-        """Log, evaluate and save as the control says; not again what was owed, where the end of an epoch comes once more."""
+        """Log, evaluate and save if the control requests it.
+
+        A resumed run first executes the actions that were still pending when its checkpoint was saved. If an epoch
+        ends at that update, they are not executed a second time.
+        """
         events, state = self._events, self._events.state
         if events.control.should_log and state.global_step > self._last_logged:
             self._log_training()
@@ -254,10 +286,10 @@ class Training:
             self._save_checkpoint(metrics)
 
     def _evaluate(self) -> Metrics:
-        # Given only where it is there: an override may not know it.
+        # Pass it only if it is set, because an override may not accept it.
         metrics = self._steps.evaluate() if self._ignored is None else self._steps.evaluate(ignore_keys=self._ignored)
         control = self._events.control
-        is_best = note_best(self._events.state, self._args, metrics)
+        is_best = record_if_best(self._events.state, self._args, metrics)
         if self._prepared.is_by_metric:
             self._prepared.scheduler.step(metrics[self._args.wanted_metric or "eval_loss"])
         if self._args.save_strategy == "best":
@@ -265,8 +297,10 @@ class Training:
         return metrics
 
     def _log_training(self) -> None:
-        loss = self._losses.take()
+        loss = self._losses.pop_mean()
         logs: Metrics = {} if loss is None else {"loss": loss}
+        if self._losses.by_source is not None:
+            logs |= self._losses.by_source.pop_means()
         logs |= {name: float(value) for name, value in self._of_update.items()}
         if num_skipped := self._accelerator.clock.num_skipped:
             logs["skipped_updates"] = num_skipped
@@ -274,15 +308,19 @@ class Training:
         self._steps.log(logs)
 
     def _save_checkpoint(self, metrics: Metrics) -> None:
-        """Take a checkpoint, and write it behind the loop."""
+        """Start saving a checkpoint. It is written in the background.
+
+        Args:
+            metrics: Metrics of the latest evaluation, by which the best checkpoint is selected.
+        """
         state, args, accelerator = self._events.state, self._args, self._accelerator
         value = metrics.get(args.wanted_metric or "")
         if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(checkpoint_path(args.output_dir or ".", accelerator.save_iteration))
+            state.best_model_checkpoint = str(make_checkpoint_path(args.output_dir or ".", accelerator.save_iteration))
         metric = None if value is None or math.isnan(value) else float(value)
         self.newest = str(accelerator.save_state(blocking=False, metric=metric))
         self._last_saved = state.global_step
-        self._events.tell("on_save")
+        self._events.call_event("on_save")
 
     # ---------------------------------------------------------------- the end
 
@@ -292,13 +330,15 @@ class Training:
         accelerator.wait_for_save()
         if args.load_best_model_at_end and state.best_model_checkpoint and state.best_global_step != state.global_step:
             log.info("the weights of update %s are loaded: %s", state.best_global_step, state.best_model_checkpoint)
-            accelerator.strategy.at_rest(self._model)
-            load_weights(state.best_model_checkpoint, self._model)
-        metrics = speed("train", seconds, self._num_samples, state.global_step - self._first_update)
-        metrics["train_loss"] = self._losses.mean()
+            accelerator.strategy.free_gathered(self._model)
+            load_weights(state.best_model_checkpoint, self._model, is_average=self._prepared.average is not None)
+        elif self._prepared.average is not None:
+            self._prepared.average.copy_to_model()
+        metrics = compute_speed("train", seconds, self._num_samples, state.global_step - self._first_update)
+        metrics["train_loss"] = self._losses.compute_mean()
         metrics["epoch"] = state.epoch
-        metrics |= self._log.peaks("train_memory_peak", "train_memory_peak_")
+        metrics |= self._log.list_peaks("train_memory_peak", "train_memory_peak_")
         self._steps.log(dict(metrics))
         accelerator.end_trackers()
-        self._events.tell("on_train_end")
+        self._events.call_event("on_train_end")
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)

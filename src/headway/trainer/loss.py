@@ -1,4 +1,4 @@
-"""How a batch becomes a loss: how the model is called, where its loss is, what it is a mean over, and what of it is logged."""
+"""Loss of a batch: the call of the model, the loss among its outputs, and the number of labels that are not ignored."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -8,29 +8,40 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from headway.accelerator import Accelerator
+from headway.core.runtime.collectives.tree import Tree
 from headway.errors import ConfigError, LossError
-from headway.runtime.collectives.tree import Tree
-from headway.trainer.data import IGNORED, NUM_ITEMS, Batch, LabelCount, forward_parameters, is_shifted
+from headway.trainer.collation import IGNORED, NUM_ITEMS, LabelCount, is_shifted
+from headway.trainer.columns import list_forward_parameters
+from headway.trainer.data import Batch
+from headway.trainer.source_losses import SourceBook
 
 LossFunction = Callable[..., torch.Tensor]
 
 _MOST_WAITING = 512
-"""Windows whose losses wait on the device; then they are read, which waits for it."""
+"""Maximum number of accumulation windows whose losses stay on the device.
+
+Reading them makes the host wait for the device.
+"""
 
 
 class LossOf:
-    """Computes the loss of batches with one model.
+    """Callable that computes the loss of a batch for one model.
 
-    A batch that is a dict goes to the model by name, a tuple or list by position. Where there is a loss function, the labels are
-    taken out of the batch first (a tuple's last item), and it is called with the model's outputs and them; else
-    the model's own loss is used: `outputs["loss"]`, `outputs.loss`, a tuple's first item, or a scalar.
+    A batch that is a dict is passed to the model as keyword arguments, a tuple or list as positional arguments. With
+    a loss function, the labels are first removed from the batch (a tuple's last item), and the function is called
+    with the model's outputs and the labels. Otherwise the model's own loss is used: `outputs["loss"]`,
+    `outputs.loss`, a tuple's first item, or a scalar.
 
     Args:
-        model: the model.
-        function: `function(outputs, labels)`, a mean; it may also take `num_items_in_batch`. None: the model's own loss.
-        smoothing: share of the target that is spread over all classes; computed from `outputs.logits` and `labels`.
-        label_names: the batch's keys that are labels.
+        model: Model to train.
+        function: `function(outputs, labels)`, which returns a mean. It may also accept `num_items_in_batch`. None: the
+            model's own loss.
+        smoothing: Label smoothing, the fraction of the target that is spread over all classes. The loss is then
+            computed from `outputs.logits` and `labels`.
+        label_names: Keys of the batch that are labels.
+
+    Attributes:
+        by_source: Recorder of the losses by source. None: no training run on a mixture is in progress.
     """
 
     def __init__(
@@ -44,49 +55,60 @@ class LossOf:
         self.smoothing = smoothing
         self.label_names = label_names
         self.count = LabelCount(is_shifted(model))
-        self._takes_count = function is not None and "num_items_in_batch" in _parameters(function)
-        self._forward_names = forward_parameters(model)
+        self._takes_count = function is not None and "num_items_in_batch" in _list_parameters(function)
+        self._forward_names = list_forward_parameters(model)
         self._is_called = False
+        self.by_source: SourceBook | None = None
 
     def __call__(
         self, model: torch.nn.Module, inputs: Batch, num_items: int | None = None
     ) -> tuple[torch.Tensor, Tree]:
-        """(loss, outputs): the loss is a mean.
+        """Return the mean loss of a batch, and the outputs of the model.
+
+        Args:
+            model: Model to call.
+            inputs: Batch, including its labels.
+            num_items: Number of labels that are not ignored, for a loss function that accepts `num_items_in_batch`.
+                Default: None.
 
         Raises:
-            LossError: the model gives none.
+            LossError: If the model returns no loss.
         """
         if self.function is None and not self.smoothing:
             if not self._is_called:
                 check_call(model, inputs)
                 self._is_called = True
-            outputs = call(model, inputs)
+            outputs = call_model(model, inputs)
+            if self.by_source is not None:
+                self.by_source.add_outputs(self.split_labels(inputs)[1], outputs, inputs)
             return find_loss(outputs, model), outputs
-        inputs, labels = self.split(inputs)
+        inputs, labels = self.split_labels(inputs)
         if self.smoothing:
-            return self._smoothed(model, inputs, labels)
-        outputs = call(model, inputs)
+            return self._compute_smoothed_loss(model, inputs, labels)
+        outputs = call_model(model, inputs)
         more = {"num_items_in_batch": num_items} if self._takes_count else {}
         assert self.function is not None
         return self.function(outputs, labels, **more), outputs
 
-    def split(self, inputs: Batch) -> tuple[Batch, Tree]:
-        """(what the model is called with, labels): labels that are not there are None."""
+    def split_labels(self, inputs: Batch) -> tuple[Batch, Tree]:
+        """Split a batch into the inputs of the model and the labels. Labels that are missing are None."""
         if isinstance(inputs, Mapping):
             names = [name for name in self.label_names if name in inputs] or [
                 n for n in ("labels", "label") if n in inputs
             ]
             found = [inputs[name] for name in names]
             labels = None if not found else found[0] if len(found) == 1 else tuple(found)
-            # Under smoothing the model may need the labels to make its decoder's inputs.
+            # With smoothing the model may need the labels to create its decoder's inputs.
             keeps = self.smoothing and "labels" in (self._forward_names or ())
             return (inputs if keeps else {k: v for k, v in inputs.items() if k not in names}), labels
         if isinstance(inputs, tuple | list) and len(inputs) > 1:
             return (inputs[0] if len(inputs) == 2 else tuple(inputs[:-1])), inputs[-1]
         return inputs, None
 
-    def _smoothed(self, model: torch.nn.Module, inputs: Batch, labels: Tree) -> tuple[torch.Tensor, Tree]:
-        outputs = call(model, inputs)
+    def _compute_smoothed_loss(self, model: torch.nn.Module, inputs: Batch, labels: Tree) -> tuple[torch.Tensor, Tree]:
+        outputs = call_model(model, inputs)
+        if self.by_source is not None:
+            self.by_source.add_outputs(labels, outputs, inputs)
         logits = outputs["logits"] if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
         if not isinstance(logits, torch.Tensor) or not isinstance(labels, torch.Tensor):
             raise LossError(
@@ -100,10 +122,11 @@ class LossOf:
         return loss, outputs
 
 
-def take_count(batch: Batch) -> tuple[Batch, int | None]:
-    """(the batch or piece without what `Collating` put into it, the number of labels that this counts).
+def split_label_count(batch: Batch) -> tuple[Batch, int | None]:
+    """Split a batch into the values for the model and the number of its labels that are not ignored.
 
-    What is given stays as it is: a batch that is run again has its count still.
+    `LoaderCollator` has added the number to the batch. The given batch is not modified, because it needs the entry
+    again if it is repeated after an out-of-memory error. The number is None if there is no such entry.
     """
     if isinstance(batch, Mapping) and NUM_ITEMS in batch:
         rest = copy(batch)
@@ -112,8 +135,11 @@ def take_count(batch: Batch) -> tuple[Batch, int | None]:
     return batch, None
 
 
-def call(model: torch.nn.Module, inputs: Batch) -> Tree:
-    """The model's outputs: a dict goes in by name, a tuple or list by position."""
+def call_model(model: torch.nn.Module, inputs: Batch) -> Tree:
+    """Call the model with a batch and return its outputs.
+
+    A dict is passed as keyword arguments, a tuple or list as positional arguments.
+    """
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, tuple | list):
@@ -122,10 +148,12 @@ def call(model: torch.nn.Module, inputs: Batch) -> Tree:
 
 
 def check_call(model: torch.nn.Module, inputs: Batch) -> None:
-    """Can the model be called with a whole batch, labels included, so that it may return a loss?
+    """Raise an error if the model's forward does not accept a batch that includes labels.
+
+    Without them, the model cannot compute its own loss.
 
     Raises:
-        LossError: its forward does not take what is in the batch.
+        LossError: If the forward does not accept the contents of the batch.
     """
     try:
         signature = inspect.signature(model.forward)
@@ -133,7 +161,7 @@ def check_call(model: torch.nn.Module, inputs: Batch) -> None:
             signature.bind(**inputs)
         elif isinstance(inputs, tuple | list):
             signature.bind(*inputs)
-    except ValueError:  # it has no signature to look at
+    except ValueError:  # the forward has no signature to check
         return
     except TypeError as error:
         what = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else f"{len(inputs)} values"
@@ -144,8 +172,11 @@ def check_call(model: torch.nn.Module, inputs: Batch) -> None:
         ) from None
 
 
-def loss_among(outputs: Tree) -> torch.Tensor | None:
-    """The loss among a model's outputs: `outputs["loss"]`, `outputs.loss`, a tuple's first item, or a scalar."""
+def find_named_loss(outputs: Tree) -> torch.Tensor | None:
+    """Return the loss among a model's outputs, or None if there is none.
+
+    It is `outputs["loss"]`, `outputs.loss`, a tuple's first item, or a scalar.
+    """
     if isinstance(outputs, Mapping):
         loss = outputs.get("loss")
     elif isinstance(outputs, tuple | list):
@@ -157,12 +188,18 @@ def loss_among(outputs: Tree) -> torch.Tensor | None:
 
 
 def find_loss(outputs: Tree, model: torch.nn.Module) -> torch.Tensor:
-    """The same, where there must be one.
+    """Return the loss among a model's outputs.
+
+    It is `outputs["loss"]`, `outputs.loss`, a tuple's first item, or a scalar.
+
+    Args:
+        outputs: Outputs of the model.
+        model: Model, named in the error.
 
     Raises:
-        LossError: there is none.
+        LossError: If there is no loss.
     """
-    loss = loss_among(outputs)
+    loss = find_named_loss(outputs)
     if loss is None:
         got = f"keys {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else f"a {type(outputs).__name__}"
         raise LossError(
@@ -172,13 +209,15 @@ def find_loss(outputs: Tree, model: torch.nn.Module) -> torch.Tensor:
     return loss
 
 
-def without_loss(outputs: Tree, has_loss: bool, ignored: list[str]) -> Tree:
-    """The model's outputs as predictions: one value alone, several as a tuple; None where only the loss is left.
+def drop_loss(outputs: Tree, has_loss: bool, ignored: list[str]) -> Tree:
+    """Return the model's outputs without the loss, as predictions.
+
+    Several outputs are returned as a tuple, and a single output without a tuple. None if there is only the loss.
 
     Args:
-        outputs: what the model returned.
-        has_loss: a tuple's first item is the loss.
-        ignored: names of outputs to leave out.
+        outputs: Outputs of the model.
+        has_loss: Whether a tuple's first item is the loss.
+        ignored: Names of outputs to omit.
     """
     if isinstance(outputs, Mapping):
         values = tuple(value for name, value in outputs.items() if name not in (*ignored, "loss") and value is not None)
@@ -189,101 +228,8 @@ def without_loss(outputs: Tree, has_loss: bool, ignored: list[str]) -> Tree:
     return None if not values else values[0] if len(values) == 1 else values
 
 
-def _parameters(function: Callable[..., Any]) -> list[str]:
+def _list_parameters(function: Callable[..., Any]) -> list[str]:
     try:
         return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):  # the function is written in C
         return []
-
-
-# ---------------------------------------------------------------- the losses of a training
-
-
-class LossBook:
-    """The losses of a training as they are logged: the exact mean of each window, over its pieces and all ranks.
-
-    Nothing waits for the device before a value is asked for.
-
-    Args:
-        accelerator: whose ranks compute the windows.
-    """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._pieces: list[tuple[torch.Tensor, float, int]] = []
-        self._window: list[tuple[torch.Tensor, float]] = []
-        self._windows: list[list[tuple[torch.Tensor, float]]] = []
-        self._recent: list[float] = []
-        self._total = 0.0
-        self._num_windows = 0
-
-    def add(self, loss: torch.Tensor, weight: float, num_rows: int) -> None:
-        """A piece of a batch went through.
-
-        Args:
-            loss: its mean.
-            weight: over how many items.
-            num_rows: the piece's rows.
-        """
-        self._pieces.append((loss.detach(), weight, num_rows))
-
-    def end_batch(self, num_rows: int) -> None:
-        """The batch stands. Where it was run again, the last pieces that have its rows are those that count."""
-        kept, rows = [], 0
-        for piece in reversed(self._pieces):
-            kept.append(piece[:2])
-            rows += piece[2]
-            if rows >= num_rows:
-                break
-        self._window += reversed(kept)
-        self._pieces.clear()
-
-    def end_window(self) -> None:
-        """The window of these batches is over."""
-        if self._window:
-            self._windows.append(self._window)
-            self._window = []
-        if len(self._windows) >= _MOST_WAITING:
-            self._read()
-
-    def _read(self) -> None:
-        """Exchange and read what waits; every rank calls it at the same window."""
-        if not self._windows:
-            return
-        pieces = [(loss, weight, number) for number, window in enumerate(self._windows) for loss, weight in window]
-        # The one wait for the device; the rest is the host's.
-        losses = torch.stack([loss.float() for loss, _, _ in pieces]).cpu()
-        weights = torch.tensor([float(weight) for _, weight, _ in pieces])
-        places = torch.tensor([number for _, _, number in pieces])
-        # A mean over nothing is not a number; it must not get into the sum.
-        shares = torch.stack([torch.where(weights > 0, losses * weights, 0.0), weights])
-        both = shares.new_zeros(2, len(self._windows)).index_add_(1, places, shares)
-        self._windows.clear()
-        sums = both.flatten().tolist()
-        if self._accelerator.num_processes > 1:
-            sums = self._accelerator.collectives.reduce_numbers(sums)
-        means = [total / weight for total, weight in zip(sums[: len(sums) // 2], sums[len(sums) // 2 :]) if weight]
-        self._recent += means
-        self._total += sum(means)
-        self._num_windows += len(means)
-
-    def take(self) -> float | None:
-        """The mean over the windows since the last call; None where there were none. Every rank calls it."""
-        self._read()
-        found = sum(self._recent) / len(self._recent) if self._recent else None
-        self._recent = []
-        return found
-
-    def mean(self) -> float:
-        """The mean over all windows of the run; every rank calls it."""
-        self._read()
-        return self._total / self._num_windows if self._num_windows else float("nan")
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was read so far and is not logged yet, and the total; every rank calls it."""
-        self._read()
-        return {"recent": list(self._recent), "total": self._total, "num_windows": self._num_windows}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._recent, self._total, self._num_windows = list(state["recent"]), state["total"], state["num_windows"]

@@ -1,4 +1,7 @@
-"""The Trainer's methods that compute losses, evaluate and predict, each of which a subclass may override; small old names."""
+"""The Trainer's methods that compute losses, evaluate and predict, and members that transformers' Trainer has.
+
+A subclass may override each of these methods. The other members exist for scripts written for transformers' Trainer.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -8,18 +11,25 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from headway.data.loader import PreparedLoader
+from headway.core.data.loader import PreparedLoader
+from headway.core.runtime.collectives.tree import Tree
+from headway.core.runtime.dry_run import is_forecast
+from headway.core.weights.export import copy_files
 from headway.errors import ConfigError, DataError
-from headway.forecasting import is_forecast
-from headway.runtime.collectives.tree import Tree
-from headway.trainer import builder, results
-from headway.trainer.argument_checks import OTHERWISE, UnknownMembers
+from headway.trainer import results
+from headway.trainer.argument_names import OTHERWISE, UnknownMembers
 from headway.trainer.callbacks import Events
-from headway.trainer.data import Batch, Collate, Collating, Data, EvalData, check_dataset, drop_columns, length_of
-from headway.trainer.evaluation import EvaluationSanityCheck, Evaluator, StepOutput, num_rows_of, per_sample
-from headway.trainer.loss import call, loss_among, without_loss
+from headway.trainer.collation import Collate, LoaderCollator
+from headway.trainer.columns import drop_columns
+from headway.trainer.data import Batch, Data, EvalData, check_dataset, get_length
+from headway.trainer.evaluation import Evaluator, StepOutput, count_rows, select_per_sample
+from headway.trainer.logs import FileMethods, Log
+from headway.trainer.loss import call_model, drop_loss, find_named_loss
 from headway.trainer.metrics import Measure
-from headway.weights.export import copy_files
+from headway.trainer.packing import Packer
+from headway.trainer.sanity_check import EvaluationSanityCheck
+from headway.trainer.signature import ForwardSignature
+from headway.trainer.source_losses import collate_sources, find_mixture
 
 _NEVER_CALLED = frozenset(
     """
@@ -31,22 +41,33 @@ _NEVER_CALLED = frozenset(
     get_batch_samples init_hf_repo set_initial_training_values
     """.split()  # noqa: SIM905
 )
-"""Methods of transformers' Trainer that an override of would silently do nothing here."""
+"""Methods of transformers' Trainer that Headway never calls.
+
+An override of such a method would silently have no effect.
+"""
 
 
-def overridden(kind: type, names: Iterable[str]) -> list[str]:
-    """Which of these methods of the Trainer a subclass has of its own."""
+def list_overridden(kind: type, names: Iterable[str]) -> list[str]:
+    """Return those method names among `names` that a subclass of the Trainer overrides.
+
+    Args:
+        kind: Subclass of the Trainer.
+        names: Names of methods.
+    """
     theirs = [each for each in kind.__mro__ if not each.__module__.startswith("headway.")]
     return sorted(name for name in names if any(name in vars(each) for each in theirs))
 
 
 def check_overrides(kind: type) -> None:
-    """Refuse a subclass whose overrides would never be called.
+    """Raise an error if a subclass overrides methods that Headway never calls.
+
+    Args:
+        kind: Subclass of the Trainer.
 
     Raises:
-        ConfigError: naming them.
+        ConfigError: If there are such overrides. The message names them.
     """
-    found = overridden(kind, _NEVER_CALLED)
+    found = list_overridden(kind, _NEVER_CALLED)
     if found:
         raise ConfigError(
             f"{kind.__name__} overrides methods that Headway never calls: {', '.join(found)}; use callbacks, or one of the methods "
@@ -55,24 +76,35 @@ def check_overrides(kind: type) -> None:
 
 
 class _Records:
-    """The model card and the arguments, written where a model is published.
+    """Object that writes the model card and the training arguments when a model is published.
+
+    It has the method `save_pretrained`, so that it can be published like a model.
 
     Args:
-        home: has the card.
-        arguments: as JSON.
+        home: Folder that contains the model card.
+        arguments: Training arguments as JSON text.
     """
 
     def __init__(self, home: Path, arguments: str) -> None:
-        self._home, self._arguments = home, arguments
+        self._home = home
+        self._arguments = arguments
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write them."""
+        """Write the model card and the arguments to `folder`."""
         copy_files(self._home, folder, ["README.md"])
         (folder / "training_args.json").write_text(self._arguments + "\n")
 
 
-class LegacyMembers(results.FileMethods, UnknownMembers):
-    """Small names that scripts ask of transformers' Trainer, each by what the Trainer has itself."""
+class LegacyMembers(FileMethods, UnknownMembers):
+    """Members of transformers' Trainer that scripts use, implemented by the corresponding members of Headway's Trainer.
+
+    Attributes:
+        optimizer: Optimizer of the Trainer. None before it is created.
+        is_deepspeed_enabled: Always False.
+        is_fsdp_enabled: Always False.
+        is_model_parallel: Always False.
+        place_model_on_device: Always True.
+    """
 
     optimizer: Any
     is_deepspeed_enabled = is_fsdp_enabled = is_model_parallel = False
@@ -80,39 +112,49 @@ class LegacyMembers(results.FileMethods, UnknownMembers):
 
     @property
     def model_wrapped(self) -> torch.nn.Module:
-        """The model: it is prepared in its place."""
+        """The model itself. Headway prepares it in place, so there is no separate wrapper."""
         return self.model
 
     @property
     def tokenizer(self) -> Any:
-        """The processing class by its old name."""
+        """Processing class (such as a tokenizer), under its older name."""
         return self.processing_class
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
-        """The run's mixed precision, for a block."""
+        """Return a context manager that enables the run's mixed precision.
+
+        Args:
+            cache_enabled: Accepted for compatibility.
+        """
         return self.accelerator.autocast()
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
-        """The same: what `training_step` computes the loss in."""
+        """Return the context manager in which `training_step` computes the loss.
+
+        It enables the run's mixed precision.
+        """
         return self.accelerator.autocast()
 
     def get_num_trainable_parameters(self) -> int:
-        """Numbers in parameters that learn."""
+        """Return the number of elements in parameters that require gradients."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     def get_learning_rates(self) -> list[float]:
-        """Of each group of parameters.
+        """Return the learning rate of each parameter group.
 
         Raises:
-            ConfigError: there is no optimizer yet.
+            ConfigError: If there is no optimizer yet.
         """
         return [float(group["lr"]) for group in self.get_optimizer_group()]
 
     def get_optimizer_group(self, param: torch.Tensor | None = None) -> Any:
-        """The groups of parameters, or the one that a parameter is in.
+        """Return the optimizer's parameter groups, or the group that contains a given parameter.
+
+        Args:
+            param: Parameter to find. None: return all groups as a list.
 
         Raises:
-            ConfigError: there is no optimizer yet.
+            ConfigError: If there is no optimizer yet.
         """
         if self.optimizer is None:
             raise ConfigError("there is no optimizer before train(); create_optimizer() makes one")
@@ -122,11 +164,11 @@ class LegacyMembers(results.FileMethods, UnknownMembers):
         return next((group for group in groups if any(param is each for each in group["params"])), None)
 
     def is_world_process_zero(self) -> bool:
-        """Is this process rank 0 of all machines?"""
+        """Whether this process is rank 0 of all machines."""
         return self.accelerator.is_main_process
 
     def is_local_process_zero(self) -> bool:
-        """Is this the first process of its machine?"""
+        """Whether this process is the first one on its machine."""
         return self.accelerator.is_local_main_process
 
     def push_to_hub(
@@ -137,18 +179,19 @@ class LegacyMembers(results.FileMethods, UnknownMembers):
         revision: str | None = None,
         **kwargs: Any,
     ) -> str | None:
-        """Upload the model, its config, the processing class, the arguments and a model card to the Hub; every rank calls it.
+        """Upload the model, its config, the processing class, the arguments and a model card to the Hub.
 
-        The repository is the arguments' `hub_model_id`, or the name of `output_dir`.
+        Every rank must call it. The repository is the arguments' `hub_model_id`, or has the name of `output_dir`.
 
         Args:
-            commit_message: the commit's message.
-            blocking: accepted for compatibility; the upload has always ended when this returns.
-            token, revision: None: those of the arguments.
-            kwargs: more for the model card, as for `create_model_card`.
+            commit_message: Message of the commit.
+            blocking: Accepted for compatibility. The call always waits until the upload is complete.
+            token: Token for the Hub. None: `hub_token` of the arguments.
+            revision: Branch to upload to. None: `hub_revision` of the arguments.
+            kwargs: Further entries of the model card, as in `create_model_card`.
 
         Returns:
-            The commit's URL on the main process, None elsewhere.
+            URL of the commit on the main process; None on other processes.
         """
         args = self.args
         self.create_model_card(**kwargs)
@@ -165,7 +208,12 @@ class LegacyMembers(results.FileMethods, UnknownMembers):
         )
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print metrics, one a line, from the main process."""
+        """Print metrics from the main process, one per line.
+
+        Args:
+            split: Name of the data, such as "train", for the heading.
+            metrics: Values by name.
+        """
         if self.accelerator.is_main_process:
             print(f"***** {split} metrics *****")
             for name, value in sorted(metrics.items()):
@@ -173,7 +221,16 @@ class LegacyMembers(results.FileMethods, UnknownMembers):
 
 
 class EvaluationMethods(LegacyMembers):
-    """Half of a Trainer: what it does with a batch, without updates."""
+    """Methods of the Trainer that process batches without updates: losses, evaluations and predictions.
+
+    Attributes:
+        data_collator: Collate function of the Trainer's loaders.
+        train_dataset: Training data, or None.
+        eval_dataset: Evaluation data, a dict of several datasets, or None.
+        compute_metrics: Function of an `EvalPrediction`, or a metric object. None: only the loss is computed.
+        preprocess_logits_for_metrics: Function of (predictions, labels) that returns the part of the predictions to
+            keep, or None.
+    """
 
     data_collator: Collate
     train_dataset: Data | None
@@ -181,69 +238,107 @@ class EvaluationMethods(LegacyMembers):
     compute_metrics: object
     preprocess_logits_for_metrics: Callable[[Tree, Tree], Tree] | None
     _events: Events
-    _signature: builder.ForwardSignature
+    _signature: ForwardSignature
+    _packer: Packer
     _evaluator: Evaluator
-    _log: results.Log
+    _log: Log
 
     def compute_loss(
         self, model: torch.nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: int | None = None
     ) -> Any:
-        """The batch's loss, a mean; override it for one of your own.
+        """Return the mean loss of a batch. Override this method to compute a different loss.
 
         Args:
-            model: prepared.
-            inputs: the batch, on the device.
-            return_outputs: return (loss, outputs).
-            num_items_in_batch: how many labels of the batch count; None: the loss is a mean over samples.
+            model: Prepared model.
+            inputs: Batch on the device.
+            return_outputs: Whether to return a pair of (loss, outputs) instead of the loss. Default: False.
+            num_items_in_batch: Number of labels of the batch that are not ignored. None: the loss is a mean over
+                samples.
 
         Raises:
-            LossError: the model gives none.
+            LossError: If the model returns no loss.
         """
         loss, outputs = self._signature.loss_of(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def _prepare_inputs(self, inputs: Batch) -> Batch:
-        """What each step does with its batch first; one of a prepared loader is on the device already. May be overridden."""
+        """Return the batch for a training or prediction step, unchanged.
+
+        Every step calls it, and a subclass may override it.
+
+        Nothing has to be done, because a prepared loader has already moved the batch to the device.
+        """
         return inputs
 
-    # ---------------------------------------------------------------- its data
+    # ---------------------------------------------------------------- data
 
-    def _loader(
-        self, dataset: Data, batch_size: int, sampler: Sampler[int] | None = None, drop_last: bool = False
+    def _make_loader(
+        self,
+        dataset: Data,
+        batch_size: int,
+        sampler: Sampler[int] | None = None,
+        drop_last: bool = False,
+        packed: Collate | None = None,
+        is_training: bool = False,
     ) -> DataLoader[Any]:
-        """A loader of the batches that the model takes, not yet prepared.
+        """Create a loader of batches that the model accepts. It is not prepared yet.
 
         Args:
-            dataset: the rows, with all of their columns.
-            batch_size: rows of a batch.
-            sampler: their order; None: as they are.
-            drop_last: leave out a last batch with fewer rows.
+            dataset: Dataset with all of its columns.
+            batch_size: Rows per batch.
+            sampler: Sampler of the rows. None: the order of the dataset.
+            drop_last: Whether to omit a last batch with fewer rows.
+            packed: Collate function of packed sequences. None: determined by the dataset.
+            is_training: Whether batches contain the sources of a mixture, whose losses are logged.
         """
         args, signature = self.args, self._signature
+        packed = packed or self._packer.choose_collator(dataset, self.model)
+        kept = signature.kept
+        if packed is not None and kept is not None:
+            kept = {*kept, "position_ids"}  # a forward may accept it among its keyword arguments
         labels = {*signature.label_names, "labels", "label", "label_ids"}
         return DataLoader(
             drop_columns(dataset, signature.kept, labels),
             batch_size=batch_size,
             sampler=sampler,
-            collate_fn=Collating(self.data_collator, signature.kept, signature.loss_of.count, labels),
+            collate_fn=LoaderCollator(
+                packed or self.data_collator,
+                kept,
+                signature.loss_of.count,
+                labels,
+                collate_sources if is_training and self._can_divide_loss(dataset) else None,
+            ),
             drop_last=drop_last,
             num_workers=args.dataloader_num_workers,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
         )
 
+    def _can_divide_loss(self, dataset: Data) -> bool:
+        """Whether the loss can be logged by source: the data is a mixture, and the loss is the model's own."""
+        return self._signature.loss_of.function is None and find_mixture(dataset) is not None
+
+    def _pack(self, dataset: Any, is_training: bool) -> Any:
+        """Return the dataset with its samples packed into sequences, or unchanged if packing was not requested.
+
+        Args:
+            dataset: Dataset to pack.
+            is_training: Whether it is training data, which is packed in a random order if the arguments request it.
+        """
+        return self._packer.pack(dataset, self.model, self._signature.kept, is_training=is_training)
+
     def _get_eval_sampler(self, eval_dataset: Data) -> Sampler[int] | None:
-        """The order of evaluation data; None: as it is. May be overridden."""
+        """Return the sampler of evaluation data, or None for the order of the dataset. A subclass may override it."""
         return None
 
     def get_eval_dataloader(self, eval_dataset: Data | str | None = None) -> DataLoader[Any]:
-        """The evaluation data, not yet prepared.
+        """Return a loader of the evaluation data. It is not prepared yet.
 
         Args:
-            eval_dataset: None: the Trainer's own; a name: of one of several.
+            eval_dataset: Dataset, or the name of one of the Trainer's evaluation datasets. None: the Trainer's own.
 
         Raises:
-            DataError: there is none.
+            DataError: If there is no evaluation data.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str) and isinstance(self.eval_dataset, dict):
@@ -251,13 +346,19 @@ class EvaluationMethods(LegacyMembers):
         if dataset is None:
             raise DataError("the Trainer was given no eval_dataset; give one to it or to evaluate()")
         rows = check_dataset(dataset)
-        return self._loader(rows, self.args.per_device_eval_batch_size, self._get_eval_sampler(rows))
+        if self.compute_metrics is None:  # which may read a row as one sample
+            rows = self._pack(rows, is_training=False)
+        return self._make_loader(rows, self.args.per_device_eval_batch_size, self._get_eval_sampler(rows))
 
     def get_test_dataloader(self, test_dataset: Data) -> DataLoader[Any]:
-        """The data to predict, not yet prepared."""
+        """Return a loader of the data to predict. It is not prepared yet.
+
+        Args:
+            test_dataset: Dataset to predict.
+        """
         check_dataset(test_dataset)
         sampler = self._get_eval_sampler(test_dataset)
-        return self._loader(test_dataset, self.args.per_device_eval_batch_size, sampler)
+        return self._make_loader(test_dataset, self.args.per_device_eval_batch_size, sampler)
 
     # ---------------------------------------------------------------- evaluate
 
@@ -267,22 +368,23 @@ class EvaluationMethods(LegacyMembers):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> results.Metrics:
-        """The loss and the metrics on the evaluation data; every rank calls it and gets the same.
+        """Return the loss and the metrics on the evaluation data. Every rank must call it, and all get equal results.
 
-        The loss is the exact mean over all samples (over all labels that count, where the model has such), on any number of
-        processes.
+        The loss is the exact mean over all samples. If the model predicts a label per token, it is the mean over all
+        labels that are not ignored. It does not depend on the number of processes.
 
         Args:
-            eval_dataset: None: the Trainer's own. A dict of several: each is evaluated under its name.
-            ignore_keys: outputs of the model that are not predictions.
-            metric_key_prefix: what the metrics' names begin with.
+            eval_dataset: Dataset to evaluate. With a dict of several datasets, each is evaluated under its name. None:
+                the Trainer's own.
+            ignore_keys: Names of model outputs that are not predictions.
+            metric_key_prefix: Prefix of the metrics' names.
 
         Returns:
             <prefix>_loss, the metrics, <prefix>_runtime, <prefix>_samples_per_second, <prefix>_steps_per_second, epoch.
 
         Raises:
-            DataError: there is no data.
-            ConfigError: `compute_metrics` is neither a function nor a streaming metric.
+            DataError: If there is no evaluation data.
+            ConfigError: If `compute_metrics` is neither a function nor a streaming metric.
         """
         several = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(several, dict):
@@ -292,22 +394,23 @@ class EvaluationMethods(LegacyMembers):
                 found.update(self._evaluate_one(chosen, ignore_keys, f"{metric_key_prefix}_{name}"))
         else:
             found = self._evaluate_one(None if eval_dataset is None else several, ignore_keys, metric_key_prefix)
-        self._events.tell("on_evaluate", metrics=found)
+        self._events.call_event("on_evaluate", metrics=found)
         return found
 
     def _evaluate_one(self, dataset: Data | str | None, ignored: list[str] | None, prefix: str) -> results.Metrics:
-        with self._evaluator.session(self.model, self.optimizer) as session:
-            loader = self._eval_loader(dataset)
-            if overridden(type(self), ["evaluation_loop"]):
+        with self._evaluator.open_session(self.model, self.optimizer) as session:
+            loader = self._get_eval_loader(dataset)
+            self._packer.check_model(self.accelerator, session.model, loader.dataset)
+            if list_overridden(type(self), ["evaluation_loop"]):
                 found = dict(self.evaluation_loop(loader, "Evaluation", None, ignored, prefix).metrics)
             else:
-                measure = self._measure()
-                metric = measure.metric(num_rows_of(loader))
+                measure = self._make_measure()
+                metric = measure.make_metric(count_rows(loader))
                 found, _ = self._evaluator.run(session, loader, metric, measure, ignored, prefix)
         self.log(found)
         return found
 
-    def _measure(self, is_loss_only: bool | None = None) -> Measure:
+    def _make_measure(self, is_loss_only: bool | None = None) -> Measure:
         args = self.args
         return Measure(
             self.compute_metrics,
@@ -316,37 +419,48 @@ class EvaluationMethods(LegacyMembers):
             args.prediction_loss_only if is_loss_only is None else is_loss_only,
         )
 
-    def _eval_loader(self, dataset: Data | str | None) -> PreparedLoader:
-        """Of the Trainer's own data, prepared once in a training; of other data each time."""
-        if dataset is None or isinstance(dataset, str):
-            return self._evaluator.own_loader(dataset or "", lambda: self.get_eval_dataloader(dataset))
-        return self._evaluator.prepared(self.get_eval_dataloader(dataset))
+    def _get_eval_loader(self, dataset: Data | str | None) -> PreparedLoader:
+        """Return a prepared loader of evaluation data.
 
-    def _own_eval_loaders(self) -> dict[str, PreparedLoader]:
-        """By what their metrics' names begin with."""
+        The loader of the Trainer's own data is prepared once per training run. Other loaders are prepared at each call.
+
+        Args:
+            dataset: Dataset, or the name of one of the Trainer's evaluation datasets. None: the Trainer's own.
+        """
+        if dataset is None or isinstance(dataset, str):
+            return self._evaluator.get_own_loader(dataset or "", lambda: self.get_eval_dataloader(dataset))
+        return self._evaluator.prepare_loader(self.get_eval_dataloader(dataset))
+
+    def _get_own_eval_loaders(self) -> dict[str, PreparedLoader]:
+        """Return the prepared loaders of the Trainer's evaluation data by the prefix of their metrics.
+
+        With one evaluation dataset, the prefix is "eval".
+        """
         if not isinstance(self.eval_dataset, dict):
-            return {"eval": self._eval_loader(None)}
-        return {f"eval_{name}": self._eval_loader(name) for name in self.eval_dataset}
+            return {"eval": self._get_eval_loader(None)}
+        return {f"eval_{name}": self._get_eval_loader(name) for name in self.eval_dataset}
 
     def check_evaluation(self) -> None:
-        """Try the evaluation on a few rows before the first update; `train` calls it where evaluations are to come.
+        """Run the evaluation on a few rows before the first update, so that errors in it occur early.
 
-        It leaves no trace in the training (`trainer.evaluation` says what is put back). Streams are not tried, since
-        that would read them, nor is an `evaluate` or `evaluation_loop` of a subclass. `eval_sanity_check=False` switches it off.
-        Nothing is tried while `headway estimate --script` forecasts, where tensors have no values.
+        `train` calls it if the training run includes evaluations. It does not affect training:
+        `headway.trainer.evaluation` describes what is restored. Iterable datasets are skipped, because the check
+        would consume them. There is no check if a subclass overrides `evaluate` or `evaluation_loop`, with
+        `eval_sanity_check=False`, or during a forecast by `headway estimate --script`, in which tensors have no
+        values.
 
         Raises:
-            MetricError: `compute_metrics` raises.
-            ConfigError: `metric_for_best_model` is not among the metrics.
+            MetricError: If `compute_metrics` raises.
+            ConfigError: If `metric_for_best_model` is not among the metrics.
         """
         args = self.args
         if is_forecast() or not args.eval_sanity_check or (args.eval_strategy == "no" and not args.eval_on_start):
             return
-        if not overridden(type(self), ["evaluate", "evaluation_loop"]):
+        if not list_overridden(type(self), ["evaluate", "evaluation_loop"]):
             shared = (self, self.train_dataset, self.eval_dataset, self.processing_class)
             EvaluationSanityCheck(
-                args, self.accelerator, self.model, self._evaluator, self, self._measure(), shared
-            ).run(self._own_eval_loaders())
+                args, self.accelerator, self.model, self._evaluator, self, self._make_measure(), shared
+            ).run(self._get_own_eval_loaders())
 
     def evaluation_loop(
         self,
@@ -356,51 +470,56 @@ class EvaluationMethods(LegacyMembers):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> results.EvalLoopOutput:
-        """One pass over a loader, with all predictions in host memory; every rank calls it and gets all of them.
+        """Run one pass over a loader and return all predictions in host memory.
 
-        `evaluate` and `predict` call it where a subclass overrides it; without that `evaluate` keeps no predictions that the
-        metric does not need.
+        Every rank must call it, and all get the predictions of all ranks. `evaluate` and `predict` call it only if a
+        subclass overrides it. Otherwise `evaluate` keeps no predictions that the metric does not need.
 
         Args:
-            dataloader: prepared, or not yet.
-            description: accepted for the name's sake.
-            prediction_loss_only: the loss alone; None: as the arguments say.
-            ignore_keys: outputs of the model that are not predictions.
-            metric_key_prefix: what the metrics' names begin with.
+            dataloader: Loader, prepared or not.
+            description: Accepted for compatibility.
+            prediction_loss_only: Whether to compute only the loss. None: the value in the arguments.
+            ignore_keys: Names of model outputs that are not predictions.
+            metric_key_prefix: Prefix of the metrics' names.
         """
-        with self._evaluator.session(self.model, self.optimizer) as session:
-            loader = self._evaluator.prepared(dataloader)
-            measure = self._measure(prediction_loss_only)
+        with self._evaluator.open_session(self.model, self.optimizer) as session:
+            loader = self._evaluator.prepare_loader(dataloader)
+            measure = self._make_measure(prediction_loss_only)
             return self._evaluator.collect(session, loader, measure, ignore_keys, metric_key_prefix)
 
     def prediction_loop(self, *args: Any, **kwargs: Any) -> results.EvalLoopOutput:
-        """The old name of `evaluation_loop`."""
+        """Call `evaluation_loop`. Older name for compatibility."""
         return self.evaluation_loop(*args, **kwargs)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """IndexedRows of a loader's dataset; without a length: batches times their size."""
-        rows = length_of(getattr(dataloader, "dataset", None))
+        """Return the number of rows in a loader's dataset.
+
+        If the dataset has no length, return the number of batches times their size.
+        """
+        rows = get_length(getattr(dataloader, "dataset", None))
         return rows if rows is not None else len(dataloader) * self.args.per_device_eval_batch_size
 
     def prediction_step(
         self, model: torch.nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> StepOutput:
-        """(loss, predictions, labels) of one batch, under no_grad; what is not there is None.
+        """Return the loss, the predictions and the labels of one batch, computed under `no_grad`.
+
+        Missing values are None.
 
         Args:
-            model: in evaluation mode.
-            inputs: the batch, on the device.
-            prediction_loss_only: leave predictions and labels out.
-            ignore_keys: outputs that are not predictions; None: what the model's config says.
+            model: Model in evaluation mode.
+            inputs: Batch on the device.
+            prediction_loss_only: Whether to omit predictions and labels.
+            ignore_keys: Names of model outputs that are not predictions. None: those that the model's config names.
         """
         inputs = self._prepare_inputs(inputs)
-        bare, labels = self._signature.loss_of.split(inputs)
+        bare, labels = self._signature.loss_of.split_labels(inputs)
         with self.accelerator.autocast():
             if labels is not None:
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
             else:
-                outputs = call(model, bare)
-                loss = loss_among(outputs) if self._signature.loss_of.function is None else None
+                outputs = call_model(model, bare)
+                loss = find_named_loss(outputs) if self._signature.loss_of.function is None else None
         if prediction_loss_only:
             return loss, None, None
         if ignore_keys is None:
@@ -408,38 +527,42 @@ class EvaluationMethods(LegacyMembers):
             ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", None) or ())
         has_loss = loss is not None and self._signature.loss_of.function is None
         num_rows = self._evaluator.num_rows()
-        predictions = per_sample(without_loss(outputs, has_loss, ignore_keys), num_rows)
-        return loss, predictions, per_sample(labels, num_rows)
+        predictions = select_per_sample(drop_loss(outputs, has_loss, ignore_keys), num_rows)
+        return loss, predictions, select_per_sample(labels, num_rows)
 
     def predict(
         self, test_dataset: Data, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> results.PredictionOutput:
-        """Predictions for a dataset, as arrays in its order; every rank gets all of them.
+        """Return predictions for a dataset as arrays, in the order of the dataset.
 
-        They lie in host memory together; `iterate_predictions` gives them batch by batch.
+        Every rank must call it, and all get them.
+
+        All predictions are in host memory at once. `iterate_predictions` yields them batch by batch instead.
 
         Args:
-            test_dataset: with labels or without.
-            ignore_keys: outputs of the model that are not predictions.
-            metric_key_prefix: what the metrics' names begin with.
+            test_dataset: Dataset with or without labels.
+            ignore_keys: Names of model outputs that are not predictions.
+            metric_key_prefix: Prefix of the metrics' names.
         """
-        with self._evaluator.session(self.model, self.optimizer):
-            loader = self._evaluator.prepared(self.get_test_dataloader(test_dataset))
+        with self._evaluator.open_session(self.model, self.optimizer):
+            loader = self._evaluator.prepare_loader(self.get_test_dataloader(test_dataset))
             predictions, labels, found, _ = self.evaluation_loop(
                 loader, "Prediction", False, ignore_keys, metric_key_prefix
             )
-        self._events.tell("on_predict", metrics=found)
+        self._events.call_event("on_predict", metrics=found)
         return results.PredictionOutput(predictions, labels, found)
 
     def iterate_predictions(
         self, test_dataset: Data, ignore_keys: list[str] | None = None
     ) -> Iterator[tuple[Tree, Tree]]:
-        """(predictions, labels) batch by batch, on the device, of all ranks; every rank goes through all of it.
+        """Yield pairs of (predictions, labels), one pair per batch, of all ranks and on the device.
+
+        Every rank must iterate to the end.
 
         Args:
-            test_dataset: with labels or without.
-            ignore_keys: outputs of the model that are not predictions.
+            test_dataset: Dataset with or without labels.
+            ignore_keys: Names of model outputs that are not predictions.
         """
-        with self._evaluator.session(self.model, self.optimizer) as session:
-            loader = self._evaluator.prepared(self.get_test_dataloader(test_dataset))
-            yield from self._evaluator.iterate(session, loader, self._measure(), ignore_keys)
+        with self._evaluator.open_session(self.model, self.optimizer) as session:
+            loader = self._evaluator.prepare_loader(self.get_test_dataloader(test_dataset))
+            yield from self._evaluator.iterate_predictions(session, loader, self._make_measure(), ignore_keys)

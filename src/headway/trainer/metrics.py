@@ -1,4 +1,7 @@
-"""What `compute_metrics` may be, batch by batch: what is kept does not grow with the samples, unless a metric needs them all."""
+"""Metrics of an evaluation that are computed batch by batch.
+
+The required memory does not grow with the number of samples, unless a metric needs all of them at once.
+"""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -9,10 +12,10 @@ import numpy
 import torch
 
 from headway.common.text import format_bytes
+from headway.core.runtime.collectives.tree import Tree, list_tensors
 from headway.errors import ConfigError, MetricError
 from headway.log import get_logger
-from headway.runtime.collectives.tree import Tree, tensors
-from headway.trainer.data import IGNORED
+from headway.trainer.collation import IGNORED
 from headway.trainer.results import EvalPrediction, Metrics
 
 log = get_logger(__name__)
@@ -21,25 +24,26 @@ _LARGE = 1 << 30
 
 
 class StreamingMetric(Protocol):
-    """A metric that takes batches as they come, so that nothing else is kept. torchmetrics' objects are such.
+    """Interface of a metric that is updated batch by batch, so that predictions need not be kept.
 
-    Every rank is given the rows of all ranks, in the data's order and each once. `reset()` is called before an evaluation
-    where it exists.
+    The objects of torchmetrics implement it. Every rank receives the rows of all ranks, each once and in the order
+    of the data. `reset()`, if it exists, is called before an evaluation.
     """
 
     def update(self, predictions: Tree, labels: Tree) -> Any:
-        """Take the rows of one batch of all ranks: tensors on the device, or tuples of them."""
+        """Process the predictions and labels of one batch of all ranks: tensors on the device, or tuples of tensors."""
 
     def compute(self) -> Any:
-        """A dict of numbers by name, or one number."""
+        """Return the metrics as a dict of numbers by name, or as a single number."""
 
 
 class Accumulated:
-    """All predictions and labels, in host memory; what `compute_metrics(EvalPrediction)` and `predict` need.
+    """Streaming metric that collects all predictions and labels in host memory, for `compute_metrics` and `predict`.
 
     Args:
-        function: called with everything at the end; None: only collect.
-        num_rows: how many there will be, as far as it is known.
+        function: Function that is called at the end with an `EvalPrediction` of all predictions and labels. None: only
+            collect them.
+        num_rows: Expected number of rows, or None if unknown.
     """
 
     def __init__(self, function: Callable[[EvalPrediction], Mapping[str, Any]] | None, num_rows: int | None) -> None:
@@ -49,14 +53,14 @@ class Accumulated:
         self._labels: list[Tree] = []
 
     def update(self, predictions: Tree, labels: Tree) -> None:
-        """Keep a batch."""
+        """Store the predictions and labels of a batch in host memory."""
         if not self._predictions:
-            self._warn(predictions)
+            self._warn_of_size(predictions)
         self._predictions.append(_to_host(predictions))
         self._labels.append(_to_host(labels))
 
-    def _warn(self, predictions: Tree) -> None:
-        found = [tensor for tensor in tensors(predictions) if tensor.ndim]
+    def _warn_of_size(self, predictions: Tree) -> None:
+        found = [tensor for tensor in list_tensors(predictions) if tensor.ndim]
         if self.function is None or not self.num_rows or not found:
             return
         expected = sum(tensor[:1].numel() * tensor.element_size() for tensor in found) * self.num_rows
@@ -68,20 +72,22 @@ class Accumulated:
                 format_bytes(expected),
             )
 
-    def everything(self) -> EvalPrediction:
-        """As arrays."""
-        return EvalPrediction(_join(self._predictions), _join(self._labels))
+    def join_all(self) -> EvalPrediction:
+        """Return all predictions and labels collected so far, as arrays."""
+        return EvalPrediction(_join_batches(self._predictions), _join_batches(self._labels))
 
     def compute(self) -> Mapping[str, Any]:
-        """What the function makes of everything."""
-        return {} if self.function is None else self.function(self.everything())
+        """Return the function's result for all predictions; {} without a function."""
+        return {} if self.function is None else self.function(self.join_all())
 
 
 class Batchwise:
-    """`compute_metrics(prediction, compute_result)` called for each batch; its last answer counts.
+    """Streaming metric that calls a function `compute_metrics(prediction, compute_result)` for each batch.
+
+    `compute_result` is True for the last batch. The function then returns the metrics.
 
     Args:
-        function: the user's.
+        function: The user's function.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -89,21 +95,29 @@ class Batchwise:
         self._held: EvalPrediction | None = None
 
     def update(self, predictions: Tree, labels: Tree) -> None:
-        """Hand over the batch before this one: which is the last is not known before the end."""
+        """Store a batch, and pass the previous batch to the function.
+
+        A batch is passed one call later, because the last batch must be passed with `compute_result=True`.
+        """
         if self._held is not None:
             self.function(self._held, compute_result=False)
-        self._held = EvalPrediction(_join([_to_host(predictions)]), _join([_to_host(labels)]))
+        self._held = EvalPrediction(_join_batches([_to_host(predictions)]), _join_batches([_to_host(labels)]))
 
     def compute(self) -> Any:
-        """Hand over the last one."""
+        """Call the function with the last batch and `compute_result=True`, and return the metrics."""
         return {} if self._held is None else self.function(self._held, compute_result=True)
 
 
-def as_metric(given: Any, is_batchwise: bool, num_rows: int | None) -> StreamingMetric | None:
-    """What `compute_metrics` means: a function, or a streaming metric.
+def make_metric(given: Any, is_batchwise: bool, num_rows: int | None) -> StreamingMetric | None:
+    """Return a streaming metric for a Trainer's `compute_metrics`, or None if `given` is None.
+
+    Args:
+        given: Value of `compute_metrics`: a function, a streaming metric, or None.
+        is_batchwise: Whether the function is called for each batch.
+        num_rows: Expected number of rows, or None if unknown.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: If `given` is neither a function nor a streaming metric.
     """
     if given is None:
         return None
@@ -122,13 +136,14 @@ def as_metric(given: Any, is_batchwise: bool, num_rows: int | None) -> Streaming
 
 @dataclass(frozen=True)
 class Measure:
-    """What evaluations make of predictions.
+    """Settings that determine what an evaluation computes from predictions.
 
     Attributes:
-        compute: `compute_metrics`; None: only the loss is looked at.
-        is_batchwise: it is called for each batch.
-        preprocess: from (predictions, labels) to what is kept of the predictions, before anything travels; None: all.
-        is_loss_only: predictions are not wanted.
+        compute: `compute_metrics` of the Trainer. None: only the loss is computed.
+        is_batchwise: Whether `compute` is called for each batch.
+        preprocess: Function of (predictions, labels) that returns the part of the predictions to keep. It is called
+            before ranks exchange the predictions. None: keep all.
+        is_loss_only: Whether only the loss is requested.
     """
 
     compute: object
@@ -137,33 +152,33 @@ class Measure:
     is_loss_only: bool
 
     @property
-    def is_of_loss(self) -> bool:
-        """Is only the loss looked at?"""
+    def can_skip_predictions(self) -> bool:
+        """Whether an evaluation computes only the loss and needs no predictions."""
         return self.is_loss_only or self.compute is None
 
-    def metric(self, num_rows: int | None) -> StreamingMetric | None:
-        """What takes the batches of one evaluation; None: nothing does.
+    def make_metric(self, num_rows: int | None) -> StreamingMetric | None:
+        """Return the metric for one evaluation; None if only the loss is computed.
 
         Args:
-            num_rows: how many there will be, as far as it is known.
+            num_rows: Expected number of rows, or None if unknown.
         """
-        return None if self.is_loss_only else as_metric(self.compute, self.is_batchwise, num_rows)
+        return None if self.is_loss_only else make_metric(self.compute, self.is_batchwise, num_rows)
 
-    def kept(self, predictions: Tree, labels: Tree) -> Tree:
-        """What is kept of the predictions."""
+    def select_predictions(self, predictions: Tree, labels: Tree) -> Tree:
+        """Return the part of the predictions to keep, as selected by `preprocess`."""
         return predictions if predictions is None or self.preprocess is None else self.preprocess(predictions, labels)
 
 
 def check_wanted(wanted: str, given: str, found: Metrics) -> None:
-    """Is the metric to go by among those found, and a number?
+    """Raise an error if the metric for the best model is missing or not a number.
 
     Args:
-        wanted: as results call it.
-        given: as the user does.
-        found: the evaluation's metrics.
+        wanted: Name of the metric in the results.
+        given: Name of the metric as the user wrote it.
+        found: Metrics of the evaluation.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: If the metric is missing or not a number.
     """
     if wanted not in found:
         names = {name.removeprefix("eval_"): name for name in found}
@@ -178,20 +193,24 @@ def check_wanted(wanted: str, given: str, found: Metrics) -> None:
         )
 
 
-def named_metrics(found: Any, prefix: str) -> Metrics:
-    """Numbers by name, with the prefix; one number alone is called "metric".
+def make_named_metrics(found: Any, prefix: str) -> Metrics:
+    """Return metrics as a dict in which all names have the prefix. A single number gets the name "metric".
+
+    Args:
+        found: Result of a metric: a dict or a number.
+        prefix: Prefix of the names.
 
     Raises:
-        MetricError: neither a dict nor a number.
+        MetricError: If the result is neither a dict nor a number.
     """
     if isinstance(found, int | float | numpy.number | numpy.ndarray | torch.Tensor):
         found = {"metric": found}
     if not isinstance(found, Mapping):
         raise MetricError(f"compute_metrics gave a {type(found).__name__}; give a dict of numbers by name")
-    return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": _number(v) for name, v in found.items()}
+    return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": _to_number(v) for name, v in found.items()}
 
 
-def _number(value: Any) -> Any:
+def _to_number(value: Any) -> Any:
     if isinstance(value, torch.Tensor | numpy.ndarray | numpy.generic):
         return value.item() if getattr(value, "ndim", 0) == 0 or value.size == 1 else value.tolist()
     return value
@@ -203,21 +222,21 @@ def _to_host(values: Tree) -> Tree:
     return tuple(map(_to_host, values)) if isinstance(values, tuple) else values
 
 
-def _join(parts: list[Tree]) -> Tree:
-    """Batches one below the other; rows of other lengths are filled with -100."""
+def _join_batches(parts: list[Tree]) -> Tree:
+    """Concatenate the values of several batches. Rows of different lengths are padded with -100."""
     if not parts or parts[0] is None:
         return None
     if isinstance(parts[0], tuple):
-        return tuple(_join(list(each)) for each in zip(*parts))
+        return tuple(_join_batches(list(each)) for each in zip(*parts))
     if not isinstance(parts[0], torch.Tensor):
         return [row for part in parts for row in part]
     if parts[0].ndim > 1 and len({part.shape[1] for part in parts}) > 1:
         width = max(part.shape[1] for part in parts)
-        parts = [_widened(part, width) for part in parts]
+        parts = [_widen(part, width) for part in parts]
     return torch.cat(parts).numpy()
 
 
-def _widened(part: torch.Tensor, width: int) -> torch.Tensor:
+def _widen(part: torch.Tensor, width: int) -> torch.Tensor:
     made = part.new_full((part.shape[0], width, *part.shape[2:]), IGNORED)
     made[:, : part.shape[1]] = part
     return made

@@ -19,7 +19,7 @@ import torch
 from tests.accelerator.toy import build
 
 WAITS = ("synchronize", "scalar", "to_host", "from_host", "shape")
-"""What makes the host wait for a device, as `torch.toy.waits()` counts it: a synchronisation of a device, stream or event; a number
+"""What makes the host wait for a device, as `torch.toy.waits()` counts it: a synchronization of a device, stream or event; a number
 that is read (`item`); a copy to the host or from it that blocks (not pinned, or not non_blocking); a shape that depends on values.
 `torch.toy.trap_waits()` raises where it happens."""
 

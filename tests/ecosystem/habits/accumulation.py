@@ -1,4 +1,4 @@
-"""Windows: when gradients are synchronised, divided and stepped on."""
+"""Windows: when gradients are synchronized, divided and stepped on."""
 
 import torch
 from accelerate import Accelerator
@@ -92,7 +92,7 @@ def by_hand():
     return weights(net)
 
 
-def told_to_synchronise():
+def told_to_synchronize():
     """_set_sync_gradients(True) in a block that would wait."""
     accelerator, net, optimizer, data, _ = prepared(gradient_accumulation_steps=3)
     seen = []
@@ -107,7 +107,7 @@ def told_to_synchronise():
     return seen
 
 
-def told_not_to_synchronise():
+def told_not_to_synchronize():
     """_set_sync_gradients(False): the step waits."""
     accelerator, net, optimizer, data, _ = prepared()
     before = weights(net)

@@ -1,4 +1,4 @@
-"""What docs/accelerate_name.md lists as different, and what it listed until it agreed."""
+"""What docs/accelerate_name_reference.md lists as different, and what it listed until it agreed."""
 
 import logging
 import os

@@ -30,7 +30,7 @@ def a_loader_shard():
 
 
 def a_loader_shard_with_a_device():
-    """With device and synchronised streams."""
+    """With device and synchronized streams."""
     made = Accelerator(cpu=True)
     data = DataLoaderShard(_numbers(5), device=made.device, rng_types=None, skip_batches=1, batch_size=2)
     return [batch[0].tolist() for batch in data], str(data.device.type)

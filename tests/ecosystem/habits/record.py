@@ -8,7 +8,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from headway.launch.stand_in import variables
+from headway.launch.stand_in import make_variables
 from tests.distributed.script_stage import Stage
 
 FOLDER = Path(__file__).parent
@@ -30,7 +30,7 @@ def names():
 @cache
 def _stage(library):
     path = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-    environment = variables(path) if library == "headway" else path
+    environment = make_variables(path) if library == "headway" else path
     own = ["headway.accelerator", "headway.compat.accelerate.accelerator", "headway.compat.accelerate.members"]
     return Stage([*PRELOADED, *(own if library == "headway" else ())], environment, grace_s=2.0)
 

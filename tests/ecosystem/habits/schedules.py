@@ -197,7 +197,7 @@ def two_optimizers():
     return [rate(made[2]), rate(made[3])]
 
 
-def while_not_synchronising():
+def while_not_synchronizing():
     """gradient_state says no."""
     accelerator, _net, optimizer, _data, ticks = prepared(schedule=decaying)
     accelerator.gradient_state._set_sync_gradients(False)

@@ -226,7 +226,7 @@ def saving_safely():
     return load_file("it.safetensors")["a"]
 
 
-def synchronising_streams():
+def synchronizing_streams():
     """synchronize_rng_states."""
     rank = _rank()
     torch.manual_seed(rank)

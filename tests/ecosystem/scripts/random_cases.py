@@ -1,6 +1,6 @@
 """Random ways to load, leave, skip, gather and schedule: `random_cases.py KIND FIRST LAST` runs the cases of those seeds.
 
-What has a row under "Differences" of docs/accelerate_name.md is left out.
+What has a row under "Differences" of docs/accelerate_name_reference.md is left out.
 """
 
 import random

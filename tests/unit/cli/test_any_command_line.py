@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.cli import launch
-from headway.config.launch import SETTINGS
+from headway.core.config.launch import SETTINGS
 from headway.errors import ConfigError
 from headway.launch.machine import Machine
 from headway.launch.plan import AgentOrder, LaunchPlan
@@ -34,10 +34,10 @@ pieces = st.one_of(spelt, numbers, st.builds("{}={}".format, spelt, numbers), wo
 def test_any_command_line(before, after, machine):
     plans: list[LaunchPlan] = []
     patches = {
-        "headway.launch.machine.look": lambda environment: machine,
-        "headway.launch.run.execute": lambda plan, environment, is_quiet: plans.append(plan),
-        "headway.launch.run.check": lambda program: None,
-        "headway.common.env.snapshot": lambda: {"HEADWAY_HOME": "/nonexistent"},
+        "headway.launch.machine.inspect_machine": lambda environment: machine,
+        "headway.launch.run.execute_plan": lambda plan, environment, is_quiet: plans.append(plan),
+        "headway.launch.run.check_program": lambda program: None,
+        "headway.common.env.copy_variables": lambda: {"HEADWAY_HOME": "/nonexistent"},
     }
     result = _invoke([*before, "--", "train.py", *after], patches)
     if result.exception is None and plans:

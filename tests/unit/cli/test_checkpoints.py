@@ -8,14 +8,14 @@ from safetensors.torch import load_file
 
 from headway.cli.main import group, main
 from headway.errors import CheckpointError, ConfigError
-from tests.unit.checkpoint.loading.test_files import TENSORS, save
+from tests.unit.core.checkpoint.loading.test_files import TENSORS, save
 
 
 def run(*words):
     return CliRunner().invoke(group, [str(word) for word in words], catch_exceptions=True)
 
 
-def test_inspect_prints_what_is_there_and_verifies(tmp_path):
+def test_inspect_prints_the_contents_and_verifies_them(tmp_path):
     save(tmp_path, about={"num_updates": 7, "versions": {"torch": "2.13"}})
     told = run("inspect", tmp_path / "checkpoint_1", "--tensors", "--verify").output
     assert "num updates: 7" in told
@@ -90,7 +90,7 @@ def test_merge_replaces_nothing_unasked(tmp_path):
 
 
 def hostile(tmp_path):
-    """A checkpoint with names that nobody gives."""
+    """Save a checkpoint whose names contain terminal escape sequences, and return its path."""
     save(tmp_path, about={"num_updates": 7, "device": "\x1b[2J", "versions": {"torch\x1b[1m": "\u202e1"}},
          tensors={**TENSORS, "model/abc/w\x1b[31m": torch.ones(2)})  # fmt: skip
     return tmp_path / "checkpoint_1"
@@ -124,7 +124,7 @@ def test_merge_with_a_model_that_is_no_number(tmp_path):
     assert run("merge", folder, tmp_path / "out").exit_code == 0
 
 
-def test_merge_below_what_is_not_a_folder(tmp_path):
+def test_merge_below_a_file_is_refused(tmp_path):
     save(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")

@@ -1,8 +1,8 @@
-"""What `headway doctor` makes of the ranks' words, without processes."""
+"""How `headway doctor` compares the data of the ranks, tested without processes."""
 
 from dataclasses import replace
 
-from headway.cli.checks import RankLocation, compare, judge
+from headway.cli.fabric_checks import RankLocation, compare_locations, judge_link
 
 HERE = RankLocation(0, "a", (("torch", "2.13"),), True, 100.0, "eth0")
 
@@ -12,19 +12,19 @@ def levels(findings):
 
 
 def test_machines_that_agree():
-    assert set(levels(compare([HERE, replace(HERE, rank=1, host="b", clock=100.2)])).values()) == {"ok"}
+    assert set(levels(compare_locations([HERE, replace(HERE, rank=1, host="b", clock=100.2)])).values()) == {"ok"}
 
 
 def test_other_versions_are_bad_and_other_folders_and_clocks_are_noted():
     other = RankLocation(1, "b", (("torch", "2.11"),), False, 107.0, "eth0")
-    found = levels(compare([HERE, other]))
+    found = levels(compare_locations([HERE, other]))
     assert found["machines run different versions: a: torch 2.13; b: torch 2.11"] == "bad"
     assert found["the clocks of a and b are 7.0 s apart"] == "note"
     assert any("is not shared with b" in what and level == "note" for what, level in found.items())
 
 
 def test_a_slow_way_is_noted_with_where_to_look():
-    late, slow = judge(9.0, 11.0, [HERE, replace(HERE, rank=1, host="b")])
+    late, slow = judge_link(9.0, 11.0, [HERE, replace(HERE, rank=1, host="b")])
     assert (late.level, slow.level) == ("note", "note")
     assert "GLOO_SOCKET_IFNAME" in slow.hint
-    assert [finding.level for finding in judge(0.2, 900.0, [HERE, HERE])] == ["ok", "ok"]
+    assert [finding.level for finding in judge_link(0.2, 900.0, [HERE, HERE])] == ["ok", "ok"]

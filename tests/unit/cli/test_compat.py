@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from headway.cli.compat import command
 from headway.cli.main import group
-from headway.compat.accelerate.served.surface import uses
+from headway.compat.accelerate.served.surface import list_used_names
 from headway.errors import ConfigError
 
 SCRIPT = '''
@@ -56,7 +56,7 @@ def invoke(*args):
 
 
 def test_the_names_that_a_script_uses():
-    found = {use.name: use.line for use in uses(SCRIPT)}
+    found = {use.name: use.line for use in list_used_names(SCRIPT)}
     assert set(found) == {
         "Accelerator", "Accelerator.deepspeed_ulysses_dl_adapter", "Accelerator.lomo_backward", "DeepSpeedPlugin",
         "DistributedType", "PartialState", "broadcast", "gather_object", "get_logger", "merge_fsdp_weights", "moonshine",

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from headway.cli import main
-from headway.config.files import parse
+from headway.core.config.files import parse_config
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_show_prints_each_value_with_its_origin(run, tmp_path, monkeypatch):
     assert "max_restarts" not in content
 
 
-def test_update_takes_out_what_has_no_meaning(run, tmp_path):
+def test_update_removes_unsupported_keys(run, tmp_path):
     path = tmp_path / "old.yaml"
     path.write_text("num_processes: 4\nfsdp_version: 2\n")
     assert "taken out: fsdp_version: write strategy: fsdp" in run("config", "update", "--config_file", str(path))
@@ -96,14 +96,22 @@ def test_env_shows_no_secret(run, monkeypatch):
     assert shown.count("set, and not shown") == 2
 
 
-def test_the_interview_in_a_terminal(tmp_path):
-    """Enter four times: what this machine leaves open, by its defaults."""
+WITHOUT_QUESTIONARY = (
+    "import sys; sys.modules['questionary'] = None; from headway.cli.main import main; main(['config'])"
+)
+
+
+@pytest.mark.parametrize("has_menus", [True, False], ids=["questionary", "plain"])
+def test_the_interview_in_a_terminal(tmp_path, has_menus):
+    """Press Enter four times: each open question is answered by its default."""
     pty = pytest.importorskip("pty")
-    pytest.importorskip("questionary")
+    if has_menus:
+        pytest.importorskip("questionary")
+    command = ["-m", "headway", "config"] if has_menus else ["-c", WITHOUT_QUESTIONARY]
     environment = {**os.environ, "HEADWAY_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"}
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execve(sys.executable, [sys.executable, "-m", "headway", "config"], environment)
+        os.execve(sys.executable, [sys.executable, *command], environment)
     shown = ""
     for expected in ("How many machines", "How many processes", "Which precision", "How many micro-batches"):
         shown = _read_until(terminal, shown, expected)
@@ -113,7 +121,7 @@ def test_the_interview_in_a_terminal(tmp_path):
     _, status = os.waitpid(pid, 0)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert parse((tmp_path / "default_config.yaml").read_bytes(), "f")["num_processes"].value == 1
+    assert parse_config((tmp_path / "default_config.yaml").read_bytes(), "f")["num_processes"].value == 1
 
 
 def _read_until(terminal, shown, expected):

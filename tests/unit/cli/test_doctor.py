@@ -1,4 +1,4 @@
-"""What `headway doctor` says of a machine: a recorded or faked file system, real sockets, real interfaces."""
+"""What `headway doctor` reports about a machine: a recorded or faked file system, real sockets, real interfaces."""
 
 import socket
 
@@ -6,7 +6,7 @@ import pytest
 
 from headway.cli import doctor
 from headway.cli.doctor import CheckedRun
-from headway.runtime import network
+from headway.core.runtime import network
 
 
 def told(findings):
@@ -14,26 +14,26 @@ def told(findings):
 
 
 def test_a_healthy_machine_has_nothing_bad():
-    findings = list(doctor.look({}, CheckedRun()))
-    assert [finding.text() for finding in findings if finding.level == "bad"] == []
+    findings = list(doctor.examine_machine({}, CheckedRun()))
+    assert [finding.format_text() for finding in findings if finding.level == "bad"] == []
     assert findings[0].what.startswith("headway ")
 
 
 def test_a_driver_that_this_torch_cannot_use(tmp_path, monkeypatch):
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidiactl").touch()
-    monkeypatch.setattr(doctor.machine, "_torch_flavour", lambda: "cpu")
-    (finding,) = doctor.devices({}, tmp_path)
+    monkeypatch.setattr(doctor.machine, "_read_torch_build", lambda: "cpu")
+    (finding,) = doctor.check_devices({}, tmp_path)
     assert finding.level == "bad"
     assert "install the build of torch" in finding.hint
 
 
 def test_more_threads_than_cores(tmp_path):
-    assert told(doctor.devices({"OMP_NUM_THREADS": "4096"}, tmp_path))[1][0] == "note"
+    assert told(doctor.check_devices({"OMP_NUM_THREADS": "4096"}, tmp_path))[1][0] == "note"
 
 
-def test_an_interface_that_is_not_there():
-    (finding, *_) = doctor.interfaces({"GLOO_SOCKET_IFNAME": "ib77"}, CheckedRun())
+def test_a_missing_interface_is_reported():
+    (finding, *_) = doctor.check_interfaces({"GLOO_SOCKET_IFNAME": "ib77"}, CheckedRun())
     assert finding.level == "bad"
     assert finding.what == "GLOO_SOCKET_IFNAME=ib77: no interface ib77 is up here"
     assert "lo 127.0.0.1" in finding.hint
@@ -42,7 +42,7 @@ def test_an_interface_that_is_not_there():
 def test_a_port_that_is_taken_or_may_be():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        texts = told(doctor.ports(CheckedRun(2, 0, "127.0.0.1", port)))
+        texts = told(doctor.check_ports(CheckedRun(2, 0, "127.0.0.1", port)))
     assert ("bad", f"port {port} cannot be taken: Address already in use") in texts
     assert ("note", f"port {port} is one of those") in texts
 
@@ -51,25 +51,25 @@ def test_few_ports(tmp_path):
     folder = tmp_path / "proc/sys/net/ipv4"
     folder.mkdir(parents=True)
     (folder / "ip_local_port_range").write_text("40000\t40100\n")
-    assert told(doctor.ports(CheckedRun(), tmp_path)) == [("bad", "the system hands out ports 40000 to 40100")]
+    assert told(doctor.check_ports(CheckedRun(), tmp_path)) == [("bad", "the system hands out ports 40000 to 40100")]
 
 
 def test_a_containers_limit_of_processes(tmp_path):
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/pids.max").write_text("100\n")
-    assert ("note", "100 processes and threads") in told(doctor.limits(tmp_path))
+    assert ("note", "100 processes and threads") in told(doctor.check_limits(tmp_path))
 
 
 def test_machine_0_by_a_name_that_leads_nowhere_or_home():
-    findings = told(doctor.names(CheckedRun(2, 1, "no-such-host.invalid", 1)))
+    findings = told(doctor.check_names(CheckedRun(2, 1, "no-such-host.invalid", 1)))
     assert ("bad", "machine 0 is no-such-host.invalid, which this machine cannot resolve") in findings
-    findings = told(doctor.names(CheckedRun(2, 1, "localhost", 1)))
+    findings = told(doctor.check_names(CheckedRun(2, 1, "localhost", 1)))
     assert ("bad", "machine 0 is localhost, which is this machine's own loopback address here") in findings
 
 
 @pytest.mark.parametrize(("host", "is_trap"), [("localhost", True), ("127.0.1.1", True), ("192.0.2.9", False)])
 def test_traps(host, is_trap):
-    assert network.is_trap(host) == is_trap
+    assert network.is_loopback_name(host) == is_trap
 
 
 def test_a_name_that_never_leads_anywhere_is_an_error_after_it_was_said():

@@ -1,30 +1,33 @@
 """`headway estimate`: sizes, placement and the ceiling, printed for real folders; the arithmetic with given bandwidths."""
 
+import importlib.util
 import json
 import re
+import sys
 
 import pytest
 import torch
 import transformers
 
 from headway import infer_auto_device_map
-from headway.cli import forecasts, main
+from headway.cli import estimate, main
 from headway.common.text import parse_bytes
-from headway.errors import DeviceMapError
-from headway.offload.placement import budget
+from headway.errors import ConfigError, DeviceMapError
+from headway.offload.placement import bandwidth
 from headway.offload.placement.workload import Workload
 from headway.planning import inference
 from headway.planning.inference import (
     Bandwidths,
     ModelSizes,
-    ceiling,
-    expert_share,
-    generates,
-    generation,
-    size_up,
-    traffic,
+    can_generate,
+    compute_ceiling,
+    count_traffic,
+    get_expert_share,
+    measure_generation,
+    measure_sizes,
 )
-from headway.planning.sources import meta_model_from
+from headway.planning.model_types import check_model_name
+from headway.planning.sources import load_meta_model
 
 SIZES = {
     "hidden_size": 64,
@@ -56,7 +59,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def small(tmp_path):
-    """A model that is quickly traced, for short sequences."""
+    """Write the config of a model that is quickly traced, with short sequences, and return its folder."""
     few = {"num_hidden_layers": 1, "max_position_embeddings": 128}
     transformers.LlamaConfig(**SIZES | few, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     return tmp_path
@@ -70,7 +73,7 @@ def flat(*measures):
 
 def placed(model, max_memory, dtype="float32"):
     device_map = infer_auto_device_map(model, max_memory, ["LlamaDecoderLayer"], dtype)
-    return ModelSizes(dtype, 0, 0, "", device_map, "", traffic(model, device_map, dtype))
+    return ModelSizes(dtype, 0, 0, "", device_map, "", count_traffic(model, device_map, dtype))
 
 
 def test_a_config_alone(run, folder):
@@ -93,7 +96,7 @@ def test_a_config_alone(run, folder):
 
 
 def test_a_checkpoint_and_a_workload(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(budget, "_PIECE", 1 << 14)
+    monkeypatch.setattr(bandwidth, "_PIECE", 1 << 14)
     config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
     transformers.LlamaForCausalLM(config).half().save_pretrained(tmp_path, max_shard_size="100kB")
     said = run(tmp_path, "--sequence", "64", "--batch-size", "3", "--dtype", "float16")
@@ -143,7 +146,7 @@ def test_the_cache_is_that_of_a_real_forward(name, batch_size):
             {x.data_ptr(): x.untyped_storage().nbytes() for x in kept if x.numel()}.values()
         ), outputs.logits.nbytes
 
-    found = generation(model, "float32", Workload(batch_size, 24))
+    found = measure_generation(model, "float32", Workload(batch_size, 24))
     assert (found.cache, found.logits) == real(24)
     one, two = real(1, 1)[0], real(2, 1)[0]
     assert (found.per_sample, found.per_token) == (2 * one - two, two - one)
@@ -152,7 +155,7 @@ def test_the_cache_is_that_of_a_real_forward(name, batch_size):
 
 @pytest.mark.parametrize("name", ["grouped", "gpt2"])
 def test_the_cache_is_that_of_a_real_generation(name):
-    """transformers' generate() leaves its DynamicCache: nothing else of the forward is called a cache."""
+    """transformers' generate() returns its DynamicCache. No other tensor of the forward counts as cache."""
     model = transformers.AutoModelForCausalLM.from_config(REAL[name]).eval()
     prompt = torch.zeros(2, 1, dtype=torch.long)
     options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
@@ -160,12 +163,12 @@ def test_the_cache_is_that_of_a_real_generation(name):
     cache = made.past_key_values
     assert type(cache) is transformers.DynamicCache
     real = sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values))
-    found = generation(model, "float32", Workload(2, 24))  # the last token is never put in
+    found = measure_generation(model, "float32", Workload(2, 24))  # the last token is never put in
     assert (found.cache, found.per_sample) == (real, 0)
     assert found.last_logits == made.sequences.shape[0] * model.config.vocab_size * 4
 
 
-def test_what_cannot_be_estimated_says_why(run, tmp_path, folder):
+def test_models_that_cannot_be_estimated_are_refused_with_a_reason(run, tmp_path, folder):
     assert "no folder with a config.json" in run(tmp_path / "none", code=2)
     assert "needs --sequence" in run(folder, "--batch_size", 2, code=2)
     (folder / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
@@ -195,26 +198,26 @@ def test_a_model_that_fits_nowhere_has_no_rate(folder, monkeypatch, run):
 
 def test_a_workload_that_cannot_be_measured_is_no_placement_that_fails(tmp_path):
     transformers.ViTConfig(hidden_size=64, architectures=["ViTModel"], num_attention_heads=4).save_pretrained(tmp_path)
-    model = meta_model_from(tmp_path)
-    assert not generates(model)
+    model = load_meta_model(tmp_path)
+    assert not can_generate(model)
     with pytest.raises(DeviceMapError, match="could not be measured"):
-        size_up(model, "float32", Workload(1, 8))
+        measure_sizes(model, "float32", Workload(1, 8))
 
 
 def test_an_embedding_counts_only_where_it_is_also_the_output():
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     tied = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True))
-    found = [sum(size_up(model, "float32").traffic.values()) for model in (plain, tied)]
+    found = [sum(measure_sizes(model, "float32").traffic.values()) for model in (plain, tied)]
     assert found[0] == found[1] == 4 * sum(p.numel() for p in tied.parameters())
 
 
 def test_of_a_mixture_the_chosen_experts_count():
     config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2)
     model = transformers.MixtralForCausalLM(config)
-    assert expert_share(model) == 0.25
+    assert get_expert_share(model) == 0.25
     experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
     others = sum(p.nbytes for p in model.parameters()) - experts - model.model.embed_tokens.weight.nbytes
-    assert sum(size_up(model, "float32").traffic.values()) == others + experts // 4
+    assert sum(measure_sizes(model, "float32").traffic.values()) == others + experts // 4
 
 
 def test_the_slowest_of_memory_link_and_disk_counts():
@@ -222,28 +225,28 @@ def test_the_slowest_of_memory_link_and_disk_counts():
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
     total = sum(p.nbytes for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
     everything = placed(model, {"cpu": "1GB"})
-    assert ceiling(everything, flat()) == pytest.approx(100 / total)
+    assert compute_ceiling(everything, flat()) == pytest.approx(100 / total)
     split = placed(model, {0: 4 * layer, "cpu": "1GB"})
     host = split.traffic["cpu"]
     assert 0 < host < total
-    assert ceiling(split, flat()) == pytest.approx(10 / host)
-    assert ceiling(split, flat(100.0, 1e9, 1.0)) == pytest.approx(100 / total)
+    assert compute_ceiling(split, flat()) == pytest.approx(10 / host)
+    assert compute_ceiling(split, flat(100.0, 1e9, 1.0)) == pytest.approx(100 / total)
     disk = placed(model, {"cpu": 3 * layer})
-    kept = 3 * layer - disk.places()["cpu"]
-    assert ceiling(disk, flat()) == pytest.approx(1 / (disk.traffic["disk"] - kept))
-    assert ceiling(disk, flat(1e-3, 1.0, 1e9)) == pytest.approx(1e-3 / total)
-    assert ceiling(disk, flat(100.0, 10.0, None)) is None
+    kept = 3 * layer - disk.list_places()["cpu"]
+    assert compute_ceiling(disk, flat()) == pytest.approx(1 / (disk.traffic["disk"] - kept))
+    assert compute_ceiling(disk, flat(1e-3, 1.0, 1e9)) == pytest.approx(1e-3 / total)
+    assert compute_ceiling(disk, flat(100.0, 10.0, None)) is None
 
 
 def test_bandwidths_are_measured(tmp_path):
     file = tmp_path / "weights"
-    file.write_bytes(bytes(budget._PIECE * 2 + 5))
+    file.write_bytes(bytes(bandwidth._PIECE * 2 + 5))
     cpu = torch.device("cpu")
-    assert budget.memory_bandwidth(cpu, 1) > 1e6
-    assert budget.copy_bandwidth(cpu, 1) > 1e6
-    found = budget.disk_bandwidth([file])
+    assert bandwidth.measure_memory_bandwidth(cpu, 1) > 1e6
+    assert bandwidth.measure_copy_bandwidth(cpu, 1) > 1e6
+    found = bandwidth.measure_disk_bandwidth([file])
     assert found is None or found > 1e3  # None on a file system in memory
-    assert budget.disk_bandwidth([file], most=100) is None
+    assert bandwidth.measure_disk_bandwidth([file], most=100) is None
 
 
 @pytest.mark.slow
@@ -269,7 +272,7 @@ def test_a_rank_of_a_layout(run, small):
     assert "--strategy and --ranks go together" in run(small, *options, code=2)
 
 
-def test_the_cheapest_way_is_one_gpus(run, folder):
+def test_the_cheapest_way_ranks_configurations_of_one_gpu(run, folder):
     options = ("--device", "t4", "--sequence", 32, "--global_batch_size", 64)
     assert "`headway plan` ranks layouts" in run(folder, *options, "--ranks", 8, "--strategy", "fsdp", code=2)
     # Any other option of a forecast is either one of its own or refused with a reason.
@@ -295,7 +298,7 @@ def test_the_cheapest_way_is_one_gpus(run, folder):
         "activation_checkpointing",
         "help_all",
     }
-    assert {each.name for each in forecasts.estimate.params} == own | others | forecasts.NOT_FOR_RANKING.keys()
+    assert {each.name for each in estimate.estimate.params} == own | others | estimate.NOT_FOR_RANKING.keys()
 
 
 @pytest.mark.matrix
@@ -310,8 +313,8 @@ def test_a_head_adapters_and_a_loop(run, folder):
     kept, dropped = (json.loads(run(folder, *options, "--loop", name)) for name in ("plain", "loss_function"))
     assert kept == {**whole, "seconds": kept["seconds"]}
     assert dropped["allocated"] <= kept["allocated"]
-    labelled = run(folder, *options[:-1], "--task", "token-classification")
-    assert "ForTokenClassification" in labelled
+    labeled = run(folder, *options[:-1], "--task", "token-classification")
+    assert "ForTokenClassification" in labeled
     packed = json.loads(run(folder, *options, "--lora", "r=4", "--dtype", "int4"))
     assert packed["split"]["weights"] < thin["split"]["weights"]
     assert "int4 with --lora (QLoRA)" in run(folder, *options, "--dtype", "int4", code=2)
@@ -347,6 +350,42 @@ def test_a_page_and_the_longest_sequence(run, small, tmp_path):
     assert "name another file with --page" in run(small, "--device", "t4", "--sequence", 32, "--page", nowhere, code=2)
 
 
-def test_training_and_running_are_told_apart(run, folder):
+def test_options_of_training_and_of_running_are_distinguished(run, folder):
     assert "add --device" in run(folder, "--mixed_precision", "bf16", code=2)
     assert "--dtype int8 is for running" in run(folder, "--device", "t4", "--dtype", "int8", code=2)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (["estimate", "lama", "--device", "h100"], "did you mean llama?"),
+        (["plan", "berd", "--ranks", "8"], "did you mean bert?"),
+        (["estimate", "llama"], "no folder with a config.json; .* such as llama, add --device"),
+        (["estimate", "bert", "--json"], "error: --json is for training"),
+        (["estimate", "--script", "train.py", "--device", "h100", "--lora", "r=1"], "error: --lora is decided by"),
+        (["estimate", "bert", "--device", "h100", "--mixed_precision", "fp32"], "fp32 is called no"),
+        (["plan", "bert", "--ranks", "8", "--mixed_precision", "BFloat16"], "BFloat16 is called bf16"),
+    ],
+)
+def test_a_wrong_word_is_explained_before_torch_is_imported(line, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "headway.planning.sources", None)  # an import of it would raise an error
+    monkeypatch.setitem(sys.modules, "headway.planning.compare", None)
+    with pytest.raises(SystemExit) as ended:
+        main.main(line)
+    assert ended.value.code == 2
+    assert re.search(says, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["nosuchmodel", "mymodel", "notamodel", "unknown"])
+def test_a_name_that_is_like_no_model_gets_no_suggestion(name):
+    with pytest.raises(ConfigError) as told:
+        check_model_name(name)
+    assert "did you mean" not in str(told.value)
+
+
+def test_every_model_type_of_transformers_is_accepted(monkeypatch):
+    for name in transformers.CONFIG_MAPPING:
+        check_model_name(name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_model_name("nosuchmodel")  # without transformers, find_source reports what is missing

@@ -1,4 +1,4 @@
-"""Help that fits a screen, one language of flags, and what a shell completes."""
+"""The help fits on a screen, flags have one spelling, and shells complete them."""
 
 import pytest
 

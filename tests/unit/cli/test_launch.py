@@ -1,4 +1,4 @@
-"""The command line of `headway launch`: spellings, what goes to the script, what is refused and how."""
+"""The command line of `headway launch`: spellings, arguments of the script, and errors."""
 
 import re
 import subprocess
@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from headway.cli import launch, main
-from headway.compat.accelerate.launching.config_file import advice
+from headway.compat.accelerate.launching.config_file import find_alternative
 from headway.launch.machine import Machine
 
 MACHINE = Machine("box", "/venv/bin/python", 8, loopback="lo")
@@ -47,15 +47,15 @@ zero_stage
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
-    """Run a command line; give back the plan that it would carry out."""
+    """Run a command line and return the plan that it would execute."""
     plans = []
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "HEADWAY_RUN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("headway.launch.machine.look", lambda environment: MACHINE)
-    monkeypatch.setattr("headway.launch.run.execute", lambda plan, environment, is_quiet: plans.append(plan))
+    monkeypatch.setattr("headway.launch.machine.inspect_machine", lambda environment: MACHINE)
+    monkeypatch.setattr("headway.launch.run.execute_plan", lambda plan, environment, is_quiet: plans.append(plan))
 
     def go(*args):
         plans.clear()
@@ -157,12 +157,12 @@ def test_what_is_refused(run, args, message):
 
 def test_every_flag_of_the_peer_is_accepted_or_explained():
     accepted = {parameter.name for parameter in launch.command.params}
-    assert [name for name in PEER if name not in accepted and advice(name) is None] == []
-    assert [name for name in accepted if advice(str(name)) is not None] == []
+    assert [name for name in PEER if name not in accepted and find_alternative(name) is None] == []
+    assert [name for name in accepted if find_alternative(str(name)) is not None] == []
 
 
 def test_a_dry_run_prints_a_command_and_starts_nothing(run, capsys, monkeypatch):
-    monkeypatch.setattr("headway.launch.run.execute", lambda *a, **k: pytest.fail("started"))
+    monkeypatch.setattr("headway.launch.run.execute_plan", lambda *a, **k: pytest.fail("started"))
     with pytest.raises(SystemExit) as ended:
         main.main(["launch", "--dry-run", "-n", "2", "train.py", "it's"])
     assert ended.value.code == 0

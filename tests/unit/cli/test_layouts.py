@@ -1,20 +1,22 @@
-"""Layouts on the command line: what is planned, and what is said to the wrong thing."""
+"""Layouts on the command line: the plan for valid ones, and the error for invalid ones."""
 
 import shlex
 
 import pytest
 
 from headway.cli import main
-from headway.config.mesh import Layout
+from headway.core.config.mesh import Layout
 from headway.launch import machine, run
 
 
 @pytest.fixture
 def launch(monkeypatch, capsys, tmp_path):
-    """Runs a command line; returns the plan, or what was said instead."""
+    """Run a command line, and return the plan or the printed error."""
     plans = []
-    monkeypatch.setattr(machine, "look", lambda environment: machine.Machine("here", "/venv/bin/python", 8, None, ()))
-    monkeypatch.setattr(run, "execute", lambda plan, environment, **options: plans.append(plan))
+    monkeypatch.setattr(
+        machine, "inspect_machine", lambda environment: machine.Machine("here", "/venv/bin/python", 8, None, ())
+    )
+    monkeypatch.setattr(run, "execute_plan", lambda plan, environment, **options: plans.append(plan))
     for name in ("HEADWAY_RUN", "HEADWAY_STRATEGY", "WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
@@ -68,7 +70,7 @@ def test_machines_shape_a_bare_hsdp(launch):
     assert launch(f"-n 8 {where} --strategy fsdp+tp=2 --min_machines 1 --max_restarts 3").notes == ()
 
 
-def test_the_banner_says_the_layout_and_what_the_batch_becomes(launch):
+def test_the_banner_contains_the_layout_and_the_global_batch(launch):
     banner = launch("-n 8 --strategy fsdp+tp=2").banner
     assert "layout fsdp+tp=2 (command line: --strategy): 4 shards x 2 parts of a matrix" in banner
     assert "global batch = micro-batch x 4 data shards x " in banner
@@ -76,7 +78,7 @@ def test_the_banner_says_the_layout_and_what_the_batch_becomes(launch):
     assert "layout" not in launch("-n 1 --strategy fsdp").banner
 
 
-def test_a_dry_run_shows_who_belongs_together(launch, capsys):
+def test_a_dry_run_shows_the_groups_of_ranks(launch, capsys):
     with pytest.raises(SystemExit):
         main.main(["launch", "-n", "4", "--strategy", "fsdp+tp=2", "--dry-run", "train.py"])
     shown = capsys.readouterr().out
@@ -108,7 +110,7 @@ def test_settings_reach_the_workers(launch, tmp_path, monkeypatch):
     )
 
 
-def test_flags_that_change_nothing_are_told_in_one_line(launch):
+def test_flags_without_effect_are_reported_in_one_line(launch):
     [note] = launch(
         "-n 2 --use_fsdp --fsdp_version 2 --fsdp_use_orig_params true --fsdp_state_dict_type FULL_STATE_DICT"
     ).notes
@@ -198,7 +200,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("line", "told"), WRONG)
-def test_the_wrong_thing_is_answered_with_what_to_type(launch, line, told):
+def test_invalid_arguments_are_answered_with_the_correct_command(launch, line, told):
     said = launch(line)
     assert isinstance(said, str), "it was planned"
     assert told in said

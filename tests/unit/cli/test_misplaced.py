@@ -1,4 +1,4 @@
-"""Flags of the launcher after the script: said, with the line to type; a script's own flags are left in peace."""
+"""Launcher flags after the script: a warning shows the corrected line; a script's own flags cause none."""
 
 import shlex
 
@@ -12,15 +12,15 @@ MACHINE = Machine("box", "/venv/bin/python", 8, loopback="lo")
 
 @pytest.fixture
 def launch(monkeypatch, tmp_path, capsys):
-    """Type a line; give back what was said, and the arguments that the script gets."""
+    """Run a command line, and return the printed text and the script's arguments."""
     plans = []
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "HEADWAY_RUN", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("headway.launch.machine.look", lambda environment: MACHINE)
-    monkeypatch.setattr("headway.launch.run.execute", lambda plan, environment, is_quiet: plans.append(plan))
+    monkeypatch.setattr("headway.launch.machine.inspect_machine", lambda environment: MACHINE)
+    monkeypatch.setattr("headway.launch.run.execute_plan", lambda plan, environment, is_quiet: plans.append(plan))
 
     def go(line):
         plans.clear()
@@ -36,6 +36,14 @@ def launch(monkeypatch, tmp_path, capsys):
     ("line", "which", "meant", "silenced"),
     [
         ("train.py -n 2", "-n 2", "-n 2 train.py", "-- train.py -n 2"),
+        ("train.py -n 2 --cpu", "-n 2, --cpu", "-n 2 --cpu train.py", "-- train.py -n 2 --cpu"),
+        (
+            "train.py --lr 1 --mixed-precision bf16 -n 2 --strategy=fsdp --x",
+            "--mixed-precision bf16, -n 2, --strategy=fsdp",
+            "--mixed-precision bf16 -n 2 --strategy=fsdp train.py --lr 1 --x",
+            None,
+        ),
+        ("train.py -n 2 --mixed_precision fp32 -m", "-n 2", "-n 2 train.py --mixed_precision fp32 -m", None),
         ("--cpu train.py --lr 1 -n2 --x", "-n2", "--cpu -n2 train.py --lr 1 --x", "--cpu -- train.py --lr 1 -n2 --x"),
         ("train.py --num-processes=2 'a b'", "--num-processes=2", "--num-processes=2 train.py 'a b'", None),
         ("train.py --num_processes 2", "--num_processes 2", "--num_processes 2 train.py", None),
@@ -88,7 +96,7 @@ def test_a_module_too(launch, tmp_path):
     assert "meant for the launcher?  headway launch -m -n 2 pkg.train\n" in launch("-m pkg.train -n 2")[0]
 
 
-def test_one_task_of_a_cluster_says_it(launch, monkeypatch):
+def test_only_one_task_of_a_cluster_prints_the_warning(launch, monkeypatch):
     for name, value in {
         "JOB_ID": "7",
         "STEP_ID": "0",

@@ -29,9 +29,12 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_layouts_beside_each_other(run, folder):
+def test_layouts_are_compared_in_a_table(run, folder):
     said = run(folder, "--ranks", 16, "--budget", "80GB")
-    rows = [line.split()[0] for line in said.splitlines()[4:] if line]
+    table, _, legend = said.partition("\nmemory of the fullest rank: total is the sum of ")
+    rows = [line.split()[0] for line in table.splitlines()[4:] if line]
+    assert "peak is the most that tensors take at once" in legend
+    assert "waits for is" in legend
     assert sorted(rows) == ["ddp", "fsdp", "fsdp+tp=8:", "hsdp=8"]  # four heads do not divide among 8
     assert "LlamaForCausalLM" in said
     assert "1 x 64 tokens" in said

@@ -1,10 +1,10 @@
-"""The interview asks only what a machine leaves open."""
+"""`headway config` asks only for settings that the machine does not determine."""
 
 import pytest
 
-from headway.cli.config import NONE, SOME, SPREADS, ConfigQuestion, interview
-from headway.config.launch import LaunchConfig
-from headway.config.mesh import parse
+from headway.cli.config import NONE, SOME, SPREADS, ConfigQuestion, ask_questions
+from headway.core.config.launch import LaunchConfig
+from headway.core.config.mesh import parse_layout
 
 
 def answer_with(**given):
@@ -13,7 +13,7 @@ def answer_with(**given):
     def ask(question):
         asked.append(question.name)
         text = given.get(question.name, question.default)
-        assert question.problem(text) is None
+        assert question.find_problem(text) is None
         return text
 
     return ask, asked
@@ -21,39 +21,39 @@ def answer_with(**given):
 
 def test_a_cpu_machine():
     ask, asked = answer_with(num_processes="2")
-    assert interview(ask, None, 0) == LaunchConfig(num_processes=2, mixed_precision="no")
+    assert ask_questions(ask, None, 0) == LaunchConfig(num_processes=2, mixed_precision="no")
     assert asked == ["num_machines", "num_processes", "spread", "mixed_precision", "gradient_accumulation_steps"]
 
 
-def test_every_accelerator_leaves_the_number_open():
+def test_all_accelerators_leave_the_number_unset():
     ask, asked = answer_with(mixed_precision="bf16", gradient_accumulation_steps="4")
-    made = interview(ask, "cuda", 2, ("0", "1"))
+    made = ask_questions(ask, "cuda", 2, ("0", "1"))
     assert made == LaunchConfig(mixed_precision="bf16", gradient_accumulation_steps=4)
     assert "num_processes" not in asked
 
 
 def test_some_accelerators():
     ask, _ = answer_with(devices=SOME, gpu_ids="0,1")
-    assert interview(ask, "cuda", 4, ("0", "1", "2", "3")).gpu_ids == "0,1"
+    assert ask_questions(ask, "cuda", 4, ("0", "1", "2", "3")).gpu_ids == "0,1"
 
 
 def test_the_cpu_of_a_machine_with_accelerators():
     ask, _ = answer_with(devices=NONE)
-    made = interview(ask, "cuda", 4, ("0", "1", "2", "3"))
+    made = ask_questions(ask, "cuda", 4, ("0", "1", "2", "3"))
     assert (made.cpu, made.num_processes) == (True, 1)
 
 
 def test_several_machines():
     ask, _ = answer_with(num_machines="2", machine_rank="1", main_process_ip="h", main_process_port="5")
-    made = interview(ask, None, 0)
+    made = ask_questions(ask, None, 0)
     assert (made.num_machines, made.machine_rank, made.main_process_ip, made.main_process_port) == (2, 1, "h", 5)
     assert made.num_processes == 2
 
 
 def test_answers_are_checked():
-    assert "whole number" in ConfigQuestion("num_processes", "?", "1").problem("two")
-    assert ConfigQuestion("mixed_precision", "?", "no", ("no", "bf16")).problem("fp8") == "one of no, bf16"
-    assert ConfigQuestion("num_processes", "?", "1").problem("2") is None
+    assert "whole number" in ConfigQuestion("num_processes", "?", "1").find_problem("two")
+    assert ConfigQuestion("mixed_precision", "?", "no", ("no", "bf16")).find_problem("fp8") == "one of no, bf16"
+    assert ConfigQuestion("num_processes", "?", "1").find_problem("2") is None
 
 
 @pytest.mark.parametrize(
@@ -65,25 +65,25 @@ def test_answers_are_checked():
 def test_how_the_model_is_spread(spread, group, strategy):
     given = {"spread": SPREADS[spread], "num_machines": "2"} | ({"group": group} if group else {})
     ask, asked = answer_with(**given)
-    assert interview(ask, "cuda", 4, ("0", "1", "2", "3")).strategy == strategy
+    assert ask_questions(ask, "cuda", 4, ("0", "1", "2", "3")).strategy == strategy
     assert ("group" in asked) is ("=" in strategy)
 
 
 def test_one_process_is_not_asked_how_it_is_spread():
     ask, asked = answer_with(num_processes="1")
-    assert not interview(ask, None, 0).is_set("strategy")
+    assert not ask_questions(ask, None, 0).is_set("strategy")
     assert "spread" not in asked
 
 
 def test_a_group_must_fit():
     question = ConfigQuestion("group", "?", "2", written="fsdp+tp={}", num_processes=8)
-    assert "the nearest that fit 8: fsdp+tp=2, fsdp+tp=4" in question.problem("3")
-    assert "needs a number of ranks" in question.problem("two")
-    assert question.problem("4") is None
+    assert "the nearest that fit 8: fsdp+tp=2, fsdp+tp=4" in question.find_problem("3")
+    assert "needs a number of ranks" in question.find_problem("two")
+    assert question.find_problem("4") is None
 
 
 def test_each_layout_is_explained_in_a_line():
     for name, text in SPREADS.items():
-        parse(f"{name}=2" if name == "hsdp" else name.replace("+tp", "+tp=2").replace("+cp", "+cp=2"))
+        parse_layout(f"{name}=2" if name == "hsdp" else name.replace("+tp", "+tp=2").replace("+cp", "+cp=2"))
         assert text.startswith(f"{name}: ")
         assert len(text) < 100

@@ -1,18 +1,18 @@
-"""A file that is written whole or not at all."""
+"""Atomic file writes: a file is written completely or not at all."""
 
 import os
 import threading
 
 import pytest
 
-from headway.common.atomic import replacing, write_text
+from headway.common.atomic import open_replacement, write_text
 
 
 def test_a_reader_sees_the_old_file_or_the_new(tmp_path):
     path = tmp_path / "f"
     write_text(path, "é")
     assert path.read_bytes() == "é".encode()
-    with replacing(path) as staged:
+    with open_replacement(path) as staged:
         staged.write_text("new")
         assert path.read_text() == "é"
         assert staged.parent == path.parent
@@ -22,12 +22,12 @@ def test_a_reader_sees_the_old_file_or_the_new(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), KeyboardInterrupt()])
-def test_a_failure_leaves_the_old_file_and_nothing_beside_it(tmp_path, error):
+def test_a_failure_keeps_the_old_file_and_removes_the_temporary_one(tmp_path, error):
     path = tmp_path / "f"
     write_text(path, "old")
 
     def fail():
-        with replacing(path) as staged:
+        with open_replacement(path) as staged:
             staged.write_text("ne")
             raise error
 
@@ -37,7 +37,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_beside_it(tmp_path, error):
     assert os.listdir(tmp_path) == ["f"]
 
 
-def test_a_folder_that_is_not_there_is_an_os_error(tmp_path):
+def test_a_missing_folder_raises_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_text(tmp_path / "no" / "f", "x")
 

@@ -1,4 +1,4 @@
-"""The user's own line, whoever is in between."""
+"""The innermost line of user code is found, whatever frames are in between."""
 
 import sys
 import sysconfig
@@ -7,72 +7,80 @@ from itertools import islice
 import pytest
 
 from headway.common import callsite
-from headway.common.callsite import Frame, call_site, is_headways, is_users, stack, users_frame, users_line
+from headway.common.callsite import (
+    Frame,
+    find_call_site,
+    find_users_frame,
+    find_users_line,
+    is_headway_file,
+    is_user_file,
+    walk_stack,
+)
 
 LIBRARY = sysconfig.get_path("purelib") + "/lib/code.py"
 
 
 def through(file, function):
-    """What `function` returns where it is called from code of that file."""
+    """Return the result of `function`, called from code of that file."""
     space = {"function": function}
     exec(compile("\n\nfound = function()\n", file, "exec"), space)
     return space["found"]
 
 
 def test_whose_file_it_is():
-    assert is_users(__file__)
-    assert not any(map(is_users, [callsite.__file__, LIBRARY, "<frozen runpy>", sysconfig.__file__]))
-    assert is_headways(callsite.__file__)
-    assert not is_headways(__file__)
+    assert is_user_file(__file__)
+    assert not any(map(is_user_file, [callsite.__file__, LIBRARY, "<frozen runpy>", sysconfig.__file__]))
+    assert is_headway_file(callsite.__file__)
+    assert not is_headway_file(__file__)
 
 
 def test_the_line_of_the_call():
     here = sys._getframe()
-    assert call_site() == f"{__file__}:{here.f_lineno}"
-    assert users_frame() is here
+    assert find_call_site() == f"{__file__}:{here.f_lineno}"
+    assert find_users_frame() is here
 
 
 def test_a_library_in_between_is_passed_over():
     line = through.__code__.co_firstlineno + 3  # where that file is carried out
-    assert through(LIBRARY, call_site) == f"{__file__}:{line}"
-    assert through("/u/train.py", call_site) == "/u/train.py:3"
-    assert through("/u/train.py", lambda: through(callsite.__file__, users_frame)).f_code.co_filename == __file__
+    assert through(LIBRARY, find_call_site) == f"{__file__}:{line}"
+    assert through("/u/train.py", find_call_site) == "/u/train.py:3"
+    assert through("/u/train.py", lambda: through(callsite.__file__, find_users_frame)).f_code.co_filename == __file__
 
 
-def test_where_nobody_is_the_users(monkeypatch):
-    monkeypatch.setattr(callsite, "is_users", lambda file: False)
-    assert users_frame() is None
-    assert through(LIBRARY, call_site) == f"{LIBRARY}:3"
-    assert through(callsite.__file__, call_site).startswith(f"{__file__}:")
+def test_without_user_frames(monkeypatch):
+    monkeypatch.setattr(callsite, "is_user_file", lambda file: False)
+    assert find_users_frame() is None
+    assert through(LIBRARY, find_call_site) == f"{LIBRARY}:3"
+    assert through(callsite.__file__, find_call_site).startswith(f"{__file__}:")
 
 
-def test_a_stack_goes_outward():
+def test_a_stack_is_walked_from_the_inside_out():
     def inner():
-        return [Frame.of(each).function for each in islice(stack(), 2)]
+        return [Frame.from_frame(each).function for each in islice(walk_stack(), 2)]
 
-    assert inner() == ["inner", "test_a_stack_goes_outward"]
-    assert next(stack(sys._getframe(1))) is sys._getframe(1)
+    assert inner() == ["inner", "test_a_stack_is_walked_from_the_inside_out"]
+    assert next(walk_stack(sys._getframe(1))) is sys._getframe(1)
 
 
 def test_a_traceback(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ZeroDivisionError) as told:
         through(LIBRARY, lambda: through(str(tmp_path / "train.py"), lambda: through(LIBRARY, lambda: 1 / 0)))
-    assert users_line(told.tb).startswith(f"{__file__}:")  # the lambda that divides
+    assert find_users_line(told.tb).startswith(f"{__file__}:")  # the lambda that divides
     last = told.tb
     while not last.tb_frame.f_code.co_filename.endswith("train.py"):
         last = last.tb_next
     last.tb_next = None
-    assert users_line(last) == "train.py:3"
-    assert users_line(None) == ""
+    assert find_users_line(last) == "train.py:3"
+    assert find_users_line(None) == ""
 
 
 def test_code_without_a_file_is_the_users_unless_it_was_generated():
-    assert all(map(is_users, ["<unseen>", "<stdin>", "<ipython-input-3-0a1b>"]))
-    assert not any(map(is_users, ["<string>", "<eval_with_key>.4", "<frozen importlib._bootstrap>"]))
+    assert all(map(is_user_file, ["<unseen>", "<stdin>", "<ipython-input-3-0a1b>"]))
+    assert not any(map(is_user_file, ["<string>", "<eval_with_key>.4", "<frozen importlib._bootstrap>"]))
 
 
-def test_a_line_is_told_where_the_current_folder_is_gone(tmp_path, monkeypatch):
+def test_a_frame_is_formatted_if_the_current_folder_is_gone(tmp_path, monkeypatch):
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -38,14 +38,14 @@ def test_what_is_neither_is_refused(monkeypatch):
 def test_without_a_launcher_there_is_one_process(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert (env.rank(), env.local_rank(), env.world_size(), env.local_world_size()) == (0, 0, 1, 1)
+    assert (env.get_rank(), env.get_local_rank(), env.get_world_size(), env.get_local_world_size()) == (0, 0, 1, 1)
 
 
 def test_patches_are_taken_back_even_after_an_error(monkeypatch):
     monkeypatch.setenv("HW_A", "before")
 
     def block():
-        with env.patched({"HW_A": None, "HW_B": "new"}):
+        with env.patch_variables({"HW_A": None, "HW_B": "new"}):
             assert ("HW_A" in os.environ, os.environ["HW_B"]) == (False, "new")
             raise KeyError
 
@@ -59,5 +59,5 @@ def test_defaults_and_snapshots(monkeypatch):
     monkeypatch.setenv("HW_A", "mine")
     env.set_default("HW_A", "other")
     assert os.environ["HW_A"] == "mine"
-    env.snapshot()["HW_A"] = "changed"
+    env.copy_variables()["HW_A"] = "changed"
     assert os.environ["HW_A"] == "mine"

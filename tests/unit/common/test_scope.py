@@ -1,4 +1,4 @@
-"""What a process has once."""
+"""Per-process singletons."""
 
 import threading
 
@@ -29,7 +29,7 @@ def test_what_is_empty_is_kept():
     assert kept.own(set) is kept.own(set)
 
 
-def test_threads_that_come_first_together_get_the_same():
+def test_threads_that_create_an_object_at_once_get_the_same_one():
     shared, gate, found = Scope(), threading.Barrier(2), []
 
     def make():

@@ -1,4 +1,4 @@
-"""What opens and what does not, and where a secret comes from."""
+"""Messages are accepted only with a valid HMAC; sources of the secret."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.common.untrusted import SIZE, Seal, UnsealedCounter, users_secret
+from headway.common.sealing import PROOF_SIZE, Seal, UnsealedCounter, read_secret
 from headway.errors import ConfigError
 
 
@@ -17,27 +17,27 @@ def of(secret: bytes) -> Seal:
 @given(st.binary(max_size=40), st.text(max_size=20), st.binary(max_size=200))
 def test_what_was_closed_opens_at_its_place_only(secret, place, content):
     seal = of(secret)
-    closed = seal.close(place, content)
-    assert seal.open(place, closed) == content
-    assert seal.open(f"{place} ", closed) is None
-    assert of(secret + b"!").open(place, closed) is None
-    assert b"\n" not in closed[:SIZE]
+    closed = seal.seal_message(place, content)
+    assert seal.open_message(place, closed) == content
+    assert seal.open_message(f"{place} ", closed) is None
+    assert of(secret + b"!").open_message(place, closed) is None
+    assert b"\n" not in closed[:PROOF_SIZE]
 
 
 @given(st.binary(max_size=100))
 def test_what_anybody_else_writes_does_not(data):
-    assert of(b"a secret of ours").open("here", data) is None
+    assert of(b"a secret of ours").open_message("here", data) is None
 
 
 def test_a_changed_byte_does_not_open():
     seal = of(b"secret")
-    closed = seal.close("here", b"content")
+    closed = seal.seal_message("here", b"content")
     for index in range(len(closed)):
         changed = closed[:index] + bytes([closed[index] ^ 1]) + closed[index + 1 :]
-        assert seal.open("here", changed) is None
+        assert seal.open_message("here", changed) is None
 
 
-def test_each_salt_makes_a_secret_of_its_own():
+def test_each_salt_derives_a_different_secret():
     assert of(b"a").derive("1") == of(b"a").derive("1")
     assert len({of(b"a").derive("1"), of(b"a").derive("2"), of(b"b").derive("1"), of(b"").derive("1")}) == 4
 
@@ -45,34 +45,34 @@ def test_each_salt_makes_a_secret_of_its_own():
 def test_strangers_are_counted_and_said_once():
     said = []
     strangers = UnsealedCounter(said.append)
-    assert strangers.total() == ""
+    assert strangers.describe_total() == ""
     for _ in range(3):
-        strangers.note("a line from \x1b[2Jnowhere")
+        strangers.count_message("a line from \x1b[2Jnowhere")
     assert said == [
         "a line from \\x1b[2Jnowhere does not prove to be of this run: dropped, as all like it will be (docs/security.md)"
     ]
-    assert strangers.total() == "3 lines, values and connections of others were dropped in all"
+    assert strangers.describe_total() == "3 lines, values and connections of others were dropped in all"
 
 
 def test_a_secret_is_a_variable_or_a_file(monkeypatch, tmp_path):
     monkeypatch.delenv("HEADWAY_SECRET", raising=False)
-    assert users_secret() == b""
+    assert read_secret() == b""
     monkeypatch.setenv("HEADWAY_SECRET", "0123456789abcdef\n")
-    assert users_secret() == b"0123456789abcdef"
+    assert read_secret() == b"0123456789abcdef"
     (tmp_path / "secret").write_text("fedcba9876543210 of the file\n")
-    assert users_secret(str(tmp_path / "secret")) == b"fedcba9876543210 of the file"
+    assert read_secret(str(tmp_path / "secret")) == b"fedcba9876543210 of the file"
 
 
 def test_what_cannot_be_a_secret(monkeypatch, tmp_path):
     monkeypatch.setenv("HEADWAY_SECRET", "hunter2")
     with pytest.raises(ConfigError, match="the secret of HEADWAY_SECRET has 7 bytes and must have at least 16") as told:
-        users_secret()
+        read_secret()
     assert "hunter2" not in str(told.value)
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigError, match="has 0 bytes"):
-        users_secret(str(tmp_path / "empty"))
+        read_secret(str(tmp_path / "empty"))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match=r"--secret: .*pipe is a pipe, not a regular file"):
-        users_secret(str(tmp_path / "pipe"))
+        read_secret(str(tmp_path / "pipe"))
     with pytest.raises(ConfigError, match=r"--secret: .*none cannot be read: No such file"):
-        users_secret(str(tmp_path / "none"))
+        read_secret(str(tmp_path / "none"))

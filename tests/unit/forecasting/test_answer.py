@@ -1,7 +1,7 @@
 """The timeline of a step, on events that are written by hand."""
 
-from headway.forecasting.answer import timeline
-from headway.forecasting.device.allocator import MemoryEvent, plain_peak, split_at
+from headway.forecasting.answer import build_timeline
+from headway.forecasting.device.allocator import MemoryEvent, compute_exact_peak, split_by_kind
 
 EVENTS = [
     MemoryEvent(1, 100, kind="weights"),
@@ -16,7 +16,7 @@ PHASES = {"set-up": 0, "step 1 forward": 1, "step 1 backward": 5}
 
 
 def test_every_request_where_there_are_few():
-    found = timeline(EVENTS, PHASES)
+    found = build_timeline(EVENTS, PHASES)
     assert found.places == tuple(range(7))
     assert found.totals == (100, 110, 610, 110, 130, 110, 100)
     assert found.sizes["temporaries"] == (0, 0, 500, 0, 0, 0, 0)
@@ -26,13 +26,13 @@ def test_every_request_where_there_are_few():
 
 def test_fewer_places_keep_the_peak():
     for points in (1, 2, 3):
-        found = timeline(EVENTS, PHASES, points)
+        found = build_timeline(EVENTS, PHASES, points)
         assert len(found.places) <= points
-        assert max(found.totals) == plain_peak(EVENTS) == 610
+        assert max(found.totals) == compute_exact_peak(EVENTS) == 610
         peak = found.totals.index(610)
-        assert {kind: sizes[peak] for kind, sizes in found.sizes.items() if sizes[peak]} == split_at(EVENTS, 2)
+        assert {kind: sizes[peak] for kind, sizes in found.sizes.items() if sizes[peak]} == split_by_kind(EVENTS, 2)
 
 
 def test_nothing():
-    assert timeline([], {}).places == ()
-    assert timeline([], {}).totals == ()
+    assert build_timeline([], {}).places == ()
+    assert build_timeline([], {}).totals == ()

@@ -1,4 +1,4 @@
-"""Batches of varying lengths: every update is traced, and what the allocator loses between blocks of unlike sizes is counted."""
+"""Batches of varying lengths: every update is traced, and fragmentation is counted."""
 
 import pytest
 import torch
@@ -115,6 +115,6 @@ def test_what_cannot_be(given, said):
     (lambda size: batch(size), {"lengths": LENGTHS}, r"\(batch_size, length\), because lengths= is given"),
     (lambda size, length: batch(size, length), {}, r"\(batch_size\): missing a required argument: 'length'"),
 ])  # fmt: skip
-def test_a_batch_fn_with_other_arguments_is_told(batch_fn, given, wanted):
+def test_a_batch_fn_with_other_arguments_is_reported(batch_fn, given, wanted):
     with pytest.raises(ConfigError, match=wanted):
         headway.forecast(Net, batch_fn, loss=loss, largest=False, **given)

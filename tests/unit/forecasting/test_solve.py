@@ -2,8 +2,8 @@
 
 import pytest
 
-from headway.forecasting.device.allocator import MemoryEvent, replay
-from headway.forecasting.forecaster import BudgetSearch, SizedEvents, alike
+from headway.forecasting.device.allocator import MemoryEvent, replay_events
+from headway.forecasting.forecaster import BudgetSearch, SizedEvents, is_same_sequence
 
 MIB = 1 << 20
 
@@ -20,7 +20,7 @@ class Counted:
 
 
 def takes(events):
-    return replay(events).reserved
+    return replay_events(events).reserved
 
 
 def step(batch):
@@ -35,12 +35,12 @@ def step(batch):
 
 def test_two_traces_give_every_size():
     for batch in (1, 8, 200):
-        assert SizedEvents([step(8), step(9)], 8).at(batch) == step(batch)
+        assert SizedEvents([step(8), step(9)], 8).build_events(batch) == step(batch)
 
 
 def test_other_sequences_are_not_alike():
-    assert not alike(step(8), step(9)[:-1])
-    assert not alike(step(1), [event._replace(what="other") for event in step(1)])
+    assert not is_same_sequence(step(8), step(9)[:-1])
+    assert not is_same_sequence(step(1), [event._replace(what="other") for event in step(1)])
 
 
 def attention(length):
@@ -51,13 +51,13 @@ def attention(length):
 
 def test_three_traces_give_what_grows_with_the_square():
     for length in (1, 8, 300):
-        assert SizedEvents([attention(8), attention(9), attention(10)], 8).at(length) == attention(length)
+        assert SizedEvents([attention(8), attention(9), attention(10)], 8).build_events(length) == attention(length)
 
 
 @pytest.mark.parametrize("capacity", [100, 300, 4000, 90_000])
 def test_the_longest_sequence_where_memory_grows_with_the_square(capacity):
     traced = Counted(attention)
-    found = BudgetSearch(traced, takes, capacity * MIB, degree=2).run()
+    found = BudgetSearch(traced, takes, capacity * MIB, degree=2).find_largest()
     assert found == 0 or takes(attention(found)) <= capacity * MIB
     assert takes(attention(found + 1)) > capacity * MIB
     assert len(traced.sizes) <= 5
@@ -65,19 +65,19 @@ def test_the_longest_sequence_where_memory_grows_with_the_square(capacity):
 
 @pytest.mark.parametrize("limit", [1, 8, 9, 10, 13])
 def test_no_longer_than_the_limit(limit):
-    assert BudgetSearch(attention, takes, 1 << 60, limit, degree=2).run() == limit
+    assert BudgetSearch(attention, takes, 1 << 60, limit, degree=2).find_largest() == limit
 
 
 def test_the_curve_is_what_each_size_takes():
     search = BudgetSearch(step, takes, 1000 * MIB)
-    search.run()
-    assert search.curve([1, 5, 40]) == [(size, takes(step(size))) for size in (1, 5, 40)]
+    search.find_largest()
+    assert search.compute_curve([1, 5, 40]) == [(size, takes(step(size))) for size in (1, 5, 40)]
 
 
 @pytest.mark.parametrize("capacity", [0, 100, 144, 146, 150, 500, 1000, 24_000])
 def test_the_largest_that_fits_and_no_more(capacity):
     traced = Counted(step)
-    found = BudgetSearch(traced, takes, capacity * MIB).run()
+    found = BudgetSearch(traced, takes, capacity * MIB).find_largest()
     assert found == 0 or takes(step(found)) <= capacity * MIB
     assert takes(step(found + 1)) > capacity * MIB
     assert len(traced.sizes) <= 4
@@ -88,7 +88,7 @@ def test_events_that_change_with_the_batch_are_traced():
         return step(batch) + [MemoryEvent(10 + each, 1) for each in range(batch)]
 
     traced = Counted(odd)
-    found = BudgetSearch(traced, takes, 1000 * MIB).run()
+    found = BudgetSearch(traced, takes, 1000 * MIB).find_largest()
     assert {found, found + 1} <= set(traced.sizes)
     assert len(traced.sizes) == len(set(traced.sizes))
     assert takes(odd(found)) <= 1000 * MIB
@@ -99,12 +99,12 @@ def test_a_jump_at_large_batches_is_found_by_the_trace_at_the_answer():
     def jumps(batch):
         return step(batch) if batch < 15 else [MemoryEvent(9, 500 * MIB, "sort"), *step(batch)]
 
-    assert BudgetSearch(jumps, takes, 1000 * MIB).run() == 14
-    assert BudgetSearch(jumps, takes, 1400 * MIB).run() == 19
+    assert BudgetSearch(jumps, takes, 1000 * MIB).find_largest() == 14
+    assert BudgetSearch(jumps, takes, 1400 * MIB).find_largest() == 19
 
 
 def test_a_limit_is_kept():
-    assert BudgetSearch(step, takes, 100_000 * MIB, limit=20).run() == 20
+    assert BudgetSearch(step, takes, 100_000 * MIB, limit=20).find_largest() == 20
 
 
 def test_no_answer_above_a_batch_that_fragments():
@@ -112,5 +112,5 @@ def test_no_answer_above_a_batch_that_fragments():
         batch = events[1].num_bytes // (30 * MIB)
         return takes(events) + (300 * MIB if batch == 17 else 0)
 
-    assert BudgetSearch(step, takes, 1000 * MIB).run() == 22
-    assert BudgetSearch(step, fragmented, 1000 * MIB).run() == 16
+    assert BudgetSearch(step, takes, 1000 * MIB).find_largest() == 22
+    assert BudgetSearch(step, fragmented, 1000 * MIB).find_largest() == 16

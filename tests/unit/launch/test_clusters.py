@@ -1,15 +1,15 @@
-"""What SLURM, Open MPI and Kubernetes say in the environment, and how it meets the other settings."""
+"""Variables of SLURM, Open MPI and Kubernetes, and how they combine with other settings."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from headway.config.load import Value, resolve
+from headway.core.config.load import Value, resolve
 from headway.errors import ConfigError
-from headway.launch.clusters import ClusterTask, check_agreement, detect, first_host
+from headway.launch.clusters import ClusterTask, check_agreement, detect_cluster, parse_first_host
 from headway.launch.machine import Machine
-from headway.launch.plan import AgentOrder, Program, commands_per_machine, make
+from headway.launch.plan import AgentOrder, Program, format_commands, make_plan
 
 CPU = Machine("box", "/venv/bin/python", 8, loopback="lo")
 GPUS = Machine("gpubox", "/venv/bin/python", 8, "cuda", ("0", "1", "2", "3"), "lo")
@@ -22,17 +22,17 @@ SLURM = {
 
 
 def values(environment):
-    return {name: entry.value for name, entry in detect(environment).layer.items()}
+    return {name: entry.value for name, entry in detect_cluster(environment).layer.items()}
 
 
 def planned(environment, machine=CPU, **settings):
-    cluster = detect(environment)
+    cluster = detect_cluster(environment)
     layer = {name: Value(value, f"command line: --{name}") for name, value in settings.items()}
-    return make(resolve([layer, cluster.layer]), Program("train.py"), machine, environment, cluster)
+    return make_plan(resolve([layer, cluster.layer]), Program("train.py"), machine, environment, cluster)
 
 
 def test_no_cluster():
-    assert detect({"PATH": "/bin"}) is None
+    assert detect_cluster({"PATH": "/bin"}) is None
 
 
 class TestSlurm:
@@ -40,13 +40,13 @@ class TestSlurm:
         assert values(SLURM) == {
             "num_machines": 2, "machine_rank": 1, "main_process_ip": "gpu07", "main_process_port": 24711,
         }  # fmt: skip
-        assert detect(SLURM).layer["num_machines"].origin == "SLURM: SLURM_STEP_NUM_NODES"
+        assert detect_cluster(SLURM).layer["num_machines"].origin == "SLURM: SLURM_STEP_NUM_NODES"
         order = AgentOrder.decode(planned(SLURM, GPUS).argv[-1])
         assert (order.num_local, order.machine_rank, order.endpoint) == (4, 1, "gpu07:24711")
 
     def test_several_tasks_a_machine_are_the_processes(self):
         environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2"}
-        assert detect(environment).task == ClusterTask(6, 8, 2, 4)
+        assert detect_cluster(environment).task == ClusterTask(6, 8, 2, 4)
         made = planned(environment, GPUS)
         order = AgentOrder.decode(made.argv[-1])
         assert (order.num_local, order.num_machines, order.machine_rank, order.unit) == (1, 8, 6, "task")
@@ -89,13 +89,13 @@ class TestSlurm:
         assert "OMP_NUM_THREADS" not in planned({**environment, "OMP_NUM_THREADS": "3"}, GPUS).additions
 
     def test_an_allocation_without_a_task_is_no_task(self):
-        assert detect({"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a,b"}) is None
+        assert detect_cluster({"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a,b"}) is None
         # The top of an sbatch script has a rank but no step.
-        assert detect({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NNODES": "2"}) is None
+        assert detect_cluster({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NNODES": "2"}) is None
 
     def test_uneven_tasks(self):
         with pytest.raises(ConfigError, match="SLURM started 3 tasks on 2 machines"):
-            detect({**SLURM, "SLURM_STEP_NUM_TASKS": "3"})
+            detect_cluster({**SLURM, "SLURM_STEP_NUM_TASKS": "3"})
 
     def test_the_tasks_and_the_processes_must_agree(self):
         environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2"}
@@ -109,10 +109,10 @@ class TestSlurm:
 
     def test_garbage_is_named(self):
         with pytest.raises(ConfigError, match="SLURM says SLURM_NODEID='one'"):
-            detect({**SLURM, "SLURM_NODEID": "one"})
+            detect_cluster({**SLURM, "SLURM_NODEID": "one"})
         for name in ("SLURM_NODEID", "SLURM_PROCID", "SLURM_JOB_ID"):
             with pytest.raises(ConfigError, match=rf"{name}='9+\.\.\. \(5002 characters\), which"):
-                detect({**SLURM, "SLURM_STEP_NUM_TASKS": "8", name: "9" * 5000})
+                detect_cluster({**SLURM, "SLURM_STEP_NUM_TASKS": "8", name: "9" * 5000})
 
     @pytest.mark.parametrize(
         ("nodes", "first"),
@@ -126,7 +126,7 @@ class TestSlurm:
         ],
     )
     def test_node_lists(self, nodes, first):
-        assert first_host(nodes) == first
+        assert parse_first_host(nodes) == first
 
 
 class TestOpenMpi:
@@ -136,7 +136,7 @@ class TestOpenMpi:
     }  # fmt: skip
 
     def test_two_a_machine(self):
-        cluster = detect(self.environment)
+        cluster = detect_cluster(self.environment)
         assert cluster.task == ClusterTask(3, 4, 1, 2)
         made = planned(self.environment)
         assert AgentOrder.decode(made.argv[-1]).endpoint == f"10.0.0.5:{20000 + 314900480 % 12000}"
@@ -183,11 +183,11 @@ class TestKubernetes:
         assert values(environment) == {"machine_rank": 3}
 
     def test_an_ordinary_pod_is_an_ordinary_machine(self):
-        assert detect(POD) is None
+        assert detect_cluster(POD) is None
 
 
 def test_a_file_against_the_cluster_names_both():
-    cluster = detect(SLURM)
+    cluster = detect_cluster(SLURM)
     file = {"machine_rank": Value(0, "file: c.yaml key machine_rank")}
     with pytest.raises(ConfigError, match=r"machine_rank=0 \(file: c.yaml .*against 1 \(SLURM: SLURM_NODEID\)"):
         check_agreement(resolve([file, cluster.layer]), cluster)
@@ -199,7 +199,7 @@ def test_without_a_cluster_each_machine_has_its_command():
         "num_machines": Value(2, "x"), "num_processes": Value(4, "x"),
         "cpu": Value(True, "x"), "quiet": Value(False, "x"),
     }  # fmt: skip
-    texts = commands_per_machine(resolve([layer]), Program("train.py", ("a b",)), "box", 4242)
+    texts = format_commands(resolve([layer]), Program("train.py", ("a b",)), "box", 4242)
     assert texts == [
         "headway launch --num_processes 4 --cpu --num_machines 2 --main_process_ip box --main_process_port 4242 "
         f"--machine_rank {rank} train.py 'a b'"

@@ -1,9 +1,10 @@
-"""What a machine has, read from a made-up /dev, /proc and /sys."""
+"""Hardware of a machine, read from a fake /dev, /proc and /sys."""
 
 import pytest
 
 from headway.launch import machine
-from headway.launch.machine import look, num_cores, visible_ids
+from headway.launch.machine import count_cores, inspect_machine
+from headway.launch.visible_devices import list_visible_ids
 
 
 @pytest.fixture
@@ -14,9 +15,9 @@ def root(tmp_path):
 
 
 @pytest.fixture
-def torch_flavour(monkeypatch):
-    def choose(flavour):
-        monkeypatch.setattr(machine, "_torch_flavour", lambda: flavour)
+def torch_build(monkeypatch):
+    def choose(build):
+        monkeypatch.setattr(machine, "_read_torch_build", lambda: build)
 
     choose("cu130")
     return choose
@@ -28,50 +29,50 @@ def _nvidia(root, count):
 
 
 def test_no_accelerator(root):
-    here = look({}, root)
+    here = inspect_machine({}, root)
     assert (here.accelerator, here.device_ids, here.torch_device) == (None, (), "cpu")
     assert here.loopback == "lo"
     assert here.num_cores >= 1
 
 
-def test_nvidia(root, torch_flavour):
+def test_nvidia(root, torch_build):
     _nvidia(root, 2)
-    here = look({}, root)
+    here = inspect_machine({}, root)
     assert (here.accelerator, here.device_ids, here.torch_device) == ("cuda", ("0", "1"), "cuda")
-    assert look({"CUDA_VISIBLE_DEVICES": ""}, root).accelerator is None
+    assert inspect_machine({"CUDA_VISIBLE_DEVICES": ""}, root).accelerator is None
 
 
 @pytest.mark.parametrize("node", ["nvhost-gpu", "nvgpu"])
-def test_jetson(root, torch_flavour, node):
+def test_jetson(root, torch_build, node):
     (root / "dev" / node).touch()
-    here = look({}, root)
+    here = inspect_machine({}, root)
     assert (here.accelerator, here.device_ids) == ("cuda", ("0",))
 
 
-def test_variables_that_name_no_device_that_exists_are_told(root, torch_flavour):
+def test_variables_that_name_only_missing_devices_are_reported(root, torch_build):
     _nvidia(root, 2)
-    assert look({"CUDA_VISIBLE_DEVICES": "7"}, root).hidden_by == "CUDA_VISIBLE_DEVICES='7'"
+    assert inspect_machine({"CUDA_VISIBLE_DEVICES": "7"}, root).hidden_by == "CUDA_VISIBLE_DEVICES='7'"
     for meant in ("", "-1", "NoDevFiles"):
-        assert look({"CUDA_VISIBLE_DEVICES": meant}, root).hidden_by == ""
-    assert look({"CUDA_VISIBLE_DEVICES": "1"}, root).hidden_by == ""
+        assert inspect_machine({"CUDA_VISIBLE_DEVICES": meant}, root).hidden_by == ""
+    assert inspect_machine({"CUDA_VISIBLE_DEVICES": "1"}, root).hidden_by == ""
 
 
-def test_a_torch_for_cpus_uses_no_accelerator(root, torch_flavour):
+def test_a_torch_for_cpus_uses_no_accelerator(root, torch_build):
     _nvidia(root, 2)
-    torch_flavour("cpu")
-    assert look({}, root).accelerator is None
+    torch_build("cpu")
+    assert inspect_machine({}, root).accelerator is None
 
 
-def test_amd(root, torch_flavour):
+def test_amd(root, torch_build):
     (root / "dev/kfd").touch()
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
     for index, count in enumerate([0, 304, 304]):  # node 0 is the CPU
         (nodes / str(index)).mkdir(parents=True)
         (nodes / str(index) / "properties").write_text(f"cpu_cores_count 0\nsimd_count {count}\n")
-    torch_flavour("rocm6.4")
-    here = look({}, root)
+    torch_build("rocm6.4")
+    here = inspect_machine({}, root)
     assert (here.accelerator, here.device_ids, here.torch_device) == ("rocm", ("0", "1"), "cuda")
-    assert look({"HIP_VISIBLE_DEVICES": "1"}, root).device_ids == ("1",)
+    assert inspect_machine({"HIP_VISIBLE_DEVICES": "1"}, root).device_ids == ("1",)
 
 
 @pytest.mark.parametrize(
@@ -87,16 +88,16 @@ def test_amd(root, torch_flavour):
     ],
 )
 def test_amd_reads_two_variables_one_after_the_other(variables, ids):
-    assert visible_ids("rocm", 4, variables) == ids
+    assert list_visible_ids("rocm", 4, variables) == ids
 
 
-def test_intel_counts_only_with_a_torch_for_it(root, torch_flavour):
+def test_intel_counts_only_with_a_torch_for_it(root, torch_build):
     device = root / "sys/class/drm/renderD128/device"
     device.mkdir(parents=True)
     (device / "vendor").write_text("0x8086\n")
-    assert look({}, root).accelerator is None
-    torch_flavour("xpu")
-    assert look({}, root).accelerator == "xpu"
+    assert inspect_machine({}, root).accelerator is None
+    torch_build("xpu")
+    assert inspect_machine({}, root).accelerator == "xpu"
 
 
 @pytest.mark.parametrize(
@@ -113,13 +114,13 @@ def test_intel_counts_only_with_a_torch_for_it(root, torch_flavour):
     ],
 )
 def test_visible_devices(text, ids):
-    assert visible_ids("cuda", 4, {"CUDA_VISIBLE_DEVICES": text}) == ids
+    assert list_visible_ids("cuda", 4, {"CUDA_VISIBLE_DEVICES": text}) == ids
 
 
 def test_cores_are_limited_by_the_cgroup(root):
-    free = num_cores(root)
+    free = count_cores(root)
     (root / "sys/fs/cgroup").mkdir(parents=True)
     (root / "sys/fs/cgroup/cpu.max").write_text("max 100000\n")
-    assert num_cores(root) == free
+    assert count_cores(root) == free
     (root / "sys/fs/cgroup/cpu.max").write_text("50000 100000\n")
-    assert num_cores(root) == 1
+    assert count_cores(root) == 1

@@ -1,4 +1,4 @@
-"""The arguments of notebook_launcher: Accelerate's, in its order; what has no meaning is said, what cannot be is refused."""
+"""Arguments of notebook_launcher: Accelerate's, in its order; useless ones are reported, invalid ones are refused."""
 
 import inspect
 
@@ -6,14 +6,14 @@ import numpy
 import pytest
 
 from headway import debug_launcher, notebook_launcher
-from headway.config.launch import UNSET
+from headway.core.config.launch import UNSET
 from headway.errors import ConfigError
 from headway.launch import notebook
 
 
 @pytest.fixture
 def resolved(monkeypatch):
-    """What the arguments come to, with nothing started."""
+    """Return the settings that the arguments result in, without starting processes."""
 
     class Reached(Exception):
         pass
@@ -25,7 +25,7 @@ def resolved(monkeypatch):
             found.append(resolved)
             raise Reached
 
-        monkeypatch.setattr(notebook.plan, "make", stop)
+        monkeypatch.setattr(notebook.plan, "make_plan", stop)
         with pytest.raises(Reached):
             notebook_launcher(print, (), *args, **arguments)
         return found[0].config
@@ -45,7 +45,7 @@ def test_the_signature_is_accelerates():
         assert {one.name for one, other in zip(own, others) if one.default != other.default} <= {"mixed_precision"}
 
 
-def test_on_one_machine_nothing_meets(resolved, caplog):
+def test_one_machine_needs_no_rendezvous(resolved, caplog):
     config = resolved(2, "bf16", max_restarts=3, monitor_interval=0.5)
     assert (config.num_processes, config.mixed_precision, config.max_restarts, config.monitor_interval) == (
         2,
@@ -61,7 +61,7 @@ def test_on_one_machine_nothing_meets(resolved, caplog):
     assert "log_line_prefix_template has no effect" in caplog.text
 
 
-def test_several_machines_meet_where_they_are_told(resolved):
+def test_several_machines_meet_at_the_given_address(resolved):
     config = resolved(numpy.int64(4), use_port="29501", master_addr="10.0.0.1", node_rank=1, num_nodes=2,
                       rdzv_conf={"timeout": 60}, rdzv_id="run7")  # fmt: skip
     assert (config.num_processes, config.num_machines, config.machine_rank) == (8, 2, 1)

@@ -1,14 +1,14 @@
-"""From settings to commands: counts, devices, threads, networks, and every contradiction by name."""
+"""From settings to commands: counts, devices, threads, networks, and an error for every contradiction."""
 
 import json
 import subprocess
 
 import pytest
 
-from headway.config.load import Value, resolve
+from headway.core.config.load import Value, resolve
 from headway.errors import ConfigError
 from headway.launch.machine import Machine
-from headway.launch.plan import AgentOrder, Program, make
+from headway.launch.plan import AgentOrder, Program, make_plan
 
 CPU = Machine("box", "/venv/bin/python", 8, loopback="lo")
 GPUS = Machine("gpubox", "/venv/bin/python", 8, "cuda", ("0", "1", "2", "3"), "lo")
@@ -17,7 +17,7 @@ SCRIPT = Program("train.py", ("--lr", "3e-4", "a b"))
 
 def plan(machine=CPU, program=SCRIPT, environment=None, force=False, **settings):
     layer = {name: Value(value, f"command line: --{name}") for name, value in settings.items()}
-    return make(resolve([layer], force=force), program, machine, environment or {})
+    return make_plan(resolve([layer], force=force), program, machine, environment or {})
 
 
 def order(made):
@@ -58,7 +58,7 @@ def test_the_users_own_variables_stay():
     assert made.additions["OMP_NUM_THREADS"] == "5"
 
 
-def test_threads_of_one_process_are_left_alone_unless_said():
+def test_threads_of_one_process_are_not_set_by_default():
     assert "OMP_NUM_THREADS" not in plan().additions
     assert plan(num_cpu_threads_per_process=2).additions["OMP_NUM_THREADS"] == "2"
 
@@ -93,7 +93,7 @@ def test_all_of_a_kind_without_a_known_variable(kind):
         plan(pair, gpu_ids="1")
 
 
-def test_amds_variable_counts_what_the_layer_below_leaves():
+def test_amds_variable_numbers_the_devices_that_the_lower_layer_leaves():
     left = Machine("amdbox", "/venv/bin/python", 8, "rocm", ("0", "1"), "lo")  # ROCR_VISIBLE_DEVICES=2,3
     assert plan(left, gpu_ids="1").additions["HIP_VISIBLE_DEVICES"] == "1"
 
@@ -107,14 +107,14 @@ def test_devices_that_variables_hide_by_mistake_are_no_run_on_the_cpu():
     assert plan(hidden, cpu=True).world_size == 1
 
 
-def test_ranks_are_told_which_device_they_were_counted_by():
+def test_ranks_get_the_device_type_that_was_counted():
     assert json.loads(plan(GPUS).additions["HEADWAY_RUN"])["device"] == "cuda"
     assert "device" not in json.loads(plan(GPUS, cpu=True).additions["HEADWAY_RUN"])
     assert json.loads(plan().additions["HEADWAY_RUN"])["device"] == "cpu"
 
 
 @pytest.mark.parametrize("text", ["4", "0,0", "0,,1", "x", ","])
-def test_accelerators_that_are_not_there(text):
+def test_missing_accelerators_are_refused(text):
     with pytest.raises(ConfigError, match=r"gpu_ids=.*--gpu_ids.*0, 1, 2, 3"):
         plan(GPUS, gpu_ids=text)
 
@@ -152,7 +152,7 @@ def test_more_processes_than_accelerators():
         plan(GPUS, num_processes=5)
 
 
-def test_precision_and_accumulation_stand_in_the_banner():
+def test_the_banner_contains_precision_and_accumulation():
     banner = plan(num_processes=2, mixed_precision="bf16", gradient_accumulation_steps=4).banner
     assert "precision bf16 (command line: --mixed_precision)" in banner
     assert "global batch = micro-batch x 2 processes x 4 accumulated" in banner
@@ -203,7 +203,7 @@ class TestMachines:
             plan(num_machines=2, machine_rank=0)
 
 
-def test_a_run_that_goes_on_with_fewer_machines():
+def test_a_run_that_continues_with_fewer_machines():
     where = {"num_machines": 3, "main_process_ip": "10.0.0.1", "main_process_port": 29400, "num_processes": 6}
     made = plan(**where, min_machines=2, max_restarts=1)
     assert (order(made).min_machines, order(made).num_machines, order(made).backend) == (2, 3, "c10d")
@@ -229,7 +229,7 @@ def test_a_launch_inside_a_launch_is_refused():
         plan(environment=inside)
     made = plan(environment=inside, force=True)
     assert made.removals == ("RANK", "WORLD_SIZE")
-    assert "RANK" not in made.environment(inside)
+    assert "RANK" not in made.make_environment(inside)
 
 
 def test_log_files():
@@ -249,7 +249,7 @@ def test_the_printed_plan_is_a_command_that_a_shell_runs():
     program = Program("printenv", ("HEADWAY_RUN", "it's $HOME"), "program")
     made = plan(program=program, environment={"RANK": "0"})
     shown = subprocess.run(
-        ["sh", "-c", made.shell()], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "RANK": "0"}
+        ["sh", "-c", made.format_shell()], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "RANK": "0"}
     )
     assert json.loads(shown.stdout.splitlines()[0])["num_processes"] == 1
 
@@ -265,7 +265,9 @@ def test_the_printed_plan_is_a_command_that_a_shell_runs():
         ({"num_processes": 1}, {}, False),
     ],
 )
-def test_an_engines_own_warnings_are_left_to_who_asks_for_them(settings, environment, is_silent):
+def test_warnings_of_backends_are_hidden_unless_requested(settings, environment, is_silent):
     layer = {name: Value(value, "here") for name, value in settings.items()}
-    planned = make(resolve([layer]), Program("train.py"), Machine("box", "/bin/python", 4, loopback="lo"), environment)
+    planned = make_plan(
+        resolve([layer]), Program("train.py"), Machine("box", "/bin/python", 4, loopback="lo"), environment
+    )
     assert (planned.additions.get("TORCH_CPP_LOG_LEVEL") == "ERROR") is is_silent

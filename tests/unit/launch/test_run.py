@@ -1,4 +1,4 @@
-"""What a launch names is looked at before anything is started, and nothing of it is run for that."""
+"""The program of a launch is checked before any process starts, without running it."""
 
 import os
 import zipfile
@@ -7,7 +7,7 @@ import pytest
 
 from headway.errors import ConfigError
 from headway.launch.plan import Program
-from headway.launch.run import check
+from headway.launch.run import check_program
 
 RUNS = "raise AssertionError('the launcher has run it')\n"
 
@@ -44,8 +44,8 @@ def folder(tmp_path, monkeypatch):
         "pkg.left_to_python",
     ],
 )
-def test_a_module_that_is_there_is_not_run(folder, name):
-    check(Program(name, (), "module"))
+def test_an_existing_module_is_not_run(folder, name):
+    check_program(Program(name, (), "module"))
 
 
 @pytest.mark.parametrize(
@@ -58,24 +58,24 @@ def test_a_module_that_is_there_is_not_run(folder, name):
         ("two words", "'two words' is not one"),
     ],
 )
-def test_a_module_that_is_not_there(folder, name, message):
+def test_a_missing_module_is_refused(folder, name, message):
     with pytest.raises(ConfigError, match=message):
-        check(Program(name, (), "module"))
+        check_program(Program(name, (), "module"))
 
 
 def test_folders_and_archives(folder):
-    check(Program("app"))
+    check_program(Program("app"))
     with pytest.raises(
         ConfigError, match=r"'pkg' is a folder without a __main__.py; give the script in it, such as pkg/__init__"
     ):
-        check(Program("pkg"))
+        check_program(Program("pkg"))
     with zipfile.ZipFile("app.pyz", "w") as archive:
         archive.writestr("__main__.py", RUNS)
-    check(Program("app.pyz"))
+    check_program(Program("app.pyz"))
     with zipfile.ZipFile("empty.zip", "w"):
         pass
     with pytest.raises(ConfigError, match=r"is not an archive with a __main__.py"):
-        check(Program("empty.zip"))
+        check_program(Program("empty.zip"))
 
 
 def test_a_script_that_this_user_may_not_read(folder):
@@ -85,16 +85,16 @@ def test_a_script_that_this_user_may_not_read(folder):
         os.seteuid(65534)
     try:
         with pytest.raises(ConfigError, match=r"'train.py' cannot be read: Permission denied; let this user read it"):
-            check(Program("train.py"))
+            check_program(Program("train.py"))
     finally:
         if is_root:
             os.seteuid(0)
 
 
 def test_a_program_is_left_to_the_path(folder):
-    check(Program("sh", ("-c", "true"), "program"))
+    check_program(Program("sh", ("-c", "true"), "program"))
 
 
 def test_a_pipe_is_left_to_python(folder):
     os.mkfifo(folder / "pipe")
-    check(Program("pipe"))  # opened, it would wait for who writes into it
+    check_program(Program("pipe"))  # opened, it would wait for who writes into it

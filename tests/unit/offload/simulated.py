@@ -23,12 +23,12 @@ class SimulatedPoint:
     def wait(self):
         self.lane.run(until=self)
 
-    def seconds_until(self, later):
+    def measure_seconds_until(self, later):
         return later.time - self.time
 
 
 class SimulatedLane:
-    """`headway.runtime.transfers.CopyStream` without a device.
+    """`headway.core.runtime.copy_stream.CopyStream` without a device.
 
     Args:
         seed: of the order in which the queues run.
@@ -60,7 +60,7 @@ class SimulatedLane:
         return made
 
     def run(self, until=None):
-        """Run what is queued, up to a point; what waits for something that nobody has queued is an error of the caller."""
+        """Run the queued work up to a point. Raise an error if it waits for work that was never queued."""
         with self.lock:
             while until is None or not until.is_reached():
                 ready = [q for q in self.queues.values() if q and (q[0][0] is None or q[0][0].is_reached())]
@@ -81,7 +81,7 @@ class SimulatedLane:
 
     # ------------------------------------------------ what a lane does
 
-    def bind(self):
+    def bind_device(self):
         self.bound.add(threading.get_ident())
 
     def allocate(self, like):
@@ -99,10 +99,10 @@ class SimulatedLane:
     def give_back(self, kind, block):
         self.free.setdefault(kind, []).append(block)
 
-    def here(self):
+    def record_position(self):
         return self.point("compute")
 
-    def begin(self, after):
+    def begin_copies(self, after):
         assert threading.get_ident() in self.bound
         self.put("copies", after, lambda: None)
         return self.point("copies")
@@ -119,18 +119,18 @@ class SimulatedLane:
 
         self.put("copies", None, run)
         if not self.is_pinned(source):
-            self.end().wait()  # as torch does with ordinary memory
+            self.end_copies().wait()  # as torch does with ordinary memory
 
-    def end(self):
+    def end_copies(self):
         return self.point("copies")
 
-    def admit(self, copy, allocated, done):
+    def order_after_copy(self, copy, allocated, done):
         self.put("compute", done, lambda: None)
 
     def drain(self):
-        self.end().wait()
+        self.end_copies().wait()
 
-    def pinned(self, num_bytes):
+    def allocate_pinned(self, num_bytes):
         if not self.can_pin:
             raise RuntimeError("CUDA error: out of memory")
         made = torch.zeros(num_bytes, dtype=torch.uint8)

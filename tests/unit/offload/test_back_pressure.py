@@ -1,4 +1,4 @@
-"""A host that runs ahead of its device, simulated: what the device holds stays within the window, and every value is right."""
+"""Simulation of a host that runs ahead of its device: memory stays within the window, values are correct."""
 
 import gc
 import random
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from headway.core.weights.names import TensorLocation
 from headway.offload.stream import DeviceStream
 from headway.offload.transport import RingTransport
-from headway.weights.names import TensorLocation
 from tests.unit.offload.simulated import SimulatedLane
 
 NUM_UNITS, ONE = 40, 16 * 4
@@ -21,7 +21,7 @@ def build(lane, window=2, chunk=1 << 20, is_pinned=True):
     units = []
     for number in range(NUM_UNITS):
         module = nn.Linear(4, 4, bias=False)
-        home = lane.pinned(ONE).view(torch.float32).view(4, 4) if is_pinned else torch.empty(4, 4)
+        home = lane.allocate_pinned(ONE).view(torch.float32).view(4, 4) if is_pinned else torch.empty(4, 4)
         module.weight = nn.Parameter(home.fill_(number), requires_grad=False)
         units.append([TensorLocation(module, "weight", True)])
     return units, DeviceStream(units, torch.device("cpu"), window * ONE, RingTransport(lane, chunk))
@@ -31,10 +31,10 @@ def use(stream, units, lane, order, wanted=None):
     """Queue a use of the units in `order`, none of which the device has come to; returns what it will have read."""
     read = []
     for number in order:
-        stream.enter(number)
+        stream.enter_unit(number)
         value = float(number if wanted is None else wanted[number])
         lane.compute(units[number][0].tensor, lambda found, value=value: read.append((value, found)))
-        stream.leave(number)
+        stream.leave_unit(number)
     return read
 
 
@@ -112,13 +112,13 @@ def test_changed_values_are_copied_again():
 
 
 def test_memory_that_follows_the_copies_holds_the_whole_model():
-    """As it was: memory of the copying queue, given back by `record_stream` when the computation had passed its use."""
+    """Transport that allocates on the copy stream and frees by `record_stream`, for comparison."""
 
     class Following(SimulatedLane):
         def give_back(self, kind, block):
             self.put("compute", None, lambda: self.free.setdefault(kind, []).append(block))
 
-        def begin(self, after):
+        def begin_copies(self, after):
             return self.point("copies")
 
     lane = Following(0)
@@ -132,7 +132,7 @@ def test_memory_that_follows_the_copies_holds_the_whole_model():
 
 def test_the_simulation_sees_a_copy_that_does_not_wait():
     class Hasty(SimulatedLane):
-        def begin(self, after):
+        def begin_copies(self, after):
             return self.point("copies")
 
     wrong = 0

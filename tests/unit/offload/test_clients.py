@@ -7,8 +7,9 @@ import torch
 
 from headway import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
 from headway.errors import CheckpointError, ConfigError
-from headway.offload.execution import Execution, undispatch
-from headway.offload.placement.device_map import DeviceMap, Placement
+from headway.offload.execution import Execution, undispatch_model
+from headway.offload.placement.device_map import DeviceMap
+from headway.offload.placement.homes import Placement
 from headway.offload.transport import HostTransport
 
 transformers = pytest.importorskip("transformers")
@@ -90,13 +91,15 @@ def test_streamed_copies_compute_what_the_undivided_model_does(client):
     name, whole, _, _ = client
     model = copy.deepcopy(whole)
     homes = {key: "disk" for key, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
-    Execution(model, Placement(DeviceMap({"": "disk"}), torch.device("cpu"), homes), [], [], HostTransport()).attach()
+    Execution(
+        model, Placement(DeviceMap({"": "disk"}), torch.device("cpu"), homes), [], [], HostTransport()
+    ).attach_hooks()
     assert torch.equal(run(name, model), run(name, whole))
     with torch.no_grad():
         assert torch.equal(run(name, model), run(name, whole))
     if name != "vit":
         assert torch.equal(tokens(model), tokens(whole))
-    undispatch(model)
+    undispatch_model(model)
     assert torch.equal(run(name, dispatch_model(model, {"": "cpu"})), run(name, whole))
 
 

@@ -1,4 +1,4 @@
-"""Placing models: what goes where, what is refused, and that a placed model is the undivided one."""
+"""Dispatching models: placement, refused maps, and results equal to the undivided model."""
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ from headway import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
+from headway.core.weights.export import save_weights
+from headway.core.weights.names import is_mapped
 from headway.errors import ConfigError, DeviceMapError
-from headway.weights.export import save_weights
-from headway.weights.names import is_mapped
 
 
 def build(seed=0):
@@ -134,9 +134,9 @@ def test_an_adapter_is_trained_on_weights_in_files(tmp_path):
 
 
 def test_a_save_that_did_not_reach_the_disk_is_an_error_and_replaces_nothing(tmp_path, monkeypatch):
+    from headway.core.weights import export as weights
+    from headway.core.weights.shards import write_file
     from headway.errors import CheckpointError
-    from headway.weights import export as weights
-    from headway.weights.shards import write_file
 
     save_weights([("a", torch.zeros(2))], tmp_path, "1GB")
 

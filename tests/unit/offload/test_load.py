@@ -1,4 +1,4 @@
-"""Loading weights: names settled first, nothing half loaded, files used as memory without ever being written."""
+"""Loading weights: names are checked first, loads are all or nothing, and mapped files never change."""
 
 import json
 import pickle
@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from headway import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
+from headway.core.weights.names import is_mapped
 from headway.errors import CheckpointError, ConfigError, DeviceMapError, UnsupportedError
-from headway.weights.names import is_mapped
 
 
 class Net(nn.Module):
@@ -111,7 +111,7 @@ def refused(model, folder, words, **more):
     return str(caught.value)
 
 
-def test_everything_that_does_not_fit_is_told_at_once_and_nothing_is_loaded(tmp_path):
+def test_everything_that_does_not_fit_is_reported_at_once_and_nothing_is_loaded(tmp_path):
     saved(tmp_path, **{"body.0.weight": None, "body.0.wieght": torch.zeros(4, 4), "body.2.weight": torch.zeros(4, 5)})
     told = refused(empty(), tmp_path, "nothing was loaded")
     assert r"Missing from the checkpoint (1): body.0.weight (nearest: body.0.wieght)" in told

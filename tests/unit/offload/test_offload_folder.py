@@ -1,4 +1,4 @@
-"""The peer's offload folder: what one library writes the other reads; a folder of another model, a cut file, a bad name."""
+"""Offload folders: exchange with Accelerate, foreign folders, truncated files and bad names."""
 
 import importlib.util
 import json
@@ -24,8 +24,8 @@ from headway import (
     read_offload_index,
     save_offload_index,
 )
+from headway.core.weights.names import is_mapped
 from headway.errors import CheckpointError, ConfigError
-from headway.weights.names import is_mapped
 from tests.unit.offload.placement.models import Chain, build
 
 needs_peer = pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="the peer is not installed")
@@ -118,7 +118,7 @@ def test_a_missing_or_cut_file(tmp_path, content):
     (tmp_path / "w.dat").unlink()
     if content is not None:
         (tmp_path / "w.dat").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"w\.dat is (missing|7 bytes|9 bytes); its entry says \[2\]"):
+    with pytest.raises(CheckpointError, match=r"w\.dat is (missing|7 bytes|9 bytes); its entry has \[2\]"):
         OffloadedWeightsLoader(save_folder=tmp_path)["w"]
 
 
@@ -126,7 +126,7 @@ def test_a_missing_or_cut_file(tmp_path, content):
     "entry",
     [{"dtype": "load", "shape": [2]}, {"dtype": "float32"}, {"dtype": "float32", "shape": [-2]}, {"shape": [2]}],
 )
-def test_an_entry_that_says_nothing_sensible(tmp_path, entry):
+def test_an_invalid_index_entry(tmp_path, entry):
     (tmp_path / "w.dat").write_bytes(b"\0" * 8)
     with pytest.raises(CheckpointError, match="needs a dtype of torch and a shape"):
         load_offloaded_weight(tmp_path / "w.dat", entry)
@@ -232,7 +232,7 @@ def test_load_offloaded_weights_gives_a_meta_model_its_values(tmp_path):
 
 @needs_peer
 def test_a_model_that_the_peer_offloaded_runs_from_its_folder(tmp_path):
-    """Its disk_offload writes the folder; Headway uses the files where they lie."""
+    """Accelerate's disk_offload writes the folder, and Headway uses its files in place."""
     from accelerate import disk_offload
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Reading ahead: the order is learnt, pages come in and go, and the next ones are read while the present ones compute."""
+"""Reading ahead: the learned order, and pages that are read and released in time."""
 
 import gc
 import itertools
@@ -13,17 +13,24 @@ from safetensors.torch import save_file
 from torch import nn
 
 from headway import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch, offload_pace
-from headway.offload.readahead import ReadAhead, ReadOrder, bring_in, give_back, is_resident, share_resident
+from headway.offload.readahead import (
+    ReadAhead,
+    ReadOrder,
+    is_resident,
+    measure_resident_share,
+    read_pages,
+    release_pages,
+)
 
 
 def ahead(order, num, after=()):
-    return list(islice(order.ahead(after), num))
+    return list(islice(order.predict_next(after), num))
 
 
 def test_before_anything_was_seen_the_order_of_registration_is_the_guess():
     order = ReadOrder(4)
     assert ahead(order, 3) == []
-    order.note(1)
+    order.note_use(1)
     assert ahead(order, 4) == [2, 3, 0, 1]
     assert ahead(order, 2, [2]) == [3, 0]
 
@@ -32,10 +39,10 @@ def test_loops_skips_and_second_uses():
     order = ReadOrder(5)
     steps = [0, 3, 1, 3, 4]  # 3 is used twice, 2 never
     for unit in steps * 2:
-        order.note(unit)
+        order.note_use(unit)
     assert ahead(order, 10) == steps * 2
-    order.note(0)
-    order.note(3)
+    order.note_use(0)
+    order.note_use(3)
     assert ahead(order, 3) == [1, 3, 4]
     assert ahead(order, 2, [1]) == [3, 4]
     assert ahead(order, 2, [1, 3]) == [4, 0]
@@ -44,17 +51,17 @@ def test_loops_skips_and_second_uses():
 def test_an_encoder_and_then_a_decoding_loop():
     order = ReadOrder(4)
     for unit in [0, 1, *[2, 3] * 5]:
-        order.note(unit)
+        order.note_use(unit)
     assert ahead(order, 4) == [2, 3, 2, 3]
     for unit in [0, 1]:
-        order.note(unit)
+        order.note_use(unit)
     # What came last after (2, 3) was a new prompt.
     assert ahead(order, 4) == [2, 3, 0, 1]
 
 
 def test_one_unit():
     order = ReadOrder(1)
-    order.note(0)
+    order.note_use(0)
     assert ahead(order, 2) == [0, 0]
 
 
@@ -84,13 +91,13 @@ def place(tmp_path):
 
 
 def drop(model, file):
-    """Drop the file from the page cache; says whether the file system lets us."""
+    """Drop the file from the page cache. Return whether the file system supports it."""
     for parameter in model.parameters():
-        give_back(parameter)
+        release_pages(parameter)
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    shares = [share_resident(parameter) for parameter in model.parameters()]
+    shares = [measure_resident_share(parameter) for parameter in model.parameters()]
     if any(share is None or share > 0.1 for share in shares):
         pytest.skip("this file system keeps pages that are not wanted (tmpfs does)")
 
@@ -105,12 +112,12 @@ def test_pages(placed):
     drop(model, file)
     weight = model[3].weight
     assert not is_resident(weight)
-    bring_in(weight)
+    read_pages(weight)
     assert is_resident(weight)
     wanted = weight.detach().clone()
     with torch.no_grad():
         weight[0, 0] = 7.0  # this page is no longer the file's
-    give_back(weight)
+    release_pages(weight)
     assert weight[0, 0] == 7.0
     assert torch.equal(weight[1:], wanted[1:])
     assert is_resident(torch.empty(0))
@@ -127,7 +134,7 @@ def test_a_cold_forward_gives_the_same_and_reads_ahead(placed):
     # The kernel reads on by itself as well, so that not all of it is counted for so small a model.
     assert stream.traffic.num_bytes > 0
     drop(model, file)
-    stream.enter(0)
+    stream.enter_unit(0)
     # All of the model is within the window: the reader fetches what was not asked for yet.
     deadline = time.monotonic() + 60
     while not all(is_resident(parameter) for parameter in model.parameters()):
@@ -157,16 +164,16 @@ def test_beyond_the_budget_the_first_stay_and_the_others_go_back(placed):
     # Giving back is advice, which a kernel may pass over now and then; each pass over the units gives it again.
     for number in itertools.count():
         for unit in range(NUM_LAYERS):
-            stream.enter(unit)
+            stream.enter_unit(unit)
             model[unit].weight.sum()
         time.sleep(0.05)
-        if number >= 2 and sum(share_resident(p) for p in model.parameters()) <= 5:
+        if number >= 2 and sum(measure_resident_share(p) for p in model.parameters()) <= 5:
             break
         if time.monotonic() > deadline:
             drop(model, file)  # skips where nothing of this file ever goes
             pytest.fail("what was used is still in memory")
-    assert share_resident(model[0].weight) == 1.0
-    assert share_resident(model[1].weight) == 1.0
+    assert measure_resident_share(model[0].weight) == 1.0
+    assert measure_resident_share(model[1].weight) == 1.0
     inputs = torch.randn(2, WIDTH)
     assert torch.equal(model(inputs), whole(inputs))
 
@@ -198,7 +205,7 @@ def test_a_forked_child_reads_with_a_thread_of_its_own(placed):
     drop(model, file)
     child = os.fork()
     if child == 0:
-        model.headway_execution.stream.enter(0)
+        model.headway_execution.stream.enter_unit(0)
         os._exit(0 if model.headway_execution.stream._process == os.getpid() else 1)
     assert os.waitpid(child, 0)[1] == 0
 

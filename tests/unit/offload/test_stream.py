@@ -8,8 +8,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from headway import dispatch_model
-from headway.offload.execution import Execution, undispatch
-from headway.offload.placement.device_map import DeviceMap, Placement
+from headway.offload.execution import Execution, undispatch_model
+from headway.offload.placement.device_map import DeviceMap
+from headway.offload.placement.homes import Placement
 from headway.offload.stream import DeviceStream
 from headway.offload.transport import HostTransport
 
@@ -18,11 +19,11 @@ CPU = torch.device("cpu")
 
 def streamed(model, preload=(), transport=None):
     """Every tensor of the model is copied for each use, as if the CPU's memory were a device's."""
-    undispatch(model)
+    undispatch_model(model)
     homes = {name: "disk" for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
     placement = Placement(DeviceMap({"": "disk"}), CPU, homes)
     execution = Execution(model, placement, [], list(preload), transport or HostTransport())
-    execution.attach()
+    execution.attach_hooks()
     assert isinstance(execution.stream, DeviceStream)
     return execution.stream
 
@@ -184,10 +185,10 @@ def test_modules_that_use_the_weights_of_others(pair):
     assert stream.traffic.num_bytes == 20 * 4
 
 
-def test_taking_it_off(pair, tmp_path):
+def test_removing_the_hooks(pair, tmp_path):
     whole, model = pair
     streamed(model)
-    undispatch(model)
+    undispatch_model(model)
     assert not any(part._forward_pre_hooks or part._forward_hooks for part in model.modules())
     save_file({"w": torch.zeros(1)}, tmp_path / "x.safetensors")
     dispatch_model(model, {"": "cpu"})
@@ -195,17 +196,17 @@ def test_taking_it_off(pair, tmp_path):
 
 
 class Failing(HostTransport):
-    """Copies that fail as often as it is told: what a full device or an unreadable page does."""
+    """Transport whose copies fail a given number of times, as with a full device or an unreadable page."""
 
     def __init__(self):
         super().__init__()
         self.num_failures = 0
 
-    def start(self, home, copy, after):
+    def start_copy(self, home, copy, after):
         if self.num_failures:
             self.num_failures -= 1
             raise OSError("no copy")
-        return super().start(home, copy, after)
+        return super().start_copy(home, copy, after)
 
 
 def test_a_copy_that_failed_is_made_again(pair):

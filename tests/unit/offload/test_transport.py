@@ -1,4 +1,4 @@
-"""Homes in pinned memory; ordinary memory stands for it here, since pinning needs an accelerator."""
+"""Weights in pinned memory, which is replaced by ordinary memory, because pinning needs an accelerator."""
 
 import copy
 
@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from headway.offload import transport
+from headway.offload import pinning
 from headway.offload.execution import Execution
-from headway.offload.placement.device_map import DeviceMap, Placement
-from headway.offload.transport import RingTransport, pin
+from headway.offload.pinning import pin_tensors
+from headway.offload.placement.device_map import DeviceMap
+from headway.offload.placement.homes import Placement
+from headway.offload.transport import RingTransport
 from tests.unit.offload.simulated import SimulatedLane
 from tests.unit.offload.test_stream import CPU, INPUTS, Twice
 
@@ -25,7 +27,7 @@ def test_tensors_stay_the_same_objects_with_the_same_values():
     model.register_buffer("count", torch.tensor(7))
     homes = [*model.parameters(), *model.buffers()]
     before, whole = [(id(home), home.detach().clone()) for home in homes], sum(home.nbytes for home in set(homes))
-    assert pin([*homes, homes[0]], LIMIT, ordinary) == whole
+    assert pin_tensors([*homes, homes[0]], LIMIT, ordinary) == whole
     for home, (key, value) in zip(homes, before, strict=True):
         assert id(home) == key
         assert torch.equal(home, value)
@@ -36,14 +38,14 @@ def test_what_cannot_move_stays():
     base = torch.randn(4, 4)
     kept = [nn.Parameter(base), nn.Parameter(base[2:]), nn.Parameter(torch.randn(4, 6).t()), torch.zeros(0)]
     at = [home.data_ptr() for home in kept]
-    assert pin(kept, LIMIT, ordinary) == 0
+    assert pin_tensors(kept, LIMIT, ordinary) == 0
     assert [home.data_ptr() for home in kept] == at
 
 
 def test_the_limit_holds_and_the_first_ones_are_pinned():
     homes = [torch.randn(64) for _ in range(10)]
-    assert pin(homes, 1100, ordinary) == 4 * 256
-    assert pin([torch.randn(64)], 100, ordinary) == 0
+    assert pin_tensors(homes, 1100, ordinary) == 4 * 256
+    assert pin_tensors([torch.randn(64)], 100, ordinary) == 0
 
 
 def test_where_pinning_fails_one_warning_says_so(caplog):
@@ -55,7 +57,7 @@ def test_where_pinning_fails_one_warning_says_so(caplog):
             raise RuntimeError("CUDA error: invalid argument")
         return make(num_bytes)
 
-    assert pin(homes, LIMIT, allocate) == 4 * 2048 * 4
+    assert pin_tensors(homes, LIMIT, allocate) == 4 * 2048 * 4
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert (
@@ -70,7 +72,7 @@ def test_homes_in_memory_are_pinned_and_those_on_disk_are_not(monkeypatch):
     homes = {name: CPU if name.startswith("0") else "disk" for name in names}
     lane = SimulatedLane()
     asked = []
-    monkeypatch.setattr(transport, "available_memory", lambda: asked.append(1) or 1 << 30)  # any machine's
+    monkeypatch.setattr(pinning, "measure_available_memory", lambda: asked.append(1) or 1 << 30)  # any machine's
     Execution(model, Placement(DeviceMap({"0": "cpu", "1": "disk"}), CPU, homes), [], [], RingTransport(lane))
     assert asked
     assert {name: lane.is_pinned(tensor) for name, tensor in names.items()} == {
@@ -82,5 +84,5 @@ def test_homes_in_memory_are_pinned_and_those_on_disk_are_not(monkeypatch):
 @pytest.mark.parametrize(("num_local", "wanted"), [("1", 100 + 24), ("4", 25 + 24)])
 def test_the_limit_is_half_of_what_there_is_for_this_process(monkeypatch, num_local, wanted):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", num_local)
-    monkeypatch.setattr(transport, "available_memory", lambda: 100 * 64)
-    assert transport.pinnable([torch.zeros(24, 16)]) == wanted * 64 // 2
+    monkeypatch.setattr(pinning, "measure_available_memory", lambda: 100 * 64)
+    assert pinning.compute_pin_limit([torch.zeros(24, 16)]) == wanted * 64 // 2

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from headway.forecasting.tracing.attention_masks import skip_causal_mask
 from headway.offload.placement.meta_model import init_empty_weights
-from headway.planning.sources import unmasked
 
 LENGTH = 16
 SIZES = {
@@ -25,13 +25,13 @@ def config(**more):
 def llama():
     from transformers import LlamaForCausalLM
 
-    return unmasked(LlamaForCausalLM(config()))
+    return skip_causal_mask(LlamaForCausalLM(config()))
 
 
 def tied():
     from transformers import LlamaForCausalLM
 
-    return unmasked(LlamaForCausalLM(config(tie_word_embeddings=True)))
+    return skip_causal_mask(LlamaForCausalLM(config(tie_word_embeddings=True)))
 
 
 def loss(model):
@@ -40,7 +40,7 @@ def loss(model):
 
 
 class Chain(nn.Module):
-    """Linear layers without biases: everything about it can be worked out by hand."""
+    """Linear layers without biases, whose numbers can be computed by hand."""
 
     def __init__(self, width=24, depth=3):
         super().__init__()

@@ -1,4 +1,4 @@
-"""`headway.cheapest`: ways to train with one global batch, ranked; the first row beside a real run."""
+"""`headway.cheapest`: ranked configurations, with the first one compared with a real run."""
 
 import json
 from functools import partial
@@ -10,7 +10,7 @@ from torch import nn
 
 import headway
 from benchmarks.forecast.truth import peak
-from headway.cli.forecasts import estimate as command
+from headway.cli.estimate import estimate as command
 from headway.errors import ConfigError, LossError
 from headway.forecasting.tracing.step import StepRecipe
 
@@ -155,7 +155,7 @@ def test_a_model_without_blocks_is_tried_without_recomputation():
         ({"attention": ("eager",)}, "Sequential has no set_attn_implementation"),
     ],
 )
-def test_wrong_arguments_are_told(options, said):
+def test_wrong_arguments_are_reported(options, said):
     with pytest.raises(ConfigError, match=said):
         ranked(**{"budget": "1GiB", **options})
     with pytest.raises(LossError):

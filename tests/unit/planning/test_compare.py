@@ -1,4 +1,4 @@
-"""Layouts beside each other: what they hold, what they cost, which comes first, and what is wrong use."""
+"""Comparison of layouts: memory, cost, order and wrong use."""
 
 from functools import partial
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from headway.config.mesh import Layout, parse
+from headway.core.config.mesh import Layout, parse_layout
 from headway.errors import ConfigError, UnsupportedError
-from headway.planning.compare import candidates, compare, plan
-from headway.planning.costs import ClusterRates, cost
-from headway.planning.dry_run.meter import MeteredCollective, axes_of
-from headway.planning.optimizers import maker
+from headway.planning.compare import compare_layouts, list_candidates, plan
+from headway.planning.costs import ClusterRates, compute_cost
+from headway.planning.dry_run.meter import MeteredCollective, name_axes
+from headway.planning.optimizers import resolve_optimizer
 from tests.unit.planning.models import chain, chain_loss, llama, loss, num_parameters
 
 
@@ -21,10 +21,10 @@ def of(make, num_ranks, **options):
 
 def test_axes_of_ranks():
     layout = Layout(replicate=2, shard=3, tp=4)
-    assert axes_of([0, 1, 2, 3], layout) == "tp"
-    assert axes_of([1, 5, 9], layout) == "shard"
-    assert axes_of([2, 14], layout) == "replicate"
-    assert axes_of(list(range(24)), layout) == "replicatexshardxtp"
+    assert name_axes([0, 1, 2, 3], layout) == "tp"
+    assert name_axes([1, 5, 9], layout) == "shard"
+    assert name_axes([2, 14], layout) == "replicate"
+    assert name_axes(list(range(24)), layout) == "replicatexshardxtp"
 
 
 def test_what_a_ring_sends():
@@ -43,8 +43,8 @@ def test_what_a_ring_sends():
     ],
 )
 def test_side_by_side_ranks_of_a_machine_send_through_all_its_cards(strategy, axis, rate):
-    layout = parse(strategy).resolve(64, 8)
-    assert ClusterRates(intra=300, inter=50).rate(axis, layout) == rate
+    layout = parse_layout(strategy).resolve(64, 8)
+    assert ClusterRates(intra=300, inter=50).get_rate(axis, layout) == rate
 
 
 def test_short_parameters_leave_ranks_empty():
@@ -89,7 +89,7 @@ def test_a_compiled_optimizer_is_not_compiled_by_a_plan():
     found = plan(chain, "fsdp", 4, step=chain_loss, optimizer="adamw8bit")
     assert found.rank0.optimizer_state > 0
     own = nn.Linear(64, 64)
-    optimizer = maker("adamw8bit")(own.parameters())
+    optimizer = resolve_optimizer("adamw8bit")(own.parameters())
     own(torch.ones(1, 64)).sum().backward()
     before = own.weight.detach().clone()
     optimizer.step()
@@ -105,19 +105,21 @@ def test_a_checkpoint_holds_each_element_once():
         assert found.num_parameters == whole
 
 
-def test_where_groups_lie():
+def test_whether_groups_are_within_a_machine():
     cluster = ClusterRates(machine_ranks=8)
-    assert cluster.is_within_machine("shard", parse("hsdp=8").resolve(64))
-    assert not cluster.is_within_machine("replicate", parse("hsdp=8").resolve(64))
-    assert not cluster.is_within_machine("shard", parse("fsdp").resolve(64))
-    assert cluster.is_within_machine("shard", parse("fsdp").resolve(6))
-    assert not cluster.is_within_machine("tp", parse("fsdp+tp=6").resolve(24))  # ranks 6 to 11 lie on two machines
+    assert cluster.is_within_machine("shard", parse_layout("hsdp=8").resolve(64))
+    assert not cluster.is_within_machine("replicate", parse_layout("hsdp=8").resolve(64))
+    assert not cluster.is_within_machine("shard", parse_layout("fsdp").resolve(64))
+    assert cluster.is_within_machine("shard", parse_layout("fsdp").resolve(6))
+    assert not cluster.is_within_machine(
+        "tp", parse_layout("fsdp+tp=6").resolve(24)
+    )  # ranks 6 to 11 lie on two machines
 
 
 def test_costs_by_hand():
     found = plan(chain, "hsdp=2", 4, step=chain_loss, tokens=5)
     cluster = ClusterRates(machine_ranks=2, intra=1000.0, inter=10.0, flops=1000.0)
-    spent = cost(found, cluster)
+    spent = compute_cost(found, cluster)
     whole = 3 * 24 * 24 * 4
     assert spent.compute == found.flops / 1000
     assert spent.by_axis["replicate"] == pytest.approx(2 * 0.5 * whole / 2 / 10)
@@ -129,14 +131,14 @@ def test_costs_by_hand():
 @pytest.mark.slow
 def test_computing_waits_for_tensor_parallelism():
     found = plan(llama, "fsdp+tp=2", 4, step=loss)
-    spent = cost(found, ClusterRates(machine_ranks=2, intra=1e3, inter=1e9, flops=1e4))
+    spent = compute_cost(found, ClusterRates(machine_ranks=2, intra=1e3, inter=1e9, flops=1e4))
     assert spent.seconds == pytest.approx(spent.compute + spent.by_axis["tp"])
 
 
 @pytest.mark.slow
 def test_the_cheapest_that_fits_comes_first():
     cluster = ClusterRates(machine_ranks=2, intra=1e6, inter=1e3, flops=1e6, memory=300_000)
-    found = compare(of(llama, 12, step=loss, tokens=16), ["ddp", "hsdp=3", "fsdp", "hsdp=2", "hsdp=5"], cluster)
+    found = compare_layouts(of(llama, 12, step=loss, tokens=16), ["ddp", "hsdp=3", "fsdp", "hsdp=2", "hsdp=5"], cluster)
     order = [row.strategy for row in found.rows]
     fitting = [row for row in found.rows if not row.reason]
     assert [row.cost.per_unit for row in fitting] == sorted(row.cost.per_unit for row in fitting)
@@ -151,7 +153,7 @@ def test_the_cheapest_that_fits_comes_first():
 
 
 def test_heads_that_do_not_divide_are_a_reason():
-    row = compare(of(llama, 8, step=loss), ["tp=8"]).rows[0]
+    row = compare_layouts(of(llama, 8, step=loss), ["tp=8"]).rows[0]
     assert row.plan is None
     assert "heads" in row.reason or "divide" in row.reason
 
@@ -160,12 +162,12 @@ def test_without_a_step_only_weights_are_known():
     found = plan(llama, "fsdp", 4)
     assert (found.exchanges, found.flops, found.activations) == (None, None, None)
     assert "not counted" in str(found)
-    assert str(compare(of(llama, 4), ["fsdp"]))
+    assert str(compare_layouts(of(llama, 4), ["fsdp"]))
 
 
 def test_candidates_divide():
-    assert candidates(64, 8, has_plan=True) == ["ddp", "fsdp", "hsdp=8", "hsdp=16", "fsdp+tp=8"]
-    assert candidates(6, 8) == ["ddp", "fsdp"]
+    assert list_candidates(64, 8, has_plan=True) == ["ddp", "fsdp", "hsdp=8", "hsdp=16", "fsdp+tp=8"]
+    assert list_candidates(6, 8) == ["ddp", "fsdp"]
 
 
 @pytest.mark.parametrize(
@@ -186,15 +188,15 @@ def test_wrong_use(wrong, said):
 
 @pytest.mark.parametrize("engine", ["zero1", "zero3", "DeepSpeed"])
 def test_deepspeed_is_not_planned_as_something_else(engine):
-    with pytest.raises(UnsupportedError, match=f"{engine} is DeepSpeed's engine, which is not planned"):
+    with pytest.raises(UnsupportedError, match=f"{engine} is DeepSpeed's engine, which cannot be planned"):
         plan(chain, engine, 4)
-    found = compare(of(chain, 4), [engine, "fsdp"])
+    found = compare_layouts(of(chain, 4), [engine, "fsdp"])
     assert [row.plan is None for row in found.rows] == [False, True]
 
 
 def test_shards_within_machines():
     assert plan(chain, "hsdp", 8, machine_ranks=4).layout == Layout(replicate=2, shard=4)
-    assert compare(of(chain, 8, machine_ranks=2), ["hsdp"]).rows[0].plan.layout == Layout(replicate=4, shard=2)
+    assert compare_layouts(of(chain, 8, machine_ranks=2), ["hsdp"]).rows[0].plan.layout == Layout(replicate=4, shard=2)
 
 
 def test_a_wrong_cluster():

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import headway
-from headway.config.engines import ActivationCheckpointing
+from headway.core.config.activation_checkpointing import ActivationCheckpointing
 from headway.errors import ConfigError
-from headway.forecasting.device.devices import DEVICES, MIB, find, room, spread
-from headway.training.transforms.activation_checkpointing import checkpoint_activations
+from headway.extras.activation_checkpointing import checkpoint_activations
+from headway.forecasting.device.devices import DEVICES, MIB, compute_allocator_limit, estimate_use, find_device
 
 
 class Block(nn.Module):
@@ -88,7 +88,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
 
 
 @pytest.mark.slow
-def test_the_timeline_and_the_curve_go_with_the_numbers():
+def test_the_timeline_and_the_curve_match_the_numbers():
     found = forecast(batch_size=32, device="a100-40gb", budget="3GiB", largest=True)
     assert max(found.timeline.totals) == pytest.approx(found.allocated, rel=0.01)
     assert [phase for phase, _ in found.timeline.phases][1:4] == ["step 1 forward", "step 1 backward", "step 1 update"]
@@ -122,7 +122,7 @@ def test_attention_of_plain_operations_under_autocast():
     assert sizes[1].allocated != sizes[0].allocated
 
 
-def test_a_budget_that_is_too_small_is_said():
+def test_a_budget_that_is_too_small_is_reported():
     found = forecast(budget="100MiB", largest=True)
     assert found.fits is False
     assert found.largest_batch == 0
@@ -140,7 +140,7 @@ def test_a_cpu_rounds_nothing_and_has_no_overhead():
     "options",
     [{"device": "rtx3090"}, {"precision": "fp8"}, {"batch_size": 0}, {"accumulation": 0}, {"optimizer": "adan"}],
 )
-def test_wrong_arguments_are_told(options):
+def test_wrong_arguments_are_reported(options):
     with pytest.raises(ConfigError):
         forecast(**options)
 
@@ -148,9 +148,9 @@ def test_wrong_arguments_are_told(options):
 def test_the_room_on_a_device_is_what_keeps_the_most_within_the_budget():
     for device in DEVICES.values():
         for budget in (3000 * MIB, 40_000 * MIB):
-            most = spread(device, room(device, budget))[2]
+            most = estimate_use(device, compute_allocator_limit(device, budget))[2]
             assert budget - 2 <= most <= budget
-    assert room(find("rtx-3090"), 0) < 0
+    assert compute_allocator_limit(find_device("rtx-3090"), 0) < 0
 
 
 @pytest.mark.matrix  # eight traces of BERT-large
@@ -168,7 +168,7 @@ def test_the_published_table_is_met():
 
 @pytest.mark.slow
 def test_every_eighth_block_is_every_eighth_of_all_blocks():
-    """Not of the few that are traced where blocks repeat."""
+    """The setting counts all blocks, not only the few that are traced."""
 
     def taken(recompute):
         return headway.forecast(

@@ -1,4 +1,4 @@
-"""Forecasts over ranks that are not there: what adds up by hand, what is searched for, and what is refused."""
+"""Forecasts of layouts with several ranks in one process: sizes, searches and refused layouts."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from torch import nn
 
 import headway
 from headway import ActivationCheckpointing
-from headway.config.engines import DistributedDataParallelKwargs
-from headway.config.parallelism import ShardingOptions
+from headway.core.config.parallelism import ShardingOptions
+from headway.core.config.torch_kwargs import DistributedDataParallelKwargs
 from headway.errors import ConfigError, UnsupportedError
 
 WIDTH, DEPTH, BATCH = 256, 4, 512
@@ -43,14 +43,14 @@ def test_replicas_hold_their_gradients_once_more_in_buckets():
     assert (replica.strategy, replica.num_ranks, alone.num_ranks) == ("ddp", 8, 1)
 
 
-def test_gradients_that_are_views_lie_in_the_buckets():
+def test_gradients_that_are_views_share_memory_with_the_buckets():
     plain = forecast("ddp", 8, batch_size=1)
     views = forecast("ddp", 8, DistributedDataParallelKwargs(gradient_as_bucket_view=True), batch_size=1)
     # One gradient at a time is there before it is copied, and so is what backward needs for it.
     assert plain.allocated - WHOLE <= views.allocated < plain.allocated - WHOLE // 2
 
 
-def test_buckets_are_cut_again_in_the_order_of_backward():
+def test_buckets_are_rebuilt_in_the_order_of_backward():
     found = forecast("ddp", 8, DistributedDataParallelKwargs(bucket_cap_mb=1), device="a100-40gb")
     assert found.split["buckets"] == WHOLE
 
@@ -117,6 +117,6 @@ def test_activations_on_the_host_take_nothing_of_the_card():
         (UnsupportedError, ("fsdp", 4, ShardingOptions(cpu_offload=True)), {}),
     ],
 )
-def test_what_cannot_be_forecast_is_told(error, arguments, options):
+def test_what_cannot_be_forecast_is_reported(error, arguments, options):
     with pytest.raises(error):
         forecast(*arguments, **options)

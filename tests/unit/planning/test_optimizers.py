@@ -1,4 +1,4 @@
-"""Optimizers by name: what they take on tensors without values, and in a real run on this CPU."""
+"""Optimizers by name: memory on tensors without values, compared with a real run on the CPU."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from torch import nn
 import headway
 from benchmarks.forecast.truth import peak
 from headway.errors import ConfigError
-from headway.forecasting.tracing.step import StepRecipe, state_of
-from headway.planning.optimizers import maker
+from headway.forecasting.tracing.step import StepRecipe, list_state
+from headway.planning.optimizers import resolve_optimizer
 
 PACKAGES = {"adafactor_transformers": "transformers", "adamw8bit": "torchao", "adamw8bit_bnb": "bitsandbytes"}
 
@@ -32,11 +32,11 @@ def real(optimizer):
     made = []
 
     def keep(parameters):
-        made.append(maker(optimizer)(parameters))
+        made.append(resolve_optimizer(optimizer)(parameters))
         return made[-1]
 
     taken = peak(net(), StepRecipe(keep, nn.functional.mse_loss), batch)
-    parts = {each.data_ptr(): each.nbytes for each in state_of(made[0])}  # some share a table of codes
+    parts = {each.data_ptr(): each.nbytes for each in list_state(made[0])}  # some share a table of codes
     return taken, sum(parts.values())
 
 

@@ -90,7 +90,7 @@ class Net(nn.Module):
 
 
 class WithLoss(Net):
-    """The same, with the loss in a dict."""
+    """Classifier that returns its loss in a dict."""
 
     def forward(self, x, labels=None):
         logits = self.body(x)

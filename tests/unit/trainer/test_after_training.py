@@ -1,4 +1,4 @@
-"""What can be read of a Trainer's optimizer and schedule when its training is over."""
+"""Attributes of the Trainer's optimizer and schedule that can be read after a training."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""The training arguments: spellings, answers, contradictions, and what follows from them."""
+"""The training arguments: alternative names, checks, contradictions and derived values."""
 
 import dataclasses
 import inspect
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from headway import TrainingArguments
 from headway.errors import ConfigError
-from headway.trainer.argument_checks import ACCEPTED, NOT_TAKEN, RANGES
+from headway.trainer.argument_checks import RANGES
+from headway.trainer.argument_names import ACCEPTED, NOT_TAKEN
 
 
 def refused(**given):
@@ -51,7 +52,7 @@ def test_what_would_change_numbers_or_files_is_not_dropped():
 
 
 def test_every_argument_of_transformers_is_taken_or_answered():
-    """And with transformers' own default each is taken, so that a script may pass all of them."""
+    """Each is accepted with transformers' default, so that a script may pass all of them."""
     import transformers
 
     own = {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -62,7 +63,7 @@ def test_every_argument_of_transformers_is_taken_or_answered():
             TrainingArguments(**{field.name: default})
 
 
-def test_what_scripts_ask_the_arguments_about_their_place():
+def test_arguments_report_rank_world_size_and_device():
     args = TrainingArguments(use_cpu=True, do_train=True)
     assert (args.world_size, args.process_index, args.local_process_index, args.local_rank) == (1, 0, 0, -1)
     assert (args.n_gpu, args.device.type, args.should_save, args.do_train, args.do_eval) == (
@@ -73,11 +74,11 @@ def test_what_scripts_ask_the_arguments_about_their_place():
         False,
     )
     assert (args.train_batch_size, args.get_process_log_level()) == (8, 20)
-    with args.main_process_first(desc="tokenising"):
+    with args.main_process_first(desc="tokenizing"):
         pass
 
 
-def test_nothing_of_the_arguments_is_left_for_others_to_write():
+def test_no_method_of_the_arguments_is_left_unimplemented():
     for kind in TrainingArguments.__mro__[:-1]:
         assert "NotImplementedError" not in inspect.getsource(kind)
     args = TrainingArguments(warmup_ratio=0.1, output_dir="here")
@@ -113,7 +114,7 @@ def test_every_number_is_held_to_its_range(name):
 
 
 def test_a_command_line_as_scripts_read_it(tmp_path):
-    """transformers' parser makes an option of each field, and writes over the fields' types."""
+    """transformers' parser makes an option of each field, and overwrites the fields' types."""
     from transformers import HfArgumentParser
 
     line = ["--output_dir", str(tmp_path), "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--bf16",
@@ -128,7 +129,7 @@ def test_a_command_line_as_scripts_read_it(tmp_path):
     assert str(args.resume_from_checkpoint) == "folder"
 
 
-def test_what_means_the_same_is_taken():
+def test_equivalent_values_are_accepted():
     args = TrainingArguments(max_steps=-1, bf16=0, fp16=numpy.bool_(False), num_train_epochs=numpy.int64(2), save_total_limit=2.0,
                              resume_from_checkpoint="True", gradient_checkpointing=None, push_to_hub=False, local_rank=-1,
                              learning_rate=numpy.float32(0.5))  # fmt: skip
@@ -137,16 +138,16 @@ def test_what_means_the_same_is_taken():
     assert found == (False, False, False, True)
     assert all(type(value) is bool for value in found)
     assert type(args.save_total_limit) is int
-    assert "-1 and 0: as many as num_train_epochs says" in refused(max_steps=-7)
+    assert "-1 and 0: as many as num_train_epochs requires" in refused(max_steps=-7)
     assert "bf16='yes'; give True or False" in refused(bf16="yes")
 
 
 def test_unknown_names_get_the_nearest():
     assert "did you mean learning_rate?" in refused(learnig_rate=1e-3)
     assert "did you mean evaluation_strategy?" in refused(evaluation_stratgy="no")
-    told = refused(warmup_step=1, nonsense_without_neighbour=2)
+    told = refused(warmup_step=1, nonsense_without_neighbor=2)
     assert "did you mean warmup_steps?" in told
-    assert "nonsense_without_neighbour is not an argument" in told
+    assert "nonsense_without_neighbor is not an argument" in told
 
 
 def test_one_argument_by_two_names_is_refused():
@@ -167,7 +168,7 @@ def test_one_argument_by_two_names_is_refused():
         ({"save_steps": 0}, "whole updates"),
         ({"warmup_ratio": 0.1, "warmup_steps": 10}, "one warm-up"),
         ({"warmup_ratio": 1.5}, "share of all updates"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "goes by evaluations"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "needs evaluations"),
         ({"group_by_length": True, "train_sampling_strategy": "sequential"}, "contradicts train_sampling_strategy"),
         ({"label_smoothing_factor": 1.0}, "below 1"),
         ({"auto_find_batch_size": True, "per_device_train_batch_size": "largest"}, "both see to memory"),
@@ -181,11 +182,11 @@ def test_one_argument_by_two_names_is_refused():
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )  # fmt: skip
-def test_what_cannot_be_is_refused(given, word):
+def test_invalid_values_are_refused(given, word):
     assert word in refused(**given)
 
 
-def test_the_best_model_goes_by_the_loss_unless_told_otherwise():
+def test_the_best_model_is_chosen_by_loss_by_default():
     args = TrainingArguments(load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch")
     assert (args.wanted_metric, args.greater_is_better) == ("eval_loss", False)
     args = TrainingArguments(metric_for_best_model="accuracy")
@@ -193,25 +194,25 @@ def test_the_best_model_goes_by_the_loss_unless_told_otherwise():
     assert TrainingArguments().wanted_metric is None
 
 
-def test_words_of_enumerations_are_taken():
+def test_enumerations_are_accepted_by_their_values():
     from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
     args = TrainingArguments(eval_strategy=IntervalStrategy.STEPS, lr_scheduler_type=SchedulerType.COSINE)
     assert (args.eval_strategy, args.lr_scheduler_type) == ("steps", "cosine")
 
 
-def test_shares_become_updates():
+def test_fractions_become_numbers_of_updates():
     args = TrainingArguments(logging_steps=0.1, save_steps=0.001, warmup_ratio=0.1)
-    assert args.interval("logging_steps", 200) == 20
-    assert args.interval("eval_steps", 200) == 20
-    assert args.interval("save_steps", 200) == 1
+    assert args.get_interval("logging_steps", 200) == 20
+    assert args.get_interval("eval_steps", 200) == 20
+    assert args.get_interval("save_steps", 200) == 1
     assert args.get_warmup_steps(205) == 21
-    assert TrainingArguments(eval_steps=7).interval("eval_steps", 200) == 7
+    assert TrainingArguments(eval_steps=7).get_interval("eval_steps", 200) == 7
 
 
 def test_checkpointing_arguments_of_other_libraries():
     given = {"use_reentrant": False, "every_n_layers": 2}
-    plan = TrainingArguments(gradient_checkpointing=True, gradient_checkpointing_kwargs=given).checkpointing_plan()
+    plan = TrainingArguments(gradient_checkpointing=True, gradient_checkpointing_kwargs=given).get_checkpointing_plan()
     assert plan.every == 2
 
 

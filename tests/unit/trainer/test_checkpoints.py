@@ -1,4 +1,4 @@
-"""Which training goes on where one was asked to end, and which begins."""
+"""Which trainings resume after a preemption, and which start from the beginning."""
 
 import json
 import os
@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from headway import Preemption, TrainerCallback
-from headway.checkpoint.format.manifest import read_manifest
 from headway.common import scope
+from headway.core.checkpoint.format.manifest import read_manifest
 from headway.errors import CheckpointError, Preempted
 from headway.trainer import checkpoints
-from headway.trainer.checkpoints import differences, settings_of
+from headway.trainer.checkpoints import list_differences, list_settings
 from tests.unit.trainer.models import Net, Points, arguments, make, weights
 
 
@@ -29,14 +29,14 @@ class Terminate(TrainerCallback):
 
 
 class First(TrainerCallback):
-    """Notes where the training began."""
+    """Callback that records the first update of the training."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.step = state.global_step
 
 
 def heard():
-    from headway.runtime.control_plane import stopping
+    from headway.core.runtime.control_plane import stopping
 
     return bool(scope.own(stopping._Agreements).current.reason)
 
@@ -50,7 +50,7 @@ def _new_process():
 
 
 def preempt(folder, step=3, resume=None, **given):
-    """A process whose only training is asked to end."""
+    """Preempt the only training of a process."""
     scope.drop(checkpoints.TrainingCounts)
     with pytest.raises(Preempted):
         make(folder, callbacks=[Terminate(step)], **SAVES, **given).train(resume_from_checkpoint=resume)
@@ -65,7 +65,7 @@ def where_begun(folder, resume=None, model=None, is_new_process=True, **given):
     return first.step, trainer
 
 
-def test_the_same_command_goes_on_and_a_run_that_ended_does_not(tmp_path):
+def test_a_preempted_command_resumes_and_a_finished_run_does_not(tmp_path):
     (whole := make(tmp_path / "whole", **SAVES)).train()
     preempt(tmp_path)
     step, trainer = where_begun(tmp_path)
@@ -74,7 +74,7 @@ def test_the_same_command_goes_on_and_a_run_that_ended_does_not(tmp_path):
     assert where_begun(tmp_path)[0] == 0
 
 
-def test_false_begins_at_the_start_whatever_there_is(tmp_path):
+def test_resume_false_starts_from_the_beginning(tmp_path):
     preempt(tmp_path)
     assert where_begun(tmp_path, resume=False)[0] == 0
     assert where_begun(tmp_path)[0] == 0  # that run ended well; the one before is not come back to
@@ -82,13 +82,13 @@ def test_false_begins_at_the_start_whatever_there_is(tmp_path):
     assert where_begun(tmp_path, resume_from_checkpoint=False)[0] == 0
 
 
-def test_false_is_not_promised_to_go_on(tmp_path, caplog):
+def test_resume_false_is_not_reported_as_resumable(tmp_path, caplog):
     preempt(tmp_path, resume=False)
     assert "the next start is from the beginning" in caplog.text
     assert where_begun(tmp_path)[0] == 0
 
 
-def test_a_command_that_names_a_folder_goes_on_where_it_was_asked_to_end(tmp_path):
+def test_a_command_with_a_folder_resumes_where_it_was_preempted(tmp_path):
     make(tmp_path / "elder", save_strategy="steps", save_steps=2).train()
     folder = tmp_path / "elder" / "run" / "checkpoints" / "checkpoint_0"  # after update 2
     preempt(tmp_path, step=4, resume=folder)
@@ -97,7 +97,7 @@ def test_a_command_that_names_a_folder_goes_on_where_it_was_asked_to_end(tmp_pat
 
 
 def test_several_trainings_of_one_process_each_find_their_own(tmp_path):
-    """As in a cross-validation that gives all folds one folder: the second one was asked to end."""
+    """As in a cross-validation with one folder for all folds, of which the second is preempted."""
     make(tmp_path, **SAVES).train()
     with pytest.raises(Preempted):
         make(tmp_path, callbacks=[Terminate(3)], **SAVES).train()
@@ -105,7 +105,7 @@ def test_several_trainings_of_one_process_each_find_their_own(tmp_path):
     assert where_begun(tmp_path, is_new_process=False)[0] == 3
 
 
-def test_a_model_that_does_not_fit_is_told_how_to_begin(tmp_path):
+def test_a_model_that_does_not_fit_the_checkpoint_gets_advice(tmp_path):
     preempt(tmp_path)
     with pytest.raises(CheckpointError, match="resume_from_checkpoint=False starts from the beginning"):
         where_begun(tmp_path, model=torch.nn.Sequential(Net(), torch.nn.Linear(2, 2)))
@@ -113,10 +113,10 @@ def test_a_model_that_does_not_fit_is_told_how_to_begin(tmp_path):
 
 
 class Another(Net):
-    """It fits where a Net was saved."""
+    """Model with the parameter shapes of Net."""
 
 
-def test_a_run_that_is_continued_by_another_says_what_differs(tmp_path, caplog):
+def test_resuming_with_other_settings_warns_about_the_differences(tmp_path, caplog):
     def told():
         return [
             record.getMessage() for record in caplog.records if "not the one that it continues" in record.getMessage()
@@ -139,18 +139,18 @@ def test_a_run_that_is_continued_by_another_says_what_differs(tmp_path, caplog):
 
 def test_addresses_and_settings_that_were_not_saved_are_no_difference(tmp_path):
     one, other = (arguments(tmp_path, accelerator_config={"loss_policy": object()}) for _ in range(2))
-    assert settings_of(one, Net()) == settings_of(other, Net())
-    assert differences({}, settings_of(one, Net())) == []
+    assert list_settings(one, Net()) == list_settings(other, Net())
+    assert list_differences({}, list_settings(one, Net())) == []
 
 
-def test_a_loop_that_ends_in_its_own_way_is_gone_on_with_too(tmp_path):
+def test_a_preemption_that_does_not_exit_can_be_resumed_too(tmp_path):
     own_way = {"accelerator_config": {"preemption": Preemption(exits=False)}}
     trainer = make(tmp_path, callbacks=[Terminate(3)], **SAVES, **own_way)
     assert trainer.train().global_step == 4  # the check comes before the next batch
     assert where_begun(tmp_path, **own_way)[0] == 4
 
 
-def test_a_mark_that_cannot_be_read_is_said(tmp_path, caplog):
+def test_an_unreadable_marker_is_reported(tmp_path, caplog):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / checkpoints.FILE).write_text("{")
     assert where_begun(tmp_path)[0] == 0
@@ -178,7 +178,7 @@ class TerminateEvaluation(TrainerCallback):
 
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_an_evaluation_outside_a_training_saves_nothing(tmp_path, is_trained):
-    """A signal means to it what it means without Headway: the handler that was there hears of it, and nobody else."""
+    """Only the handler that was installed before receives the signal, as without Headway."""
     heard = []
     former = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
     try:
@@ -195,7 +195,7 @@ def test_an_evaluation_outside_a_training_saves_nothing(tmp_path, is_trained):
     assert sorted((tmp_path / "run").rglob("*.safetensors")) == left
 
 
-def test_a_training_is_preempted_after_an_evaluation_and_beside_other_trainers(tmp_path):
+def test_a_training_is_preempted_after_an_evaluation_and_with_other_trainers(tmp_path):
     first = make(tmp_path, evaluation=Points(4), callbacks=[Terminate(3)], **SAVES)
     first.evaluate()
     make(tmp_path / "other", **SAVES)
@@ -212,7 +212,7 @@ def test_a_training_with_the_largest_batch_is_preempted_too(tmp_path, monkeypatc
         ).train()
 
 
-def test_the_mark_says_which_run(tmp_path):
+def test_the_marker_names_the_run(tmp_path):
     preempt(tmp_path)
     told = json.loads((tmp_path / "run" / checkpoints.FILE).read_text())
     newest = read_manifest(tmp_path / "run" / "checkpoints" / "checkpoint_1")

@@ -1,4 +1,4 @@
-"""Rows to batches: stacking, padding, columns, counts; and the sampler by length."""
+"""Collation of rows (stacking, padding, columns, label counts), and sampling by length."""
 
 import numpy
 import pytest
@@ -8,21 +8,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from headway import TrainingArguments
+from headway.core.runtime.collectives.tree import slice_rows
 from headway.errors import DataError
-from headway.runtime.collectives.tree import cut_rows
-from headway.trainer.data import (
-    NUM_ITEMS,
-    Collating,
-    Collator,
-    LabelCount,
-    LengthGroupedSampler,
-    find_label_names,
-    find_lengths,
-    forward_parameters,
-    is_shifted,
-    kept_columns,
-)
-from headway.trainer.loss import LossBook, take_count
+from headway.trainer.collation import NUM_ITEMS, Collator, LabelCount, LoaderCollator, is_shifted
+from headway.trainer.columns import find_label_names, list_forward_parameters, select_columns
+from headway.trainer.data import LengthGroupedSampler, find_lengths
+from headway.trainer.loss import split_label_count
+from headway.trainer.loss_book import LossBook
 from tests.unit.trainer.models import bert, llama, texts
 
 
@@ -44,7 +36,7 @@ def test_rows_of_several_lengths_are_padded_by_what_their_names_mean():
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch["labels"].tolist() == [[1, 2, 3], [4, -100, -100]]
     for missing in (rows, [{"pixels": [1]}, {"pixels": [1, 2]}]):
-        with pytest.raises(DataError, match="nothing says how to pad"):
+        with pytest.raises(DataError, match="no padding is defined"):
             Collator()(missing)
     with pytest.raises(DataError, match="do not make one tensor"):
         Collator()([{"a": torch.ones(2, 2)}, {"a": torch.ones(2, 3)}])
@@ -68,12 +60,12 @@ def test_columns_and_labels_are_read_off_forward():
         def forward(self, **batch):
             return batch
 
-    assert forward_parameters(Any()) is None
-    assert kept_columns(Any(), ["labels"]) is None
+    assert list_forward_parameters(Any()) is None
+    assert select_columns(Any(), ["labels"]) is None
     assert find_label_names(bert()) == ["labels"]
     assert find_label_names(nn.Linear(1, 1)) == ["labels"]
-    assert {"input_ids", "attention_mask", "label"} <= kept_columns(bert(), ["labels"])
-    collate = Collating(Collator(), {"x"}, None)
+    assert {"input_ids", "attention_mask", "label"} <= select_columns(bert(), ["labels"])
+    collate = LoaderCollator(Collator(), {"x"}, None)
     assert set(collate([{"x": 1, "text": "a"}] * 2)) == {"x"}
     with pytest.raises(DataError, match="rename the columns"):
         collate([{"text": "a"}])
@@ -87,11 +79,11 @@ def test_labels_are_counted_as_the_loss_takes_its_mean():
     assert LabelCount(True)({"labels": torch.tensor([1, 2])}).tolist() == [1, 1]
     assert LabelCount(False)({"labels": labels.float()}) is None
     assert LabelCount(False)((labels, labels)) is None
-    batch = Collating(Collator(), None, LabelCount(False))([{"labels": [1, -100]}, {"labels": [1, 2]}])
+    batch = LoaderCollator(Collator(), None, LabelCount(False))([{"labels": [1, -100]}, {"labels": [1, 2]}])
     assert batch[NUM_ITEMS].tolist() == [1, 2]
-    assert take_count(batch)[1] == 3
-    assert NUM_ITEMS not in take_count(batch)[0]
-    assert take_count(cut_rows(batch, 0, 1, 2))[1] == 1
+    assert split_label_count(batch)[1] == 3
+    assert NUM_ITEMS not in split_label_count(batch)[0]
+    assert split_label_count(slice_rows(batch, 0, 1, 2))[1] == 1
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=300), st.integers(1, 8))
@@ -124,21 +116,21 @@ class Alone:
 )
 @settings(max_examples=100, deadline=None)
 def test_losses_of_batches_run_again_count_once(windows):
-    """Each batch is tried whole, fails after a piece, and is then run in pieces of its rows."""
+    """Each batch fails after a first attempt, and is then run in pieces."""
     book, wanted = LossBook(Alone()), []
     for window in windows:
         total = weight = 0
         for loss, count in window:
-            book.add(torch.tensor(99.0), 1, 2)  # a first attempt of a batch of 4 rows that did not get far
+            book.add_loss(torch.tensor(99.0), 1, 2)  # a first attempt of a batch of 4 rows that did not get far
             for _ in range(2):
-                book.add(torch.tensor(float(loss) if count else float("nan")), count, 2)
+                book.add_loss(torch.tensor(float(loss) if count else float("nan")), count, 2)
             book.end_batch(4)
             total, weight = total + 2 * loss * count, weight + 2 * count
         book.end_window()
         wanted += [total / weight] if weight else []
-    found = book.take()
+    found = book.pop_mean()
     assert found == (pytest.approx(sum(wanted) / len(wanted), abs=1e-5) if wanted else None)
-    assert book.take() is None
+    assert book.pop_mean() is None
     other = LossBook(Alone())
     other.load_state_dict(book.state_dict())
-    assert other.mean() == pytest.approx(book.mean(), nan_ok=True)
+    assert other.compute_mean() == pytest.approx(book.compute_mean(), nan_ok=True)

@@ -1,4 +1,4 @@
-"""What a training shows: the bar that ends on what was logged last, and the table under it."""
+"""Output of a training: the progress bar, which ends with the last logged values, and the table."""
 
 import io
 import re
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from headway import Trainer, TrainerCallback
-from headway.trainer.callbacks import show_summary
+from headway.trainer.display import show_summary
 from tests.unit.trainer.models import Net, Points, arguments, cross_entropy
 
 

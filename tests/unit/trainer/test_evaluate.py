@@ -11,8 +11,8 @@ import torch
 from headway import EvalPrediction, Trainer, TrainingArguments
 from headway.errors import ConfigError, MetricError
 from headway.trainer import metrics as kinds_of_metrics
-from headway.trainer.evaluation import per_sample
-from headway.trainer.metrics import Accumulated, as_metric, named_metrics
+from headway.trainer.evaluation import select_per_sample
+from headway.trainer.metrics import Accumulated, make_metric, make_named_metrics
 from tests.unit.trainer.models import Net, Points, Speaker, cross_entropy, texts
 
 
@@ -122,21 +122,21 @@ def test_the_model_is_as_before(tmp_path):
 
 def test_what_is_no_metric_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="compute_metrics is a str"):
-        as_metric("accuracy", False, None)
+        make_metric("accuracy", False, None)
     with pytest.raises(MetricError, match="gave a list"):
-        named_metrics([1], "eval")
-    assert as_metric(None, False, None) is None
-    assert named_metrics({"eval_a": 1, "b": numpy.float32(2)}, "eval") == {"eval_a": 1, "eval_b": 2.0}
+        make_named_metrics([1], "eval")
+    assert make_metric(None, False, None) is None
+    assert make_named_metrics({"eval_a": 1, "b": numpy.float32(2)}, "eval") == {"eval_a": 1, "eval_b": 2.0}
 
 
 def test_only_what_has_a_row_for_each_sample_is_kept():
     x = torch.zeros(4, 2)
-    assert per_sample((x, torch.tensor(1.0), x[:3], "text"), 4).shape == (4, 2)
-    assert len(per_sample((x, x), 4)) == 2
-    assert per_sample(torch.tensor(1.0), 4) is None
+    assert select_per_sample((x, torch.tensor(1.0), x[:3], "text"), 4).shape == (4, 2)
+    assert len(select_per_sample((x, x), 4)) == 2
+    assert select_per_sample(torch.tensor(1.0), 4) is None
 
 
-def test_keeping_much_is_warned_about(caplog, monkeypatch):
+def test_keeping_large_predictions_warns(caplog, monkeypatch):
     monkeypatch.setattr(kinds_of_metrics, "_LARGE", 1000)
     metric = Accumulated(lambda prediction: {}, 100)
     metric.update(torch.zeros(2, 10), torch.zeros(2))
@@ -148,7 +148,7 @@ FLAT = """
 import gc, sys, torch
 torch.set_num_threads(1)
 from headway import Trainer, TrainingArguments
-from headway.memory.use import host_peak
+from headway.core.memory.use import read_host_peak
 
 class Rows:
     def __init__(self, n): self.n = n
@@ -175,9 +175,9 @@ args = TrainingArguments(output_dir=sys.argv[1], use_cpu=True, disable_tqdm=True
 for metric in (Mean(), lambda p: {"seen": len(p.label_ids)}):
     trainer = Trainer(Wide(), args, compute_metrics=metric)
     trainer.evaluate(Rows(64))
-    before = host_peak()
+    before = read_host_peak()
     assert trainer.evaluate(Rows(3200))["eval_seen"] == 3200
-    print((host_peak() - before) >> 20)
+    print((read_host_peak() - before) >> 20)
 """
 
 

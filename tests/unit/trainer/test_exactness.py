@@ -1,4 +1,4 @@
-"""The Trainer's curve is that of a loop by hand and of transformers' Trainer, from the same weights, data and arguments."""
+"""The Trainer's losses equal those of a hand-written loop and of transformers' Trainer."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 from headway import Trainer, TrainingArguments
-from headway.trainer.data import Collator
+from headway.trainer.collation import Collator
 from tests.unit.trainer.models import Net, Points, bert, classes, cross_entropy, llama, texts
 
 SAME = {
@@ -27,7 +27,7 @@ def close(ours, theirs, tolerance=2e-4):
 
 
 def pair(tmp_path, make, data, collator=None, **more):
-    """Both Trainers, trained."""
+    """Train with both Trainers and return them."""
     ours = Trainer(make(), TrainingArguments(output_dir=tmp_path / "a", **SAME, **more), collator, data)
     ours.train()
     args = transformers.TrainingArguments(output_dir=tmp_path / "b", log_level="error", **SAME, **more)
@@ -92,7 +92,7 @@ def test_a_plain_module_is_the_loop_by_hand_in_any_windows(tmp_path):
     assert output.training_loss == pytest.approx(sum(loss for loss, *_ in found) / len(found))
 
 
-def test_the_curves_can_differ(tmp_path):
+def test_curves_of_different_settings_differ(tmp_path):
     _, found = by_hand()
     _, other = by_hand(steps=3)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Names of transformers' Trainer: those that are served, one answer for the others, and overrides that would do nothing."""
+"""Names of transformers' Trainer: supported ones, errors for others, and overrides without effect."""
 
 import inspect
 import json
@@ -37,7 +37,7 @@ def test_every_argument_of_a_served_method_is_taken(name):
 
 
 def test_private_methods_by_their_names_mean_the_same():
-    """A method of ours that happens to be called like one of theirs would be overridden by mistake."""
+    """A private method of Headway's Trainer with a name of transformers would be overridden by mistake."""
     shared = {name for name in THEIRS if name.startswith("_") and not name.startswith("__")} & OURS
     assert shared == {"_get_eval_sampler", "_get_train_sampler", "_prepare_inputs", "_save"}
 
@@ -127,7 +127,7 @@ OVERRIDDEN = [
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_each_method_alone_may_be_overridden(name, tmp_path):
-    """Also as the only one, calling its base, which is then all that is seen to do the work."""
+    """Each method alone is overridden by one that calls the base class."""
     called = []
 
     def override(self, *args, **kwargs):
@@ -167,7 +167,7 @@ def test_attributes_may_be_exchanged_between_trainings(tmp_path):
 
 
 def test_an_evaluation_between_two_batches_of_predictions(tmp_path):
-    """Each knows the rows of its own batch: with two rows a prediction of four values is no longer one a row."""
+    """Each evaluation knows the rows of its own batch, so four values for two rows are not one per row."""
     args = arguments(tmp_path, per_device_eval_batch_size=2)
     trainer = Trainer(WithLoss(), args, eval_dataset=Rows(3))
     shapes = []

@@ -1,4 +1,4 @@
-"""The Trainer where memory runs out, what it writes and what it shows."""
+"""The Trainer when memory runs out, the files that it writes and its output."""
 
 import json
 
@@ -7,21 +7,21 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from headway import Trainer, TrainerCallback
+from headway.core.tracking.report import load
+from headway.core.tracking.report.looks import count_kinds
+from headway.core.tracking.report.tables import list_key_figures
+from headway.core.tracking.runlog_reader import read_run
 from headway.errors import BatchSizeError, ConfigError, MemoryExhausted
 from headway.forecasting.device import present
-from headway.tracking.report import load
-from headway.tracking.report.looks import kinds
-from headway.tracking.report.tables import headline
-from headway.tracking.runlog import read_run
-from headway.trainer import builder
-from headway.trainer.callbacks import PrinterCallback, ProgressCallback
+from headway.trainer import largest_batch
+from headway.trainer.display import PrinterCallback, ProgressCallback
 from tests.unit.trainer.models import Net, Points, arguments, losses, make, texts, weights
 
 # ---------------------------------------------------------------- memory
 
 
 class Small(Net):
-    """Runs out of memory above some rows, in training."""
+    """Model that runs out of memory in training above a number of rows."""
 
     def __init__(self, most):
         super().__init__()
@@ -35,7 +35,7 @@ class Small(Net):
         return super().forward(x)
 
 
-def test_where_memory_runs_out_the_run_goes_on_in_pieces(tmp_path):
+def test_out_of_memory_continues_in_smaller_pieces(tmp_path):
     given = {"per_device_train_batch_size": 16, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
     whole = make(tmp_path, data=Points(40), **given)
     whole.train()
@@ -88,7 +88,7 @@ def test_the_largest_batch_is_searched_for(tmp_path, monkeypatch):
 
 
 class Limited(Net):
-    """Runs out of memory above some rows, in real steps: what is forecast does not look at values."""
+    """Model that runs out of memory above a number of rows in real steps, but not in a forecast."""
 
     def __init__(self, most):
         super().__init__()
@@ -103,8 +103,8 @@ class Limited(Net):
 
 
 def searched(tmp_path, monkeypatch, model, budget):
-    monkeypatch.setattr(present, "free_address_space", lambda: budget)
-    monkeypatch.setattr(builder, "free_address_space", lambda: budget)
+    monkeypatch.setattr(present, "read_free_address_space", lambda: budget)
+    monkeypatch.setattr(largest_batch, "read_free_address_space", lambda: budget)
     trainer = make(tmp_path, model, data=Points(4000), per_device_train_batch_size="largest")
     before = weights(model)
     found = trainer.find_largest_batch_size()
@@ -112,7 +112,7 @@ def searched(tmp_path, monkeypatch, model, budget):
     return found, list(dict.fromkeys(model.tried))
 
 
-def test_the_search_begins_with_what_is_forecast(tmp_path, monkeypatch):
+def test_the_search_starts_at_the_forecast_size(tmp_path, monkeypatch):
     probe, tried = searched(tmp_path, monkeypatch, Limited(4000), 50_000)
     first = tried[0]
     assert 8 < first < probe, "the stand-in for a device has more memory than the budget says"
@@ -121,7 +121,7 @@ def test_the_search_begins_with_what_is_forecast(tmp_path, monkeypatch):
     assert found == first
 
 
-def test_where_nothing_can_be_forecast_the_search_is_as_before(tmp_path, monkeypatch, caplog):
+def test_the_search_works_without_a_forecast(tmp_path, monkeypatch, caplog):
     class Reads(Limited):
         def forward(self, x):
             return super().forward(x * float(x.sum() > -1e9))
@@ -156,7 +156,7 @@ def test_a_saved_model_is_read_by_transformers(tmp_path):
     assert json.loads((tmp_path / "run" / "train_results.json").read_text()) == {"a": 1.0}
 
 
-def test_a_bar_lines_and_a_table(tmp_path, capsys):
+def test_progress_bar_printed_lines_and_final_table(tmp_path, capsys):
     trainer = make(tmp_path, disable_tqdm=False, evaluation=Points(4), eval_strategy="epoch")
     trainer.train()
     shown = capsys.readouterr().err
@@ -174,7 +174,7 @@ def test_a_bar_lines_and_a_table(tmp_path, capsys):
     assert "update 5: loss" in capsys.readouterr().out
 
 
-def test_rows_of_like_length_share_a_batch(tmp_path):
+def test_rows_of_similar_length_share_a_batch(tmp_path):
     from tests.unit.trainer.models import llama
 
     widths = []
@@ -196,7 +196,7 @@ def test_rows_of_like_length_share_a_batch(tmp_path):
 
 
 def test_training_and_then_evaluating_is_one_attempt(tmp_path):
-    """Nor is a training that begins after one has ended a restart."""
+    """A training that begins after another has ended is no restart either."""
     trainer = make(tmp_path, evaluation=Points(4))
     trainer.train()
     trainer.evaluate()
@@ -209,8 +209,8 @@ def test_training_and_then_evaluating_is_one_attempt(tmp_path):
     (data,) = load([tmp_path / "run"])
     assert {"loss", "eval_loss", "test_loss"} <= set(data.series)
     assert data.events == []
-    assert [fact.note for fact in headline(data) if fact.name == "Duration"] == [""]
-    assert "restart" not in kinds([data])
+    assert [fact.note for fact in list_key_figures(data) if fact.name == "Duration"] == [""]
+    assert "restart" not in count_kinds([data])
     trainer.train()
     (data,) = load([tmp_path / "run"])
     assert [event.kind for event in data.events] == ["started_over"]

@@ -1,4 +1,4 @@
-"""Ordinary mistakes with a Trainer: each is said at once, in words that say what to do."""
+"""Common mistakes with a Trainer raise an error at once, with advice."""
 
 import datasets
 import pytest
@@ -57,9 +57,9 @@ def test_dropped_columns_are_named_once(tmp_path, caplog, make_data):
 
 @pytest.mark.parametrize("make_data", [list, datasets.Dataset.from_list], ids=["rows", "datasets"])
 @pytest.mark.parametrize("columns", [{"text": "a", "label": 1}, {"text": "a"}])
-def test_texts_that_were_not_tokenised(tmp_path, make_data, columns):
+def test_texts_that_were_not_tokenized(tmp_path, make_data, columns):
     with pytest.raises(
-        DataError, match=r"takes only labels; it takes x\. Provide those \(tokenise texts, for example\)"
+        DataError, match=r"takes only labels; it takes x\. Provide those \(tokenize texts, for example\)"
     ):
         Trainer(WithLoss(), arguments(tmp_path), train_dataset=make_data([columns] * 8)).train()
 

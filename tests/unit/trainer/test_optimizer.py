@@ -8,14 +8,8 @@ from torch import nn
 from headway import TrainingArguments
 from headway.errors import ConfigError
 from headway.trainer.arguments import CHOICES
-from headway.trainer.optimizer import (
-    OPTIMIZERS,
-    SCHEDULES,
-    create_optimizer,
-    create_schedule,
-    parameter_groups,
-    read_settings,
-)
+from headway.trainer.optimizer import OPTIMIZERS, create_optimizer, make_parameter_groups, read_settings
+from headway.trainer.schedules import SCHEDULES, create_schedule
 
 
 def bert():
@@ -35,7 +29,7 @@ def test_the_same_parameters_decay_as_in_transformers(tmp_path):
     theirs = transformers.Trainer(model, transformers.TrainingArguments(output_dir=tmp_path, use_cpu=True))
     wanted = set(theirs.get_decay_parameter_names(model))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed, spared = parameter_groups(model, 0.1)
+    decayed, spared = make_parameter_groups(model, 0.1)
     assert {names[id(p)] for p in decayed["params"]} == wanted
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
     assert len(spared["params"]) + len(wanted) == len(names)
@@ -128,7 +122,7 @@ def test_all_schedules_are_compared():
     assert {name for name, _ in CASES} | {"reduce_lr_on_plateau"} == set(SCHEDULES)
 
 
-def test_a_plateau_goes_by_its_metric():
+def test_a_plateau_schedule_follows_its_metric():
     given = {"metric_for_best_model": "accuracy", "eval_strategy": "epoch"}
     plateau = schedule("reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0}, **given)
     assert plateau.mode == "max"

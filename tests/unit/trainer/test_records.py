@@ -1,4 +1,4 @@
-"""The weights of a Trainer's best checkpoint, put back into its model."""
+"""Loading the weights of the best checkpoint into the Trainer's model."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The sanity check of an evaluation: mistakes are found before the first update, and nothing else changes by it."""
+"""The sanity check of an evaluation finds mistakes before the first update, and changes nothing else."""
 
 import random
 import threading
@@ -11,7 +11,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from headway import EarlyStoppingCallback, Trainer, TrainerCallback
 from headway.errors import ConfigError, MetricError
-from headway.trainer.evaluation import MOST_BATCHES, spread_rows
+from headway.trainer.evaluation import spread_rows
+from headway.trainer.sanity_check import MOST_BATCHES
 from tests.unit.trainer.models import Net, Points, arguments, cross_entropy, losses, make, weights
 
 EVERY_EPOCH = {"eval_strategy": "epoch", "num_train_epochs": 2}
@@ -26,7 +27,7 @@ class Updates(TrainerCallback):
 
 
 def refused(folder, kind, metrics=None, evaluation=None, callbacks=(), **given):
-    """The message of a training that ends before its first update, and leaves nothing in its folder."""
+    """Return the error of a training that fails before its first update and leaves no file in its folder."""
     updates = Updates()
     trainer = make(folder, callbacks=[updates, *callbacks], evaluation=evaluation or Points(30), metrics=metrics,
                    **{**EVERY_EPOCH, "save_strategy": "epoch", **given})  # fmt: skip
@@ -61,7 +62,7 @@ def test_a_name_that_is_missing_in_it_needs_no_second_try(tmp_path):
     assert calls == [8]
 
 
-def test_a_misspelt_metric_to_go_by(tmp_path):
+def test_a_misspelled_metric_for_the_best_model(tmp_path):
     def metrics(prediction):
         return {"accuracy": 0.5, "f1": 0.25, "report": "text"}
 
@@ -154,7 +155,7 @@ class Bare(Trainer):
 
 
 class Normed(Net):
-    """With dropout, a normalisation that counts, a buffer that counts calls, and a part that stays in evaluation mode."""
+    """Model with dropout, batch normalization, a buffer that counts calls, and a module in evaluation mode."""
 
     def __init__(self):
         super().__init__(0.3)
@@ -167,7 +168,7 @@ class Normed(Net):
 
 
 class Noisy(Points):
-    """Draws from all streams with each row."""
+    """Dataset that draws from all random number generators for each row."""
 
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
@@ -175,7 +176,7 @@ class Noisy(Points):
 
 
 class Kept:
-    """A metric that forgets nothing, as it has no `reset`."""
+    """Metric that keeps all of its state, because it has no `reset`."""
 
     def __init__(self):
         self.rows = 0
@@ -215,7 +216,7 @@ def test_it_leaves_no_trace(tmp_path):
 
 
 class Holder:
-    """An experiment that has everything, and whose method is the metric."""
+    """Object that refers to model and data, and whose method is the metric."""
 
     def __init__(self, data):
         self.data, self.calls = data, []
@@ -244,7 +245,7 @@ def test_a_metrics_object_is_copied_without_the_model_and_the_data(tmp_path):
 
 
 class Locked(Kept):
-    """It cannot be copied."""
+    """Metric that cannot be copied."""
 
     def __init__(self):
         super().__init__()
@@ -315,7 +316,7 @@ def test_streams_are_not_read_ahead(tmp_path):
     assert [entry["eval_rows"] for entry in trainer.state.log_history if "eval_rows" in entry] == [30]
 
 
-def test_an_evaluation_of_ones_own_is_not_checked(tmp_path):
+def test_an_overridden_evaluation_is_not_checked(tmp_path):
     class Own(Trainer):
         def evaluate(self, *args, **kwargs):
             return {"eval_own": 1.0}

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from headway import EarlyStoppingCallback, Trainer, TrainerCallback
+from headway.core.tracking.runlog_reader import read_run
 from headway.errors import ConfigError, DataError, LossError
-from headway.tracking.runlog import read_run
 from headway.trainer.callbacks import EVENTS
 from tests.unit.trainer.models import (
     Net,
@@ -28,7 +28,7 @@ from tests.unit.trainer.models import (
 
 
 class Listener:
-    """Notes every event, with what is known at it."""
+    """Callback that records every event with the state of the training."""
 
     def __init__(self):
         self.told = []
@@ -112,7 +112,7 @@ def test_phases_of_memory_are_told_when_asked_for(tmp_path):
      ({"max_steps": 12, "gradient_accumulation_steps": 2}, 12, 4.0), ({"num_train_epochs": 0}, 0, 0.0)],
     ids=["epochs", "half an epoch", "updates", "windows", "nothing"],
 )  # fmt: skip
-def test_how_long_it_trains(tmp_path, given, num_updates, epoch):
+def test_number_of_updates_and_epochs(tmp_path, given, num_updates, epoch):
     trainer = make(tmp_path, **given)
     assert trainer.train().global_step == num_updates
     assert trainer.state.epoch == pytest.approx(epoch)
@@ -170,7 +170,7 @@ def test_a_stream_needs_a_number_of_updates(tmp_path):
         make(tmp_path, data=Stream()).train()
 
 
-def test_what_is_missing_is_said(tmp_path):
+def test_missing_data_is_reported(tmp_path):
     with pytest.raises(ConfigError, match="needs a model"):
         Trainer(args=arguments(tmp_path))
     with pytest.raises(ConfigError, match="two names"):
@@ -226,7 +226,7 @@ def test_fp16_and_bf16_reach_the_accelerator(tmp_path):
     assert losses(trainer)[-1] < losses(trainer)[0] * 1.2
 
 
-def test_updates_that_fp16_skips_stand_in_the_log(tmp_path):
+def test_updates_skipped_by_fp16_are_logged(tmp_path):
     def steep(*args):
         return cross_entropy(*args) * 1e4
 
@@ -283,7 +283,7 @@ def test_the_optimizers_memory_is_free_when_the_training_is_over(tmp_path):
     assert [reference() for reference in held] == [None] * len(held)
 
 
-def test_a_training_that_broke_off_leaves_the_model_as_it_was(tmp_path):
+def test_a_failed_training_leaves_the_model_unchanged(tmp_path):
     class Broken(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
             raise KeyboardInterrupt
@@ -336,7 +336,7 @@ def test_an_optimizer_of_ones_own_stays(tmp_path):
 
 
 class Scripted:
-    """Metrics that come as they were written down."""
+    """Metric that returns given values in order."""
 
     def __init__(self, values):
         self.values = iter(values)
@@ -367,7 +367,7 @@ def test_the_best_weights_come_back_at_the_end(tmp_path):
     assert left == ["checkpoint_1", "checkpoint_4"]
 
 
-def test_a_later_run_does_not_take_an_earlier_runs_best_for_its_own(tmp_path):
+def test_a_later_run_ignores_the_best_model_of_an_earlier_run(tmp_path):
     given = {"save_strategy": "best", "save_total_limit": 1, "load_best_model_at_end": True, **BEST}
     make(tmp_path, evaluation=Points(4), metrics=Scripted([0.9, 0.95, 0.99, 0.1, 0.1]), **given).train()
     trainer = make(tmp_path, evaluation=Points(4), metrics=Scripted([0.2, 0.6, 0.5, 0.4, 0.3]), **given)
@@ -406,7 +406,7 @@ RESUMED = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "logging_ste
 
 
 class Stop(TrainerCallback):
-    """Ends the training like an error would, after an update."""
+    """Callback that raises an error after an update."""
 
     def __init__(self, step, event="on_step_end"):
         self.step = step

@@ -1,1 +1,1 @@
-"""What scripts written for Accelerate import or read, as thin views of Headway's own parts."""
+"""Compatibility with Accelerate: the names that scripts import from Accelerate, implemented by Headway."""

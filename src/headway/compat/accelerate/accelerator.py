@@ -1,9 +1,11 @@
-"""The Accelerator of `import accelerate` when Headway stands in for it: Headway's, with Accelerate's arithmetic.
+"""The `Accelerator` class that `import accelerate` provides when Headway replaces Accelerate.
 
-Scripts and libraries that were written against Accelerate count on how it divides losses and on float32 outputs; those are
-kept here. `headway.Accelerator` itself weighs losses and leaves outputs as they are.
+Scripts and libraries written for Accelerate rely on two of its rules: each loss is divided by the number of
+accumulation steps, and model outputs are float32. This class follows both. `headway.Accelerator` itself weights
+losses and leaves outputs unchanged.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -14,34 +16,46 @@ from typing import Any
 import torch
 
 from headway.accelerator import Accelerator
-from headway.checkpoint.format.foreign import number_of
-from headway.checkpoint.resume.comparison import Restored
 from headway.common import env
-from headway.compat.accelerate.checkpoints import Reader, Writer, is_accelerates, newest_in
+from headway.compat.accelerate.checkpoints import Reader, Writer, find_newest, is_accelerate_checkpoint
 from headway.compat.accelerate.constants import DistributedType
-from headway.compat.accelerate.data.batches import convert_to_fp32, gather_and_cut, is_per_sample
+from headway.compat.accelerate.data.batches import (
+    GATHER,
+    PAD,
+    REDUCE,
+    convert_to_fp32,
+    gather_and_cut,
+    is_per_sample,
+    require_tensors,
+)
 from headway.compat.accelerate.data.loaders import AccelerateRules
+from headway.compat.accelerate.members import AccelerateMembers
 from headway.compat.accelerate.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
 from headway.compat.accelerate.prepared import AcceleratedOptimizer, AcceleratedScheduler, CountedWindows, check_scaler
-from headway.compat.accelerate.recipes import usable
-from headway.compat.accelerate.trackers import makers
-from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
-from headway.config.values import KwargsHandler
-from headway.data.loader import PreparedLoader
+from headway.compat.accelerate.recipes import check_handlers
+from headway.compat.accelerate.trackers import replace_tracker_names
+from headway.core.checkpoint.format.foreign import parse_number
+from headway.core.checkpoint.resume.comparison import Restored
+from headway.core.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from headway.core.config.values import KwargsHandler
+from headway.core.data.loader import PreparedLoader
+from headway.core.runtime.collectives.tree import Tree
+from headway.core.tracking.base import BlankTracker
+from headway.core.training.behavior import Behavior
+from headway.core.training.windows import ConstantDivision
 from headway.errors import ConfigError, MetricError, UnsupportedError
 from headway.log import get_logger
-from headway.runtime.collectives.tree import Tree
-from headway.tracking.base import BlankTracker
-from headway.training.prepared.prepare import Wrappers
-from headway.training.windows import ConstantDivision
 
 log = get_logger(__name__)
 
 _UNSET: Any = object()
-_SAID = "ACCELERATE_"
-"""The variable in which Accelerate's launcher says how to write sharded weights: whole, or a part from each rank."""
+_ACCELERATE_PREFIX = "ACCELERATE_"
+"""Prefix of the environment variables with which Accelerate's launcher passes settings to its workers."""
 PREEMPTION = "HEADWAY_PREEMPTION"
-"""The variable that lets a signal or a deadline save, for scripts that start from what `load_state` gives alone."""
+"""Name of the environment variable that enables saving a checkpoint on a preemption signal or deadline.
+
+It is for scripts that call only `load_state` when they restart.
+"""
 _HANDLERS = {
     "autocast": ("AutocastKwargs",),
     "ddp": ("DistributedDataParallelKwargs",),
@@ -53,36 +67,56 @@ _HANDLERS = {
     "msamp_recipe": ("MSAMPRecipeKwargs",),
     "ao_recipe": ("AORecipeKwargs", "Float8Options"),
 }
-"""What `accelerator.NAME_handler` is an instance of."""
+"""Class names of the objects in `kwargs_handlers` that the attributes `accelerator.NAME_handler` return, by NAME."""
+ACCELERATES_BEHAVIOR = Behavior(
+    loss_policy=ConstantDivision(),
+    windows=CountedWindows,
+    # Accelerate clips the current gradients at each call, in any micro-batch.
+    clips_partial_gradients=True,
+    optimizer=AcceleratedOptimizer,
+    scheduler=AcceleratedScheduler,
+    loading_rules=AccelerateRules(),
+    keeps_precision=True,
+    # Accelerate does not compare ranks, so its scripts continue.
+    refuses_drift=False,
+    # Scripts count epochs themselves and restart each loader.
+    repeats_evaluations=False,
+    resume_method="load_state",
+)
+"""Rules for losses, accumulation windows, gradient clipping and data loaders that match Accelerate's behavior."""
 _SHARDED = ("FSDP", "DEEPSPEED", "TP", "MEGATRON_LM")
 _REPLICATED = frozenset(each for each in DistributedType if each.name not in _SHARDED)
 
 
-def _without_adjusting(plugin: Any) -> Any:
-    # Accelerate's `adjust_scheduler` moves a counter that schedules do not read: they tick per update whatever it says.
+def _drop_adjust_scheduler(plugin: Any) -> Any:
+    # In Accelerate, `adjust_scheduler` changes a counter that schedulers do not read. They step once per update in any case.
     return replace(plugin, adjust_scheduler=False) if isinstance(plugin, GradientAccumulationPlugin) else plugin
 
 
-def _said(name: str) -> str | None:
-    """What Accelerate's variable of that name says, where Headway's own says nothing."""
-    return None if env.get(f"{env.PREFIX}{name}") else env.get(f"{_SAID}{name}")
+def _read_setting(name: str) -> str | None:
+    """Return the value of the environment variable `ACCELERATE_<name>`.
+
+    None if it is not set, or if `HEADWAY_<name>` is set.
+    """
+    return None if env.get(f"{env.PREFIX}{name}") else env.get(f"{_ACCELERATE_PREFIX}{name}")
 
 
-def _in_float32(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
-    """A forward hook; of a module, so that a model that has it can be pickled."""
+def _convert_outputs(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Forward hook that returns a module's outputs with float16 and bfloat16 tensors converted to float32.
+
+    It is a module-level function, so that a model with the hook can be pickled.
+    """
     return convert_to_fp32(outputs)
 
 
-def _member(name: str) -> property:
-    return property(lambda accelerator: getattr(accelerator._members_of_accelerate, name))
+class _LiveSettings(KwargsHandler):
+    """Mixin for a settings object whose assigned fields take effect immediately in the Accelerator.
 
-
-class _TakenUp(KwargsHandler):
-    """Mixed in before an Accelerator's own settings, which then take up each assignment to a field.
+    In a class definition, list this mixin before the settings class.
 
     Args:
-        now: the settings in force.
-        use: takes all fields after an assignment.
+        now: Current settings.
+        use: Function called with all fields after each assignment.
     """
 
     _use: Callable[[dict[str, Any]], None]
@@ -95,34 +129,30 @@ class _TakenUp(KwargsHandler):
         self._use(self.to_dict())
 
 
-class LiveDataLoaderConfiguration(_TakenUp, DataLoaderConfiguration):
-    """How loaders that are prepared later split, pad and move batches."""
+class LiveDataLoaderConfiguration(_LiveSettings, DataLoaderConfiguration):
+    """Settings for splitting, padding and moving batches. Assignments apply to loaders that are prepared later.
 
-
-class LiveProjectConfiguration(_TakenUp, ProjectConfiguration):
-    """Where the run keeps its files."""
-
-
-class AccelerateAccelerator(Accelerator):
-    """Headway's Accelerator with Accelerate's arguments and arithmetic.
-
-    Each loss is divided by the accumulation steps, and ranks count alike, whatever the window held; under mixed precision
-    outputs of the model are float32.
-
-    Args:
-        split_batches: ignored, as Accelerate ignores it; `dataloader_config` has it.
-        others: as for `headway.Accelerator`.
+    Its fields are those of `DataLoaderConfiguration`.
     """
 
-    _refuses_drift = False  # Accelerate has no word on it, and its scripts go on
-    _wrappers = Wrappers(AcceleratedOptimizer, AcceleratedScheduler, keeps_precision=True)
-    _windows = CountedWindows
-    # Tests of libraries replace these in the class.
-    context_parallel_rank = _member("context_parallel_rank")
-    data_parallel_rank = _member("data_parallel_rank")
-    data_parallel_shard_rank = _member("data_parallel_shard_rank")
-    pipeline_parallel_rank = _member("pipeline_parallel_rank")
-    tensor_parallel_rank = _member("tensor_parallel_rank")
+
+class LiveProjectConfiguration(_LiveSettings, ProjectConfiguration):
+    """Directories of the run's files and checkpoint naming. Assignments take effect immediately.
+
+    Its fields are those of `ProjectConfiguration`.
+    """
+
+
+class AccelerateAccelerator(AccelerateMembers, Accelerator):
+    """Headway's Accelerator with Accelerate's arguments and arithmetic.
+
+    Each loss is divided by the number of accumulation steps, and all ranks have equal weight, even if their
+    micro-batches have different numbers of samples. Under mixed precision, model outputs are float32.
+
+    Args:
+        split_batches: Ignored, as in Accelerate. Set it in `dataloader_config`.
+        others: The other parameters are those of `headway.Accelerator`.
+    """
 
     def __init__(
         self,
@@ -148,73 +178,111 @@ class AccelerateAccelerator(Accelerator):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
-        # By keyword, for pickle.
+        # Arguments that `__reduce__` passes when the object is pickled.
         self._given = {
             "device_placement": device_placement, "mixed_precision": mixed_precision, "cpu": cpu, "rng_types": rng_types,
             "gradient_accumulation_steps": gradient_accumulation_steps, "dataloader_config": dataloader_config,
             "project_config": project_config, "gradient_accumulation_plugin": gradient_accumulation_plugin,
             "step_scheduler_with_optimizer": step_scheduler_with_optimizer, "kwargs_handlers": kwargs_handlers,
         }  # fmt: skip
-        if gradient_accumulation_plugin is None and (said := env.get_int(f"{_SAID}GRADIENT_ACCUMULATION_STEPS")):
+        if gradient_accumulation_plugin is None and (
+            said := env.get_int(f"{_ACCELERATE_PREFIX}GRADIENT_ACCUMULATION_STEPS")
+        ):
             gradient_accumulation_steps = said
-        if fsdp_plugin is None and env.get_bool(f"{_SAID}USE_FSDP"):
+        if fsdp_plugin is None and env.get_bool(f"{_ACCELERATE_PREFIX}USE_FSDP"):
             fsdp_plugin = FullyShardedDataParallelPlugin()
-        if parallelism_config is None and env.get_bool(f"{_SAID}USE_PARALLELISM_CONFIG"):
+        if parallelism_config is None and env.get_bool(f"{_ACCELERATE_PREFIX}USE_PARALLELISM_CONFIG"):
             parallelism_config = ParallelismConfig()
+        if torch_tp_plugin is not None:
+            warnings.warn(
+                "`TorchTensorParallelPlugin` is deprecated and will be removed in a future version of Accelerate. Please use the "
+                "`ParallelismConfig` with `tp_size` instead.",
+                FutureWarning,
+                stacklevel=2,
+            )
         self._project = ""
         self._writer = Writer(self)
-        kept = makers(log_with, lambda: self._project, lambda: self.logging_dir)
+        kept = replace_tracker_names(log_with, lambda: self._project, lambda: self.logging_dir)
         self._asked_trackers = bool(kept)
+        self._behavior = replace(ACCELERATES_BEHAVIOR, choose_last_save_hook=self._choose_last_save_hook)
         super().__init__(
-            device_placement=device_placement, mixed_precision=mixed_precision or _said("MIXED_PRECISION"), cpu=cpu or None,
+            device_placement=device_placement, mixed_precision=mixed_precision or _read_setting("MIXED_PRECISION"), cpu=cpu or None,
             gradient_accumulation_steps=None if gradient_accumulation_steps == 1 else gradient_accumulation_steps,
-            gradient_accumulation_plugin=_without_adjusting(gradient_accumulation_plugin),
+            gradient_accumulation_plugin=_drop_adjust_scheduler(gradient_accumulation_plugin),
             rng_types=rng_types if rng_types is not None else ("generator",), dataloader_config=dataloader_config,
             deepspeed_plugin=deepspeed_plugin, deepspeed_plugins=deepspeed_plugins, fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin, parallelism_config=parallelism_config,
-            log_with=kept, project_dir=project_dir, project_config=project_config, loss_policy=ConstantDivision(),
+            log_with=kept, project_dir=project_dir, project_config=project_config,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer, dynamo_backend=dynamo_backend, dynamo_plugin=dynamo_plugin,
-            kwargs_handlers=usable(kwargs_handlers),
-            # A checkpoint that the script does not know of lacks what it puts beside its own, and would be the newest.
+            kwargs_handlers=check_handlers(kwargs_handlers),
+            # An automatic checkpoint would be the newest one, but lack files that the script adds to its own checkpoints.
             preemption=None if env.get_bool(PREEMPTION) else False,
         )  # fmt: skip
-        self._remember(rng_types, log_with, kwargs_handlers)
+        self._set_compatible_attributes(rng_types, log_with, kwargs_handlers)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), **self._given), ()
 
     def __deepcopy__(self, memo: Any) -> "AccelerateAccelerator":
-        return self  # as Accelerate's: there is one run
+        return self  # as in Accelerate, because there is only one run
 
-    def _remember(self, rng_types: Sequence[str] | None, log_with: Any, handlers: list[Any] | None) -> None:
-        """What scripts read back, or set, of what was given; nothing else looks at it."""
+    def _set_compatible_attributes(
+        self, rng_types: Sequence[str] | None, log_with: Any, handlers: list[Any] | None
+    ) -> None:
+        """Set attributes that scripts read or assign, such as `log_with`, although Headway itself does not use them.
+
+        Args:
+            rng_types: Argument of the constructor.
+            log_with: Argument of the constructor.
+            handlers: Argument `kwargs_handlers` of the constructor.
+        """
         self.rng_types = ["generator"] if rng_types is None else rng_types
         self.log_with = log_with if isinstance(log_with, list) else [] if log_with is None else [log_with]
         self.flag_tensor: torch.Tensor | None = None
-        self.has_lomo_optimizer = self.delayed_fp8_autocast = False
+        self.has_lomo_optimizer = False
+        self.delayed_fp8_autocast = False
         self.fp8_enabled = self.mixed_precision == "fp8"
         for name, kinds in _HANDLERS.items():
             fits = [each for each in handlers or () if type(each).__name__ in kinds]
             setattr(self, f"{name}_handler", fits[0] if fits else None)
         self.has_fp8_handler = getattr(self, "ao_recipe_handler", None) is not None
 
-    def _loading_rules(self) -> AccelerateRules:
-        return AccelerateRules()
-
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
-        """As Headway's; trackers named in `log_with` are instances of Accelerate's classes."""
+        """Start a run and its trackers. Trackers that `log_with` names are instances of Accelerate's classes.
+
+        Args:
+            project_name: Name of the run's directory, and of the project or experiment in the trackers.
+            config: Configuration of the run: a mapping, a dataclass or an argparse.Namespace.
+            init_kwargs: Keyword arguments for the start of each tracker, by tracker name.
+        """
         self._project = project_name
         super().init_trackers(project_name, config, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """As Headway's; without any tracker, an object that takes every call and does nothing."""
+        """Return a tracker by its name.
+
+        If `log_with` was not given, return a placeholder on which every call does nothing.
+
+        Args:
+            name: Name of the tracker, as in `log_with`.
+            unwrap: Whether to return the object of the tracker's package, such as its run. Default: False.
+        """
         return super().get_tracker(name, unwrap) if self.trackers or self._asked_trackers else BlankTracker()
 
     def prepare(  # type: ignore[override]
         self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False
     ) -> Any:
-        """As Headway's; under mixed precision, models return float32."""
+        """Prepare objects for this run and return them in the given order.
+
+        Under mixed precision, models return float32.
+
+        Args:
+            objects: Models, optimizers, DataLoaders and schedulers, in any order.
+            device_placement: One boolean per object: whether to move it to the device. Default: the constructor's
+                setting.
+            strict: Whether an object of any other type is an error. Default: False.
+        """
         prepared = super().prepare(*objects, device_placement=device_placement, strict=strict)
         for each in objects:
             self._upcast(each)
@@ -223,14 +291,20 @@ class AccelerateAccelerator(Accelerator):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """As Headway's; under mixed precision, the model returns float32."""
+        """Prepare one model and return it. Under mixed precision, the model returns float32.
+
+        Args:
+            model: Model to prepare.
+            device_placement: Whether to move the model to the device. None: the constructor's setting.
+            evaluation_mode: Whether the model is only evaluated, so that its gradients are not reduced. Default: False.
+        """
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         self._upcast(prepared)
         return prepared
 
     @property
     def step(self) -> int:
-        """Micro-batches since the data last ended; settable."""
+        """Number of micro-batches since the last DataLoader was exhausted. Can be assigned."""
         return self._counted.step
 
     @step.setter
@@ -239,14 +313,14 @@ class AccelerateAccelerator(Accelerator):
 
     @property
     def _counted(self) -> CountedWindows:
-        return self._training_step.windows  # type: ignore[return-value]  # made by `_windows`
+        return self._training_step.windows  # type: ignore[return-value]  # made by ACCELERATES_BEHAVIOR
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """As Headway's; what it is, or None where losses are not scaled, may be assigned.
+        """Gradient scaler under fp16, else None. Assigning a different scaler is an error.
 
         Raises:
-            ConfigError: another one is assigned.
+            ConfigError: If another scaler is assigned.
         """
         return super().scaler
 
@@ -256,7 +330,10 @@ class AccelerateAccelerator(Accelerator):
 
     @property
     def device_placement(self) -> bool:
-        """Are models and batches moved to the device? Settable, for what is prepared later."""
+        """Whether to move models and batches to the device.
+
+        Can be assigned; assignments apply to objects that are prepared later.
+        """
         return self._preparation.places
 
     @device_placement.setter
@@ -264,13 +341,25 @@ class AccelerateAccelerator(Accelerator):
         self._preparation.places = value
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
-        """As Headway's; `gradient=` of a loss that is no scalar is what torch's backward takes."""
+        """Run backward on a loss divided by the number of accumulation steps, and accumulate gradients.
+
+        Args:
+            loss: Scalar loss, or a tensor of any shape with the keyword `gradient`.
+            kwargs: Keyword arguments of `torch.Tensor.backward`. `gradient` is the gradient with respect to a loss that
+                is not a scalar.
+        """
         gradient = kwargs.pop("gradient", None)
         super().backward(loss if gradient is None else (loss * gradient).sum(), **kwargs)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """As Headway's; what is not prepared is left alone, and on CPUs `even_batches` has no effect."""
+        """Return a context manager for training on prepared loaders whose ranks hold different amounts of data.
+
+        Args:
+            joinables: Ignored. Objects that are not prepared are accepted too.
+            even_batches: Value of `even_batches` within the context; None to keep the current one. No effect on CPUs,
+                as in Accelerate.
+        """
         if even_batches is not None and self.num_processes > 1 and self.device.type == "cpu":
             log.warning_once(
                 "join_uneven_inputs(even_batches=%s) has no effect on CPUs, as in Accelerate", even_batches
@@ -280,17 +369,69 @@ class AccelerateAccelerator(Accelerator):
             yield
 
     def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
-        """As Headway's, with one counter and one set of gradients, whatever models are named."""
+        """Return the context manager for one micro-batch. All models share one counter and one accumulation window.
+
+        Args:
+            models: Accepted for compatibility. The accumulation window does not depend on them.
+        """
         return super().accumulate()
 
     def gather(self, tensor: Tree) -> Tree:
-        """As Headway's; on one process the input is returned."""
-        return tensor if self.num_processes == 1 else super().gather(tensor)
+        """Return tensors of all ranks, concatenated along dimension 0. On one process the input is returned unchanged.
+
+        Args:
+            tensor: Tensor, or nested containers of tensors.
+
+        Raises:
+            TypeError: If there are several processes and a leaf is not a tensor.
+        """
+        if self.num_processes == 1:
+            return tensor
+        require_tensors(tensor, GATHER)
+        return super().gather(tensor)
+
+    def reduce(self, tensor: Tree, reduction: str = "sum", scale: float = 1.0) -> Tree:
+        """Return the tensors combined over all ranks. Shapes must be equal on all ranks.
+
+        Args:
+            tensor: Tensor, or nested containers of tensors.
+            reduction: "sum" (the default), "mean", "max" or "min".
+            scale: Factor by which the result is multiplied. Default: 1.
+
+        Raises:
+            TypeError: If a leaf is not a tensor, with Accelerate's message.
+        """
+        require_tensors(tensor, REDUCE)
+        return super().reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
+        """Return tensors padded along one dimension to the largest size of all ranks, so that they can be gathered.
+
+        Args:
+            tensor: Tensor, or nested containers of tensors.
+            dim: Dimension to pad. Default: 0.
+            pad_index: Value of the padding. Default: 0.
+            pad_first: Whether to pad at the beginning. Default: False.
+
+        Raises:
+            TypeError: If a leaf is not a tensor, with Accelerate's message.
+        """
+        require_tensors(tensor, PAD)
+        return super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def gather_for_metrics(
         self, input_data: Tree, use_gather_object: bool = False, loader: PreparedLoader | None = None
     ) -> Tree:
-        """As Headway's; values without one entry per sample are joined too, and cut as Accelerate does at the end of the data."""
+        """Return the results of all ranks, concatenated, without the samples that were repeated to fill the last batch.
+
+        Values that do not have one entry per sample are concatenated too. In the last batch they are truncated to
+        the number of remaining samples, as in Accelerate.
+
+        Args:
+            input_data: Tensors, arrays or lists in nested containers, usually with one entry per sample.
+            use_gather_object: Whether to treat every list as one item per sample, whatever it contains. Default: False.
+            loader: Loader that the batch came from. Default: the innermost loader that is being iterated.
+        """
         chosen = loader if loader is not None else self._training_step.windows.loader
         if not use_gather_object and not is_per_sample(input_data, chosen, self._readers):
             return gather_and_cut(input_data, use_gather_object)
@@ -302,9 +443,10 @@ class AccelerateAccelerator(Accelerator):
 
     # ---------------------------------------------------------------- checkpoints
 
-    def _last_save_hook(self) -> Writer | None:
+    def _choose_last_save_hook(self) -> Writer | None:
+        """Return the save hook that writes Accelerate's files. None if this run's checkpoints do not contain them."""
         asked = env.get_bool("HEADWAY_ACCELERATE_FILES")
-        is_replicated = self._members_of_accelerate.distributed_type in _REPLICATED
+        is_replicated = self.distributed_type in _REPLICATED
         is_one_machine = self.runtime.local_world_size == self.num_processes
         return self._writer if asked is not False and is_replicated and is_one_machine else None
 
@@ -317,9 +459,20 @@ class AccelerateAccelerator(Accelerator):
         metric: float | None = None,
         **save_model_func_kwargs: Any,
     ) -> Path:
-        """As Headway's, with Accelerate's files in the same folder.
+        """Save a checkpoint of all prepared and registered objects, with Accelerate's files in the same directory.
 
-        They are left out if models are sharded, on several machines, and with HEADWAY_ACCELERATE_FILES=0.
+        Accelerate's files are left out if models are sharded, on several machines, or with HEADWAY_ACCELERATE_FILES=0.
+
+        Args:
+            output_dir: Directory of the checkpoint. Ignored with automatic naming.
+            safe_serialization: Whether Accelerate's weight files are safetensors. Otherwise they are written by
+                torch.save. Default: True.
+            blocking: Whether to wait until the checkpoint is on disk. Default: True.
+            metric: Metric of this state, by which `ProjectConfiguration(keep_best=...)` selects checkpoints.
+            save_model_func_kwargs: Keyword arguments as in `headway.Accelerator.save_state`.
+
+        Returns:
+            The directory of the checkpoint.
         """
         self._writer.safe_serialization = safe_serialization
         return super().save_state(output_dir, blocking=blocking, metric=metric, **save_model_func_kwargs)
@@ -333,34 +486,49 @@ class AccelerateAccelerator(Accelerator):
         changed: str | Collection[str] | None = None,
         **load_model_func_kwargs: Any,
     ) -> Restored:
-        """As Headway's; also loads folders that Accelerate wrote.
+        """Load a checkpoint that Headway or Accelerate wrote.
 
-        Loaders keep the interrupted epoch's order. Where in it the script goes on is its own business, as with Accelerate: by
-        `skip_first_batches`, by `continue`, or not at all; only a stateful loader goes on by itself.
+        Loaders keep the order of the interrupted epoch. As with Accelerate, the script decides where in this epoch to
+        continue, for example by `skip_first_batches`. Only a stateful loader continues by itself.
+
+        Args:
+            input_dir: Directory of the checkpoint. Default: the newest one, with automatic naming.
+            load_kwargs: Ignored, as in `headway.Accelerator.load_state`.
+            strict: Whether a checkpoint with another world size, batch size, precision or version is an error. Default:
+                False.
+            changed: Differences from the checkpoint that are intended, as in `headway.Accelerator.load_state`. None
+                (the default): only warn if the data or the schedules differ.
+            load_model_func_kwargs: `strict=False` accepts weights with missing or unknown names in Accelerate's
+                checkpoints.
+
+        Returns:
+            Description of what was restored.
 
         Raises:
-            CheckpointError: missing, damaged, or it does not fit.
-            UnsupportedError: Accelerate wrote the folder, and this run's models are sharded.
+            CheckpointError: If the checkpoint is missing or damaged, or does not fit this run.
+            ConfigError: If `input_dir` does not exist.
+            UnsupportedError: If Accelerate wrote the checkpoint and this run's models are sharded.
         """
         place = self._checkpoints.place
         folder = None if input_dir is None else Path(input_dir).expanduser().absolute()
         if folder is not None and not folder.exists():
             raise ConfigError(f"Tried to find {folder} but folder does not exist; give one that save_state wrote")
         if folder is None and place.is_automatic:
-            folder = newest_in(place.parent())
-        if folder is None or not is_accelerates(folder):
+            folder = find_newest(place.parent())
+        if folder is None or not is_accelerate_checkpoint(folder):
             own = super().load_state(input_dir, load_kwargs, strict=strict, changed=changed, **load_model_func_kwargs)
+            self._checkpoint_state.progress.reads_from_start = not self.use_stateful_dataloader
             if not self.use_stateful_dataloader:
                 for loader in self._preparation.loaders:
                     loader.read_from_start()
             return own
-        if self._members_of_accelerate.distributed_type not in _REPLICATED:
+        if self.distributed_type not in _REPLICATED:
             raise UnsupportedError(
                 f"{folder} was written by Accelerate, but this run's models are sharded; load it without sharding, then save it again"
             )
         weights_strict = load_model_func_kwargs.get("strict", True)
-        restored = Reader(self, folder).restore(self._checkpoints.models_to_load(folder), weights_strict)
-        place.go_on_from(folder, number_of(folder))
+        restored = Reader(self, folder).restore(self._checkpoints.list_models_to_load(folder), weights_strict)
+        place.go_on_from(folder, parse_number(folder))
         log.info("%s was written by Accelerate: weights, optimizers, schedules and random streams are restored", folder)
         return restored
 
@@ -371,18 +539,21 @@ class AccelerateAccelerator(Accelerator):
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders split, pad and move batches; assignments apply to loaders prepared later."""
+        """Settings for splitting, padding and moving batches. Assignments apply to loaders that are prepared later."""
         return LiveDataLoaderConfiguration(
-            self._preparation.loading, lambda fields: self._preparation.load_by(DataLoaderConfiguration(**fields))
+            self._preparation.loading, lambda fields: self._preparation.set_loading(DataLoaderConfiguration(**fields))
         )
 
     @dataloader_config.setter
     def dataloader_config(self, value: DataLoaderConfiguration) -> None:
-        self._preparation.load_by(value)
+        self._preparation.set_loading(value)
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """Where the run keeps its files; its fields may be assigned, `iteration` too, which saves advance."""
+        """Directories of the run's files.
+
+        Fields can be assigned, including `iteration`, the number of the next checkpoint.
+        """
         place = self._checkpoints.place
         return LiveProjectConfiguration(
             replace(place.project, iteration=place.iteration),
@@ -394,18 +565,21 @@ class AccelerateAccelerator(Accelerator):
         self._use_project(value)
 
     def _use_project(self, project: ProjectConfiguration) -> None:
-        self._checkpoints.place.project, self._checkpoints.place.iteration = project.taken(), project.iteration
+        self._checkpoints.place.project, self._checkpoints.place.iteration = project.freeze_copy(), project.iteration
 
     @property
     def even_batches(self) -> bool:
-        """Is the last round filled up with samples from the start? Assignments apply to loaders prepared later."""
+        """Whether an incomplete last global batch is filled with samples from the start of the data.
+
+        Assignments apply to loaders that are prepared later.
+        """
         return self._preparation.loading.even_batches
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        self._preparation.load_by(replace(self._preparation.loading, even_batches=value))
+        self._preparation.set_loading(replace(self._preparation.loading, even_batches=value))
 
     def _upcast(self, model: Any) -> None:
         is_model = isinstance(model, torch.nn.Module) and self.precision.is_mixed
-        if is_model and _in_float32 not in model._forward_hooks.values():
-            model.register_forward_hook(_in_float32)
+        if is_model and _convert_outputs not in model._forward_hooks.values():
+            model.register_forward_hook(_convert_outputs)

@@ -1,8 +1,9 @@
-"""Accelerate's checkpoint folders: its files next to Headway's own in each checkpoint, and loading folders that Accelerate wrote.
+"""Accelerate's checkpoint files: written in addition to Headway's own, and read from Accelerate's checkpoints.
 
-Under Accelerate's name, a checkpoint holds both: Headway's tensors and manifest, which `load_state` uses, and the files that
-scripts and Accelerate itself look for. They are written into the same staging folder, hashed in the manifest, and committed
-by the same rename. Accelerate's pickled files are only ever read with `weights_only=True`.
+In scripts that import Headway as `accelerate`, a checkpoint has both formats: Headway's tensors and manifest, which
+`load_state` uses, and the files that scripts and Accelerate itself expect. All files are written into one staging
+directory, hashed in the manifest, and committed by one rename. Accelerate's pickle files are only read with
+`weights_only=True`.
 """
 
 import random
@@ -16,51 +17,70 @@ import numpy
 import torch
 from safetensors.torch import load_file
 
-from headway.checkpoint.format.foreign import MANIFEST, number_of, program_of
-from headway.checkpoint.format.tensors import is_unmade
-from headway.checkpoint.loading.restoring import LoadRollback, misfit, preserved, put_back, put_in
-from headway.checkpoint.resume.comparison import Restored
-from headway.checkpoint.state import undo_optimizer
 from headway.compat.accelerate.modules.models import load
+from headway.core.checkpoint.format.foreign import MANIFEST, identify_program, parse_number
+from headway.core.checkpoint.format.tensors import is_uninitialized
+from headway.core.checkpoint.loading.restoring import (
+    LoadRollback,
+    copy_saved_values,
+    copy_state,
+    find_misfit,
+    restore_object,
+)
+from headway.core.checkpoint.resume.comparison import Restored
+from headway.core.checkpoint.state import undo_optimizer
+from headway.core.weights.compiled import remove_compiled_levels, rename_bare_items
+from headway.core.weights.export import save_object
 from headway.errors import CheckpointError
 from headway.log import get_logger
-from headway.weights.export import save_object
 
 log = get_logger(__name__)
 
 _CUSTOM = re.compile(r"custom_checkpoint_\d+\.pkl")
 
 
-def numbered(name: str, index: int) -> str:
-    """`optimizer.bin`, `optimizer_1.bin`, ...: Accelerate's file of the index-th object."""
+def get_file_name(name: str, index: int) -> str:
+    """Return the name of a file in Accelerate's checkpoints, such as `optimizer.bin` or `optimizer_1.bin`.
+
+    Args:
+        name: File name of the first object, such as "optimizer.bin".
+        index: Index of the object, from 0.
+    """
     stem, _, ending = name.partition(".")
     return name if index == 0 else f"{stem}_{index}.{ending}"
 
 
-def is_accelerates(folder: Path) -> bool:
-    """Is it a checkpoint that Accelerate wrote, and not one of Headway's, nor what a kill has left of one (a dot, and its files)?"""
+def is_accelerate_checkpoint(folder: Path) -> bool:
+    """Whether a directory is a checkpoint that Accelerate wrote.
+
+    False for Headway's checkpoints, and for files left by an interrupted Headway save, whose names start with a dot.
+    """
     if (folder / MANIFEST).is_file() or not folder.is_dir() or folder.name.startswith("."):
         return False
     has_weights = any((folder / name).is_file() for name in ("model.safetensors", "pytorch_model.bin"))
-    return program_of(folder)[0] == "Accelerate" or has_weights
+    return identify_program(folder)[0] == "Accelerate" or has_weights
 
 
-def newest_in(parent: Path) -> Path | None:
-    """The folder with the highest number, if Accelerate wrote it; else None."""
+def find_newest(parent: Path) -> Path | None:
+    """Return the checkpoint directory with the highest number in `parent` if Accelerate wrote it.
+
+    Otherwise return None.
+    """
     names = parent.iterdir() if parent.is_dir() else ()
-    found = [path for path in names if number_of(path) is not None and not path.name.startswith(".")]
-    newest = max(found, key=lambda path: number_of(path) or 0, default=None)
-    return newest if newest is not None and is_accelerates(newest) else None
+    found = [path for path in names if parse_number(path) is not None and not path.name.startswith(".")]
+    newest = max(found, key=lambda path: parse_number(path) or 0, default=None)
+    return newest if newest is not None and is_accelerate_checkpoint(newest) else None
 
 
 class Writer:
-    """Writes Accelerate's files into a checkpoint that is being saved.
+    """Save hook that writes Accelerate's files into a checkpoint.
 
     Args:
-        accelerator: whose state it is.
+        accelerator: Accelerator whose state is saved.
 
     Attributes:
-        safe_serialization: weights as safetensors; False: by torch.save.
+        safe_serialization: Whether weights are written as safetensors. Otherwise they are written by torch.save.
+            Default: True.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -68,7 +88,14 @@ class Writer:
         self.safe_serialization = True
 
     def __call__(self, models: list[torch.nn.Module], weights: list[dict[str, torch.Tensor]], folder: str) -> None:
-        """A save hook: what is left of `weights`, and all else that Accelerate keeps."""
+        """Write the weights and all other files of Accelerate's checkpoint format.
+
+        Args:
+            models: Models of the checkpoint.
+            weights: State dicts of the models. A save hook that ran earlier may have written some of them itself and
+                removed them from this list.
+            folder: Staging directory of the checkpoint.
+        """
         accelerator, place = self._accelerator, Path(folder)
         if accelerator.is_main_process:
             self._write_weights(models, weights, place)
@@ -79,15 +106,15 @@ class Writer:
         self, models: list[torch.nn.Module], weights: list[dict[str, torch.Tensor]], place: Path
     ) -> None:
         name = "model.safetensors" if self.safe_serialization else "pytorch_model.bin"
-        for index, state in enumerate(_whole(models, weights)):
-            save_object(dict(state), place / numbered(name, index), self.safe_serialization)
+        for index, state in enumerate(_restore_tied_names(models, weights)):
+            save_object(dict(state), place / get_file_name(name, index), self.safe_serialization)
 
     def _write_states(self, place: Path) -> None:
         accelerator = self._accelerator
         groups = {"optimizer.bin": accelerator._optimizers, "scheduler.bin": accelerator._schedulers}
         for name, objects in groups.items():
             for index, each in enumerate(objects):
-                torch.save(each.state_dict(), place / numbered(name, index))
+                torch.save(each.state_dict(), place / get_file_name(name, index))
         if accelerator.scaler is not None:
             torch.save(accelerator.scaler.state_dict(), place / "scaler.pt")
         for index, each in enumerate(accelerator._custom_objects):
@@ -105,26 +132,33 @@ class Writer:
         return states
 
 
-def _whole(
+def _restore_tied_names(
     models: list[torch.nn.Module], weights: list[dict[str, torch.Tensor]]
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Each entry including tied names, which Headway's state has only once."""
+    """Yield each model's state dict as Accelerate writes it, in which a tied tensor occurs under each of its names.
+
+    Headway stores a tied tensor only once.
+
+    Args:
+        models: Models of the checkpoint.
+        weights: State dicts of the models.
+    """
     left = list(models)
     for entry in weights:
-        own = next((model for model in left if entry.keys() <= model.state_dict().keys()), None)
+        own = next(
+            (model for model in left if entry.keys() <= dict(rename_bare_items(model.state_dict().items())).keys()),
+            None,
+        )
         left = [model for model in left if model is not own]
         yield entry if own is None else own.state_dict()
 
 
 class Reader:
-    """Loads a checkpoint folder that Accelerate wrote.
+    """Reader of a checkpoint directory that Accelerate wrote. It restores the Accelerator's objects from the files.
 
     Args:
-        accelerator: the Accelerator to load it into.
-        folder: the folder.
-
-    Raises:
-        CheckpointError: a file is missing, does not fit, or holds objects that are not read.
+        accelerator: Accelerator to load the checkpoint into.
+        folder: Directory of the checkpoint.
     """
 
     def __init__(self, accelerator: Any, folder: Path) -> None:
@@ -132,16 +166,24 @@ class Reader:
         self._folder = folder
 
     def restore(self, models: list[torch.nn.Module], strict: bool = True) -> Restored:
-        """Read all files, then apply their values; returns what was restored.
+        """Read all files, restore the objects, and return a summary of what was restored.
+
+        All ranks report their errors before any weights change. If any rank fails, changes to other objects are undone.
 
         Args:
-            models: those that no hook has loaded.
-            strict: every name must be there, and no other.
+            models: Models to load. Those that the user's load hooks have loaded already are not among them.
+            strict: Whether all weight names must match. Default: True.
+
+        Raises:
+            CheckpointError: On every rank, if a file is missing, does not fit this run, or contains objects that
+                Headway does not read.
         """
         undo, failure, cause, weights = LoadRollback(), None, None, []
         try:
             weights = [self._weights(index, model) for index, model in enumerate(models)]
-            self._restore_objects(undo, [line for pair in zip(models, weights) for line in _misfits(*pair, strict)])
+            self._restore_objects(
+                undo, [line for pair in zip(models, weights) for line in _find_misfits(*pair, strict)]
+            )
         except Exception as error:
             text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             failure, cause = text, error
@@ -156,7 +198,13 @@ class Reader:
         return Restored(self._folder, {"num_updates": self._accelerator.num_updates, "epoch": 0})
 
     def _restore_objects(self, undo: LoadRollback, problems: list[str]) -> None:
-        """All but the weights, with its way back; `problems`: of the weights, which come last."""
+        """Restore all objects except the weights, and record how to undo it.
+
+        Args:
+            undo: Rollback to which an undo step per object is added.
+            problems: Descriptions of weights that do not fit the models. They are reported before any object is
+                changed.
+        """
         if problems:
             raise CheckpointError(
                 f"the weights in {self._folder} do not fit; build the model that was saved:\n  "
@@ -164,8 +212,8 @@ class Reader:
             )
         accelerator = self._accelerator
         optimizers, schedulers = accelerator._optimizers, accelerator._schedulers
-        states = [self._pickled(numbered("optimizer.bin", index)) for index in range(len(optimizers))]
-        ticks = [self._pickled(numbered("scheduler.bin", index)) for index in range(len(schedulers))]
+        states = [self._pickled(get_file_name("optimizer.bin", index)) for index in range(len(optimizers))]
+        ticks = [self._pickled(get_file_name("scheduler.bin", index)) for index in range(len(schedulers))]
         others = [*zip(schedulers, ticks), *zip(accelerator._custom_objects, self._custom_states())]
         if accelerator.scaler is not None:
             others.append((accelerator.scaler, self._pickled("scaler.pt")))
@@ -173,13 +221,13 @@ class Reader:
             undo.add(f"optimizer {index}", undo_optimizer(optimizer.optimizer))
             optimizer.load_state_dict(state)
         for each, state in others:
-            undo.add(type(each).__name__, partial(put_back, each, preserved(each.state_dict())))
+            undo.add(type(each).__name__, partial(restore_object, each, copy_state(each.state_dict())))
             each.load_state_dict(state)
 
     def _weights(self, index: int, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-        path = self._folder / numbered("model.safetensors", index)
-        found = load_file(path) if path.is_file() else self._pickled(numbered("pytorch_model.bin", index))
-        return _unprefixed(found, model)
+        path = self._folder / get_file_name("model.safetensors", index)
+        found = load_file(path) if path.is_file() else self._pickled(get_file_name("pytorch_model.bin", index))
+        return _match_names(found, model)
 
     def _pickled(self, name: str) -> Any:
         path = self._folder / name
@@ -211,7 +259,7 @@ class Reader:
             log.warning("%s has no %s: this rank's random streams are left unchanged", self._folder, name)
             return
         states = self._pickled(name)
-        random.setstate(_tuples(states["random_state"]))
+        random.setstate(_convert_to_tuples(states["random_state"]))
         numpy.random.set_state(states["numpy_random_seed"])
         torch.set_rng_state(states["torch_manual_seed"])
         on_devices = states.get("torch_cuda_manual_seed")
@@ -219,21 +267,33 @@ class Reader:
             torch.cuda.set_rng_state_all(on_devices)
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+def _convert_to_tuples(value: Any) -> Any:
+    return tuple(map(_convert_to_tuples, value)) if isinstance(value, list | tuple) else value
 
 
-def _unprefixed(state: Mapping[str, torch.Tensor], model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """Without DistributedDataParallel's `module.` before every name, where the model has no such names."""
-    if not all(name.startswith("module.") for name in state) or any(
-        name.startswith("module.") for name in model.state_dict()
-    ):
-        return state
-    return {name.removeprefix("module."): value for name, value in state.items()}
+def _match_names(state: Mapping[str, torch.Tensor], model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    """Return a state dict under the model's own names.
+
+    Prefixes of DDP and `torch.compile` are removed, unless the model itself has them.
+    """
+    own = {name: name for name in model.state_dict()}
+    prefix = "module." if not any(name.startswith("module.") for name in own) else ""
+    prefix = prefix if all(name.startswith(prefix) for name in state) else ""
+    own_names = own | dict(rename_bare_items(own.items()))
+    found = ((name.removeprefix(prefix), value) for name, value in state.items())
+    return {own_names.get(name) or own_names.get(remove_compiled_levels(name), name): value for name, value in found}
 
 
-def _misfits(model: torch.nn.Module, state: Mapping[str, torch.Tensor], strict: bool) -> list[str]:
-    """Why weights do not fit a model, a line each: torch would find out when it has changed half of it."""
+def _find_misfits(model: torch.nn.Module, state: Mapping[str, torch.Tensor], strict: bool) -> list[str]:
+    """Return the reasons why a state dict cannot be loaded into a model, one line per reason.
+
+    torch itself would raise an error only after it has changed a part of the model.
+
+    Args:
+        model: Model to load.
+        state: Weights by name.
+        strict: Whether missing and unknown names are reasons.
+    """
     own = model.state_dict()
     present = {own[name].data_ptr() for name in state if name in own}
     missing = [name for name, value in own.items() if name not in state and value.data_ptr() not in present]
@@ -241,15 +301,15 @@ def _misfits(model: torch.nn.Module, state: Mapping[str, torch.Tensor], strict: 
     lines = []
     if strict and (missing or unknown):
         lines.append(f"{type(model).__name__}: missing {missing[:3]}, unknown {unknown[:3]}")
-    pairs = {name: (own[name], state[name]) for name in state if name in own and not is_unmade(own[name])}
-    return lines + [f"{name} {problem}" for name, pair in pairs.items() if (problem := misfit(*pair)) is not None]
+    pairs = {name: (own[name], state[name]) for name in state if name in own and not is_uninitialized(own[name])}
+    return lines + [f"{name} {problem}" for name, pair in pairs.items() if (problem := find_misfit(*pair)) is not None]
 
 
 def _put(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     own = model.state_dict()
-    # What expand() made is not written by torch.
+    # torch refuses to copy into tensors that expand() made, because several elements share memory.
     expanded = {name for name in state if name in own and 0 in own[name].stride()}
     model.load_state_dict({name: value for name, value in state.items() if name not in expanded}, strict=False)
     with torch.no_grad():
         for name in expanded:
-            put_in(own[name].detach(), state[name])
+            copy_saved_values(own[name].detach(), state[name])

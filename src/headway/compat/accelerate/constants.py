@@ -1,4 +1,4 @@
-"""Accelerate's constants and enumerations: names of files, names of layouts, versions it asks for. Facts, no settings."""
+"""Accelerate's constants and enumerations: file names, layout names and required versions."""
 
 import operator
 from collections.abc import Callable
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from headway.config.launch import Spelled
-from headway.config.layout_choice import ResolvedLayout
-from headway.runtime.process import ProcessRuntime
+from headway.core.config.layout_choice import ResolvedLayout
+from headway.core.config.spelled import StringEnum
+from headway.core.runtime.process import ProcessRuntime
 
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
@@ -73,7 +73,11 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 
 
 class DistributedType(str, Enum):
-    """How work is shared. Headway's are NO, FSDP, DEEPSPEED and MULTI_*, by the kind of device (GPU: any without a name)."""
+    """Type of distribution of a run over processes.
+
+    Headway uses NO, FSDP, DEEPSPEED, and the members MULTI_* for the device types. MULTI_GPU is also used for device
+    types that have no member.
+    """
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -92,8 +96,8 @@ class DistributedType(str, Enum):
     MEGATRON_LM = "MEGATRON_LM"
 
 
-class PrecisionType(Spelled):
-    """Values of `mixed_precision`."""
+class PrecisionType(StringEnum):
+    """Values of the setting `mixed_precision`."""
 
     NO = "no"
     FP8 = "fp8"
@@ -101,8 +105,8 @@ class PrecisionType(Spelled):
     BF16 = "bf16"
 
 
-class RNGType(Spelled):
-    """Random streams, for `rng_types`."""
+class RNGType(StringEnum):
+    """Names of random number generators that `rng_types` can list for synchronization over ranks."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -118,7 +122,13 @@ class RNGType(Spelled):
 
 
 def distributed_type(runtime: ProcessRuntime, chosen: ResolvedLayout | None = None) -> DistributedType:
-    """What Accelerate calls this process's surroundings; with a layout of shards, FSDP or DEEPSPEED."""
+    """Return the `DistributedType` of this process.
+
+    Args:
+        runtime: Runtime of this process.
+        chosen: Layout of the run. If it has several shards, the result is FSDP or DEEPSPEED. Default: determine the
+            type by the world size and device only.
+    """
     if runtime.world_size == 1:
         return DistributedType.NO
     if chosen is not None and chosen.layout.num_shards > 1:
@@ -128,7 +138,7 @@ def distributed_type(runtime: ProcessRuntime, chosen: ResolvedLayout | None = No
 
 
 class EnumWithContains(EnumMeta):
-    """Enumerations that answer `value in Kind` for values too."""
+    """Metaclass for enumerations in which `value in Kind` is true if `value` is the value of a member."""
 
     def __contains__(cls, item: object) -> bool:
         try:
@@ -139,26 +149,26 @@ class EnumWithContains(EnumMeta):
 
 
 class BaseEnum(Enum, metaclass=EnumWithContains):
-    """An enumeration whose text is its value."""
+    """Enumeration whose members are printed as their values."""
 
     def __str__(self) -> str:
         return str(self.value)
 
     @classmethod
     def list(cls) -> list[Any]:
-        """All values."""
+        """Return the values of all members of the enumeration."""
         return [each.value for each in cls]
 
 
 class ComputeEnvironment(str, Enum):
-    """Where a script runs; Headway starts on machines, not through SageMaker."""
+    """Environment in which a script runs. Headway uses only LOCAL_MACHINE; it does not start jobs through SageMaker."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class SageMakerDistributedType(str, Enum):
-    """SageMaker's own ways to share work; Headway has none of them."""
+    """Modes of distributed training of Amazon SageMaker. Headway supports none of them."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
@@ -166,7 +176,7 @@ class SageMakerDistributedType(str, Enum):
 
 
 class FP8BackendType(str, Enum):
-    """The engine for float8; in Headway it is AO, torchao."""
+    """Libraries for float8 computation. Headway always uses AO (torchao)."""
 
     NO = "NO"
     TE = "TE"
@@ -175,4 +185,4 @@ class FP8BackendType(str, Enum):
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Accelerate's warning about nested tensors that it does not pad; Headway never emits it."""
+    """Warning about nested tensors that are not padded by `pad_across_processes`."""

@@ -1,120 +1,159 @@
-"""What scripts read from an Accelerator besides its own members: states, plugins that are None, what was prepared."""
+"""Members of Accelerate's Accelerator that Headway's own class lacks: states, plugins and ranks along mesh axes."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
 
-from headway.accelerator import Accelerator
 from headway.compat.accelerate.constants import DistributedType
 from headway.compat.accelerate.plugins import ParallelismConfig
-from headway.compat.accelerate.served.names import member_advice
+from headway.compat.accelerate.served.advice import explain_member
 from headway.compat.accelerate.state import AcceleratorState, GradientState
-from headway.config.values import did_you_mean
+from headway.compat.foreign_words import METHODS
+from headway.core.checkpoint.resume.state import CheckpointState
+from headway.core.config.values import suggest_word
+from headway.core.precision.mixed import Precision
+from headway.core.runtime.collectives.ranks import RankAware
+from headway.core.training.facts import AcceleratorFacts
+from headway.core.training.prepared.prepare import Preparation
 from headway.errors import AttributeNotServed, ConfigError, UnsupportedError
+from headway.layouts.deepspeed.plugin import DeepSpeedPlugin
 from headway.log import get_logger
-from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
 
 log = get_logger(__name__)
 
 
-def _along(axis: str, doc: str) -> property:
-    """This process's coordinate on an axis of the layout."""
+def _make_axis_rank(axis: str, doc: str) -> property:
+    """Return a property with the process's coordinate along one axis of the device mesh.
 
-    def read(members: "Members") -> int:
-        accelerator = members._accelerator
-        return accelerator._run.chosen.layout.coordinates(accelerator.process_index)[axis]
+    Args:
+        axis: Name of the axis, such as "tp".
+        doc: Docstring of the property.
+    """
+
+    def read(accelerator: "AccelerateMembers") -> int:
+        return accelerator._facts.chosen.layout.find_coordinates(accelerator.process_index)[axis]
 
     return property(read, doc=doc)
 
 
-class Members:
-    """The members that an Accelerator has for scripts written for Accelerate; it looks here for what it does not have itself.
+class _Reread:
+    """Descriptor of an attribute that is computed at each access until a script assigns a value to it.
 
     Args:
-        accelerator: whose members these are.
-
-    Attributes:
-        state: this process and the run's settings (`AcceleratorState`).
-        gradient_state: the windows (`GradientState`).
+        read: Function that returns the value for an Accelerator.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self.state = AcceleratorState(_run=accelerator._run)
-        self.gradient_state = GradientState(_run=accelerator._run)
+    def __init__(self, read: "Callable[[AccelerateMembers], list[Any]]") -> None:
+        self._read = read
 
-    def __getattr__(self, name: str) -> NoReturn:
-        known = [] if name.startswith("_") else [each for each in dir(self._accelerator) if not each.startswith("_")]
-        unknown = f"'Accelerator' object has no attribute {name!r}{did_you_mean(name, known)}"
-        raise AttributeNotServed(member_advice(name) or unknown)
+    def __get__(self, accelerator: "AccelerateMembers | None", owner: type | None = None) -> Any:
+        return self if accelerator is None else self._read(accelerator)
+
+
+class AccelerateMembers(RankAware):
+    """Mixin with the members of Accelerate's Accelerator that Headway's own class lacks.
+
+    `headway.Accelerator` also provides them, for scripts that only changed their imports. It calls `read_member`,
+    which it finds through the registry of extensions, because this module must not import `headway.Accelerator`.
+
+    Attributes:
+        mixed_precision: "no", "bf16", "fp16" or "fp8".
+        precision: Precision of the training step.
+    """
+
+    mixed_precision: str
+    precision: Precision
+    _facts: AcceleratorFacts
+    _preparation: Preparation
+    _checkpoint_state: CheckpointState
+
+    @cached_property
+    def state(self) -> AcceleratorState:
+        """State of this process, with the settings of the run."""
+        return AcceleratorState(_run=self._facts)
+
+    @cached_property
+    def gradient_state(self) -> GradientState:
+        """State of the accumulation windows, as Accelerate's `GradientState`."""
+        return GradientState(_run=self._facts)
 
     # ---------------------------------------------------------------- surroundings
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How processes share the work: NO, or MULTI_ and the kind of device, such as MULTI_GPU."""
+        """Type of distribution: NO, FSDP, DEEPSPEED, or MULTI_ with the device type, such as MULTI_GPU."""
         return self.state.distributed_type
 
     @property
     def multi_device(self) -> bool:
-        """Are there several processes, each with an accelerator?"""
+        """Whether there are several processes that each use an accelerator."""
         return self.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU)
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """DeepSpeed's settings, if it is the engine."""
+        """DeepSpeed's settings if the run uses DeepSpeed, else None."""
         return self.state.deepspeed_plugin
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How many processes each axis has; None if none was given and each process holds the whole model."""
+        """Number of processes along each axis of the run's layout.
+
+        None if the script gave no ParallelismConfig and each process holds a full replica of the model.
+        """
         return self.state.parallelism_config
 
     @property
     def torch_device_mesh(self) -> Any:
-        """torch's device mesh, its axes named pp, replicate, shard, cp and tp; None where replicas need none."""
+        """torch's device mesh with the axes pp, replicate, shard, cp and tp.
+
+        None if each process holds a full replica of the model and no mesh was created.
+        """
         return self.state.device_mesh
 
     @property
     def is_fsdp2(self) -> bool:
-        """Are parameters sharded?"""
+        """Whether parameters are sharded by FSDP2."""
         return self.state.is_fsdp2
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Are parameters sharded, so that other axes may be added?"""
+        """Whether parameters are sharded by FSDP2, which can be combined with other kinds of parallelism."""
         return self.is_fsdp2
 
-    tensor_parallel_rank = _along(
-        "tp", "This process's rank among those that share each matrix; 0 without tensor parallelism."
+    tensor_parallel_rank = _make_axis_rank(
+        "tp", "Rank of this process among those that share each matrix. 0 without tensor parallelism."
     )
-    context_parallel_rank = _along(
-        "cp", "Its rank among those that share each sequence; 0 without context parallelism."
+    context_parallel_rank = _make_axis_rank(
+        "cp", "Rank of this process among those that share each sequence. 0 without context parallelism."
     )
-    pipeline_parallel_rank = _along("pp", "Its stage; 0 without a pipeline.")
-    data_parallel_rank = _along("replicate", "The model replica that it belongs to, from 0.")
-    data_parallel_shard_rank = _along(
-        "shard", "Its rank among those that shard a replica's parameters; 0 without sharding."
+    pipeline_parallel_rank = _make_axis_rank("pp", "Pipeline stage of this process. 0 without a pipeline.")
+    data_parallel_rank = _make_axis_rank("replicate", "Index of the model replica of this process, from 0.")
+    data_parallel_shard_rank = _make_axis_rank(
+        "shard", "Rank of this process among those that shard a replica's parameters. 0 without sharding."
     )
 
     @property
     def should_save_model(self) -> bool:
-        """Is this the first process of its machine? `save_model` itself is called on all."""
-        return self._accelerator.is_local_main_process
+        """Whether this is the first process of its machine, which should write files in a script.
+
+        `save_model` itself must be called on all processes.
+        """
+        return self.is_local_main_process
 
     # ---------------------------------------------------------------- precision
 
-    @property
+    @cached_property
     def native_amp(self) -> bool:
-        """Do forward passes use autocast?"""
-        return self._accelerator.precision.is_mixed
+        """Whether forward passes use autocast."""
+        return self.precision.is_mixed
 
     @property
     def fp8_backend(self) -> str | None:
-        """Accelerate's word for what computes in float8: "AO", torchao; None without float8."""
-        return "AO" if self._accelerator.mixed_precision == "fp8" else None
+        """Accelerate's name for the library that computes in float8: "AO" (torchao), or None without float8."""
+        return "AO" if self.mixed_precision == "fp8" else None
 
     # ---------------------------------------------------------------- the step
 
@@ -125,11 +164,16 @@ class Members:
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Collection[torch.Tensor] | None = None,
     ) -> Iterator[None]:
-        """Run the block as it is: a prepared model cuts the sequences that it is given itself, so buffers stay whole.
+        """Return a context manager without effect. A prepared model splits its own input sequences.
+
+        Args:
+            buffers: Tensors that Accelerate would split along the sequence. They are only checked.
+            buffer_seq_dims: Sequence dimension of each buffer.
+            no_restore_buffers: Buffers that Accelerate would leave split. They are only checked.
 
         Raises:
-            ConfigError: not one dimension for each buffer, a buffer without that dimension, or one to leave cut that is none
-                of them.
+            ConfigError: If there is not one valid dimension per buffer, or if `no_restore_buffers` contains a tensor
+                that is not in `buffers`.
         """
         buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
         if len(buffers) != len(dims) or any(not -b.dim() <= d < b.dim() for b, d in zip(buffers, dims)):
@@ -141,17 +185,19 @@ class Members:
             raise ConfigError(
                 "maybe_context_parallel(no_restore_buffers=...) holds a tensor that is not one of the buffers"
             )
-        if self._accelerator._run.chosen.layout.cp > 1:
+        if self._facts.chosen.layout.cp > 1:
             log.info_once(
                 "maybe_context_parallel leaves its buffers whole: the prepared model cuts the sequences that it is given itself"
             )
         yield
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> NoReturn:
-        """Refused: LOMO makes its updates inside backward, where no window, clipping or skipping can act.
+        """Raise `UnsupportedError`, because the LOMO optimizer updates parameters inside backward.
+
+        Accumulation windows, clipping and skipped updates could then have no effect.
 
         Raises:
-            UnsupportedError: always.
+            UnsupportedError: Always.
         """
         raise UnsupportedError(
             "lomo_backward makes updates inside backward, where no window, clipping or skipping can act; use another optimizer, "
@@ -159,13 +205,37 @@ class Members:
         )
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Was the model, or a part of it, placed over several devices?"""
+        """Whether the model, or a module inside it, has a device map with several devices."""
         return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
-    # ---------------------------------------------------------------- what was prepared
+    # ---------------------------------------------------------------- prepared objects
 
-    _models = property(lambda members: members._accelerator._preparation.models)
-    _optimizers = property(lambda members: list(members._accelerator._preparation.optimizers))
-    _schedulers = property(lambda members: list(members._accelerator._preparation.schedulers))
-    _dataloaders = property(lambda members: list(members._accelerator._preparation.loaders))
-    _custom_objects = property(lambda members: list(members._accelerator._run_state.custom))
+    _models = _Reread(lambda accelerator: accelerator._preparation.models)
+    _optimizers = _Reread(lambda accelerator: list(accelerator._preparation.optimizers))
+    _schedulers = _Reread(lambda accelerator: list(accelerator._preparation.schedulers))
+    _dataloaders = _Reread(lambda accelerator: list(accelerator._preparation.loaders))
+    _custom_objects = _Reread(lambda accelerator: list(accelerator._checkpoint_state.run.custom))
+
+
+def list_members() -> list[str]:
+    """Return the names of the members that `headway.Accelerator` lacks."""
+    return [name for name in vars(AccelerateMembers) if not name.startswith("__")]
+
+
+def read_member(accelerator: Any, name: str) -> Any:
+    """Return an attribute that Headway's Accelerator lacks and `AccelerateMembers` defines.
+
+    Args:
+        accelerator: Accelerator that has no such attribute itself.
+        name: Name of the attribute.
+
+    Raises:
+        AttributeNotServed: If there is no such member. The message names an alternative or a similar name.
+    """
+    member = vars(AccelerateMembers).get(name)
+    if member is not None:
+        return member.__get__(accelerator, type(accelerator))
+    known = [] if name.startswith("_") else [each for each in dir(accelerator) if not each.startswith("_")]
+    hint = f": {METHODS[name]}" if name in METHODS else suggest_word(name, known)
+    unknown = f"'Accelerator' object has no attribute {name!r}{hint}"
+    raise AttributeNotServed(explain_member(name) or unknown)

@@ -1,56 +1,66 @@
-"""Accelerate's dataclasses for layouts, sharding among them: the same fields and checks; each says by itself what it asks for."""
+"""Accelerate's dataclasses for layouts and sharding, with its fields and checks.
 
+Each of them is translated to a request for a layout of Headway.
+"""
+
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, ClassVar
 
 from headway.common import env
-from headway.common.optional import Later
+from headway.common.optional import LazyModule
 from headway.compat.accelerate.launching.layout_words import read_fsdp, read_size
-from headway.config.layout_choice import ResolvedLayout
-from headway.config.parallelism import LayoutRequest, ShardingOptions, TorchContextParallelConfig
+from headway.core.config.layout_choice import ResolvedLayout
+from headway.core.config.parallelism import LayoutRequest, ShardingOptions, TorchContextParallelConfig
 from headway.errors import ConfigError
 
-fsdp = Later("torch.distributed.fsdp")
-configs = Later("torch.distributed.fsdp.api")
-wrap = Later("torch.distributed.fsdp.wrap")
-torch = Later("torch")
+fsdp = LazyModule("torch.distributed.fsdp")
+configs = LazyModule("torch.distributed.fsdp.api")
+wrap = LazyModule("torch.distributed.fsdp.wrap")
+torch = LazyModule("torch")
 
 _OF_VERSION_1 = ("use_orig_params", "sync_module_states", "forward_prefetch")
 _TRUTHS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
 _VARIABLES = {"cpu_offload": "FSDP_OFFLOAD_PARAMS", "transformer_cls_names_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
 _POLICIES = {"transformer_cls_names_to_wrap": "TRANSFORMER_BASED_WRAP", "min_num_params": "SIZE_BASED_WRAP"}
-"""Fields that the environment fills in under one policy alone."""
+"""Name of the only wrapping policy for which a field is read from the environment, by field."""
 _DTYPES = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Options of a sharded layout by Accelerate's names. Both versions of its keys are read; FSDP2 is what runs.
+    """Options of a sharded layout under Accelerate's names.
 
-    Fields become torch's enumerations and policies, as in Accelerate; one that is None takes what `FSDP_<NAME>` in the
-    environment says. What neither says is decided by the launcher's flags, the config file or Headway.
+    Options of FSDP1 and FSDP2 are accepted, but FSDP2 is always used.
+
+    Fields become torch's enumerations and policies, as in Accelerate. A field that is None takes the value of
+    `FSDP_<NAME>` in the environment. If neither is set, the launcher's flags or the config file determine the
+    option, or else Headway's default.
 
     Attributes:
-        fsdp_version: 1 (default) or 2, by which the other fields are read; 2 once an Accelerator uses the plugin.
-        sharding_strategy: version 1's "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD" or "HYBRID_SHARD_ZERO2".
-        reshard_after_forward: free a block's whole parameters between forward and backward; or a word as above.
-        cpu_offload: shards, gradients and optimizer state lie in host memory.
+        fsdp_version: 1 (default) or 2: the version whose rules determine how the other fields are read. It becomes 2
+            when an Accelerator uses the plugin.
+        sharding_strategy: FSDP1's "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD" or "HYBRID_SHARD_ZERO2".
+        reshard_after_forward: Whether to free a block's unsharded parameters between forward and backward, or one of
+            FSDP1's sharding strategies.
+        cpu_offload: Whether shards, gradients and optimizer state are in host memory.
         auto_wrap_policy: "transformer_based_wrap", "size_based_wrap", "no_wrap", or one of torch's policies.
-        transformer_cls_names_to_wrap: class names of the blocks.
-        min_num_params: parameters from which a module is gathered on its own.
+        transformer_cls_names_to_wrap: Class names of the blocks that are sharded separately.
+        min_num_params: Minimum number of parameters of a module that is sharded separately.
         mixed_precision_policy: "bf16", "fp16", "fp32", a dict of dtypes, or torch's MixedPrecisionPolicy.
-        activation_checkpointing, activation_checkpointing_offload: compute activations of blocks again; keep their inputs in
-            host memory.
-        state_dict_type, state_dict_config, optim_state_dict_config: change nothing: checkpoints are sharded, `save_model`
-            writes whole weights. Accelerate's `save_fsdp_model` goes by the first.
+        activation_checkpointing: Whether to recompute the blocks' activations in backward.
+        activation_checkpointing_offload: Whether to keep the inputs of checkpointed blocks in host memory.
+        state_dict_type: Format that `save_fsdp_model` writes. No effect on checkpoints, which are sharded, or on
+            `save_model`, which writes full weights.
+        state_dict_config, optim_state_dict_config: No effect.
         backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params, sync_module_states,
-            cpu_ram_efficient_loading: change nothing: FSDP2 and prepare() do what they ask for.
-        ignored_modules, param_init_fn: refused by the Accelerator.
+            cpu_ram_efficient_loading: No effect, because FSDP2 and prepare() always do what they request.
+        ignored_modules, param_init_fn: Not supported; the Accelerator raises an error.
 
     Raises:
-        ConfigError: a value that the field cannot have.
+        ConfigError: If a field has an invalid value.
     """
 
     argument: ClassVar[str] = "fsdp_plugin"
@@ -92,13 +102,16 @@ class FullyShardedDataParallelPlugin:
             for name, value in self._values().items()
             if value is not None and (name != "limit_all_gathers" or not value)
         }
-        self._become(self.fsdp_version or 1)
+        self._convert_fields(self.fsdp_version or 1)
 
     def _values(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def _read_environment(self) -> None:
-        """Fill in what was not given, as far as the version and the policy have it."""
+        """Set fields that are None from `FSDP_*` environment variables.
+
+        Variables that the FSDP version or the wrapping policy does not use are ignored.
+        """
         self.fsdp_version = env.get_int("FSDP_VERSION") if self.fsdp_version is None else self.fsdp_version
         unread = {"sharding_strategy", *_OF_VERSION_1} if self.fsdp_version == 2 else {"reshard_after_forward"}
         unread |= {"mixed_precision_policy", "param_init_fn", "state_dict_config", "optim_state_dict_config"}
@@ -109,33 +122,51 @@ class FullyShardedDataParallelPlugin:
                 setattr(self, name, text)
 
     def request_layout(self, request: LayoutRequest) -> None:
-        """Ask for what the fields say that were given, or set since; from now on they are those of version 2, which runs."""
+        """Add the options of this plugin to a layout request, and convert the plugin's own fields to those of FSDP2.
+
+        The options come from all fields that were passed to the constructor or assigned later.
+
+        Args:
+            request: Layout request to change.
+        """
         now = self._values()
         self._given |= {name: now[name] for name in now if now[name] is not self._shown[name]}
         self._read(self.argument, request)
-        self._become(2)
+        self._convert_fields(2)
 
     def _read(self, name: str, into: LayoutRequest) -> LayoutRequest:
-        """What the fields that were given say, each under `name.field`."""
+        """Add the options of all fields that were set on this plugin to a layout request, and return the request.
+
+        Args:
+            name: Name of the plugin, used as a prefix of field names in messages.
+            into: Layout request to change.
+        """
         into.use_shards(name)
         for each, value in self._given.items():
             read_fsdp(into, each.removeprefix("fsdp_"), value, f"{name}.{each}")
         return into
 
-    def _become(self, version: int) -> None:
-        """Fill the fields with what torch has for this version."""
+    def _convert_fields(self, version: int) -> None:
+        """Convert the fields to torch's enumerations and policies, by the rules of one FSDP version.
+
+        Args:
+            version: 1 or 2.
+        """
         settings = self._read(type(self).__name__, LayoutRequest()).settings
         offloads = bool(settings.get("fsdp_offload_params", (False, ""))[0])
         self.fsdp_version = version
         if version == 2:
-            self.backward_prefetch = self.use_orig_params = self.sync_module_states = self.forward_prefetch = None
+            self.backward_prefetch = None
+            self.use_orig_params = None
+            self.sync_module_states = None
+            self.forward_prefetch = None
             self.reshard_after_forward = bool(settings.get("fsdp_reshard_after_forward", (True, ""))[0])
             self.cpu_offload = fsdp.CPUOffloadPolicy() if offloads else fsdp.OffloadPolicy()
         else:
             word = self.reshard_after_forward
-            self.sharding_strategy = _member(fsdp.ShardingStrategy, self.sharding_strategy or "FULL_SHARD")
-            self.reshard_after_forward = _member(fsdp.ShardingStrategy, word) if isinstance(word, str) else word
-            self.backward_prefetch = _member(fsdp.BackwardPrefetch, self.backward_prefetch)
+            self.sharding_strategy = _find_member(fsdp.ShardingStrategy, self.sharding_strategy or "FULL_SHARD")
+            self.reshard_after_forward = _find_member(fsdp.ShardingStrategy, word) if isinstance(word, str) else word
+            self.backward_prefetch = _find_member(fsdp.BackwardPrefetch, self.backward_prefetch)
             self.cpu_offload = fsdp.CPUOffload(offload_params=offloads)
         for name in (*_TRUTHS, *(_OF_VERSION_1 if version == 1 else ())):
             value = getattr(self, name)
@@ -164,9 +195,14 @@ class FullyShardedDataParallelPlugin:
         return fsdp.MixedPrecision if self.fsdp_version == 1 else fsdp.MixedPrecisionPolicy
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Set the kind: checkpoints stay sharded, `save_model` and `get_state_dict` give whole weights."""
+        """Set the state dict type and its configs. Headway's own checkpoints stay sharded.
+
+        Args:
+            state_dict_type: Name or member of torch's `StateDictType`. If None, keep the current type; if it is unset,
+                use the default of `fsdp_version`.
+        """
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
-        kind = _member(fsdp.StateDictType, state_dict_type or self.state_dict_type or default)
+        kind = _find_member(fsdp.StateDictType, state_dict_type or self.state_dict_type or default)
         self.state_dict_type, (word, _, _) = kind, kind.name.title().partition("_")
         options = {"offload_to_cpu": True, **({"rank0_only": True} if word == "Full" else {})}
         if self.state_dict_config is None and word != "Local":
@@ -175,10 +211,16 @@ class FullyShardedDataParallelPlugin:
             self.optim_state_dict_config = getattr(configs, f"{word}OptimStateDictConfig")(**options)
 
     def set_auto_wrap_policy(self, model: Any) -> None:
-        """Nothing to do: blocks are found when a model is prepared."""
+        """Do nothing. The blocks that are sharded separately are determined when a model is prepared."""
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Say the policy, before the Accelerator is built; one that was given stays unless `override`."""
+        """Set the mixed-precision policy. Call it before the Accelerator is created.
+
+        Args:
+            mixed_precision: "bf16", "fp16", "fp32" or a dtype.
+            buffer_autocast: Whether buffers are float32 (FSDP1 only). Default: False.
+            override: Whether to replace a policy that is already set. If False, such a policy is kept. Default: False.
+        """
         if override or self.mixed_precision_policy is None:
             dtype = _dtype(mixed_precision)
             of_buffers = {"buffer_dtype": torch.float32 if buffer_autocast else dtype}
@@ -190,11 +232,13 @@ def _dtype(given: Any) -> Any:
     return getattr(torch, _DTYPES.get(given, given)) if isinstance(given, str) else given
 
 
-def _member(kind: Any, value: Any) -> Any:
-    """The enumeration's member of that name or number; None for "NO_PREFETCH", which torch has no member for.
+def _find_member(kind: Any, value: Any) -> Any:
+    """Return the member of an enumeration with the given name or number.
+
+    None for "NO_PREFETCH", for which torch has no member.
 
     Raises:
-        ConfigError: another word.
+        ConfigError: If there is no such member.
     """
     word = str(getattr(value, "name", value)).upper()
     if value is None or (word in ("NO_PREFETCH", "3") and kind is fsdp.BackwardPrefetch):
@@ -205,16 +249,16 @@ def _member(kind: Any, value: Any) -> Any:
     return found
 
 
-meshes = Later("torch.distributed.device_mesh")
+meshes = LazyModule("torch.distributed.device_mesh")
 
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """Tensor parallelism by Accelerate's older name; `strategy="tp=2"` or a ParallelismConfig says the same.
+    """Tensor parallelism under Accelerate's older name. Equivalent to `strategy="tp=2"` or a ParallelismConfig.
 
     Attributes:
-        tp_size: ranks that share a matrix.
-        torch_device_mesh: refused by the Accelerator, which makes its own.
+        tp_size: Number of ranks over which each weight matrix is sharded.
+        torch_device_mesh: Not supported, because the Accelerator creates its own mesh.
     """
 
     argument: ClassVar[str] = "torch_tp_plugin"
@@ -227,30 +271,40 @@ class TorchTensorParallelPlugin:
             raise ConfigError(f"tp_size={self.tp_size!r}; give a number of processes, 1 or more")
 
     def request_layout(self, request: LayoutRequest) -> None:
-        """Ask for the size."""
+        """Add tensor parallelism over `tp_size` ranks to a layout request."""
         if self.torch_device_mesh is not None:
-            request.refuse("torch_tp_plugin.torch_device_mesh", "the Accelerator creates the mesh; give only sizes")
+            request.refuse_key("torch_tp_plugin.torch_device_mesh", "the Accelerator creates the mesh; give only sizes")
         if self.tp_size > 1:
             request.set_size("tp", self.tp_size, "torch_tp_plugin.tp_size")
 
 
 @dataclass
 class TorchTensorParallelConfig:
-    """Options of tensor parallelism in a ParallelismConfig; `headway.TensorParallelOptions` has more.
+    """Options of tensor parallelism in a ParallelismConfig. `headway.TensorParallelOptions` has more options.
 
     Attributes:
-        enable_async_tp: changes nothing, as in Accelerate.
+        enable_async_tp: No effect, as in Accelerate.
     """
 
     enable_async_tp: bool = False
 
+    def __post_init__(self) -> None:
+        if self.enable_async_tp:
+            warnings.warn(
+                "Async tensor parallelism is currently not supported, ignoring this option.", UserWarning, stacklevel=3
+            )
+
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """Options of DeepSpeed's sequence parallelism, which is not served: the Accelerator refuses an sp_size above 1.
+    """Options of DeepSpeed's sequence parallelism.
+
+    It is not supported: the Accelerator raises an error if `sp_size` is above 1.
 
     Attributes:
-        sp_seq_length, sp_seq_length_is_variable, sp_attn_implementation: kept by name.
+        sp_seq_length: Length of the sequences. Required if it is not variable.
+        sp_seq_length_is_variable: Whether the length may vary. Default: True.
+        sp_attn_implementation: Name of the attention implementation. Stored without effect.
     """
 
     sp_seq_length: int | None = None
@@ -274,19 +328,22 @@ def _axes(doc: str, *kinds: str) -> property:
 
 @dataclass
 class ParallelismConfig:
-    """How many processes each kind of parallelism takes; 1: none. `strategy="fsdp=4+tp=2"` says the same in a word.
+    """Number of processes for each kind of parallelism; 1 disables it. The short form is `strategy="fsdp=4+tp=2"`.
+
+    A size that is None takes the value of its environment variable, such as PARALLELISM_CONFIG_TP_SIZE, or 1.
 
     Attributes:
-        dp_replicate_size: copies of the model; None, here and below: what PARALLELISM_CONFIG_DP_REPLICATE_SIZE says.
-        dp_shard_size: processes over which a copy's parameters are sharded.
-        tp_size: processes that share each matrix.
-        cp_size: processes that share each sequence.
-        sp_size: DeepSpeed's sequence parallelism, which the Accelerator refuses.
-        cp_backend, sp_backend: "torch" and "deepspeed", the only ones.
-        tp_handler, cp_handler, sp_handler: options, by Accelerate's names.
+        dp_replicate_size: Number of replicas of the model.
+        dp_shard_size: Number of processes over which a replica's parameters are sharded.
+        tp_size: Number of processes over which each weight matrix is sharded.
+        cp_size: Number of processes over which each sequence is split.
+        sp_size: Size of DeepSpeed's sequence parallelism. The Accelerator raises an error for a value above 1.
+        cp_backend: Backend of context parallelism. Only "torch".
+        sp_backend: Backend of sequence parallelism. Only "deepspeed".
+        tp_handler, cp_handler, sp_handler: Options of tensor, context and sequence parallelism.
 
     Raises:
-        ConfigError: a size that is not a number of processes, or sizes that exclude each other.
+        ConfigError: If a size is not a number of processes, or if two sizes cannot be combined.
     """
 
     argument: ClassVar[str] = "parallelism_config"
@@ -335,11 +392,11 @@ class ParallelismConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Processes by kind."""
+        """Number of processes for each kind of parallelism, by its short name, such as "tp"."""
         return {kind: int(getattr(self, f"{kind}_size")) for kind in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
 
     def request_layout(self, request: LayoutRequest) -> None:
-        """Ask for the sizes."""
+        """Add the number of ranks of each axis, such as `tp_size`, to a layout request."""
         for name, size in self.sizes.items():
             if size > 1:
                 read_size(request, f"{name}_size", size, f"parallelism_config.{name}_size")
@@ -347,41 +404,44 @@ class ParallelismConfig:
 
     @property
     def total_size(self) -> int:
-        """All processes together."""
+        """Number of all processes, which is the product of the sizes."""
         return prod(self.sizes.values())
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Processes that share one replica's data."""
+        """Number of processes that read equal data and together train one replica.
+
+        It is the product of the sizes of tensor, context and sequence parallelism.
+        """
         return self.sizes["tp"] * self.sizes["cp"] * self.sizes["sp"]
 
     @property
     def data_parallel_size(self) -> int:
-        """Processes that read data of their own."""
+        """Number of data-parallel processes, which read different data."""
         return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
 
-    dp_replicate_enabled = _is_above_one("dp_replicate", "Are there several replicas?")
-    dp_shard_enabled = _is_above_one("dp_shard", "Are parameters sharded?")
-    tp_enabled = _is_above_one("tp", "Is there tensor parallelism?")
-    cp_enabled = _is_above_one("cp", "Is there context parallelism?")
-    sp_enabled = _is_above_one("sp", "Is there sequence parallelism?")
+    dp_replicate_enabled = _is_above_one("dp_replicate", "Whether there are several replicas.")
+    dp_shard_enabled = _is_above_one("dp_shard", "Whether parameters are sharded.")
+    tp_enabled = _is_above_one("tp", "Whether tensor parallelism is used.")
+    cp_enabled = _is_above_one("cp", "Whether context parallelism is used.")
+    sp_enabled = _is_above_one("sp", "Whether sequence parallelism is used.")
 
     def _enabled(self, *kinds: str) -> list[str]:
         return [kind for kind in kinds if self.sizes[kind] > 1]
 
-    dp_dim_names = _axes("The axes whose ranks read data of their own.", "dp_replicate", "dp_shard")
-    non_dp_dim_names = _axes("The axes whose ranks read the same.", "tp", "cp", "sp")
-    dp_shard_cp_dim_names = _axes("The axes over which parameters are sharded.", "dp_shard", "cp")
-    dp_cp_dim_names = _axes("The axes over which losses are averaged.", "dp_replicate", "dp_shard", "cp")
+    dp_dim_names = _axes("Names of the axes whose ranks read different data.", "dp_replicate", "dp_shard")
+    non_dp_dim_names = _axes("Names of the axes whose ranks read the same data.", "tp", "cp", "sp")
+    dp_shard_cp_dim_names = _axes("Names of the axes over which parameters are sharded.", "dp_shard", "cp")
+    dp_cp_dim_names = _axes("Names of the axes over which losses are averaged.", "dp_replicate", "dp_shard", "cp")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """The axes of FSDP, copies among them."""
+        """Names of the mesh axes over which FSDP replicates or shards parameters."""
         return [*self._enabled("dp_replicate"), "dp_shard_cp"]
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """All axes that there are."""
+        """Names of all mesh axes with more than one process."""
         return [*self.dp_dim_names, *self.non_dp_dim_names]
 
     def _get_mesh(self) -> tuple[Any, ...]:
@@ -389,10 +449,13 @@ class ParallelismConfig:
         return tuple(zip(*((name, self.sizes[name]) for name in names)))
 
     def build_device_mesh(self, device_type: str) -> Any:
-        """torch's device mesh of these sizes, with its joint axes; all processes call it. None where every size is 1.
+        """Return a new device mesh with the sizes of this config, including flattened axes. All processes must call it.
 
         Args:
-            device_type: such as "cuda".
+            device_type: Device type, such as "cuda".
+
+        Returns:
+            The mesh, or None if every size is 1.
         """
         if not (mesh := self._get_mesh()):
             return None
@@ -404,10 +467,13 @@ class ParallelismConfig:
         return made
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
-        """The same, made once.
+        """Return the device mesh of this config, which is created on the first call.
+
+        Args:
+            device_type: Device type, such as "cuda". Required on the first call.
 
         Raises:
-            ConfigError: it is there for another kind of device, or has to be made and none is named.
+            ConfigError: If the mesh exists for another device type, or if the first call has no device type.
         """
         if self._mesh is None and device_type is None:
             raise ConfigError(
@@ -423,15 +489,18 @@ class ParallelismConfig:
 
     @property
     def device_mesh(self) -> Any:
-        """The mesh that `get_device_mesh` has made; else None."""
+        """Device mesh that `get_device_mesh` created, or None."""
         return self._mesh
 
 
-# -------------------------------------------------------------------- what a run has, as plugins
+# -------------------------------------------------------------------- plugins that describe a run
 
 
-def parallelism_of(run: ResolvedLayout) -> ParallelismConfig | None:
-    """What was given, with the sizes that the run has; None where nothing was, and ranks are replicas."""
+def get_parallelism_config(run: ResolvedLayout) -> ParallelismConfig | None:
+    """Return the run's ParallelismConfig with the actual sizes.
+
+    None if the script gave none and each rank has a full replica.
+    """
     given = run.plugins.get(ParallelismConfig.argument)
     if given is None and (run.layout.is_replicas_only or run.is_deepspeed):
         return None
@@ -442,8 +511,8 @@ def parallelism_of(run: ResolvedLayout) -> ParallelismConfig | None:
     return found
 
 
-def fsdp_plugin_of(run: ResolvedLayout) -> FullyShardedDataParallelPlugin:
-    """What was given, or one that says what the run does."""
+def get_fsdp_plugin(run: ResolvedLayout) -> FullyShardedDataParallelPlugin:
+    """Return the run's FSDP plugin, or a new one that describes the run's sharding."""
     sharding, checkpointing = run.options.sharding or ShardingOptions(), run.options.checkpointing
     if FullyShardedDataParallelPlugin.argument not in run.plugins:
         run.plugins[FullyShardedDataParallelPlugin.argument] = FullyShardedDataParallelPlugin(

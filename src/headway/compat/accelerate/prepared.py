@@ -1,62 +1,70 @@
-"""Windows, optimizers and schedules with Accelerate's counting: one counter of micro-batches, schedules that tick by call."""
+"""Accumulation windows, optimizers and schedulers that count micro-batches and scheduler steps as Accelerate does."""
 
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from headway.compat.accelerate.state import AcceleratorState, GradientState
+from headway.core.training.prepared.optimizer import PreparedOptimizer
+from headway.core.training.prepared.scheduler import PreparedScheduler, SchedulerStepRule, StepsPerProcess
+from headway.core.training.step import TrainingStep
+from headway.core.training.windows import AccumulationWindow, AccumulationWindows
 from headway.errors import ConfigError
-from headway.training.prepared.optimizer import PreparedOptimizer
-from headway.training.prepared.scheduler import PreparedScheduler, SchedulerStepRule, StepsPerProcess
-from headway.training.step import TrainingStep
-from headway.training.windows import AccumulationWindow, AccumulationWindows
 
 
 class CountedWindows(AccumulationWindows):
-    """Windows that end where a counter of all micro-batches says so, as Accelerate's do.
+    """Accumulation windows whose ends are determined by one counter of all micro-batches, as in Accelerate.
 
     Attributes:
-        step: micro-batches since the data last ended, or the run began; settable.
+        step: Number of micro-batches since the last DataLoader was exhausted or the run began. Can be assigned.
     """
 
     step: int = 0
 
-    def _ends(self, window: AccumulationWindow, is_end: bool) -> bool:
+    def _is_complete(self, window: AccumulationWindow, is_end: bool) -> bool:
         self.step = 0 if is_end else self.step + 1
         return self.step % self.num_steps == 0
 
-    def begin_alone(self) -> AccumulationWindow:
-        """A backward outside any micro-batch lets step() act where the micro-batch before it did."""
+    def begin_lone_window(self) -> AccumulationWindow:
+        """Return a new accumulation window for a backward outside of a `with accelerator.accumulate()` block.
+
+        If `optimizer.step()` would have had no effect after the previous micro-batch, it has none in this window
+        either.
+        """
         is_due = self.is_due
-        window = super().begin_alone()
-        self._is_held = not is_due
+        window = super().begin_lone_window()
+        self.is_held = not is_due
         return window
 
     def set_due(self, is_due: bool) -> None:
-        """Let step() and zero_grad() act or wait; in a block, the micro-batch in hand ends its window."""
+        """Set whether `optimizer.step()` and `zero_grad()` take effect. If False, both do nothing.
+
+        Inside a `with accelerator.accumulate()` block, True also makes the current micro-batch the last one of its
+        accumulation window.
+        """
         super().set_due(is_due)
         if is_due and self.is_inside:
             self.is_last = self.current.is_last = True
 
     def reset(self) -> None:
-        """Forget all windows; the counter starts over."""
+        """Discard all accumulation windows and reset the counter of micro-batches."""
         super().reset()
         self.step = 0
 
 
-class _Known:
-    """What Accelerate's wrappers have in common."""
+class _AccelerateAttributes:
+    """Mixin with the attributes that all of Accelerate's wrapper classes have."""
 
     _is_accelerate_prepared = True
 
     @property
     def gradient_state(self) -> GradientState:
-        """The windows of the Accelerator created last."""
+        """State of the accumulation windows of the Accelerator that was created last."""
         return GradientState()
 
     @property
     def accelerator_state(self) -> AcceleratorState:
-        """The Accelerator created last."""
+        """State of the Accelerator that was created last."""
         return AcceleratorState()
 
 
@@ -67,18 +75,18 @@ def _delegated(name: str) -> Any:
     return property(lambda wrapper: getattr(wrapper.optimizer, name), write)
 
 
-class AcceleratedOptimizer(_Known, PreparedOptimizer):
-    """A prepared optimizer with the attributes of Accelerate's."""
+class AcceleratedOptimizer(_AccelerateAttributes, PreparedOptimizer):
+    """Prepared optimizer with the attributes of Accelerate's wrapper."""
 
     device_placement = True
     state, param_groups, defaults = map(_delegated, ("state", "param_groups", "defaults"))
 
     @property
     def scaler(self) -> Any:
-        """The gradient scaler under fp16; else None.
+        """Gradient scaler under fp16, else None. Assigning a different scaler is an error.
 
         Raises:
-            ConfigError: another one is assigned.
+            ConfigError: If another scaler is assigned.
         """
         return self._step.precision.scaler
 
@@ -87,20 +95,31 @@ class AcceleratedOptimizer(_Known, PreparedOptimizer):
         check_scaler(value, self.scaler)
 
     def check_owned(self, known: set[int]) -> None:
-        """One process may learn what belongs to no prepared model; several would each learn another value.
+        """Raise `PrepareError` if a parameter belongs to no prepared model and there are several processes.
+
+        On one process, other parameters can be trained too. On several processes their values would diverge.
+
+        Args:
+            known: IDs of the parameters of prepared models.
 
         Raises:
-            PrepareError: on several.
+            PrepareError: If there are several processes and a parameter belongs to no prepared model.
         """
         if self._strategy.everyone.world_size > 1:
             super().check_owned(known)
 
 
 def check_scaler(value: Any, known: Any) -> None:
-    """Scripts set the scaler to what it is, or to None where losses are not scaled.
+    """Raise `ConfigError` if an assigned gradient scaler differs from the current one.
+
+    Some scripts assign the current scaler (None without gradient scaling), which is allowed.
+
+    Args:
+        value: Assigned value.
+        known: Current gradient scaler, or None.
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: If `value` is another scaler.
     """
     if value is not known:
         raise ConfigError(
@@ -109,15 +128,17 @@ def check_scaler(value: Any, known: Any) -> None:
         )
 
 
-class AcceleratedScheduler(_Known, PreparedScheduler):
-    """A schedule that ticks by Accelerate's arithmetic: each call is one for every process, where gradients are synchronised.
+class AcceleratedScheduler(_AccelerateAttributes, PreparedScheduler):
+    """Prepared scheduler that counts steps as Accelerate does: one per process each time gradients are synchronized.
 
     Args:
-        scheduler: anything with step() and state_dict().
-        optimizers: one or several; where one of them skipped its step, the call does nothing.
-        step_with_optimizer: False: every call is one tick.
-        split_batches: a call is one tick.
-        rule, follows_optimizer, step: of the run that prepares it; without them the Accelerator created last is asked.
+        scheduler: Object with step() and state_dict().
+        optimizers: One or more optimizers. If one of them skipped its step, a call of step() does nothing.
+        step_with_optimizer: Whether to step only when the optimizers do. False: every call is one scheduler step.
+            Default: True.
+        split_batches: Whether each call is one scheduler step on any number of processes. Default: False.
+        rule, follows_optimizer, step: Components of the run that prepares the scheduler. None: those of the Accelerator
+            that was created last.
     """
 
     needs_optimizer = False
@@ -140,28 +161,37 @@ class AcceleratedScheduler(_Known, PreparedScheduler):
 
     @staticmethod
     def wraps(obj: Any) -> bool:
-        """Is it one of torch's? Other objects come back as they are, as from Accelerate."""
+        """Whether an object is one of torch's schedulers.
+
+        `prepare` returns other schedulers unwrapped, as in Accelerate.
+        """
         return isinstance(obj, LRScheduler)
 
     @property
     def step_with_optimizer(self) -> bool:
-        """Does it follow its optimizers?"""
+        """Whether the scheduler steps only when its optimizers do."""
         return self.follows_optimizer
 
     @property
     def split_batches(self) -> bool:
-        """Is a call one tick, on several processes too?"""
+        """Whether one call of step() advances the schedule once, instead of once per process."""
         return self.rule.ticks(1) < self.accelerator_state.num_processes
 
-    def _count(self) -> int:
+    def _count_updates(self) -> int:
         return 0
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy follows copies of its optimizers, and takes part in no run."""
+        """Return a function and its arguments for pickling.
+
+        The unpickled scheduler belongs to no run, and follows the optimizers that are pickled with it.
+        """
         return type(self), (self.scheduler, list(self.optimizers), self.follows_optimizer, self.split_batches)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Tick for each process, unless the micro-batch in hand makes no update."""
+        """Advance the scheduler if the current micro-batch completes an update, by one step per process.
+
+        Without `step_with_optimizer`, advance it by one step in any case.
+        """
         if not self.follows_optimizer:
             self.scheduler.step(*args, **kwargs)
             return

@@ -1,21 +1,25 @@
-"""Settings of float8 engines that Headway does not drive: they can be created and inspected; the Accelerator refuses them."""
+"""Settings of libraries that Headway does not support: Transformer Engine, MS-AMP and Megatron-LM."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from headway.config.values import KwargsHandler
+from headway.core.config.values import KwargsHandler
 from headway.errors import ConfigError, UnsupportedError
 
 
 class _Engine(KwargsHandler):
-    """Refused when passed to an Accelerator."""
+    """Base class of settings for float8 libraries that Headway does not support.
+
+    An Accelerator that gets them raises an error.
+    """
 
 
-def usable(handlers: list[Any] | None) -> list[Any] | None:
-    """The `kwargs_handlers`, if Headway drives what they are for.
+def check_handlers(handlers: list[Any] | None) -> list[Any] | None:
+    """Return the `kwargs_handlers` unchanged, or raise an error if Headway does not support one of them.
 
     Raises:
-        UnsupportedError: it does not.
+        UnsupportedError: If one of them configures Transformer Engine or MS-AMP.
     """
     for each in handlers or ():
         if isinstance(each, _Engine):
@@ -34,7 +38,10 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
 
 @dataclass
 class TERecipeKwargs(_Engine):
-    """Settings of Transformer Engine."""
+    """Settings of Transformer Engine, which Headway does not support. An Accelerator that gets them raises an error.
+
+    The fields have Transformer Engine's meaning. They are stored without effect.
+    """
 
     use_autocast_during_eval: bool = False
     margin: int = 0
@@ -53,7 +60,11 @@ class TERecipeKwargs(_Engine):
 
 @dataclass
 class MSAMPRecipeKwargs(_Engine):
-    """Settings of MS-AMP."""
+    """Settings of MS-AMP, which Headway does not support. An Accelerator that gets them raises an error.
+
+    Attributes:
+        opt_level: MS-AMP's optimization level: "O1" or "O2". Stored without effect.
+    """
 
     opt_level: str = "O2"
 
@@ -63,21 +74,31 @@ class MSAMPRecipeKwargs(_Engine):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """The older settings for both engines; `backend` selects one."""
+    """Deprecated settings of Transformer Engine or MS-AMP. An Accelerator that gets them raises an error.
+
+    Attributes:
+        backend: "TE" or "MSAMP": the library that the settings are for.
+    """
 
     backend: str = "TE"
 
     def __post_init__(self) -> None:
+        warnings.warn(
+            "FP8RecipeKwargs is deprecated and will be removed in Accelerate v2.0.0. Please use one of the proper FP8 recipe kwargs "
+            "classes such as TERecipeKwargs or MSAMPRecipeKwargs instead.",
+            FutureWarning,
+            stacklevel=3,
+        )
         self.backend = _one_of("backend", str(self.backend).upper(), ("TE", "MSAMP"))
         TERecipeKwargs.__post_init__(self)
         MSAMPRecipeKwargs.__post_init__(self)
 
 
 class MegatronLMPlugin:
-    """Settings of Megatron-LM, kept as given; the Accelerator refuses them.
+    """Settings of Megatron-LM, stored as given. An Accelerator that gets them raises an error.
 
     Args:
-        options: the fields of Accelerate's class, by name.
+        options: Fields of Accelerate's class by name.
     """
 
     tp_degree = pp_degree = num_micro_batches = 1

@@ -1,7 +1,8 @@
-"""Sharded models and their optimizers in Accelerate's files: a folder with a part from each rank, or whole tensors in one file.
+"""Checkpoint functions for sharded models and optimizers in Accelerate's file formats.
 
-A library that keeps checkpoints of its own (transformers' Trainer) calls these; `save_state` needs none of them. Saving goes by
-the plugin's `state_dict_type`, loading by what is there.
+A format is either a directory with one file per rank, or one file of full tensors. Libraries that write their own
+checkpoints, such as transformers' Trainer, call these functions; `save_state` does not use them. The plugin's
+`state_dict_type` selects the format to save. The format to load is detected.
 """
 
 from collections.abc import Iterable
@@ -31,11 +32,11 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def fsdp2_prepare_model(accelerator: Any, model: torch.nn.Module) -> Any:
-    """Prepare a model by itself, which shards it; one that is sharded stays as it is.
+    """Shard a model in place by preparing it, and return it. A sharded model is returned unchanged.
 
     Args:
-        accelerator: of a run with shards.
-        model: what is sharded, in place; returned.
+        accelerator: Accelerator of a run with a sharded layout.
+        model: Model to shard.
     """
     return model if model_has_dtensor(model) else accelerator.prepare_model(model)
 
@@ -49,24 +50,26 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write a prepared model's weights below `output_dir`; called on all ranks.
+    """Write a prepared model's weights into `output_dir`. All ranks must call it.
 
     Args:
-        fsdp_plugin: its `state_dict_type` "FULL_STATE_DICT" writes whole tensors into `pytorch_model_fsdp.bin`, from rank 0;
-            otherwise each rank writes its part into the folder `pytorch_model_fsdp_N`.
-        accelerator: that prepared the model.
-        model: prepared, with its parameters sharded.
-        output_dir: the checkpoint's folder.
-        model_index: the N.
-        adapter_only: of a PEFT model only what learns; in parts, the active adapter by PEFT's names.
-        use_dcp: ignored: parts are written by torch.distributed.checkpoint.
+        fsdp_plugin: Plugin whose `state_dict_type` selects the format. "FULL_STATE_DICT": rank 0 writes full tensors
+            into `pytorch_model_fsdp.bin`. Otherwise each rank writes its shards into the directory
+            `pytorch_model_fsdp_N`.
+        accelerator: Accelerator that prepared the model.
+        model: Prepared model with sharded parameters.
+        output_dir: Directory of the checkpoint.
+        model_index: Number N in the file name. Default: 0.
+        adapter_only: Whether to write only the trained weights of a PEFT model. Sharded files then contain the active
+            adapter under PEFT's names. Default: False.
+        use_dcp: Ignored. Shards are always written by torch.distributed.checkpoint.
     """
     is_whole = _is_whole(fsdp_plugin)
     is_adapter = adapter_only and is_peft_model(model)
     if is_whole:
         weights = get_model_state_dict(model, options=replace(_WHOLE, ignore_frozen_params=is_adapter))
     else:
-        weights = _adapter(model) if is_adapter else get_model_state_dict(model)
+        weights = _read_adapter_state(model) if is_adapter else get_model_state_dict(model)
     _write("model", weights, output_dir, _MODEL, model_index, is_whole, accelerator)
 
 
@@ -79,21 +82,32 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Read what `save_fsdp_model` wrote, Headway's or Accelerate's, into the prepared model on any number of ranks; called on all.
+    """Load weights that `save_fsdp_model` of Headway or Accelerate wrote into a prepared model. All ranks must call it.
+
+    The number of ranks may differ from the number at the save.
+
+    Args:
+        fsdp_plugin: Ignored. The format is detected.
+        accelerator: Accelerator that prepared the model.
+        model: Prepared model.
+        input_dir: Directory of the checkpoint.
+        model_index: Number in the file name. Default: 0.
+        adapter_only: Whether the file contains only the trained weights of a PEFT model. Default: False.
+        use_dcp: Ignored.
 
     Returns:
-        The missing and unexpected keys, as `load_state_dict` gives them.
+        The missing and unexpected keys, as from `load_state_dict`.
 
     Raises:
-        CheckpointError: neither kind of file is there.
+        CheckpointError: If neither format is found.
     """
     accelerator.wait_for_everyone()
     is_adapter = adapter_only and is_peft_model(model)
-    place, is_whole = _find(input_dir, _MODEL, model_index)
+    place, is_whole = _find_saved_state(input_dir, _MODEL, model_index)
     if is_whole:
-        options = replace(_spreading(accelerator), strict=not is_adapter)
+        options = replace(_make_load_options(accelerator), strict=not is_adapter)
         return set_model_state_dict(model, _read_first(place, accelerator), options=options)
-    weights = _adapter(model) if is_adapter else get_model_state_dict(model)
+    weights = _read_adapter_state(model) if is_adapter else get_model_state_dict(model)
     load({"model": weights}, checkpoint_id=place)
     if is_adapter:
         from peft import set_peft_model_state_dict
@@ -111,7 +125,18 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write a prepared optimizer's state, as `save_fsdp_model` does: `optimizer.bin`, or the folder `optimizer_N`."""
+    """Write a prepared optimizer's state into `output_dir`. All ranks must call it.
+
+    Args:
+        fsdp_plugin: Plugin whose `state_dict_type` selects the format. "FULL_STATE_DICT": rank 0 writes full tensors
+            into `optimizer.bin`. Otherwise each rank writes its shards into the directory `optimizer_N`.
+        accelerator: Accelerator that prepared the optimizer.
+        optimizer: Prepared optimizer.
+        model: Prepared model whose parameters the optimizer updates.
+        output_dir: Directory of the checkpoint.
+        optimizer_index: Number N in the file name. Default: 0.
+        use_dcp: Ignored. Shards are always written by torch.distributed.checkpoint.
+    """
     is_whole = _is_whole(fsdp_plugin)
     state = get_optimizer_state_dict(model, _torch_optimizer(optimizer), options=_WHOLE if is_whole else None)
     _write("optimizer", state, output_dir, _OPTIMIZER, optimizer_index, is_whole, accelerator)
@@ -127,17 +152,28 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Read what `save_fsdp_optimizer` wrote, Headway's or Accelerate's, on any number of ranks; called on all.
+    """Load optimizer state that `save_fsdp_optimizer` of Headway or Accelerate wrote. All ranks must call it.
+
+    The number of ranks may differ from the number at the save.
+
+    Args:
+        fsdp_plugin: Ignored. The format is detected.
+        accelerator: Accelerator that prepared the optimizer.
+        optimizer: Prepared optimizer.
+        model: Prepared model whose parameters the optimizer updates.
+        input_dir: Directory of the checkpoint.
+        optimizer_index: Number in the file name. Default: 0.
+        adapter_only, use_dcp: Ignored.
 
     Raises:
-        CheckpointError: neither kind of file is there.
+        CheckpointError: If neither format is found.
     """
     accelerator.wait_for_everyone()
     inner = _torch_optimizer(optimizer)
-    place, is_whole = _find(input_dir, _OPTIMIZER, optimizer_index)
+    place, is_whole = _find_saved_state(input_dir, _OPTIMIZER, optimizer_index)
     if is_whole:
         state = _read_first(place, accelerator)
-        set_optimizer_state_dict(model, inner, state, options=_spreading(accelerator))
+        set_optimizer_state_dict(model, inner, state, options=_make_load_options(accelerator))
         return
     state = get_optimizer_state_dict(model, inner)
     load({"optimizer": state}, checkpoint_id=place)
@@ -152,8 +188,17 @@ def _file(root: Any, word: str, index: int) -> Path:
     return Path(root) / (f"{word}_{index}.bin" if index else f"{word}.bin")
 
 
-def _find(root: Any, word: str, index: int) -> tuple[Path, bool]:
-    """Where it lies, and whether it is one file of whole tensors."""
+def _find_saved_state(root: Any, word: str, index: int) -> tuple[Path, bool]:
+    """Return the path of a saved state, and whether it is one file of full tensors.
+
+    Args:
+        root: Directory of the checkpoint.
+        word: File name without number and suffix, such as "optimizer".
+        index: Number in the file name.
+
+    Raises:
+        CheckpointError: If neither a directory nor a file exists.
+    """
     name, file = f"{word}_{index}", _file(root, word, index)
     for folder in (Path(root) / name, Path(root)):
         if folder.name == name and folder.is_dir():
@@ -175,15 +220,18 @@ def _write(key: str, state: Any, root: Any, word: str, index: int, is_whole: boo
 
 
 def _read_first(file: Path, accelerator: Any) -> Any:
-    """On rank 0, the contents of the file, which it passes on; nothing on the others."""
+    """Return the contents of a file on rank 0, and an empty dict on other ranks.
+
+    torch then broadcasts rank 0's values to the other ranks.
+    """
     return torch.load(file, map_location="cpu", weights_only=True) if accelerator.process_index == 0 else {}
 
 
-def _spreading(accelerator: Any) -> StateDictOptions:
+def _make_load_options(accelerator: Any) -> StateDictOptions:
     return StateDictOptions(full_state_dict=True, broadcast_from_rank0=accelerator.num_processes > 1)
 
 
-def _adapter(model: Any) -> dict[str, Any]:
+def _read_adapter_state(model: Any) -> dict[str, Any]:
     from peft import get_peft_model_state_dict
 
     found: dict[str, Any] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
@@ -199,12 +247,12 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 def get_parameters_from_modules(
     modules: Iterable[torch.nn.Module] | str | None, model: torch.nn.Module, device: Any
 ) -> set[torch.nn.Parameter]:
-    """The parameters of some modules, moved to `device`; for `ignored_modules`.
+    """Move some modules to a device and return their parameters. Used for FSDP's `ignored_modules`.
 
     Args:
-        modules: the modules, a regular expression that their full names match, or None for none.
-        model: that they are a part of.
-        device: where they go.
+        modules: Modules, or a regular expression that must match their full names. None: no modules.
+        model: Model that contains them.
+        device: Device to move the modules to.
     """
     import re
 

@@ -1,12 +1,13 @@
-"""PartialState, AcceleratorState and GradientState: what scripts ask about this process, the run and its windows.
+"""Accelerate's state classes: PartialState, AcceleratorState and GradientState.
 
-Each object is a view that reads the live parts: the process's runtime, and the Accelerator that was built last. Accelerate's
-are singletons whose instances share one dict; here instances hold nothing that could differ.
+They describe this process, the settings of the run, and its accumulation windows. Each class reads the process runtime
+and the Accelerator that was created last. Accelerate's states are singletons whose instances share one dict. Instances
+of these classes store nothing, so they cannot differ either.
 """
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,40 +17,46 @@ from headway.compat.accelerate.plugins import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
     TorchTensorParallelPlugin,
-    fsdp_plugin_of,
-    parallelism_of,
+    get_fsdp_plugin,
+    get_parallelism_config,
 )
-from headway.config.engines import TorchDynamoPlugin
-from headway.config.load import UNSET, run_setting
-from headway.data.loader import LoaderEvents, PreparedLoader
+from headway.core.config.compilation import TorchDynamoPlugin
+from headway.core.config.load import UNSET, resolve_run_setting
+from headway.core.data.loader import LoaderEvents, PreparedLoader
+from headway.core.runtime import process
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.collectives.ranks import RankAware
+from headway.core.runtime.device import detect_hardware
+from headway.core.runtime.group import find_engine
+from headway.core.training.facts import AcceleratorFacts
+from headway.core.training.windows import AccumulationWindows
 from headway.errors import ConfigError, UnsupportedError
-from headway.runtime import process
-from headway.runtime.collectives.checked import Collectives
-from headway.runtime.collectives.ranks import RankAware
-from headway.runtime.device import detect
-from headway.runtime.group import engine_of
-from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
-from headway.training.run import AcceleratorRun
-from headway.training.windows import AccumulationWindows
+from headway.layouts.deepspeed.plugin import DeepSpeedPlugin
 
 
 def collectives() -> Collectives:
-    """The way to the other processes: the Accelerator's, or one of its own where there is none."""
-    runtime, latest = process.current(), AcceleratorRun.latest
+    """Return the collectives of the Accelerator that was created last.
+
+    If there is no Accelerator for the current runtime, return new collectives.
+    """
+    runtime, latest = process.current(), AcceleratorFacts.latest
     return latest.collectives if latest is not None and latest.collectives.runtime is runtime else Collectives(runtime)
 
 
-def _started(options: Mapping[str, Any]) -> Collectives:
-    """The same; a run that has ended can still be queried, but a query does not restart it."""
-    latest = AcceleratorRun.latest
+def _start_runtime(options: Mapping[str, Any]) -> Collectives:
+    """Start the process runtime if needed, and return its collectives.
+
+    Reading a property after the end of a run does not start the runtime again.
+    """
+    latest = AcceleratorFacts.latest
     if not process.is_started() and latest is not None and latest.answers_after_end and not options:
         return latest.collectives
     process.start(**options)
     return collectives()
 
 
-class _Shared:
-    """`_shared_state`, which scripts compare with {} to learn whether anything is initialised."""
+class _SharedState:
+    """Descriptor for `_shared_state`, which scripts compare with {} to check whether a state is initialized."""
 
     def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
         self._read = read
@@ -66,31 +73,42 @@ def _process_facts() -> dict[str, Any]:
 
 
 def _run_facts() -> dict[str, Any]:
-    latest = AcceleratorRun.latest
+    latest = AcceleratorFacts.latest
     return {} if latest is None else {"_mixed_precision": latest.mixed_precision, **_process_facts()}
 
 
 def is_initialized() -> bool:
-    """Has an Accelerator been created in this process?"""
-    return AcceleratorRun.latest is not None
+    """Whether an Accelerator has been created in this process."""
+    return AcceleratorFacts.latest is not None
 
 
 def wait_for_everyone() -> None:
-    """Wait until every process is here."""
+    """Wait until every process has called this function."""
     collectives().barrier()
 
 
 class PartialState(RankAware):
-    """This process among the others; creating one starts the process group if the launcher set up several processes.
+    """State of this process. Creating one starts the process group if the launcher started several processes.
 
     Args:
-        cpu: compute on the CPU even where there is an accelerator.
-        backend, init_method, timeout: as for `InitProcessGroupKwargs`.
+        cpu: Whether to compute on the CPU even if an accelerator is available.
+        backend, init_method, timeout: As in `InitProcessGroupKwargs`.
+
+    Raises:
+        UnsupportedError: If SageMaker's data parallelism is requested.
     """
 
-    _shared_state = _Shared(_process_facts)
+    _shared_state = _SharedState(_process_facts)
     _values: ClassVar[dict[str, Any]] = {}
-    debug: bool = False  # settable, and changes nothing: every exchange is checked before it moves data
+    _known_attrs: ClassVar[list[str]] = [
+        "_cpu", "_mixed_precision", "_shared_state", "backend", "debug", "device", "distributed_type", "fork_launched",
+        "local_process_index", "num_processes", "process_index",
+    ]  # fmt: skip
+    """Attribute names for which an AttributeError suggests that the state was reset, as in Accelerate.
+
+    Scripts match its text.
+    """
+    debug: bool = False  # settable without effect, because every collective is checked in any case
 
     def __init__(
         self,
@@ -105,66 +123,80 @@ class PartialState(RankAware):
             raise UnsupportedError(
                 "SageMaker's own data parallelism is not served; start the script with torchrun or SLURM"
             )
-        self.__dict__ = self._values  # all instances are one
+        self.__dict__ = self._values  # all instances share one dict
         given = {"cpu": cpu, "backend": backend, "init_method": init_method, "timeout": timeout}
-        way = _started({name: value for name, value in given.items() if value})
+        way = _start_runtime({name: value for name, value in given.items() if value})
         super().__init__(way.runtime, way)
 
     def __getattr__(self, name: str) -> Any:
+        # Also called for a property whose getter needs the runtime after it has ended.
         kind = type(self).__name__
+        if name not in self._known_attrs:
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
         raise AttributeError(
             f"`{kind}` object has no attribute `{name}`. This happens if `{kind}._reset_state()` was called and an `Accelerator` or "
             "`PartialState` was not reinitialized."
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # transformers keeps one in its TrainingArguments, which it pickles; what is read back looks at its own process.
+        # transformers pickles one in its TrainingArguments. The unpickled state describes the process that reads it.
         return type(self), ()
 
     def __setstate__(self, state: object) -> None:
-        # From a file of the real Accelerate's, which holds values and makes no call: live ones take their place.
+        # Pickles of the real Accelerate contain values. They are ignored in favor of live ones.
         self.__init__()  # type: ignore[misc]
 
     @staticmethod
     def _reset_state() -> None:
-        """End the runtime, and the process group where Headway started it; the next state or Accelerator starts a new one."""
+        """End the runtime, and the process group if Headway started it.
+
+        The next state or Accelerator starts a new one.
+        """
         process.reset()
         PartialState._values.clear()
-        if AcceleratorRun.latest is not None:
-            AcceleratorRun.latest.answers_after_end = False
+        if AcceleratorFacts.latest is not None:
+            AcceleratorFacts.latest.answers_after_end = False
 
     @property
     def initialized(self) -> bool:
-        """Does this process have a runtime?"""
+        """Whether this process has a runtime."""
         return process.is_started()
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How processes share the work."""
+        """Type of distribution, determined by world size and device type."""
         return distributed_type(self.runtime)
 
     @property
+    def _cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
     def backend(self) -> str | None:
-        """The engine that carries the device's tensors: "gloo", "nccl", ...; None on one process."""
+        """Backend of the process group for this process's device, such as "gloo" or "nccl". None on one process."""
         if self.num_processes == 1:
             return None
-        return engine_of(self.device) if dist.is_initialized() else None
+        return find_engine(self.device) if dist.is_initialized() else None
 
     @property
     def default_device(self) -> torch.device:
-        """The kind of accelerator that torch finds here, or the CPU."""
-        return torch.device(detect().kind)
+        """Device of the accelerator type that torch detects on this machine, or the CPU."""
+        return torch.device(detect_hardware().kind)
 
     @property
     def fork_launched(self) -> bool:
-        """False: `notebook_launcher` ends its processes itself."""
+        """Always False, because `notebook_launcher` ends its processes itself."""
         return False
 
     def set_device(self) -> None:
-        """The device was made current when the runtime started."""
+        """Do nothing. The device was made the current one when the runtime started."""
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """End a process group; None: the runtime with it."""
+        """Destroy a process group.
+
+        Args:
+            group: Group to destroy. Default: end the runtime together with the default process group.
+        """
         if group is not None:
             dist.destroy_process_group(group)
         else:
@@ -182,96 +214,115 @@ class PartialState(RankAware):
 
 
 class AcceleratorState(PartialState):
-    """The same, plus the run's settings, as in the Accelerator created last.
+    """State of this process, plus the settings of the Accelerator that was created last.
 
     Args:
-        mixed_precision: only where there is no Accelerator yet; None: what the launcher says.
-        cpu: compute on the CPU even where there is an accelerator.
+        mixed_precision: Precision to report if there is no Accelerator yet. None: the launcher's setting.
+        cpu: Whether to compute on the CPU even if an accelerator is available.
 
     Raises:
-        ConfigError: another precision than the Accelerator's.
+        ConfigError: If the precision differs from the Accelerator's.
     """
 
-    _shared_state = _Shared(_run_facts)
+    _shared_state = _SharedState(_run_facts)
     _values: ClassVar[dict[str, Any]] = {}
+    _known_attrs: ClassVar[list[str]] = [
+        *PartialState._known_attrs, "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "dynamo_plugin",
+    ]  # fmt: skip
 
     def __init__(
         self,
         mixed_precision: str | None = None,
         cpu: bool = False,
         *,
-        _run: AcceleratorRun | None = None,
+        _run: AcceleratorFacts | None = None,
         _from_accelerator: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(cpu, **options)
-        self._run = _run or AcceleratorRun.latest
+        self._run = _run or AcceleratorFacts.latest
         known = None if self._run is None else self._run.mixed_precision
         if known is not None and mixed_precision is not None and mixed_precision != known:
             raise ConfigError(
                 f"mixed_precision={mixed_precision!r}, but the Accelerator computes in {known!r}; give it to the Accelerator"
             )
-        said, _ = run_setting("mixed_precision", mixed_precision or UNSET, "no", code_origin="AcceleratorState(...)")
+        said, _ = resolve_run_setting(
+            "mixed_precision", mixed_precision or UNSET, "no", code_origin="AcceleratorState(...)"
+        )
         self.mixed_precision: str = known or said
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget the Accelerator; with `reset_partial_state` the runtime ends too."""
-        AcceleratorRun.latest = None
+        """Drop the reference to the Accelerator that was created last.
+
+        Args:
+            reset_partial_state: Whether to end the process runtime too. Default: False.
+        """
+        AcceleratorFacts.latest = None
         AcceleratorState._values.clear()
         if reset_partial_state:
             PartialState._reset_state()
 
     @property
+    def _mixed_precision(self) -> str:
+        return self.mixed_precision
+
+    @property
     def initialized(self) -> bool:
-        """Has an Accelerator been created?"""
+        """Whether an Accelerator has been created."""
         return self._run is not None
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How many processes each axis takes; None where nothing was given, and each holds the whole model."""
-        return None if self._run is None else parallelism_of(self._run.chosen)
+        """Number of processes along each axis of the run's layout.
+
+        None if the script gave no ParallelismConfig and each process holds a full replica of the model.
+        """
+        return None if self._run is None else get_parallelism_config(self._run.chosen)
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
-        """What the Accelerator was given; else one whose backend is NO."""
+        """torch.compile settings of the Accelerator. Without any, a plugin with the backend NO."""
         return TorchDynamoPlugin() if self._run is None else self._run.dynamo_plugin
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How processes share the work."""
+        """Type of distribution, determined by world size, layout (FSDP or DEEPSPEED) and device type."""
         return distributed_type(self.runtime, None if self._run is None else self._run.chosen)
 
     @property
     def is_fsdp2(self) -> bool:
-        """Are parameters sharded?"""
+        """Whether parameters are sharded by FSDP2."""
         return self.distributed_type == DistributedType.FSDP
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """What the Accelerator was given; one as the launcher says where parameters are sharded; else None."""
+        """FSDP plugin of the Accelerator, or one that describes its sharding. None if parameters are not sharded."""
         if self._run is None or not self.is_fsdp2:
             return None
-        return fsdp_plugin_of(self._run.chosen)
+        return get_fsdp_plugin(self._run.chosen)
 
     @property
     def torch_tp_plugin(self) -> TorchTensorParallelPlugin | None:
-        """What the Accelerator was given."""
+        """Tensor-parallel plugin that was passed to the Accelerator, or None."""
         return None if self._run is None else self._run.chosen.plugins.get("torch_tp_plugin")
 
     @property
     def device_mesh(self) -> Any:
-        """torch's device mesh, its axes named as in `headway.config.mesh`; None where replicas need none."""
+        """torch's device mesh, with the axis names of `headway.core.config.mesh`.
+
+        None if each process holds a full replica of the model and no mesh was created.
+        """
         return None if self._run is None else self._run.device_mesh
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """DeepSpeed's settings, if it is the engine."""
-        return None if self._run is None else self._run.chosen.deepspeed
+        """DeepSpeed's settings if the run uses DeepSpeed, else None."""
+        return None if self._run is None else cast("DeepSpeedPlugin | None", self._run.chosen.engine)
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
-        """The same, under the name "default"."""
+        """Dict with DeepSpeed's settings under the name "default", or None if the run does not use DeepSpeed."""
         return None if self.deepspeed_plugin is None else {"default": self.deepspeed_plugin}
 
     megatron_lm_plugin = None
@@ -281,15 +332,21 @@ class AcceleratorState(PartialState):
 
 
 class GradientState:
-    """The windows of the Accelerator created last: does this micro-batch end one, and where is its loader?
+    """State of the accumulation windows of the Accelerator that was created last.
 
-    Without an Accelerator it says what is true before the first micro-batch.
+    If there is no Accelerator, its properties have the values from before the first micro-batch.
+
+    Args:
+        gradient_accumulation_plugin: Accepted only if an Accelerator exists. It has no effect.
+
+    Raises:
+        UnsupportedError: If a plugin is given and there is no Accelerator.
     """
 
-    _shared_state = _Shared(lambda: {} if AcceleratorRun.latest is None else {"sync_gradients": True})
+    _shared_state = _SharedState(lambda: {} if AcceleratorFacts.latest is None else {"sync_gradients": True})
 
-    def __init__(self, gradient_accumulation_plugin: Any = None, *, _run: AcceleratorRun | None = None) -> None:
-        self._run = _run or AcceleratorRun.latest
+    def __init__(self, gradient_accumulation_plugin: Any = None, *, _run: AcceleratorFacts | None = None) -> None:
+        self._run = _run or AcceleratorFacts.latest
         if gradient_accumulation_plugin is not None and self._run is None:
             raise UnsupportedError(
                 "GradientState(plugin) has no effect; give the plugin to Accelerator(gradient_accumulation_plugin=...)"
@@ -310,17 +367,17 @@ class GradientState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget the Accelerator."""
+        """Drop the reference to the Accelerator that was created last."""
         AcceleratorState._reset_state()
 
     @property
     def initialized(self) -> bool:
-        """Is there an Accelerator?"""
+        """Whether an Accelerator has been created."""
         return self._run is not None
 
     @property
     def sync_gradients(self) -> bool:
-        """Does the current micro-batch end its window?"""
+        """Whether the current micro-batch ends its accumulation window. Can be assigned."""
         return self._windows.is_due
 
     @sync_gradients.setter
@@ -328,27 +385,30 @@ class GradientState:
         self._set_sync_gradients(value)
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """False: step() and zero_grad() wait until it is True again or a window opens (windows made by hand)."""
+        """Set whether `optimizer.step()` and `zero_grad()` take effect. If False, both do nothing.
+
+        False remains in effect until it is set to True or an accumulation window begins.
+        """
         self._windows.set_due(sync_gradients)
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches per update."""
+        """Number of micro-batches per update."""
         return self._windows.num_steps
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Are schedules counted in micro-batches?"""
+        """Whether schedulers count micro-batches instead of updates."""
         return self._run is not None and self._run.adjust_scheduler
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Does a loader's last batch close the window?"""
+        """Whether a loader's last batch ends the accumulation window."""
         return self._windows.sync_with_loader
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The accumulation's settings that differ from their defaults."""
+        """Accumulation settings: `num_steps`, and others that differ from their defaults."""
         kwargs: dict[str, Any] = {"num_steps": self.num_steps}
         if not self.sync_with_dataloader:
             kwargs["sync_with_dataloader"] = False
@@ -358,33 +418,36 @@ class GradientState:
 
     @property
     def in_dataloader(self) -> bool:
-        """Is a prepared loader being iterated over?"""
+        """Whether a prepared loader is being iterated."""
         return self._loader is not None
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:
-        """The innermost prepared loader being iterated over."""
+        """Innermost prepared loader that is being iterated, or None."""
         return self._loader
 
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:
-        """None and the prepared loaders being iterated over, innermost last."""
+        """List of None followed by all prepared loaders that are being iterated, innermost last."""
         return [None, *self._windows.active]
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Is the batch in hand its loader's last?"""
+        """Whether the current batch is the last one of its loader."""
         return self._loader is not None and self._loader.is_last
 
     @property
     def remainder(self) -> int:
-        """Real samples of the last round over all processes where that round is incomplete, else 0; -1 where unknown."""
+        """Number of samples in the active loader's last global batch if it is incomplete, without padding.
+
+        0 if it is complete, -1 if unknown.
+        """
         loader = self._loader
         return -1 if loader is None else remainder(loader)
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """False: there is no XLA here."""
+        """Always False, because Headway does not use XLA."""
         return False
 
     def __repr__(self) -> str:
@@ -395,7 +458,11 @@ class GradientState:
 
 
 def remainder(loader: PreparedLoader) -> int:
-    """Real samples of its last round over all processes where that round is incomplete, else 0; -1 where unknown."""
+    """Return the number of samples in a loader's last global batch if it is incomplete, without padding.
+
+    Returns:
+        0 if the last global batch is complete, -1 if the number is unknown.
+    """
     size, counts = loader.total_batch_size, loader.valid_counts
     if not size:
         return -1

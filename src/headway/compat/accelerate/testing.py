@@ -1,4 +1,4 @@
-"""What scripts' test suites import from `accelerate.test_utils`: conditions, launches, a tiny regression."""
+"""Helpers of `accelerate.test_utils`: decorators that skip tests, launch commands, and a toy model and dataset."""
 
 import io
 import shutil
@@ -16,21 +16,24 @@ import numpy
 import torch
 
 from headway.common import env
-from headway.common.optional import available as installed
+from headway.common.optional import is_available as installed
 from headway.compat.accelerate.data.batches import gather
 from headway.compat.accelerate.launching import available
 from headway.compat.accelerate.launching.environment import parse_flag_from_env
 from headway.compat.accelerate.state import AcceleratorState, PartialState
+from headway.core.runtime.device import detect_hardware
 from headway.errors import HeadwayError, LaunchError
 from headway.launch.stand_in import FOLDER
-from headway.runtime.device import detect
 
 Test = Any
 
 
 def get_backend() -> tuple[str, int, Callable[..., int]]:
-    """The kind of accelerator, how many there are, and what tells its allocated bytes; ("cpu", 1, ...) without one."""
-    kind = detect().kind
+    """Return the accelerator type, the number of devices, and a function that returns the bytes allocated on them.
+
+    Without an accelerator, the type is "cpu", the number is 1, and the function returns 0.
+    """
+    kind = detect_hardware().kind
     if kind == "cpu":
         return kind, 1, lambda *_: 0
     return kind, torch.accelerator.device_count(), torch.accelerator.memory_allocated
@@ -40,10 +43,10 @@ torch_device, device_count, memory_allocated_func = get_backend()
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """`headway launch` with flags; True stands for a flag alone, False and None for none.
+    """Return a `headway launch` command line as a list of arguments.
 
     Args:
-        kwargs: `num_processes=2`, say.
+        kwargs: Flags by name, such as `num_processes=2`. True is a flag without a value; False and None are left out.
     """
     command = [sys.executable, "-m", "headway", "launch", "--as", "accelerate"]
     flags = {name: value for name, value in kwargs.items() if value is not None and value is not False}
@@ -57,12 +60,12 @@ DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count)
 
 
 def skip(test_case: Test) -> Test:
-    """Skip the test."""
+    """Decorate a test so that it is skipped."""
     return unittest.skip("the test is to be left out")(test_case)
 
 
 def slow(test_case: Test) -> Test:
-    """Run the test only where the variable RUN_SLOW says so."""
+    """Decorate a test so that it runs only if the environment variable RUN_SLOW is true."""
     return unittest.skipUnless(parse_flag_from_env("RUN_SLOW", False), "RUN_SLOW is not set")(test_case)
 
 
@@ -71,25 +74,33 @@ def _needs(condition: bool, what: str) -> Callable[[Test], Test]:
 
 
 def run_first(test_case: Test) -> Test:
-    """Mark the test for pytest-order, to run before others."""
+    """Decorate a test so that pytest-order runs it before others."""
     import pytest
 
     return pytest.mark.order(1)(test_case)
 
 
 def require_torch_min_version(test_case: Test = None, version: str | None = None) -> Test:
-    """Run the test only with this version of torch or a later one."""
+    """Decorate a test so that it runs only with a minimum version of torch. Usable with or without arguments.
+
+    Args:
+        test_case: Test to decorate. None: return a decorator.
+        version: Minimum version, such as "2.4". None: any version.
+    """
     if test_case is None:
         return lambda each: require_torch_min_version(each, version)
     return _needs(available.is_torch_version(">=", version or "0"), f"torch {version} or later")(test_case)
 
 
-def _several(kind: str | None) -> bool:
+def _has_several_devices(kind: str | None) -> bool:
     return device_count > 1 and (torch_device == kind if kind else torch_device != "cpu")
 
 
 def _conditions() -> dict[str, tuple[bool, str]]:
-    """The `require_*` decorators: when a test runs, and what it needs."""
+    """Return the conditions of all `require_*` decorators, by name without "require_".
+
+    Each value is a pair of (whether tests with this decorator run, description of the requirement).
+    """
     kinds = ("cuda", "xpu", "mps", "npu", "mlu", "sdaa", "musa", "neuron")
     found = {kind: (torch_device == kind, kind.upper()) for kind in ("cpu", *kinds)}
     found |= {f"non_{kind}": (torch_device != kind, f"another device than {kind}") for kind in ("cpu", "xpu", "hpu")}
@@ -103,10 +114,10 @@ def _conditions() -> dict[str, tuple[bool, str]]:
         "single_device": (device_count == 1 and torch_device != "cpu", "one accelerator"),
         "single_gpu": (torch_device == "cuda" and device_count == 1, "one GPU"),
         "single_xpu": (torch_device == "xpu" and device_count == 1, "one XPU"),
-        "multi_device": (_several(None), "several accelerators"),
-        "multi_gpu": (_several("cuda"), "several GPUs"),
-        "multi_xpu": (_several("xpu"), "several XPUs"),
-        "multi_gpu_or_xpu": (_several("cuda") or _several("xpu"), "several GPUs or XPUs"),
+        "multi_device": (_has_several_devices(None), "several accelerators"),
+        "multi_gpu": (_has_several_devices("cuda"), "several GPUs"),
+        "multi_xpu": (_has_several_devices("xpu"), "several XPUs"),
+        "multi_gpu_or_xpu": (_has_several_devices("cuda") or _has_several_devices("xpu"), "several GPUs or XPUs"),
         "fsdp2": (True, "FSDP2"),
         "tp": (installed("transformers"), "transformers"),
         "huggingface_suite": (installed("transformers") and installed("datasets"), "transformers and datasets"),
@@ -127,7 +138,7 @@ def __getattr__(name: str) -> Any:
     if condition is None:
         raise AttributeError(f"accelerate.test_utils has no {name!r} where Headway stands in for Accelerate")
     decorate = _needs(*condition)
-    decorate.__doc__ = f"Run a test only where there is {condition[1]}."
+    decorate.__doc__ = f"Run the test only if {condition[1]} is available."
     return decorate
 
 
@@ -135,45 +146,45 @@ def __getattr__(name: str) -> Any:
 
 
 class TempDirTestCase(unittest.TestCase):
-    """Tests with a folder `tmpdir`, emptied before each unless `clear_on_setup` is False."""
+    """Test case with a temporary directory `tmpdir`, emptied before each test if `clear_on_setup` is True."""
 
     clear_on_setup = True
     tmpdir: Path
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Create the folder."""
+        """Create the temporary directory before the first test of the class."""
         cls.tmpdir = Path(tempfile.mkdtemp())
 
     @classmethod
     def tearDownClass(cls) -> None:
-        """Remove it."""
+        """Remove the temporary directory after the last test of the class."""
         shutil.rmtree(cls.tmpdir, ignore_errors=True)
 
     def setUp(self) -> None:
-        """Empty it."""
+        """Empty the temporary directory before a test if `clear_on_setup` is True."""
         if self.clear_on_setup:
             for path in self.tmpdir.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 class AccelerateTestCase(unittest.TestCase):
-    """Tests that reset the Accelerator and end the runtime after each."""
+    """Test case that resets the Accelerator and ends the process runtime after each test."""
 
     def tearDown(self) -> None:
-        """Reset."""
+        """Reset the Accelerator and end the process runtime."""
         AcceleratorState._reset_state()
         PartialState._reset_state()
 
 
 class MockingTestCase(unittest.TestCase):
-    """Tests that start mocks, which end with each test."""
+    """Test case with mocks that `add_mocks` starts. After each test they are stopped."""
 
     def add_mocks(self, mocks: Any) -> None:
-        """Start them.
+        """Start mocks for the current test.
 
         Args:
-            mocks: one or several.
+            mocks: One or more mocks.
         """
         for each in mocks if isinstance(mocks, list | tuple) else [mocks]:
             each.start()
@@ -181,7 +192,7 @@ class MockingTestCase(unittest.TestCase):
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Does every process have the same tensor?"""
+    """Whether a tensor has equal values on all processes."""
     state = PartialState()
     shared = gather(tensor[None].clone().to(state.device)).cpu()
     return all(torch.equal(each, tensor.cpu()) for each in shared)
@@ -191,12 +202,18 @@ def are_the_same_tensors(tensor: torch.Tensor) -> bool:
 
 
 class SubprocessCallException(HeadwayError):
-    """A command failed; the message has what it printed."""
+    """Raised if a command fails. The message contains its output."""
 
 
 @dataclass
 class RunOutput:
-    """What a command printed, by lines."""
+    """Result of a command.
+
+    Attributes:
+        returncode: Exit code.
+        stdout: Lines of standard output.
+        stderr: Lines of standard error.
+    """
 
     returncode: int
     stdout: list[str]
@@ -206,18 +223,18 @@ class RunOutput:
 def execute_subprocess_async(
     cmd: Sequence[str], env: Any = None, stdin: Any = None, timeout: float = 180, quiet: bool = False, echo: bool = True
 ) -> RunOutput:
-    """Run a command and wait.
+    """Run a command, wait for it, and return its output.
 
     Args:
-        cmd: program and arguments.
-        env: its environment; None: this one.
-        stdin: its input.
-        timeout: in seconds.
-        quiet: do not print what it printed.
-        echo: print the command.
+        cmd: Program and arguments.
+        env: Environment variables of the command. None: the environment of this process.
+        stdin: Standard input of the command, as for `subprocess.run`.
+        timeout: Time limit in seconds. Default: 180.
+        quiet: Whether not to print the command's output. Default: False.
+        echo: Whether to print the command. Default: True.
 
     Raises:
-        LaunchError: it failed; a RuntimeError; the message ends with its standard error.
+        LaunchError: If the command fails. The message ends with its standard error.
     """
     line = [str(each) for each in cmd]
     if echo:
@@ -232,10 +249,10 @@ def execute_subprocess_async(
 
 
 def run_command(command: Sequence[str], return_stdout: bool = False, env: Any = None) -> str | None:
-    """Run a command; returns what it printed where asked.
+    """Run a command and wait for it. Return its output if `return_stdout` is True, else None.
 
     Raises:
-        SubprocessCallException: it failed.
+        SubprocessCallException: If the command fails.
     """
     ran = subprocess.run(
         [str(each) for each in command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -248,26 +265,30 @@ def run_command(command: Sequence[str], return_stdout: bool = False, env: Any = 
 
 
 def pytest_xdist_worker_id() -> int:
-    """This worker's number under pytest-xdist, else 0."""
+    """Return the number of this pytest-xdist worker, or 0 without pytest-xdist."""
     return int((env.get("PYTEST_XDIST_WORKER") or "gw0").removeprefix("gw"))
 
 
 def get_torch_dist_unique_port() -> int:
-    """A port for process groups, another for each worker of pytest-xdist."""
+    """Return a port for a process group's rendezvous that differs between pytest-xdist workers."""
     return 29500 + pytest_xdist_worker_id()
 
 
 def path_in_accelerate_package(*components: str) -> Path:
-    """A path below the package `accelerate` that stands for Headway."""
+    """Return a path inside the package `accelerate` that Headway puts on `sys.path`."""
     return FOLDER.joinpath("accelerate", *components)
 
 
 @contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
-    """The block must raise this exception, with `msg` in its message.
+    """Return a context manager that raises `AssertionError` unless its block raises an exception of the given class.
+
+    Args:
+        exception_class: Class of the expected exception.
+        msg: Text that the exception's message must contain. None: any message.
 
     Raises:
-        AssertionError: it does not.
+        AssertionError: If nothing is raised or the message does not contain the text.
     """
     try:
         yield
@@ -279,7 +300,12 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What a call prints."""
+    """Call a function, and return the text that it prints.
+
+    Args:
+        func: Function to call.
+        args, kwargs: Arguments of the function.
+    """
     said = io.StringIO()
     with redirect_stdout(said):
         func(*args, **kwargs)
@@ -290,12 +316,13 @@ def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 class RegressionDataset:
-    """Points around the line a * x + b.
+    """Dataset of noisy points on the line y = a * x + b.
 
     Args:
-        a, b: the line's.
-        length: points.
-        seed: of the noise and of x.
+        a: Slope of the line. Default: 2.
+        b: Offset of the line. Default: 3.
+        length: Number of points. Default: 64.
+        seed: Seed of x and of the noise. None: a random seed.
     """
 
     def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None) -> None:
@@ -313,11 +340,12 @@ class RegressionDataset:
 
 
 class RegressionModel(torch.nn.Module):
-    """The line with two parameters.
+    """Model of the line a * x + b with two parameters.
 
     Args:
-        a, b: their first values.
-        double_output: accepted, and changes nothing.
+        a: Initial slope. Default: 0.
+        b: Initial offset. Default: 0.
+        double_output: Ignored.
     """
 
     def __init__(self, a: float = 0, b: float = 0, double_output: bool = False) -> None:
@@ -326,5 +354,5 @@ class RegressionModel(torch.nn.Module):
         self.b = torch.nn.Parameter(torch.tensor(b).float())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """a * x + b."""
+        """Return the prediction a * x + b."""
         return x * self.a + self.b

@@ -1,19 +1,26 @@
-"""Accelerate's tracker classes: Headway's trackers behind Accelerate's constructors, and its table of names."""
+"""Accelerate's tracker classes: Headway's trackers with Accelerate's constructors."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.common import env
-from headway.common.optional import available
+from headway.common.optional import is_available
 from headway.compat.accelerate.launching.environment import str_to_bool
+from headway.core.tracking import base
+from headway.core.tracking.base import LoggerType, TrackedRun, Tracker, TrackerMaker, on_main_process
+from headway.core.tracking.local import AimAdapter, DVCLiveAdapter, MLflowAdapter, TensorBoardAdapter, TrackioAdapter
+from headway.core.tracking.services import (
+    ClearMLAdapter,
+    CometAdapter,
+    SwanLabAdapter,
+    WandbAdapter,
+    split_title_and_series,
+)
 from headway.errors import ConfigError
 from headway.log import get_logger
-from headway.tracking import base
-from headway.tracking.base import LoggerType, TrackedRun, Tracker, TrackerMaker, on_main_process
-from headway.tracking.local import AimAdapter, DVCLiveAdapter, MLflowAdapter, TensorBoardAdapter, TrackioAdapter
-from headway.tracking.services import ClearMLAdapter, CometAdapter, SwanLabAdapter, WandbAdapter, title_and_series
 
 log = get_logger(__name__)
 
@@ -21,13 +28,13 @@ _UNSET: Any = object()
 
 
 class GeneralTracker(Tracker):
-    """The base of a script's own trackers: `name`, `requires_logging_directory` and `tracker` are required, the rest is not.
+    """Base class of a script's own trackers. Subclasses must define `name`, `requires_logging_directory` and `tracker`.
 
     Args:
-        _blank: check nothing.
+        _blank: Whether to skip the check that these three attributes exist. Default: False.
 
     Raises:
-        NotImplementedError: one of the three is missing.
+        NotImplementedError: If one of the three attributes is missing.
     """
 
     takes = "given"
@@ -40,52 +47,67 @@ class GeneralTracker(Tracker):
             raise NotImplementedError(f"the tracker {type(self).__name__} does not define {', '.join(missing)}")
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the run's configuration. Default: nothing."""
+        """Store the run's configuration. Does nothing unless overridden."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of one step. Default: nothing."""
+        """Log the values of one step. Does nothing unless overridden."""
 
 
 class _Named(Tracker if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Mixed in before a tracker of Headway's: the run's name may come with the constructor, and `start` begins the run."""
+    """Mixin that gives Headway's trackers Accelerate's interface.
+
+    The run's name is passed to the constructor, not to `start`. The methods do nothing on processes other than the main
+    process.
+    """
 
     run_name: str | None = None
     logging_dir: Any = None
 
     @on_main_process
     def start(self) -> None:
-        """Begin the run without an Accelerator."""
+        """Start the tracker's run under the name that was passed to the constructor, without an Accelerator."""
         self.begin(TrackedRun(self.run_name or ""))
 
     def begin(self, run: TrackedRun) -> None:
-        """Begin it under its own name, in its own folder."""
+        """Start a run under the name and logging directory that were passed to the constructor.
+
+        A value that was not passed is taken from the Accelerator.
+
+        Args:
+            run: Name, directory and settings from the Accelerator.
+        """
         project = self.run_name or run.project
         folder = run.folder if self.logging_dir is None else Path(self.logging_dir).absolute() / project
         super().begin(replace(run, project=project, folder=folder))
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the run's configuration, on the main process."""
+        """Store the run's configuration, on the main process only."""
         super().store_init_configuration(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of one step, on the main process."""
+        """Log the values of one step, on the main process only."""
         super().log(values, step, **kwargs)
 
     @on_main_process
     def log_images(self, values: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Keep images, on the main process: arrays or PIL images by name."""
+        """Log images by name (arrays or PIL images), on the main process only."""
         super().log_images(values, step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:
-        """End the run, on the main process."""
+        """End the tracker's run, on the main process only."""
         super().finish()
 
 
 class _OfProject(_Named):
-    """Mixed in where the run's name always comes with the constructor."""
+    """Mixin for trackers whose constructor requires the run's name.
+
+    Args:
+        run_name: Name of the run or project.
+        kwargs: Arguments of the tracker's own constructor.
+    """
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -93,7 +115,10 @@ class _OfProject(_Named):
 
 
 class TensorBoardTracker(_OfProject, TensorBoardAdapter, GeneralTracker):
-    """TensorBoard's, in `logging_dir/run_name`; other arguments are for SummaryWriter."""
+    """TensorBoard tracker that writes to the folder `logging_dir/run_name`.
+
+    Other arguments are passed to SummaryWriter.
+    """
 
     def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
@@ -101,7 +126,7 @@ class TensorBoardTracker(_OfProject, TensorBoardAdapter, GeneralTracker):
 
 
 class WandBTracker(_OfProject, WandbAdapter, GeneralTracker):
-    """W&B's, of the project `run_name`; other arguments are for `wandb.init`."""
+    """Weights & Biases tracker for the project `run_name`. Other arguments are passed to `wandb.init`."""
 
     @on_main_process
     def log_table(
@@ -113,20 +138,29 @@ class WandBTracker(_OfProject, WandbAdapter, GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep a table, from columns and rows or from a dataframe."""
+        """Log a table from columns and rows, or from a dataframe, on the main process only.
+
+        Args:
+            table_name: Name of the table.
+            columns: Names of the columns.
+            data: Rows of values.
+            dataframe: Dataframe, instead of columns and rows.
+            step: Number of the step.
+            kwargs: Further keyword arguments of `log`.
+        """
         self.log({table_name: self._package.Table(columns=columns, data=data, dataframe=dataframe)}, step, **kwargs)
 
 
 class TrackioTracker(_OfProject, TrackioAdapter, GeneralTracker):
-    """Trackio's, of the project `run_name`; other arguments are for `trackio.init`."""
+    """Trackio tracker for the project `run_name`. Other arguments are passed to `trackio.init`."""
 
 
 class CometMLTracker(_OfProject, CometAdapter, GeneralTracker):
-    """Comet's, of the project `run_name`; other arguments are for `comet_ml.start`."""
+    """Comet tracker for the project `run_name`. Other arguments are passed to `comet_ml.start`."""
 
 
 class AimTracker(_OfProject, AimAdapter, GeneralTracker):
-    """Aim's, in the repository `logging_dir`; other arguments are for `aim.Run`."""
+    """Aim tracker with its repository in `logging_dir`. Other arguments are passed to `aim.Run`."""
 
     def __init__(self, run_name: str, logging_dir: Any = ".", **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
@@ -134,16 +168,16 @@ class AimTracker(_OfProject, AimAdapter, GeneralTracker):
 
 
 class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
-    """MLflow's. The variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN win over arguments.
+    """MLflow tracker. MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN override arguments.
 
     Args:
-        experiment_name: the experiment's.
-        logging_dir: where artifacts of a new experiment go; None: as MLflow is set.
-        run_id: a run to go on with.
-        tags: of the run: a dict, or its JSON.
-        nested_run: below the active run.
-        run_name: of a new run.
-        description: of the run.
+        experiment_name: Name of the experiment.
+        logging_dir: Location of artifacts for a new experiment. None: MLflow's setting.
+        run_id: ID of a run to continue.
+        tags: Tags of the run, as a dict or its JSON.
+        nested_run: Whether the run is nested in the active run. Default: False.
+        run_name: Name of a new run.
+        description: Description of the run.
     """
 
     def __init__(
@@ -175,7 +209,7 @@ class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
         self._artifacts = logging_dir
 
     def begin(self, run: TrackedRun) -> None:
-        """Start a run, in a new experiment with the given place for artifacts where there is none of that name."""
+        """Start a run. If the experiment does not exist, create it with the given artifact location."""
         if self._artifacts is not None and self._experiment:
             if self._uri is not None:
                 self._package.set_tracking_uri(str(self._uri))
@@ -187,25 +221,35 @@ class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
     def log_artifact(
         self, local_path: Any, artifact_path: str | None = None, step: Any = _UNSET, **kwargs: Any
     ) -> None:
-        """Keep a file, in the folder `artifact_path` of the run."""
-        if step is not _UNSET:  # the Accelerator's own call, with the artifact's name
+        """Upload a file to the run's directory `artifact_path`.
+
+        Args:
+            local_path: Path of the file.
+            artifact_path: Directory in the run. None: its root.
+            step: Only `Accelerator.log_artifact` passes it. In that case `artifact_path` is the artifact's name.
+            kwargs: Further arguments from `Accelerator.log_artifact`.
+        """
+        if step is not _UNSET:  # called by Accelerator.log_artifact, which passes the artifact's name
             super().log_artifact(Path(local_path), artifact_path or Path(local_path).name, step, **kwargs)
         else:
             self._package.log_artifact(str(local_path), artifact_path, run_id=self._run.info.run_id)
 
     @on_main_process
     def log_artifacts(self, local_dir: Any, artifact_path: str | None = None) -> None:
-        """Keep all files of a folder."""
+        """Upload all files of a local directory to the run's directory `artifact_path`."""
         self._package.log_artifacts(str(local_dir), artifact_path, run_id=self._run.info.run_id)
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Keep a figure of matplotlib or plotly."""
+        """Upload a figure of matplotlib or plotly to the run as the file `artifact_file`."""
         self._package.log_figure(figure, artifact_file, **save_kwargs)
 
 
 class ClearMLTracker(_Named, ClearMLAdapter, GeneralTracker):
-    """ClearML's; project and task are called `run_name` unless told otherwise; other arguments are for `Task.init`."""
+    """ClearML tracker. By default, project and task are named `run_name`.
+
+    Other arguments are passed to `Task.init`.
+    """
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -221,20 +265,28 @@ class ClearMLTracker(_Named, ClearMLAdapter, GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep a table, from rows (the first being the columns where none are given) or from a dataframe.
+        """Log a table from rows or from a dataframe, on the main process only.
+
+        Args:
+            table_name: Name of the table.
+            columns: Names of the columns. None: the first row is the header.
+            data: Rows of values.
+            dataframe: Dataframe, instead of columns and rows.
+            step: Number of the step.
+            kwargs: Further arguments of ClearML's `report_table`.
 
         Raises:
-            ValueError: neither.
+            ConfigError: If neither rows nor a dataframe is given.
         """
         if dataframe is None and data is None:
             raise ConfigError("log_table() got neither data= nor dataframe=; give one of them")
         rows = dataframe if dataframe is not None else [*([list(columns)] if columns else []), *(data or ())]
-        title, series = title_and_series(table_name)
+        title, series = split_title_and_series(table_name)
         self._run.get_logger().report_table(title=title, series=series, iteration=step, table_plot=rows, **kwargs)
 
 
 class DVCLiveTracker(_Named, DVCLiveAdapter, GeneralTracker):
-    """DVCLive's; `run_name` is ignored, as in Accelerate; other arguments are for `dvclive.Live`."""
+    """DVCLive tracker. `run_name` is ignored, as in Accelerate. Other arguments are passed to `dvclive.Live`."""
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         super().__init__(live, **kwargs)
@@ -242,7 +294,7 @@ class DVCLiveTracker(_Named, DVCLiveAdapter, GeneralTracker):
 
 
 class SwanLabTracker(_OfProject, SwanLabAdapter, GeneralTracker):
-    """SwanLab's, of the project `run_name`; other arguments are for `swanlab.init`."""
+    """SwanLab tracker for the project `run_name`. Other arguments are passed to `swanlab.init`."""
 
 
 LOGGER_TYPE_TO_CLASS: dict[str, type[Any]] = {
@@ -259,10 +311,12 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[Any]] = {
 
 
 def register_tracker_class(tracker_class: type[Any]) -> None:
-    """Let `log_with` find a class of trackers by its `name`; it is made with the project's name (and the logging folder).
+    """Register a tracker class under its `name`, so that `log_with` can refer to it.
+
+    Instances are created with the project's name, and with the logging directory if the class requires one.
 
     Raises:
-        ConfigError: not a class of trackers, or one without a name or `requires_logging_directory`.
+        ConfigError: If it is not a tracker class, or has no name or `requires_logging_directory`.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, Tracker)):
         raise ConfigError(f"register_tracker_class({tracker_class!r}): a subclass of GeneralTracker is needed")
@@ -273,20 +327,29 @@ def register_tracker_class(tracker_class: type[Any]) -> None:
             f"register_tracker_class({tracker_class.__name__}): the class needs a name and requires_logging_directory"
         )
     if name in LOGGER_TYPE_TO_CLASS:
-        log.warning("the tracker %s was registered before; %s takes its place", name, tracker_class.__name__)
+        warnings.warn(
+            f"A tracker with the name '{name}' is already registered and will be overwritten by {tracker_class}. This is especially "
+            "significant when shadowing a built-in tracker.",
+            UserWarning,
+            stacklevel=2,
+        )
     LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """Accelerate's trackers whose packages are installed."""
-    return [each for each in LoggerType if each.value in LOGGER_TYPE_TO_CLASS and available(each.value)]
+    """Return the names of Accelerate's trackers whose packages are installed."""
+    return [each for each in LoggerType if each.value in LOGGER_TYPE_TO_CLASS and is_available(each.value)]
 
 
 def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
-    """The usable ones of `log_with`, each once: names of installed or registered trackers, and instances.
+    """Return the usable trackers of `log_with`, without duplicates.
+
+    Args:
+        log_with: One or more trackers: names of installed or registered trackers, "all", or instances.
+        logging_dir: Logging directory. None: trackers that require one are an error.
 
     Raises:
-        ConfigError: an unknown name, or a tracker that needs a logging_dir where there is none.
+        ConfigError: If a name is unknown, or if a tracker requires a logging directory that is not given.
     """
     several = log_with if isinstance(log_with, list | tuple) else [] if log_with is None else [log_with]
     if any(str(each) == LoggerType.ALL.value for each in several):
@@ -309,25 +372,34 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
     return found
 
 
-def makers(log_with: Any, project: Callable[[], str], logging_dir: Callable[[], Any]) -> Any:
-    """`log_with` with Accelerate's classes in place of names, each created as in Accelerate when a run starts.
+def replace_tracker_names(log_with: Any, project: Callable[[], str], logging_dir: Callable[[], Any]) -> Any:
+    """Return `log_with` with each tracker name replaced by a factory of Accelerate's tracker class.
+
+    The factory creates the tracker when a run begins.
 
     Args:
-        log_with: as the Accelerator takes it.
-        project: gives the project's name once a run begins.
-        logging_dir: gives the logging folder.
+        log_with: Trackers, as passed to the Accelerator.
+        project: Function that returns the project's name once a run begins.
+        logging_dir: Function that returns the logging directory.
     """
     if log_with is None:
         return None
     several = log_with if isinstance(log_with, list | tuple | set) else [log_with]
-    return [_maker(each, project, logging_dir) for each in several if not _is_missing(each)]
+    found = [_maker(each, project, logging_dir) for each in several if not _is_missing(each)]
+    if several and not found:
+        warnings.warn(
+            f"`log_with={log_with}` was passed but no supported trackers are currently installed.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return found
 
 
 def _is_missing(each: Any) -> bool:
-    """Is it the name of a tracker whose package is not installed? Said once."""
+    """Whether a value is the name of a tracker whose package is not installed. A warning is logged once per name."""
     name = str(each)
     is_built_in = name in LOGGER_TYPE_TO_CLASS and name in {kind.value for kind in LoggerType}
-    is_missing = is_built_in and not isinstance(each, Tracker) and not available(name)
+    is_missing = is_built_in and not isinstance(each, Tracker) and not is_available(name)
     if is_missing:
         log.warning_once("log_with leaves %s out: it is not installed", name)
     return is_missing

@@ -1,1 +1,1 @@
-"""The device of a forecast: its size, its kernels, its allocator."""
+"""Model the device of a forecast: its memory, its kernels and its allocator."""

@@ -1,9 +1,11 @@
-"""Memory that is asked for and given back, in order, and what CUDA's caching allocator takes from the card for it.
+"""Replay allocations and frees by the rules of CUDA's caching allocator, to find out how much memory it reserves.
 
-The model's rules are those of torch's `CUDACachingAllocator` at its default settings: requests are rounded to 512 bytes, small ones
-and large ones have pools of their own, the smallest free block that is large enough is split, free neighbours are merged, and what
-was taken from the card is kept. With expandable segments each pool is one range of addresses that grows by pages. A full card,
-on which torch gives back what it has cached, is not modelled: a forecast says what a step takes where there is room.
+The rules are those of torch's `CUDACachingAllocator` with its default settings. Requests are rounded up to 512 bytes.
+Small and large requests have separate pools. The smallest free block that is large enough is split, and free neighbors
+are merged. Reserved memory is kept. With expandable segments, each pool is one range of addresses that grows by pages.
+
+On a full GPU, torch frees its cached memory. This is not modeled, because a forecast computes the memory that a step
+needs if the GPU has enough of it.
 """
 
 from bisect import bisect_left, insort
@@ -13,17 +15,44 @@ from typing import NamedTuple
 
 from headway.errors import StateError
 
+KINDS = (
+    "weights", "buffers", "batch", "gradients", "optimizer state", "activations", "cast weights", "gathered weights", "buckets",
+    "workspaces", "temporaries",
+)  # fmt: skip
+"""Kinds of memory, such as weights or activations, in the order in which reports list them."""
+UNSURE = "unsure"
+"""Operation name of an allocation that a run may or may not need, such as a kernel's workspace of unknown size.
+
+It is the last event of a trace and is never freed.
+"""
+MIN_BLOCK = 512
+"""Granularity of blocks in bytes: every block size is a multiple of this (kMinBlockSize)."""
+SMALL = 1 << 20
+"""Largest request that uses the small pool (kSmallSize). A large block is split only if more than this remains."""
+SMALL_SEGMENT = 2 << 20
+"""Bytes that the small pool reserves at a time (kSmallBuffer)."""
+LARGE_SEGMENT = 20 << 20
+"""Bytes that the large pool reserves for a request below `OWN_SEGMENT` (kLargeBuffer)."""
+OWN_SEGMENT = 10 << 20
+"""Smallest request in bytes that gets a separate segment, whose size is a multiple of `ROUND_LARGE`
+(kMinLargeAlloc).
+"""
+ROUND_LARGE = 2 << 20
+"""Granularity in bytes of the size of a segment that serves a single large request (kRoundLarge)."""
+_ENDLESS = 1 << 60
+"""Length of the address range of an expandable segment."""
+
 
 class MemoryEvent(NamedTuple):
-    """Memory that is asked for or given back.
+    """Allocation or free of memory.
 
     Attributes:
-        key: of the memory, the same at both; given anew for each request.
-        num_bytes: asked for; given back: negative.
-        what: the operation that asked for it.
-        where: the user's line, "train.py:12 in main"; "" where none is.
-        kind: what it turned out to be: one of `KINDS`.
-        stream: on which it is asked for; 0: the one that computes.
+        key: Identifier of the memory, shared by its allocation and its free. Every allocation has a new one.
+        num_bytes: Bytes allocated. Negative for a free.
+        what: Operation that requested the memory.
+        where: User's line, such as "train.py:12 in main", or "" if there is none.
+        kind: Use of the memory, one of `KINDS`.
+        stream: CUDA stream of the allocation. 0 is the stream that computes.
     """
 
     key: int
@@ -34,25 +63,19 @@ class MemoryEvent(NamedTuple):
     stream: int = 0
 
 
-KINDS = (
-    "weights", "buffers", "batch", "gradients", "optimizer state", "activations", "cast weights", "gathered weights", "buckets",
-    "workspaces", "temporaries",
-)  # fmt: skip
-"""What memory is held for, in the order in which it is shown."""
+def separate_unsure(events: list[MemoryEvent]) -> tuple[list[MemoryEvent], int]:
+    """Remove the last event if it is memory that a run may or may not need (its operation is `UNSURE`).
 
-UNSURE = "unsure"
-"""What asks for memory that may come on top of all the rest; it is the last event of a trace, and never given back."""
-
-
-def told_apart(events: list[MemoryEvent]) -> tuple[list[MemoryEvent], int]:
-    """What is known to be asked for, and the bytes that may come on top."""
+    Returns:
+        The remaining events, and the bytes of the removed event, or 0 if there was none.
+    """
     if events and events[-1].what == UNSURE:
         return events[:-1], events[-1].num_bytes
     return events, 0
 
 
-def plain_peak(events: list[MemoryEvent]) -> int:
-    """The most bytes that were in use at once, without any rounding."""
+def compute_exact_peak(events: list[MemoryEvent]) -> int:
+    """Return the peak of the bytes in use, without rounding requests up to the allocator's block size."""
     held = most = 0
     for event in events:
         held += event.num_bytes
@@ -60,32 +83,27 @@ def plain_peak(events: list[MemoryEvent]) -> int:
     return most
 
 
-def split_at(events: list[MemoryEvent], index: int) -> dict[str, int]:
-    """Bytes in use right after the event of that index, by kind."""
+def split_by_kind(events: list[MemoryEvent], index: int) -> dict[str, int]:
+    """Return the bytes in use by kind of memory, right after the event with this index."""
     held: dict[str, int] = {}
     for event in events[: index + 1]:
         held[event.kind] = held.get(event.kind, 0) + event.num_bytes
     return {kind: held[kind] for kind in KINDS if held.get(kind)}
 
 
-MIN_BLOCK = 512
-"""Every block is a multiple of it (kMinBlockSize)."""
-SMALL = 1 << 20
-"""Requests up to it come from the small pool (kSmallSize); a large block is split only if more than this is left."""
-SMALL_SEGMENT = 2 << 20
-"""What the small pool takes from the card at a time (kSmallBuffer)."""
-LARGE_SEGMENT = 20 << 20
-"""What the large pool takes for a request below `OWN_SEGMENT` (kLargeBuffer)."""
-OWN_SEGMENT = 10 << 20
-"""From here on a request gets a segment for itself (kMinLargeAlloc), rounded to `ROUND_LARGE`."""
-ROUND_LARGE = 2 << 20
-"""kRoundLarge."""
-_ENDLESS = 1 << 60
-"""Addresses of an expandable segment."""
-
-
 @dataclass(slots=True, eq=False)
 class _Block:
+    """Block of memory in a segment, in use or free.
+
+    Attributes:
+        address: Address of the block's first byte in the simulated memory.
+        size: Bytes of the block.
+        pool: Pool to which the block belongs.
+        is_free: Whether the block is free.
+        before: Neighbor at the next lower address in the segment, or None.
+        after: Neighbor at the next higher address in the segment, or None.
+    """
+
     address: int
     size: int
     pool: "_Pool"
@@ -95,52 +113,57 @@ class _Block:
 
     @property
     def key(self) -> tuple[int, int]:
+        """Sort key of the block in its pool's list of free blocks: size, then address."""
         return self.size, self.address
 
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """Free blocks of one size class on one stream, by size and address."""
+    """Pool of free blocks on one stream, for either small or large requests, sorted by size and address."""
 
     page: int
     rest: int
-    """Bytes that must remain for a block to be split."""
+    """Minimum bytes that must remain after a split. A block with a smaller remainder is not split."""
     free: list[tuple[int, int]] = field(default_factory=list)
     blocks: dict[int, _Block] = field(default_factory=dict)
     """Free blocks by address."""
     last: _Block | None = None
-    """Of the expandable segment: its highest block, which can grow."""
+    """Highest block of the expandable segment, the only one that can grow."""
 
-    def add(self, block: _Block) -> None:
+    def add_block(self, block: _Block) -> None:
         insort(self.free, block.key)
         self.blocks[block.address] = block
 
-    def take(self, block: _Block) -> None:
+    def remove_block(self, block: _Block) -> None:
         del self.free[bisect_left(self.free, block.key)]
         del self.blocks[block.address]
 
-    def best(self, size: int) -> _Block | None:
-        """The smallest free block of at least `size` bytes, or the next larger ones while each reaches less far (get_free_block)."""
+    def find_best_block(self, size: int) -> _Block | None:
+        """Return the smallest free block that fits, as torch's `get_free_block` does. None if no block fits.
+
+        In an expandable segment, the size of the last block includes the range into which it can grow. So any other
+        free block that fits is preferred to it.
+        """
         found: _Block | None = None
         for index in range(bisect_left(self.free, (size, 0)), len(self.free)):
             block = self.blocks[self.free[index][1]]
-            if found is not None and self._reach(block) >= self._reach(found):
+            if found is not None and self._compute_reach(block) >= self._compute_reach(found):
                 break
             found = block
         return found
 
-    def _reach(self, block: _Block) -> int:
-        """Its size, with the room for it to grow."""
+    def _compute_reach(self, block: _Block) -> int:
+        """Return the block's size, plus the bytes by which it can grow in an expandable segment."""
         return block.size + (_ENDLESS if block is self.last else 0)
 
 
-def rounded(num_bytes: int) -> int:
-    """The size of the block for a request, bytes."""
+def round_to_block(num_bytes: int) -> int:
+    """Round the bytes of a request up to the size of a block."""
     return max(MIN_BLOCK, -(-num_bytes // MIN_BLOCK) * MIN_BLOCK)
 
 
-def segment_of(size: int) -> int:
-    """What is taken from the card for a block of `size` bytes, where no free one is large enough."""
+def compute_segment_size(size: int) -> int:
+    """Return the bytes of the segment that is reserved for a block of `size` bytes if no free block is large enough."""
     if size <= SMALL:
         return SMALL_SEGMENT
     if size < OWN_SEGMENT:
@@ -149,63 +172,66 @@ def segment_of(size: int) -> int:
 
 
 class Allocator:
-    """Answers allocations as CUDA's caching allocator would.
+    """Simulation of CUDA's caching allocator.
 
     Args:
-        expandable: as with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+        expandable: Whether segments are expandable, as with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
 
     Attributes:
-        allocated: bytes in blocks that are in use (torch.cuda.memory_allocated).
-        reserved: bytes taken from the card (torch.cuda.memory_reserved).
-        peak_allocated: the most of it so far.
-        peak_reserved: the most of it so far.
+        allocated: Bytes in blocks that are in use (`torch.cuda.memory_allocated`).
+        reserved: Bytes reserved on the GPU (`torch.cuda.memory_reserved`).
+        peak_allocated: Maximum of `allocated` so far.
+        peak_reserved: Maximum of `reserved` so far.
     """
 
     def __init__(self, expandable: bool = False) -> None:
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self.allocated = 0
+        self.reserved = 0
+        self.peak_allocated = 0
+        self.peak_reserved = 0
         self._expandable = expandable
         self._pools: dict[tuple[Hashable, bool], _Pool] = {}
         self._live: dict[Hashable, _Block] = {}
         self._next_address = ROUND_LARGE
 
     def allocate(self, key: Hashable, num_bytes: int, stream: Hashable = 0) -> None:
-        """Answer one request; of 0 bytes, nothing happens.
+        """Allocate memory, and identify it by `key` until it is freed. A request of 0 bytes does nothing.
 
         Raises:
-            StateError: the key is in use.
+            StateError: If the key is in use.
         """
         if key in self._live:
             raise StateError(f"{key!r} is allocated already; free it first, or give another key")
         if num_bytes <= 0:
             return
-        size = rounded(num_bytes)
-        pool = self._pool(size, stream)
-        block = pool.best(size)
+        size = round_to_block(num_bytes)
+        pool = self._get_pool(size, stream)
+        block = pool.find_best_block(size)
         if block is not None:
-            pool.take(block)
+            pool.remove_block(block)
         else:
-            block = self._grow(pool, size) if self._expandable else self._segment(pool, size)
+            block = self._grow_segment(pool, size) if self._expandable else self._reserve_segment(pool, size)
             self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self._split(block, size)
+        self._split_block(block, size)
         block.is_free = False
         self._live[key] = block
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, key: Hashable) -> None:
-        """Give a block back to its pool; a key of 0 bytes, or an unknown one, is left alone."""
+        """Free the memory with this key. Keys that are unknown or have 0 bytes are ignored."""
         block = self._live.pop(key, None)
         if block is None:
             return
         self.allocated -= block.size
         block.is_free = True
-        for neighbour in (block.before, block.after):
-            if neighbour is not None and neighbour.is_free:
-                block.pool.take(neighbour)
-                self._merge(block, neighbour)
-        block.pool.add(block)
+        for neighbor in (block.before, block.after):
+            if neighbor is not None and neighbor.is_free:
+                block.pool.remove_block(neighbor)
+                self._merge_blocks(block, neighbor)
+        block.pool.add_block(block)
 
-    def _pool(self, size: int, stream: Hashable) -> _Pool:
+    def _get_pool(self, size: int, stream: Hashable) -> _Pool:
         is_small = size <= SMALL
         pool = self._pools.get((stream, is_small))
         if pool is None:
@@ -215,20 +241,23 @@ class Allocator:
             self._pools[stream, is_small] = pool
         return pool
 
-    def _segment(self, pool: _Pool, size: int) -> _Block:
-        taken = segment_of(size)
+    def _reserve_segment(self, pool: _Pool, size: int) -> _Block:
+        taken = compute_segment_size(size)
         self.reserved += taken
         self._next_address += taken
         return _Block(self._next_address - taken, taken, pool)
 
-    def _grow(self, pool: _Pool, size: int) -> _Block:
-        """As many pages as are missing, behind the pool's last block or merged with it where that is free."""
+    def _grow_segment(self, pool: _Pool, size: int) -> _Block:
+        """Add pages to an expandable segment until a request of `size` bytes fits, and return the block for it.
+
+        The last block of the segment grows if it is free. Otherwise a new block follows it.
+        """
         last = pool.last
         room = last.size if last is not None and last.is_free else 0
         pages = -(-(size - room) // pool.page) * pool.page
         self.reserved += pages
         if last is not None and room:
-            pool.take(last)
+            pool.remove_block(last)
             last.size += pages
             return last
         block = _Block(0 if last is None else last.address + last.size, pages, pool, before=last)
@@ -237,7 +266,7 @@ class Allocator:
         pool.last = block
         return block
 
-    def _split(self, block: _Block, size: int) -> None:
+    def _split_block(self, block: _Block, size: int) -> None:
         left = block.size - size
         if left < block.pool.rest:
             return
@@ -246,12 +275,13 @@ class Allocator:
             rest.after.before = rest
         elif block.pool.last is block:
             block.pool.last = rest
-        block.after, block.size = rest, size
-        block.pool.add(rest)
+        block.after = rest
+        block.size = size
+        block.pool.add_block(rest)
 
     @staticmethod
-    def _merge(block: _Block, other: _Block) -> None:
-        """`block` takes in a neighbour."""
+    def _merge_blocks(block: _Block, other: _Block) -> None:
+        """Extend `block` by a free neighbor, which ceases to exist."""
         if other is block.before:
             block.address = other.address
             block.before = other.before
@@ -268,12 +298,12 @@ class Allocator:
 
 @dataclass(frozen=True)
 class AllocationReplay:
-    """What a sequence of allocations took.
+    """Peak memory of a replayed sequence of allocations.
 
     Attributes:
-        allocated: the most that was in use at once, bytes; each request rounded to 512.
-        reserved: the most that was taken from the card, bytes.
-        peak: the index of the event at which the most was in use.
+        allocated: Peak of the bytes in use, each request rounded up to a multiple of 512.
+        reserved: Peak of the bytes reserved on the GPU.
+        peak: Index of the event at which the most bytes are in use.
     """
 
     allocated: int
@@ -281,12 +311,12 @@ class AllocationReplay:
     peak: int
 
 
-def replay(events: Iterable[MemoryEvent], expandable: bool = False) -> AllocationReplay:
-    """Let a fresh allocator answer these events.
+def replay_events(events: Iterable[MemoryEvent], expandable: bool = False) -> AllocationReplay:
+    """Replay allocation events on a new allocator, and return the peaks.
 
     Args:
-        events: in the order in which they happened.
-        expandable: as with expandable segments.
+        events: Events in order.
+        expandable: Whether segments are expandable. Default: False.
     """
     allocator = Allocator(expandable)
     peak, most = 0, 0

@@ -1,42 +1,61 @@
-"""Attention: the kernel that a device takes, by torch's own rules, and what its backward asks for."""
+"""Choose the attention kernel for a device by torch's rules, and compute the scratch memory of its backward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+
+from headway.forecasting._torch import FakeTensor, FunctionalTensor
 
 FLASH_MAX_HEAD = 256
+"""Maximum size of a head in FlashAttention."""
 HALVES = (torch.float16, torch.bfloat16)
+"""Half-precision dtypes, for which fused attention kernels exist."""
+
+TRACED = FakeTensor, FunctionalTensor
+"""Types of tensors without values. `FunctionalTensor` wraps fake tensors while `torch.compile` traces."""
 
 
-def flash_backward(args: tuple[Any, ...]) -> list[int]:
-    """A row of sums for each query, and the gradient of queries in float32."""
+def size_flash_backward(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of FlashAttention's scratch tensors in backward.
+
+    They are row sums, and the query's gradient in float32.
+    """
     query = args[1]
     samples, heads, length, width = query.shape
     padded, wide = -(-length // 128) * 128, -(-width // 32) * 32
-    copies = [*_as_kernels_read(args[0]), *_as_kernels_read(args[4])]
-    return [*copies, samples * heads * padded * 4, samples * heads * padded * wide * 4, *grouped_gradients(args)]
+    copies = [*_size_copy(args[0]), *_size_copy(args[4])]
+    return [*copies, samples * heads * padded * 4, samples * heads * padded * wide * 4, *size_grouped_gradients(args)]
 
 
-def _as_kernels_read(tensor: torch.Tensor) -> list[int]:
-    """A copy of what does not lie by samples, tokens and heads."""
+def _size_copy(tensor: torch.Tensor) -> list[int]:
+    """Return the bytes of a contiguous copy of a tensor, or an empty list if the kernel needs no copy.
+
+    No copy is needed if the tensor's memory is ordered by samples, tokens and heads.
+    """
     return [] if tensor.transpose(1, 2).is_contiguous() else [tensor.nbytes]
 
 
-def grouped_gradients(args: tuple[Any, ...]) -> list[int]:
-    """Gradients of grouped heads are those of all heads until they are summed up."""
+def size_grouped_gradients(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of the key and value gradients in grouped-query attention before their sum over each group.
+
+    Before the sum, these gradients have as many heads as the query. The list is empty if keys have as many heads.
+    """
     query, key = args[1], args[2]
     samples, heads, _, width = query.shape
     return [samples * heads * key.shape[2] * width * key.element_size()] * 2 if key.shape[1] != heads else []
 
 
-def efficient_backward(args: tuple[Any, ...]) -> list[int]:
-    """A row of sums for each query, in float32 those of a product made before; then gradients in float32, in blocks with a lock each.
+def size_efficient_backward(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of each scratch tensor in the backward of memory-efficient attention.
 
-    Of wide heads in half precision also the gradients of keys and values.
+    - One tensor has a row sum for each query. In float32, the sums are computed from a product that is allocated first
+      and
+      freed afterwards.
+    - Gradients are accumulated in float32 blocks, each with a lock. Heads wider than 128 in half precision also need
+      blocks
+      for the gradients of keys and values.
     """
     query, key = args[1], args[2]
     samples, heads, length, width = query.shape
@@ -49,25 +68,34 @@ def efficient_backward(args: tuple[Any, ...]) -> list[int]:
     if is_half and width > 128:
         room += samples * heads * 2 * -(-key.shape[2] // 128) * 128 * -(-width // 128) * 128 * 4
     product = [rows] if is_half else [query.nbytes, rows, rows, -rows, -query.nbytes]
-    return [*_as_kernels_read(args[0]), *product, room]
+    return [*_size_copy(args[0]), *product, room]
 
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """How attention is computed, as `torch._fused_sdp_choice` chooses on CUDA.
+    """Rules by which torch chooses an attention kernel on a CUDA device, as in `torch._fused_sdp_choice`.
 
     Attributes:
-        capability: of the device.
-        version: of torch.
+        capability: Compute capability of the device.
+        version: Major and minor version of torch.
     """
 
     capability: tuple[int, int]
     version: tuple[int, ...]
 
-    def kernel(
+    def choose_kernel(
         self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool, trains: bool
     ) -> str:
-        """ "cudnn", "flash", "efficient" or "math"."""
+        """Return the name of the kernel for an attention call: "cudnn", "flash", "efficient" or "math".
+
+        Args:
+            query: Query, of shape (batch, heads, tokens, head size).
+            key: Key, of shape (batch, heads, tokens, head size).
+            mask: Attention mask, or None.
+            p: Dropout probability.
+            causal: Whether the call is causal.
+            trains: Whether a gradient is needed.
+        """
         width, is_half = query.shape[-1], query.dtype in HALVES
         if (
             query.dim() != 4
@@ -76,7 +104,7 @@ class AttentionKernel:
             or query.dtype not in (*HALVES, torch.float32)
         ):
             return "math"
-        if is_half and self._takes_cudnn(width, mask, p, trains):
+        if is_half and self._can_use_cudnn(width, mask, p, trains):
             return "cudnn"
         has_tensor_cores = self.capability >= (8, 0)
         fits = width <= FLASH_MAX_HEAD and not (causal and query.shape[2] != key.shape[2])
@@ -88,7 +116,15 @@ class AttentionKernel:
             return "math"
         return "efficient"
 
-    def _takes_cudnn(self, width: int, mask: torch.Tensor | None, p: float, trains: bool) -> bool:
+    def _can_use_cudnn(self, width: int, mask: torch.Tensor | None, p: float, trains: bool) -> bool:
+        """Whether torch would choose cuDNN's attention kernel for half-precision inputs.
+
+        Args:
+            width: Size of a head.
+            mask: Attention mask, or None.
+            p: Dropout probability.
+            trains: Whether a gradient is needed.
+        """
         if self.capability not in ((9, 0), (10, 0)) or width % 8 or width > FLASH_MAX_HEAD:
             return False
         if mask is not None and mask.requires_grad:
@@ -97,15 +133,12 @@ class AttentionKernel:
         return not has_dropout and not (trains and 128 < width < FLASH_MAX_HEAD and self.version >= (2, 14))
 
 
-TRACED = FakeTensor, FunctionalTensor
-"""Tensors without values; the second kind stands for the first while torch.compile traces."""
-
-
-def attention(choice: AttentionKernel | None) -> Callable[..., Any]:
-    """Attention of fake tensors by the kernel that the target takes.
+def make_attention(choice: AttentionKernel | None) -> Callable[..., Any]:
+    """Return an attention function that traces fake tensors through the kernel that the target device would use.
 
     Args:
-        choice: CUDA's; None: a CPU, whose fused kernel torch would not take for a fake tensor.
+        choice: Rules for the kernel on a CUDA target, or None if the target is a CPU. For a CPU, the returned function
+            chooses the fused kernel itself, because torch would not choose it for fake tensors.
     """
     aten = torch.ops.aten
 
@@ -124,19 +157,19 @@ def attention(choice: AttentionKernel | None) -> Callable[..., Any]:
         if not isinstance(query, TRACED):
             kernel = "plain"
         elif choice is None:
-            kernel = _kernel_of_cpu(query, key, value, mask, p, enable_gqa)
+            kernel = _choose_cpu_kernel(query, key, value, mask, p, enable_gqa)
         elif any(each.stride(-1) != 1 for each in (query, key, value)):
             kernel = "math"
         else:
-            kernel = choice.kernel(query, key, mask, p, causal, trains)
+            kernel = choice.choose_kernel(query, key, mask, p, causal, trains)
             if kernel == "flash" and value.shape[-1] != key.shape[-1]:
                 kernel = "efficient"
         if kernel == "plain":
             plain = aten.scaled_dot_product_attention.default.decompose
             return plain(query, key, value, mask, p, causal, scale=scale, enable_gqa=enable_gqa)
         if kernel == "efficient" and mask is not None:
-            mask = _prepared(mask, query, key)
-        mask = _added(mask, query)
+            mask = _align_mask(mask, query, key)
+        mask = _make_additive_mask(mask, query)
         if kernel == "math":
             math = aten._scaled_dot_product_attention_math
             return math(query, key, value, mask, p, causal, None, scale=scale, enable_gqa=enable_gqa)[0]
@@ -157,10 +190,13 @@ def attention(choice: AttentionKernel | None) -> Callable[..., Any]:
     return attend
 
 
-def _kernel_of_cpu(
+def _choose_cpu_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float, enable_gqa: bool
 ) -> str:
-    """ "cpu", "math" or "plain"."""
+    """Return the name of the attention kernel for a CPU: "cpu" (fused), "math", or "plain" to let torch choose.
+
+    torch chooses if there is dropout, or if the shapes or strides are not those of the fused kernel.
+    """
     is_alike = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
     has_heads = query.dim() == 4 and (query.shape[1] == key.shape[1] or enable_gqa)
     is_aligned = all(each.stride(-1) == 1 for each in (query, key, value))
@@ -169,16 +205,16 @@ def _kernel_of_cpu(
     return "math" if mask is not None and mask.requires_grad else "cpu"
 
 
-def _added(mask: Any, query: torch.Tensor) -> Any:
-    """A mask of bools becomes one to add."""
+def _make_additive_mask(mask: Any, query: torch.Tensor) -> Any:
+    """Convert a boolean mask to one that is added to the scores. Other masks are returned unchanged."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
-def _prepared(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A mask to add, its rows aligned to 16 bytes, as the memory-efficient kernel wants them."""
-    mask = _added(mask, query)
+def _align_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return an additive mask whose rows start at multiples of 16 bytes, as the memory-efficient kernel requires."""
+    mask = _make_additive_mask(mask, query)
     length = key.shape[2]
     if mask.shape[-1] == length and length % 8:
         mask = torch.nn.functional.pad(mask, (0, -length % 8))[..., :length]

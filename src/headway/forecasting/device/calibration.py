@@ -1,7 +1,8 @@
-"""What a card takes beside tensors, measured on it once and kept in the user's folder: `headway estimate --calibrate`.
+"""Measure once how much memory a GPU needs besides tensors, and store the result: `headway estimate --calibrate`.
 
-A second process is started, and what the card has less while that one has done its first work is what it takes: its context, the
-libraries it has loaded, and what its allocator holds, which it tells. Other processes do not count, as long as they stay as they are.
+The result is stored in the folder of the user's config file. The measurement starts a second process, which runs some
+typical kernels. The drop in free memory, minus the memory that the process's allocator has reserved, is the overhead of
+its context and libraries. Other processes do not disturb the measurement as long as their memory does not change.
 """
 
 import json
@@ -15,10 +16,11 @@ from typing import Any
 
 from headway.common import atomic
 from headway.common.untrusted import parse_json
-from headway.config.files import default_file
+from headway.core.config.files import find_default_file
 from headway.errors import ConfigError, DeviceUnavailable
 
 FILE_NAME = "devices.json"
+"""Name of the file that stores the calibration records."""
 
 _WORK = """
 import json, sys, torch
@@ -35,20 +37,24 @@ torch.cuda.synchronize()
 print(json.dumps({"reserved": torch.cuda.memory_reserved(), "kept": torch.cuda.memory_allocated()}), flush=True)
 sys.stdin.read()
 """
+"""Source code of the process whose memory is measured.
+
+It runs typical kernels, prints its allocator's statistics and waits for the end of its input.
+"""
 
 
 @dataclass(frozen=True)
 class CalibrationRecord:
-    """One card, measured.
+    """Measured memory overhead of a process on one GPU.
 
     Attributes:
-        product: what the driver calls it.
-        memory: bytes on the card.
-        capability: compute capability.
-        overhead: bytes that a process takes beside what its allocator holds, after its first work.
-        kept: bytes that its allocator holds for libraries' workspaces after that.
-        torch: the version that it was measured with.
-        date: of the measurement.
+        product: Product name of the GPU as reported by the driver.
+        memory: Bytes of the GPU's memory.
+        capability: Compute capability.
+        overhead: Bytes that a process uses in addition to its allocator's reserved memory, after its first kernels.
+        kept: Bytes that the process's allocator keeps for libraries' workspaces after these kernels.
+        torch: Version of torch at the measurement.
+        date: Date of the measurement in ISO format.
     """
 
     product: str
@@ -61,20 +67,20 @@ class CalibrationRecord:
 
     @property
     def source(self) -> str:
-        """For people."""
+        """Source of the numbers, as a sentence: GPU, torch version and date of the measurement."""
         return f"measured on {self.product}, {self.date}, with torch {self.torch} (headway estimate --calibrate)"
 
 
-def file(environment: Mapping[str, str]) -> Path:
-    """Where the records are: beside the config file."""
-    return default_file(environment).with_name(FILE_NAME)
+def locate_records(environment: Mapping[str, str]) -> Path:
+    """Return the path of the file with the calibration records, in the folder of the config file."""
+    return find_default_file(environment).with_name(FILE_NAME)
 
 
-def read(path: Path) -> dict[str, CalibrationRecord]:
-    """The records, by the device's name; empty where there is no file.
+def read_records(path: Path) -> dict[str, CalibrationRecord]:
+    """Read the calibration records by device name. The result is empty if there is no file.
 
     Raises:
-        ConfigError: the file holds something else.
+        ConfigError: If the file does not contain calibration records.
     """
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
@@ -89,13 +95,13 @@ def read(path: Path) -> dict[str, CalibrationRecord]:
         ) from error
 
 
-def write(path: Path, name: str, record: CalibrationRecord) -> None:
-    """Keep a record under that name, beside those of other cards.
+def write_record(path: Path, name: str, record: CalibrationRecord) -> None:
+    """Store a calibration record under a device name. Records of other devices in the file are kept.
 
     Raises:
-        ConfigError: the file holds something else, or cannot be written.
+        ConfigError: If the file does not contain calibration records or cannot be written.
     """
-    records = {**read(path), name: record}
+    records = {**read_records(path), name: record}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(path, json.dumps({key: asdict(each) for key, each in records.items()}, indent=1) + "\n")
@@ -105,30 +111,30 @@ def write(path: Path, name: str, record: CalibrationRecord) -> None:
         ) from error
 
 
-def product() -> tuple[str, int, tuple[int, int]]:
-    """The name, memory and compute capability of this process's CUDA device.
+def read_device_properties() -> tuple[str, int, tuple[int, int]]:
+    """Return the product name, memory and compute capability of this process's CUDA device.
 
     Raises:
-        DeviceUnavailable: there is none.
+        DeviceUnavailable: If there is no CUDA device.
     """
     import torch
 
     if not torch.cuda.is_available():
         raise DeviceUnavailable(
-            "there is no CUDA device here, so nothing can be measured and device='this' means nothing; run this on the machine with "
+            "there is no CUDA device here, so nothing can be measured and device='this' has no meaning; run this on the machine with "
             "the GPU, or give a device listed in docs/forecast.md"
         )
     about = torch.cuda.get_device_properties(torch.cuda.current_device())
     return about.name, about.total_memory, (about.major, about.minor)
 
 
-def measure() -> CalibrationRecord:
-    """What a process takes on this process's CUDA device beside tensors.
+def measure_overhead() -> CalibrationRecord:
+    """Measure the memory that a process needs on this process's CUDA device in addition to tensors.
 
     Raises:
-        DeviceUnavailable: there is none, or the work that is measured failed on it.
+        DeviceUnavailable: If there is no CUDA device, or the measured kernels failed on it.
     """
-    name, memory, capability = product()
+    name, memory, capability = read_device_properties()
     import torch
 
     free, _ = torch.cuda.mem_get_info()
@@ -138,9 +144,9 @@ def measure() -> CalibrationRecord:
     assert worker.stdout is not None
     line = worker.stdout.readline()
     left, _ = torch.cuda.mem_get_info()
-    _, said = worker.communicate("")
+    _, message = worker.communicate("")
     if not line:
-        last = (said.strip() or "it ended without a word").splitlines()[-1]
+        last = (message.strip() or "it ended without a message").splitlines()[-1]
         raise DeviceUnavailable(
             f"the work to be measured failed on {name}: {last}. Free memory on it, or check its driver with nvidia-smi"
         )

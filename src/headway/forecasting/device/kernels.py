@@ -1,12 +1,12 @@
-"""What a target device computes differently from a CPU, as data: which kernels it takes, and what they ask for beside their results.
+"""Make a trace on fake CPU tensors allocate the memory that the target device's kernels would allocate.
 
-The step is traced on fake tensors that lie on the CPU. For the time of a trace the operations below get an implementation for fake
-tensors that asks for what the target's kernels ask for; real tensors go on being computed as ever. It is registered in torch's
-dispatcher, not in a Python function, so that calls from C++ and recomputation in backward meet it as well.
+Fake tensors are on the CPU. During a trace, some operations have another implementation for fake tensors, which
+requests the memory that the target's kernels request. Real tensors are computed as usual. The implementations are
+registered in torch's dispatcher. So they also apply to calls from C++ and to recomputation in backward.
 
-CUDA's autocast computes other operations in float32, and leaves others alone, than a CPU's. The names are those that torch
-registers for AutocastCUDA (`aten/src/ATen/autocast_mode.h`); a test compares them with the torch that is installed. Those that run
-in half precision are the same on both.
+CUDA's autocast casts other operations to float32 than a CPU's. The operations listed here are those that torch
+registers for AutocastCUDA (`aten/src/ATen/autocast_mode.h`). A test compares them with the installed torch.
+Operations that run in half precision are the same on both.
 """
 
 import warnings
@@ -16,11 +16,17 @@ from math import prod
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from headway.forecasting.device import attention, workspaces
+from headway.forecasting._torch import (
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    FakeTensor,
+    has_kernel_for_dispatch_key,
+)
+from headway.forecasting.device import attention, copies, recurrent, sums
+from headway.forecasting.device.copies import Sizes
 from headway.forecasting.device.devices import Device
-from headway.forecasting.device.workspaces import Sizes
 
 FLOAT32 = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan",
@@ -33,237 +39,43 @@ FLOAT32 = (
     "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d",
     "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
 )  # fmt: skip
-"""Their inputs become float32."""
+"""Operations whose inputs CUDA's autocast casts to float32."""
 
 FLOAT32_IF_FREE = (
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "sum",
     "sum.dim_IntList",
 )  # fmt: skip
-"""They get `dtype=torch.float32`, unless the call says another one."""
+"""Operations that get `dtype=torch.float32` from CUDA's autocast unless the call sets another dtype."""
 
-AS_GIVEN = (
+NOT_CAST_BY_CUDA = (
     "cross_entropy_loss", "ctc_loss.IntList", "ctc_loss.Tensor", "reflection_pad1d", "reflection_pad2d", "replication_pad1d",
     "replication_pad2d", "replication_pad3d", "avg_pool3d", "max_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d",
     "fractional_max_pool2d", "fractional_max_pool3d", "max_unpool2d", "max_unpool3d", "grid_sampler_3d", "stft", "stft.center",
     "quantile", "trace", "polar", "multilabel_margin_loss_forward", "fake_quantize_per_tensor_affine",
 )  # fmt: skip
-"""A CPU's autocast makes their inputs float32; CUDA's has nothing to do with them, but with what they call."""
+"""Operations whose inputs are cast to float32 by a CPU's autocast, but not by CUDA's.
+
+On CUDA, autocast casts only the operations that these operations call.
+"""
 
 
 _WITH_BFLOAT16 = (8, 0)
-"""The first capability for which cuDNN has convolutions in it."""
-_SORTED_BY_BLOCK, _SORTED_FROM = 4096, 3072
-"""Up to so many values a row is sorted by one block; up to so many indices an embedding's backward on CUDA needs no sorting."""
-
-
-def _embedding_backward(args: tuple[Any, ...]) -> list[int]:
-    """Gradients in a row; indices, sorted, with where they were, and room to sort them in."""
-    size, rows = args[1].numel() * 8, [] if args[0].is_contiguous() else [args[0].nbytes]
-    return [*rows, size, size, 2 * size] if args[1].numel() > _SORTED_FROM else rows
-
-
-def _embedding_sums(args: tuple[Any, ...]) -> list[int]:
-    """Sums of ten rows at most each, as many as there may be: every index that occurs begins one.
-
-    Where far more indices than rows are summed up, torch takes another way; the bounds were measured.
-    """
-    indices, rows = args[1].numel(), args[2]
-    if not rows or indices <= _SORTED_FROM or (rows < 512 and rows * 30 < indices):
-        return []
-    sums = indices // 10 + min(indices, rows)
-    return [sums * 8, sums * args[0].shape[-1] * 4]
-
-
-def _sorting(args: tuple[Any, ...]) -> list[int]:
-    """Rows that no block sorts by itself: where values were, of several rows twice and the values too, and room for radix sort.
-
-    What that takes beside the values, 0.1 to 4.5 MB by the device, is left out.
-    """
-    values, size = args[0], args[0].numel() * 8
-    length = values.shape[args[1] if len(args) > 1 and type(args[1]) is int else -1] if values.dim() else 1
-    if not size or length <= _SORTED_BY_BLOCK:
-        return []
-    rows = [size, values.nbytes] if length * 8 < size else []
-    return [size, *rows, values.nbytes + size, *([] if values.is_contiguous() else [2 * values.nbytes + size])]
-
-
-def _indexed_sums(args: tuple[Any, ...]) -> list[int]:
-    """Where rows are added up by indices, these are sorted, and values that do not lie in a row are copied."""
-    if len(args) < 4 or not args[3]:
-        return []
-    size = 8 * max(index.numel() for index in args[1] if index is not None)
-    return [*([] if args[2].is_contiguous() else [args[2].nbytes]), *[size] * 4, 2 * size]
-
-
-def _distances(args: tuple[Any, ...]) -> list[int]:
-    """Euclidean ones by one product: of points that each have two columns more; the first were doubled in a copy before."""
-    one, two = args[:2]
-    wide, size = one.shape[-1] + 2, one.element_size()
-    found = prod(one.shape[:-1]) * two.shape[-2] * size
-    return [prod(one.shape[:-1]) * wide * size, max(prod(two.shape[:-1]) * wide * size, one.nbytes - found)]
-
-
-def _where_all_is_masked(args: tuple[Any, ...]) -> list[int]:
-    """What is masked, the rows in which all is, and the zero that these become."""
-    return [args[0].numel(), args[0].numel() // args[0].shape[args[1]], 4]
-
-
-def _convolution_on_cpu(args: tuple[Any, ...]) -> list[int]:
-    """oneDNN's copies of inputs and weights in its own order; channels in eights at least."""
-    inputs, weights = args[0], args[1]
-    return [weights.nbytes, *_ordered(inputs)]
-
-
-def _convolution_backward_on_cpu(args: tuple[Any, ...]) -> list[int]:
-    gradient, inputs = args[0], args[1]
-    return [*_ordered(gradient), *_ordered(inputs)]
-
-
-def _ordered(tensor: torch.Tensor) -> list[int]:
-    return [tensor.nbytes] if tensor.shape[1] % 8 == 0 else []
-
-
-def _eight_bit_on_cpu(args: tuple[Any, ...]) -> list[int]:
-    """bitsandbytes' update of Adam in torch's operations: gradient, both moments, a root and a denominator in float32."""
-    return [args[2].numel() * 4] * 5
-
-
-def _four_bit_product(args: tuple[Any, ...]) -> list[int]:
-    """The weight of a four-bit layer in full, and its scales, until the product is there."""
-    inputs, shape = args[0], args[2]
-    nested = [args[7].numel() * 4] if len(args) > 7 and args[7] is not None else []
-    return [*nested, shape[0] * shape[1] * inputs.element_size()]
-
-
-def _nothing(args: tuple[Any, ...]) -> list[int]:
-    """The kernel works in place."""
-    return []
-
-
-def _before_reduction(args: tuple[Any, ...]) -> list[int]:
-    """A loss of each element, until it is reduced to one number; `reduction=0` is none."""
-    return [args[0].nbytes] if len(args) < 3 or args[2] else []
-
-
-def _masks(args: tuple[Any, ...]) -> list[int]:
-    """The indices that masks of bools become: found, and then one by one for each dimension."""
-    masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-    return [index.numel() * index.dim() * 8 for index in masks for _ in range(2)]
-
-
-def _logits_of_a_chunk(args: tuple[Any, ...]) -> list[int]:
-    tokens, weight, chunk = args[0], args[1], args[6]
-    return [min(len(tokens), chunk) * len(weight) * 4]
-
-
-def _ctc_backward(args: tuple[Any, ...]) -> list[int]:
-    """What forward has kept, once more from the other end, and probabilities in its order."""
-    return [args[6].nbytes, args[1].nbytes]
-
-
-_EVERYWHERE: dict[str, Sizes] = {
-    **{f"aten::{name}": _masks for name in ("index", "index_put", "index_put_", "_index_put_impl_")},
-    "aten::_ctc_loss_backward": _ctc_backward,
-    **{f"aten::{name}": _before_reduction for name in ("mse_loss", "smooth_l1_loss", "huber_loss")},
-    # Their logarithms, and the losses until they are reduced.
-    "aten::binary_cross_entropy_with_logits": lambda args: [args[0].nbytes] * (1 + (len(args) < 5 or args[4] > 0)),
-    "aten::logsumexp": lambda args: [args[0].nbytes],  # their exponentials
-    **dict.fromkeys(("bitsandbytes::optimizer_update_32bit", "bitsandbytes::dequantize_4bit"), _nothing),
-    "bitsandbytes::dequantize_blockwise": _nothing,
-    "bitsandbytes::gemm_4bit": _four_bit_product,
-    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _logits_of_a_chunk,
-}
-
-_OF_CPU: dict[str, Sizes] = {
-    "aten::convolution": _convolution_on_cpu,
-    "aten::convolution_backward": _convolution_backward_on_cpu,
-    "c10d::_allgather_base_": lambda args: [args[0].nbytes],  # what comes in lies in a row first
-    "c10d::_reduce_scatter_base_": lambda args: [args[1].nbytes],  # all of the input is summed, in a copy
-    "_c10d_functional::all_gather_into_tensor": lambda args: [args[0].nbytes * args[1]],
-    "_c10d_functional::reduce_scatter_tensor": lambda args: [args[0].nbytes],
-    "bitsandbytes::optimizer_update_8bit_blockwise": _eight_bit_on_cpu,
-}
-
-_OF_CUDA: dict[str, Sizes] = {
-    "aten::_scaled_dot_product_efficient_attention_backward": attention.grouped_gradients,
-    "aten::embedding_dense_backward": _embedding_backward,
-    "aten::_embedding_bag_backward": lambda args: _embedding_backward(args) if args[8] < 2 and not args[9] else [],
-    "aten::_euclidean_dist": _distances,
-    # Places in homogeneous coordinates.
-    "aten::affine_grid_generator": lambda args: [
-        args[1][0] * prod(args[1][2:]) * args[0].shape[2] * args[0].element_size()
-    ],
-    "aten::_cudnn_rnn": workspaces.asked_by_cudnn,
-    "aten::_cudnn_rnn_backward": workspaces.asked_by_cudnn_backward,
-    "bitsandbytes::optimizer_update_8bit_blockwise": _nothing,
-    **workspaces.COPIES_BEFORE,
-}
-
-LATE_SCRATCH_OF_CUDA: dict[str, Sizes] = {
-    **workspaces.COPIES_AFTER,
-    "aten::_scaled_dot_product_flash_attention_backward": attention.flash_backward,
-    "aten::_scaled_dot_product_efficient_attention_backward": attention.efficient_backward,
-    # Of wide heads in half precision, the result in float32.
-    "aten::_scaled_dot_product_efficient_attention": lambda args: (
-        [args[0].numel() * 4] if args[2].shape[-1] > 128 and args[2].dtype in attention.HALVES else []
-    ),
-    "aten::_scaled_dot_product_cudnn_attention_backward": attention.flash_backward,
-    "aten::_safe_softmax": _where_all_is_masked,
-    # The gradient times the result, and a copy of one that does not lie in a row.
-    "aten::_softmax_backward_data": lambda args: [args[0].nbytes] * (2 - args[0].is_contiguous()),
-    "aten::embedding_dense_backward": _embedding_sums,
-    # As an embedding's, of sums and means that are dense.
-    "aten::_embedding_bag_backward": lambda args: _embedding_sums(
-        (*args[:2], args[6] if args[8] < 2 and not args[9] else 0)
-    ),
-    "aten::sort": _sorting,
-    "aten::_cdist_backward": lambda args: [args[4].numel() * args[1].shape[-1] * args[1].element_size()],
-    # How many values each mean has, from ones, and where there are none.
-    "aten::scatter_reduce": lambda args: [args[3].nbytes, args[0].nbytes, args[0].numel()] if args[4] == "mean" else [],
-    **{f"aten::{name}": _indexed_sums for name in ("index_put", "index_put_", "_index_put_impl_")},
-}
-"""On CUDA: what a kernel asks for after its results, in order; negative: what it gives back before it asks for the next."""
-
-
-def scratch(device: Device) -> tuple[dict[str, Sizes], dict[str, Sizes]]:
-    """Bytes that a device's kernels ask torch's allocator for while they run, by operation: before their results, and after."""
-    if not device.is_cuda:
-        return _EVERYWHERE | _OF_CPU, {}
-    before, after = (workspaces.SLOW_BEFORE, workspaces.SLOW_AFTER) if device.capability < _WITH_BFLOAT16 else ({}, {})
-    late = LATE_SCRATCH_OF_CUDA | workspaces.of_sums(device.processors, device.threads)
-    return _EVERYWHERE | _OF_CUDA | before, late | after
-
-
-OVERSIZED: dict[str, Sizes] = {
-    **{f"aten::{name}": _before_reduction for name in ("mse_loss", "smooth_l1_loss")},
-    "aten::binary_cross_entropy": lambda args: _before_reduction((*args[:2], *args[3:])),
-    "aten::_cudnn_rnn": workspaces.kept_by_cudnn,
-    "aten::mkldnn_rnn_layer": workspaces.kept_by_onednn,
-}
-"""Everywhere: bytes behind each result that are more than it shows: of a loss that was made for all elements and then shrunk to one
-number, which gives nothing back; of what recurrent layers keep."""
+"""First compute capability for which cuDNN has convolutions in bfloat16."""
+_SORTED_BY_BLOCK = 4096
+"""Longest row that a single CUDA block can sort."""
+_SORTED_FROM = 3072
+"""Largest number of indices for which an embedding's backward on CUDA does not sort the indices."""
 
 _OVERSIZED_ON_CUDA: dict[str, Sizes] = {
     "aten::log_sigmoid_forward": lambda args: [0, -1],
     "aten::native_layer_norm": lambda args: [0, *[args[0].numel() // prod(args[1]) * 4] * 2],
 }
-"""Statistics are kept in float32; negative: a CPU's result that CUDA's kernel does without."""
+"""Rules for the storage sizes of results that differ on CUDA, by operation.
 
-
-def oversized(device: Device) -> dict[str, Sizes]:
-    """Bytes behind each result where a device keeps more, or less, than a fake result shows, by operation."""
-    return OVERSIZED | _OVERSIZED_ON_CUDA if device.is_cuda else OVERSIZED
-
-
+Statistics are in float32. A negative size means that the result does not exist on CUDA.
+"""
 _MATMUL = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_scaled_mm")
-
-
-def takes_cublas(device: Device, name: str, args: tuple[Any, ...]) -> bool:
-    """Does an operation go to cuBLAS, whose workspace stays from the first of them on?"""
-    is_product = name.removeprefix("aten::") in _MATMUL
-    return device.cublas > 0 and (is_product or (device.capability < _WITH_BFLOAT16 and workspaces.is_slow(name, args)))
-
-
+"""Names of the operations that use cuBLAS."""
 UNKNOWN_SCRATCH: dict[str, str] = {
     "aten::convolution": "cuDNN's workspaces for convolutions are not counted: it takes what the algorithm it chooses wants",
     "aten::convolution_backward": "cuDNN's workspaces for convolutions are not counted: it takes what the algorithm it chooses wants",
@@ -279,41 +91,296 @@ UNKNOWN_SCRATCH: dict[str, str] = {
         "cuSOLVER's workspaces are not counted",
     ),
 }
-"""What is known not to be known, by operation."""
-
+"""Description of the scratch memory that cannot be computed, by operation. It becomes a caveat of the forecast."""
 NAMESPACES = (
     *("aten", "prim", "prims", "profiler", "inductor", "higher_order"),
     *("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"),
 )
-"""Whose operations a trace understands; all others are named in its caveats."""
+"""Namespaces of operations whose memory is known. A trace's caveats list all other operations."""
+
+
+def _size_embedding_backward(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of each scratch tensor in an embedding's backward.
+
+    They are contiguous gradients, sorted indices and sort buffers.
+    """
+    size, rows = args[1].numel() * 8, [] if args[0].is_contiguous() else [args[0].nbytes]
+    return [*rows, size, size, 2 * size] if args[1].numel() > _SORTED_FROM else rows
+
+
+def _size_embedding_sums(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of the partial sums in an embedding's backward.
+
+    A partial sum covers at most ten rows, and every index that occurs starts a new one. So their computed number is
+    an upper bound. With far more indices than embedding rows, torch uses another algorithm. Its bounds were
+    measured.
+    """
+    indices, rows = args[1].numel(), args[2]
+    if not rows or indices <= _SORTED_FROM or (rows < 512 and rows * 30 < indices):
+        return []
+    sums = indices // 10 + min(indices, rows)
+    return [sums * 8, sums * args[0].shape[-1] * 4]
+
+
+def _size_sorting(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of each scratch tensor of a sort whose rows are too long for one CUDA block.
+
+    The scratch tensors are the positions of the values, the values if there are several rows, and buffers for radix
+    sort. The fixed part of radix sort (0.1 to 4.5 MB, depending on the device) is left out.
+    """
+    values, size = args[0], args[0].numel() * 8
+    length = values.shape[args[1] if len(args) > 1 and type(args[1]) is int else -1] if values.dim() else 1
+    if not size or length <= _SORTED_BY_BLOCK:
+        return []
+    rows = [size, values.nbytes] if length * 8 < size else []
+    return [size, *rows, values.nbytes + size, *([] if values.is_contiguous() else [2 * values.nbytes + size])]
+
+
+def _size_indexed_sums(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of each scratch tensor of `index_put` with accumulation, which adds rows by index.
+
+    These are the sorted indices, and a contiguous copy of the values.
+    """
+    if len(args) < 4 or not args[3]:
+        return []
+    size = 8 * max(index.numel() for index in args[1] if index is not None)
+    return [*([] if args[2].is_contiguous() else [args[2].nbytes]), *[size] * 4, 2 * size]
+
+
+def _size_distances(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of the scratch tensors of Euclidean distances that are computed as one matrix product.
+
+    For this product, the points have two additional columns. A copy of the first points, times two, is allocated first.
+    """
+    one, two = args[:2]
+    wide, size = one.shape[-1] + 2, one.element_size()
+    found = prod(one.shape[:-1]) * two.shape[-2] * size
+    return [prod(one.shape[:-1]) * wide * size, max(prod(two.shape[:-1]) * wide * size, one.nbytes - found)]
+
+
+def _size_masked_rows(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of each scratch tensor of a softmax that returns zeros for fully masked rows.
+
+    These are the mask, the fully masked rows, and the zero that replaces their results.
+    """
+    return [args[0].numel(), args[0].numel() // args[0].shape[args[1]], 4]
+
+
+def _size_convolution_on_cpu(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of the copies of inputs and weights that oneDNN makes in its own memory format.
+
+    Inputs are copied only if their number of channels is a multiple of eight.
+    """
+    inputs, weights = args[0], args[1]
+    return [weights.nbytes, *_size_reordered(inputs)]
+
+
+def _size_convolution_backward_on_cpu(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of the copies of the gradient and the inputs that oneDNN makes in its own memory format."""
+    gradient, inputs = args[0], args[1]
+    return [*_size_reordered(gradient), *_size_reordered(inputs)]
+
+
+def _size_reordered(tensor: torch.Tensor) -> list[int]:
+    """Return the bytes of oneDNN's copy of a tensor in its own memory format.
+
+    The list is empty unless the number of channels is a multiple of 8.
+    """
+    return [tensor.nbytes] if tensor.shape[1] % 8 == 0 else []
+
+
+def _size_eight_bit_update_on_cpu(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of each scratch tensor when bitsandbytes computes its 8-bit Adam update with torch operations.
+
+    These are five float32 tensors: gradient, two moments, square root and denominator.
+    """
+    return [args[2].numel() * 4] * 5
+
+
+def _size_four_bit_product(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of a four-bit layer's dequantized weight and scales, which are freed after the product."""
+    inputs, shape = args[0], args[2]
+    nested = [args[7].numel() * 4] if len(args) > 7 and args[7] is not None else []
+    return [*nested, shape[0] * shape[1] * inputs.element_size()]
+
+
+def _size_nothing(args: tuple[Any, ...]) -> list[int]:
+    """Return an empty list, because an in-place kernel needs no scratch memory."""
+    return []
+
+
+def _size_unreduced_loss(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of the elementwise losses before their reduction.
+
+    The list is empty with `reduction=0` ("none").
+    """
+    return [args[0].nbytes] if len(args) < 3 or args[2] else []
+
+
+def _size_mask_indices(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of the index tensors to which boolean masks are converted.
+
+    Each mask needs one tensor with the indices of all dimensions, and then one tensor per dimension.
+    """
+    masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    return [index.numel() * index.dim() * 8 for index in masks for _ in range(2)]
+
+
+def _size_chunk_logits(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of one chunk's float32 logits, for a loss that is computed in chunks."""
+    tokens, weight, chunk = args[0], args[1], args[6]
+    return [min(len(tokens), chunk) * len(weight) * 4]
+
+
+def _size_ctc_backward(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of each scratch tensor in the CTC loss's backward.
+
+    One has the size of the values that forward has saved, the other the size of the log probabilities.
+    """
+    return [args[6].nbytes, args[1].nbytes]
+
+
+_EVERYWHERE: dict[str, Sizes] = {
+    **{f"aten::{name}": _size_mask_indices for name in ("index", "index_put", "index_put_", "_index_put_impl_")},
+    "aten::_ctc_loss_backward": _size_ctc_backward,
+    **{f"aten::{name}": _size_unreduced_loss for name in ("mse_loss", "smooth_l1_loss", "huber_loss")},
+    # The logarithms, and the losses of all elements before they are reduced.
+    "aten::binary_cross_entropy_with_logits": lambda args: [args[0].nbytes] * (1 + (len(args) < 5 or args[4] > 0)),
+    "aten::logsumexp": lambda args: [args[0].nbytes],  # the exponentials of the inputs
+    **dict.fromkeys(("bitsandbytes::optimizer_update_32bit", "bitsandbytes::dequantize_4bit"), _size_nothing),
+    "bitsandbytes::dequantize_blockwise": _size_nothing,
+    "bitsandbytes::gemm_4bit": _size_four_bit_product,
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _size_chunk_logits,
+}
+"""Rules for scratch memory that operations allocate before their results on every device."""
+
+_OF_CPU: dict[str, Sizes] = {
+    "aten::convolution": _size_convolution_on_cpu,
+    "aten::convolution_backward": _size_convolution_backward_on_cpu,
+    "c10d::_allgather_base_": lambda args: [args[0].nbytes],  # gloo receives into a flat buffer
+    "c10d::_reduce_scatter_base_": lambda args: [args[1].nbytes],  # gloo sums all of the input in a copy
+    "_c10d_functional::all_gather_into_tensor": lambda args: [args[0].nbytes * args[1]],
+    "_c10d_functional::reduce_scatter_tensor": lambda args: [args[0].nbytes],
+    "bitsandbytes::optimizer_update_8bit_blockwise": _size_eight_bit_update_on_cpu,
+}
+"""Rules for scratch memory that operations allocate before their results on a CPU."""
+
+_OF_CUDA: dict[str, Sizes] = {
+    "aten::_scaled_dot_product_efficient_attention_backward": attention.size_grouped_gradients,
+    "aten::embedding_dense_backward": _size_embedding_backward,
+    "aten::_embedding_bag_backward": lambda args: _size_embedding_backward(args) if args[8] < 2 and not args[9] else [],
+    "aten::_euclidean_dist": _size_distances,
+    # Grid positions in homogeneous coordinates.
+    "aten::affine_grid_generator": lambda args: [
+        args[1][0] * prod(args[1][2:]) * args[0].shape[2] * args[0].element_size()
+    ],
+    "aten::_cudnn_rnn": recurrent.size_cudnn_workspace,
+    "aten::_cudnn_rnn_backward": recurrent.size_cudnn_backward_workspace,
+    "bitsandbytes::optimizer_update_8bit_blockwise": _size_nothing,
+    **copies.COPIES_BEFORE,
+}
+"""Rules for scratch memory that operations allocate before their results on CUDA."""
+
+LATE_SCRATCH_OF_CUDA: dict[str, Sizes] = {
+    **copies.COPIES_AFTER,
+    "aten::_scaled_dot_product_flash_attention_backward": attention.size_flash_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": attention.size_efficient_backward,
+    # The result in float32, for heads wider than 128 in half precision.
+    "aten::_scaled_dot_product_efficient_attention": lambda args: (
+        [args[0].numel() * 4] if args[2].shape[-1] > 128 and args[2].dtype in attention.HALVES else []
+    ),
+    "aten::_scaled_dot_product_cudnn_attention_backward": attention.size_flash_backward,
+    "aten::_safe_softmax": _size_masked_rows,
+    # The product of gradient and result, and a copy of a gradient that is not contiguous.
+    "aten::_softmax_backward_data": lambda args: [args[0].nbytes] * (2 - args[0].is_contiguous()),
+    "aten::embedding_dense_backward": _size_embedding_sums,
+    # Like an embedding's, for dense gradients of sums and means (modes 0 and 1).
+    "aten::_embedding_bag_backward": lambda args: _size_embedding_sums(
+        (*args[:2], args[6] if args[8] < 2 and not args[9] else 0)
+    ),
+    "aten::sort": _size_sorting,
+    "aten::_cdist_backward": lambda args: [args[4].numel() * args[1].shape[-1] * args[1].element_size()],
+    # For means: ones to count the values, the counts, and a mask of counts that are zero.
+    "aten::scatter_reduce": lambda args: [args[3].nbytes, args[0].nbytes, args[0].numel()] if args[4] == "mean" else [],
+    **{f"aten::{name}": _size_indexed_sums for name in ("index_put", "index_put_", "_index_put_impl_")},
+}
+"""Rules for scratch memory that operations allocate after their results on CUDA, in order.
+
+A negative size denotes scratch memory that is freed before the next request.
+"""
+
+
+def list_scratch(device: Device) -> tuple[dict[str, Sizes], dict[str, Sizes]]:
+    """Return two dicts of rules for scratch memory on a device, by operation.
+
+    The first is for memory allocated before the results, the second for memory allocated after them.
+    """
+    if not device.is_cuda:
+        return _EVERYWHERE | _OF_CPU, {}
+    before, after = (copies.SLOW_BEFORE, copies.SLOW_AFTER) if device.capability < _WITH_BFLOAT16 else ({}, {})
+    late = LATE_SCRATCH_OF_CUDA | sums.make_sum_rules(device.processors, device.threads)
+    return _EVERYWHERE | _OF_CUDA | before, late | after
+
+
+OVERSIZED: dict[str, Sizes] = {
+    **{f"aten::{name}": _size_unreduced_loss for name in ("mse_loss", "smooth_l1_loss")},
+    "aten::binary_cross_entropy": lambda args: _size_unreduced_loss((*args[:2], *args[3:])),
+    "aten::_cudnn_rnn": recurrent.size_cudnn_reserve,
+    "aten::mkldnn_rnn_layer": recurrent.size_onednn_workspace,
+}
+"""Rules for the storage sizes of results on every device, for operations whose results own more memory than their
+shape.
+
+For example, a loss is computed for all elements and then resized to one number, which frees nothing. Recurrent layers
+keep values for backward.
+"""
+
+
+def list_oversized(device: Device) -> dict[str, Sizes]:
+    """Return rules for the storage size of results, by operation.
+
+    Listed are the operations whose results own more or less memory than their shape needs.
+    """
+    return OVERSIZED | _OVERSIZED_ON_CUDA if device.is_cuda else OVERSIZED
+
+
+def is_cublas_operation(device: Device, name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an operation uses cuBLAS, whose workspace stays allocated after the first use."""
+    is_product = name.removeprefix("aten::") in _MATMUL
+    return device.cublas > 0 and (
+        is_product or (device.capability < _WITH_BFLOAT16 and copies.is_slow_convolution(name, args))
+    )
 
 
 @contextmanager
-def substituted(device: Device, precision: str) -> Iterator[None]:
-    """A block in which fake tensors on the CPU ask for memory as they would on that device."""
+def substitute_kernels(device: Device, precision: str) -> Iterator[None]:
+    """Return a context in which fake tensors on the CPU request the memory that the device's kernels would request."""
     with ExitStack() as stack:
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        # Registered kernels stay until this is called.
+        # Without this call, registered kernels would stay as long as the library object exists.
         stack.callback(library._destroy)
         choice = None
         if device.is_cuda:
             choice = attention.AttentionKernel(device.capability, tuple(map(int, torch.__version__.split(".")[:2])))
-            workspaces.override(library)
-            library.impl("dropout", _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
-            library.impl("linear", _linear, "AutogradCPU")  # type: ignore[no-untyped-call]
+            recurrent.override_recurrent_layers(library)
+            library.impl("dropout", _apply_dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
+            library.impl("linear", _apply_linear, "AutogradCPU")  # type: ignore[no-untyped-call]
             if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
-                library.impl("rms_norm", workspaces.rms_norm, "AutogradCPU")  # type: ignore[no-untyped-call]
+                library.impl("rms_norm", copies.apply_rms_norm, "AutogradCPU")  # type: ignore[no-untyped-call]
             if precision != "no":
                 for name in (*FLOAT32, *FLOAT32_IF_FREE):
-                    _in_float32(library, name)
-                for name in AS_GIVEN:
-                    _as_given(library, name)
-        library.impl("scaled_dot_product_attention", attention.attention(choice), "AutogradCPU")  # type: ignore[no-untyped-call]
+                    _cast_to_float32(library, name)
+                for name in NOT_CAST_BY_CUDA:
+                    _keep_dtype(library, name)
+        library.impl("scaled_dot_product_attention", attention.make_attention(choice), "AutogradCPU")  # type: ignore[no-untyped-call]
         yield
 
 
-def grouped_products(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
-    """Products of groups of rows (experts) in float32 or float16, whose fake kernel torch has for bfloat16 alone; None: another."""
+def make_grouped_product(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """Return the fake result of a grouped matrix product (of experts) in a dtype other than bfloat16.
+
+    torch's own fake kernel accepts only bfloat16. Return None for bfloat16 and for other operations.
+    """
     if func is not torch.ops.aten._grouped_mm.default or not isinstance(args[0], FakeTensor):
         return None
     if args[0].dtype is torch.bfloat16:
@@ -323,47 +390,61 @@ def grouped_products(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
     return torch.empty_strided(made.shape, made.stride(), dtype=args[0].dtype)
 
 
-def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """CUDA's keeps one byte an element for backward, where a CPU keeps a mask of the tensor's own dtype."""
+def _apply_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Apply dropout as CUDA does, with a mask of one byte per element. On a CPU, the mask has the tensor's dtype."""
     if isinstance(tensor, FakeTensor) and train and 0 < p < 1 and tensor.numel():
         return torch.ops.aten.native_dropout(tensor, p, train)[0]  # type: ignore[no-any-return]
     return torch.ops.aten.dropout.default.decompose(tensor, p, train)  # type: ignore[no-any-return]
 
 
-def _linear(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Of inputs that are not in a row torch adds the bias in place, but not where it is of a subclass, as a fake one is."""
+def _apply_linear(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Apply a linear layer to fake tensors so that it allocates as much memory as for plain tensors.
+
+    If inputs are not contiguous, torch adds the bias in place for plain tensors, but not for a subclass such as a fake
+    tensor.
+    """
     if isinstance(tokens, FakeTensor) and bias is not None and tokens.dim() > 2 and not tokens.is_contiguous():
         return torch.matmul(tokens, weight.t()).add_(bias)
     return torch.ops.aten.linear.default.decompose(tokens, weight, bias)  # type: ignore[no-any-return]
 
 
-def _overload(name: str) -> Any:
+def _get_overload(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _as_given(library: torch.library.Library, name: str) -> None:
-    """Under autocast CUDA computes it in the dtype that it is given; what it calls is cast as ever."""
-    operation = _overload(name)
-    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CompositeImplicitAutograd")
+def _keep_dtype(library: torch.library.Library, name: str) -> None:
+    """Register that autocast does not cast the inputs of an operation, as on CUDA.
+
+    If the operation calls other operations, autocast still applies to those.
+
+    Args:
+        library: Library to register in.
+        name: Name of the operation.
+    """
+    operation = _get_overload(name)
+    is_composite = has_kernel_for_dispatch_key(f"aten::{name}", "CompositeImplicitAutograd")
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_composite:
             return operation.decompose(*args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        with ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU)):
             return operation(*args, **kwargs)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that another kernel was there
+        warnings.simplefilter("ignore")  # torch warns that this overrides its own kernel
         library.impl(name, run, "AutocastCPU")  # type: ignore[no-untyped-call]
 
 
-def _in_float32(library: torch.library.Library, name: str) -> None:
-    """Under autocast CUDA computes it in float32; where a CPU does too, nothing is to be done."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+def _cast_to_float32(library: torch.library.Library, name: str) -> None:
+    """Register that autocast casts the inputs of an operation to float32, as on CUDA.
+
+    Do nothing if a CPU's autocast does so anyway.
+    """
+    has_kernel = has_kernel_for_dispatch_key
     if has_kernel(f"aten::{name}", "AutocastCPU") or not has_kernel(f"aten::{name}", "AutocastCUDA"):
         return
-    operation = _overload(name)
+    operation = _get_overload(name)
     is_optional = name in FLOAT32_IF_FREE
     place = [argument.name for argument in operation._schema.arguments].index("dtype") if is_optional else 0
 
@@ -373,11 +454,11 @@ def _in_float32(library: torch.library.Library, name: str) -> None:
         return [cast(each) for each in value] if isinstance(value, list | tuple) else value
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # As torch's own kernels do it: what is called from here on is not cast again.
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        # Excludes autocast for the calls below, as torch's own autocast kernels do.
+        with ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU)):
             if is_optional:
-                said = args[place] if len(args) > place else kwargs.get("dtype")
-                if said is None and any(isinstance(each, attention.TRACED) for each in args):
+                dtype_argument = args[place] if len(args) > place else kwargs.get("dtype")
+                if dtype_argument is None and any(isinstance(each, attention.TRACED) for each in args):
                     return operation(*args[:place], **{**kwargs, "dtype": torch.float32})
                 return operation(*args, **kwargs)
             return operation(*(cast(each) for each in args), **{key: cast(each) for key, each in kwargs.items()})

@@ -1,28 +1,36 @@
-"""The device that a script runs on, as a target of its forecasts, and the memory that it has left for the script."""
+"""Describe the device of the running script as the target of its forecasts, and measure its available memory."""
 
 from dataclasses import replace
 
 import torch
 
+from headway.core.memory.use import read_free_address_space, read_free_bytes
+from headway.core.runtime.device import Hardware
 from headway.errors import UnsupportedError
-from headway.forecasting.device.devices import DEVICES, Device, find, look_up, name_of
-from headway.memory.use import free_address_space, free_bytes
-from headway.runtime.device import Hardware
+from headway.forecasting.device.devices import DEVICES, Device, find_device, look_up_device, name_card
 
 _USABLE = 0.75
-"""Of an address space: the C library's heap breaks into pieces. 0.73 to 0.87 were measured (benchmarks/forecast/search.py)."""
+"""Usable fraction of a limited address space (`ulimit -v`), because the C library's heap fragments.
+
+0.73 to 0.87 were measured (benchmarks/forecast/search.py).
+"""
 _LIKE = {8: "a100-40gb", 9: "h100"}
-"""By the capability's first number: whose assumed overhead and whose workspaces a card gets that is not in the table."""
+"""Name of a device in the table, by major compute capability.
+
+A GPU outside of the table uses the overhead and the workspaces of this device.
+"""
 
 
-def present_device(hardware: Hardware, device: torch.device) -> Device:
-    """The target that this device is: its own memory and capability, with the overhead of the table's entry for it.
+def describe_present_device(hardware: Hardware, device: torch.device) -> Device:
+    """Return the description of a device of this machine as a forecast's target.
+
+    Memory and compute capability are the device's own. The overhead is that of its entry in the table of devices.
 
     Raises:
-        UnsupportedError: it is neither a CPU nor a device of CUDA's.
+        UnsupportedError: If the device is neither a CPU nor a CUDA device.
     """
     if hardware.kind == "cpu":
-        return find("cpu")
+        return find_device("cpu")
     if hardware.kind != "cuda":
         raise UnsupportedError(
             f"memory cannot be forecast for a device of kind {hardware.kind!r}: the model of the allocator is CUDA's. Give device=, "
@@ -31,7 +39,7 @@ def present_device(hardware: Hardware, device: torch.device) -> Device:
     properties = hardware.module.get_device_properties(device)
     capability = (int(properties.major), int(properties.minor))
     product, memory = str(hardware.module.get_device_name(device)), int(properties.total_memory)
-    known = look_up(name_of(product, memory))
+    known = look_up_device(name_card(product, memory))
     if known is not None:
         return replace(known, memory=memory, capability=capability)
     like = DEVICES[_LIKE.get(capability[0], "h100" if capability[0] > 9 else "t4")]
@@ -39,19 +47,21 @@ def present_device(hardware: Hardware, device: torch.device) -> Device:
     return replace(like, name=product, memory=memory, capability=capability, source=source)
 
 
-def memory_left(hardware: Hardware, device: torch.device, target: Device, held: int) -> int | None:
-    """Bytes that a training may take here, its own overhead included, as a forecast's budget; None: no limit is known.
+def measure_budget(hardware: Hardware, device: torch.device, target: Device, held: int) -> int | None:
+    """Return the bytes that training may use on a device, or None if no limit is known.
+
+    The overhead of the process, such as its CUDA context, is included.
 
     Args:
-        hardware: what kind of device.
-        device: which one.
-        target: the same, as a target.
-        held: bytes of the model's tensors that are there already, and that the forecast counts.
+        hardware: Functions of the device type.
+        device: Device to measure.
+        target: Description of `device` as a forecast's target.
+        held: Bytes of the model's tensors that are already allocated and that the forecast counts as well.
     """
     if hardware.kind == "cpu":
-        free = free_address_space()
+        free = read_free_address_space()
         return None if free is None else int(free * _USABLE) + held
     module = hardware.module
     taken = int(module.memory_reserved(device)) - max(0, int(module.memory_allocated(device)) - held)
-    # The context is there where anything is reserved, and was left room for where nothing is.
-    return free_bytes(hardware, device) + taken + target.overhead[0]
+    # The overhead is added back: the context exists if anything is reserved, and `read_free_bytes` leaves room for it if not.
+    return read_free_bytes(hardware, device) + taken + target.overhead[0]

@@ -1,1 +1,1 @@
-"""One training step on fake tensors, and every allocation it makes."""
+"""Trace one training step on fake tensors, and record every allocation it makes."""

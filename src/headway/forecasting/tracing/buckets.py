@@ -1,8 +1,8 @@
-"""What DDP's reducer holds beside a model: flat buckets in which gradients travel.
+"""Model the memory of DDP's reducer, which copies gradients into flat buckets and all-reduces these.
 
-The reducer is C++ and takes no tensors without values, so its memory follows its rules: one bucket for all gradients at first; after
-the first backward buckets of at most so many bytes, in the order in which gradients came; gradients are copied into them, and lie in
-them from then on where they are views of their bucket.
+The reducer is written in C++ and does not accept fake tensors, so its rules are modeled here. At first one bucket
+contains all gradients. After the first backward, buckets have at most `bucket_cap_mb` and follow the order in which
+gradients became ready. Gradients are copied into their bucket. With `gradient_as_bucket_view` they become views of it.
 """
 
 import sys
@@ -15,57 +15,68 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from headway.config.engines import DistributedDataParallelKwargs
+from headway.core.config.torch_kwargs import DistributedDataParallelKwargs
 from headway.forecasting.tracing.step import StepEngine
 
 _MIB = 1 << 20
-_BROADCAST, _IN_FLIGHT = 250 * _MIB, 2
-"""DDP sends the first rank's parameters and buffers in copies of about so many bytes, so many at a time."""
+"""Number of bytes in a mebibyte."""
+_BROADCAST = 250 * _MIB
+"""Approximate size in bytes of the buffers in which DDP broadcasts rank 0's parameters and buffers."""
+_IN_FLIGHT = 2
+"""Number of broadcast buffers that exist at the same time."""
 
 
 class BucketedReplica(StepEngine):
-    """A whole model on each rank, whose gradients are summed by DDP.
+    """Engine that models the memory of DDP: a full replica of the model on each rank, with buckets of gradients.
 
     Args:
-        model: of tensors without values.
-        cap: bytes of a bucket.
-        as_views: `gradient_as_bucket_view`.
-        is_fixed: buckets stay as they are cut at first, as with `find_unused_parameters`.
+        model: Model of tensors without values.
+        cap: Maximum size of a bucket in bytes.
+        as_views: Whether gradients are views of the buckets (`gradient_as_bucket_view`).
+        is_fixed: Whether the first buckets are kept, as with `find_unused_parameters`.
     """
 
-    steps = 3  # the second update begins with one bucket and ends with many
+    steps = 3  # the second update starts with one bucket and ends with many, so only the third is like all later ones
 
     def __init__(self, model: nn.Module, cap: int, as_views: bool = False, is_fixed: bool = False) -> None:
         super().__init__(model)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._cap, self._as_views, self._is_fixed = cap, as_views, is_fixed
+        self._cap = cap
+        self._as_views = as_views
+        self._is_fixed = is_fixed
         self._buckets: list[torch.Tensor] = []
         self._places: dict[int, torch.Tensor] = {}
         self._arrived: list[int] = []
         self._is_last = False
         for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._arrive, index))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(self._record_gradient, index))  # type: ignore[no-untyped-call]
 
-    def own(self) -> list[torch.Tensor]:
-        """The buckets, which come after the parameters have been broadcast."""
+    def list_own_tensors(self) -> list[torch.Tensor]:
+        """Return DDP's buckets.
+
+        The first call also models the broadcast of the parameters, for which DDP allocates memory before the buckets.
+        """
         if not self._buckets:
-            self._broadcast()
-            self._cut(range(len(self._parameters))[::-1], self._cap if self._is_fixed else sys.maxsize)
+            self._broadcast_states()
+            self._make_buckets(range(len(self._parameters))[::-1], self._cap if self._is_fixed else sys.maxsize)
         return self._buckets
 
     @contextmanager
-    def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """The buckets are cut anew where the order of the gradients is known."""
+    def run_micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Return the context of a micro-batch, in which gradients are copied into buckets.
+
+        On entering, the buckets are rebuilt if the order in which all gradients became ready is known.
+        """
         if len(self._arrived) == len(self._parameters) and not self._is_fixed:
             order, self._is_fixed = list(self._arrived), True
             self._buckets.clear()
             self._places.clear()
-            self._cut(order, self._cap)
+            self._make_buckets(order, self._cap)
         self._is_last = is_last
         yield
 
-    def _arrive(self, index: int, _: nn.Parameter) -> None:
-        """A parameter has its gradient."""
+    def _record_gradient(self, index: int, _: nn.Parameter) -> None:
+        """Record that a parameter's gradient is ready, and make it a view of its bucket if DDP would."""
         if not self._is_last:
             return
         if not self._is_fixed:
@@ -73,18 +84,18 @@ class BucketedReplica(StepEngine):
         if self._as_views:
             self._parameters[index].grad = self._places[index]
 
-    def _broadcast(self) -> None:
+    def _broadcast_states(self) -> None:
         states = [each.detach() for each in (*self.model.parameters(), *self.model.buffers())]
         flying: deque[torch.Tensor] = deque()
-        for group in _grouped(states, _BROADCAST):
+        for group in _group_tensors(states, _BROADCAST):
             if len(flying) == _IN_FLIGHT:
                 flying.popleft()
             members = [states[place] for place in group]
             flying.append(torch.empty(sum(each.numel() for each in members), dtype=members[0].dtype))
 
-    def _cut(self, order: Iterable[int], cap: int) -> None:
+    def _make_buckets(self, order: Iterable[int], cap: int) -> None:
         wanted = list(order)
-        for group in _grouped([self._parameters[index].detach() for index in wanted], cap):
+        for group in _group_tensors([self._parameters[index].detach() for index in wanted], cap):
             members = [self._parameters[wanted[place]] for place in group]
             sizes = [parameter.numel() for parameter in members]
             self._buckets.append(torch.empty(sum(sizes), dtype=members[0].dtype))
@@ -94,15 +105,15 @@ class BucketedReplica(StepEngine):
                     self._places[wanted[place]] = flat.view(parameter.shape)
 
 
-def _grouped(tensors: list[torch.Tensor], cap: int) -> list[list[int]]:
+def _group_tensors(tensors: list[torch.Tensor], cap: int) -> list[list[int]]:
     from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
     groups: list[list[int]] = _compute_bucket_assignment_by_size(tensors, [cap])[0]
     return groups
 
 
-def replica(model: nn.Module, options: DistributedDataParallelKwargs) -> StepEngine:
-    """The model as DDP holds it: with buckets, unless nothing of it learns."""
+def make_replica(model: nn.Module, options: DistributedDataParallelKwargs) -> StepEngine:
+    """Return an engine for the model under DDP. It has no buckets if no parameter is trainable."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return StepEngine(model)
     is_fixed = options.find_unused_parameters and not options.static_graph

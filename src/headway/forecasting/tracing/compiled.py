@@ -1,8 +1,8 @@
-"""Models and functions that torch.compile compiles, in a trace: inductor plans their buffers, and its kernels are left out.
+"""Trace models that `torch.compile` compiles, without building or running kernels.
 
-TorchDynamo, AOTAutograd and inductor run as in training, down to the Python code that requests, reuses and drops each buffer, and
-calls the kernels. In a trace that code runs on tensors without values. Graphs are lowered for a CPU, as the tensors are there;
-inductor schedules and fuses them much as for a GPU, and attention is the GPU's.
+TorchDynamo, AOTAutograd and inductor run as in training, down to the generated Python code that allocates, reuses and
+frees each buffer. In a trace this code runs on tensors without values. Graphs are lowered for the CPU, because fake
+tensors are on the CPU. inductor schedules and fuses them much as it does for a GPU. Attention uses the GPU's kernel.
 """
 
 import sys
@@ -12,26 +12,30 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.common.garbage import no_garbage_search
+from headway.common.garbage import pause_garbage_collection
 from headway.errors import UnsupportedError
+from headway.forecasting._torch import TorchDispatchMode
 
 _FOR_EVERY_TRACE: dict[str, Any] = {
     "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1, "cpp.simdlen": 1, "cpp.vec_isa_ok": True,
-    # torch's own kernels alone, for which there is nothing to time.
+    # Only torch's own kernels, because there is nothing to time.
     "max_autotune_gemm_backends": "ATEN", "max_autotune_conv_backends": "ATEN",
 }  # fmt: skip
-"""Nothing of a trace may reach a cache from which a run would be served, and nothing is built by a C++ compiler."""
+"""inductor's settings during a trace.
+
+Graphs of a trace must not enter a cache that a later run reads. No C++ compiler is called. Only torch's own kernels are
+candidates, so that inductor has nothing to time.
+"""
 
 
-def may_compile() -> bool:
-    """Can anything be compiled by inductor: has torch.compile been called with it, and can this torch compile in a trace?"""
+def can_compile() -> bool:
+    """Whether inductor is loaded, and this torch can compile inside a dispatch mode."""
     return "torch._inductor.compile_fx" in sys.modules and hasattr(TorchDispatchMode, "ignore_compile_internals")
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raise UnsupportedError for a model with a part that torch.compile has compiled."""
+    """Raise UnsupportedError if the model or one of its submodules is compiled by `torch.compile`."""
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             raise UnsupportedError(
@@ -42,12 +46,12 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 @contextmanager
-def without_kernels() -> Iterator[list[str]]:
-    """A block in which inductor's kernels compute nothing, and its buffers are requested by torch's dispatcher.
+def skip_kernels() -> Iterator[list[str]]:
+    """Return a context in which the code that inductor generates allocates its buffers but skips all kernels.
 
     Yields:
-        the files of the graphs that were compiled in the block. What TorchDynamo has compiled in this process, in the block or before
-        it, is compiled anew afterwards if there are any: code for tensors without values must not meet others.
+        Paths of the graphs compiled in this context. If there are any, TorchDynamo's cache is reset when the context
+            ends, because code compiled for fake tensors must not run on real tensors.
     """
     import torch._functorch.config
     from torch._inductor import async_compile, codecache, config
@@ -63,11 +67,13 @@ def without_kernels() -> Iterator[list[str]]:
         vars(module).update(_IN_PLACE)
         return module
 
-    with no_garbage_search(), ExitStack() as stack:  # a trace searches by itself, between its phases
+    with pause_garbage_collection(), ExitStack() as stack:  # `StorageTracker` collects garbage between phases
         stack.enter_context(config.patch(_FOR_EVERY_TRACE))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-        stack.enter_context(_exchanged(codecache.PyCodeCache, "load_by_key_path", loaded))
-        stack.enter_context(_exchanged(async_compile.AsyncCompile, "cpp_pybinding", lambda *_, **__: _nothing))
+        stack.enter_context(_exchange_attribute(codecache.PyCodeCache, "load_by_key_path", loaded))
+        stack.enter_context(
+            _exchange_attribute(async_compile.AsyncCompile, "cpp_pybinding", lambda *_, **__: _do_nothing)
+        )
         try:
             yield graphs
         finally:
@@ -76,7 +82,8 @@ def without_kernels() -> Iterator[list[str]]:
 
 
 @contextmanager
-def _exchanged(owner: type, name: str, value: Any) -> Iterator[None]:
+def _exchange_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
+    """Return a context in which an attribute of a class is replaced. Raise UnsupportedError if the class lacks it."""
     if name not in vars(owner):
         raise UnsupportedError(
             f"compiled code cannot be forecast with torch {torch.__version__}; leave torch.compile out"
@@ -89,18 +96,21 @@ def _exchanged(owner: type, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _buffer(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _make_buffer(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype)
 
 
-def _nothing(*_: Any) -> None:
-    """In place of a kernel, and of checks of what one made."""
+def _do_nothing(*_: Any) -> None:
+    """Do nothing. Replaces a kernel, or a check of a kernel's result."""
 
 
 _IN_PLACE = {
-    "empty_strided_cpu": _buffer,
+    "empty_strided_cpu": _make_buffer,
     "reinterpret_tensor": torch.as_strided,
-    "assert_size_stride": _nothing,
-    "assert_alignment": _nothing,
+    "assert_size_stride": _do_nothing,
+    "assert_alignment": _do_nothing,
 }
-"""What a graph's code calls past the dispatcher, by its names for it."""
+"""Replacements for functions that inductor's generated code calls without the dispatcher.
+
+Keys are the names of these functions in that code.
+"""

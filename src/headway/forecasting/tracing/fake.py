@@ -1,4 +1,4 @@
-"""Tracing a step in which nothing is computed, and saying what stands in the way where that cannot be done."""
+"""Trace training steps on fake tensors, and explain which operation prevents it if that fails."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -6,25 +6,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves, tree_map
 
-from headway.common.callsite import users_line
+from headway.common.callsite import find_users_line
 from headway.errors import HeadwayError, MetaModelError, UnsupportedError
+from headway.forecasting._torch import FakeTensorMode, fake_tensor, is_fake, tree_leaves, tree_map
 from headway.forecasting.device.devices import Device
-from headway.forecasting.device.kernels import substituted
-from headway.forecasting.tracing.compiled import may_compile, refuse_compiled, without_kernels
-from headway.forecasting.tracing.repeats import RepeatProof, find_blocks, trace_repeated, with_third_update
-from headway.forecasting.tracing.step import Batch, StepEngine, StepRecipe, run
-from headway.forecasting.tracing.tensors import is_four_bit, pack, without_values
+from headway.forecasting.device.kernels import substitute_kernels
+from headway.forecasting.tracing.compiled import can_compile, refuse_compiled, skip_kernels
+from headway.forecasting.tracing.four_bit import is_unpacked_four_bit, pack_four_bit
+from headway.forecasting.tracing.repeats import RepeatProof, find_blocks, trace_repeated
+from headway.forecasting.tracing.step import Batch, StepEngine, StepRecipe, run_recipe
+from headway.forecasting.tracing.tensors import make_without_values
+from headway.forecasting.tracing.third_update import add_third_update
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.forecasting.tracing.work import WorkCounter
 from headway.offload.placement.meta_model import init_empty_weights
 
 Spread = Callable[[nn.Module], AbstractContextManager[StepEngine]]
-"""Spreads a model without values over ranks, for as long as its block lasts."""
+"""Function that takes a model without values and returns a context in which the model is distributed over ranks."""
 
 _REASONS: dict[type[Any], str] = {
     fake_tensor.DataDependentOutputException: (
@@ -34,13 +34,13 @@ _REASONS: dict[type[Any], str] = {
         "the shape of its result depends on values (nonzero, unique, a mask of bools as index), and nothing is computed here"
     ),
     fake_tensor.UnsupportedOperatorException: (
-        "it has no fake kernel, which says the shape of its result without computing it (torch.library.register_fake)"
+        "it has no fake kernel, which gives the shape of its result without computing it (torch.library.register_fake)"
     ),
 }
-"""Why an operation cannot be traced, by what torch raises for it."""
+"""Reason why an operation cannot be traced, by the exception that torch raises."""
 
 
-def trace(
+def trace_step(
     make: Callable[[], nn.Module],
     batch: Callable[..., Batch],
     recipe: StepRecipe,
@@ -51,89 +51,91 @@ def trace(
     can_repeat: bool = True,
     proofs: list[RepeatProof] | None = None,
 ) -> Trace:
-    """Trace training steps of a model, as they would run on a device.
+    """Trace training steps of a model as they would run on a device.
 
     Args:
-        make: makes the model, where parameters take no memory.
-        batch: gives a micro-batch.
-        recipe: how a step is made.
-        device: the target.
-        prepare: what is done to the model before it trains, such as activation checkpointing.
-        spread: over which ranks; None: the model is on one process.
-        counts_work: also count what operations compute and move, which takes a sixth of the time on top.
-        can_repeat: `spread` treats blocks alike, however many there are, so that a few may stand for all.
-        proofs: that they may, from other batches of the same model; see `trace_repeated`.
+        make: Function that makes the model. It is called where parameters take no memory.
+        batch: Function that makes a micro-batch.
+        recipe: Configuration of the steps.
+        device: Device to trace for.
+        prepare: Function that changes the model before it trains, such as activation checkpointing.
+        spread: Context manager that distributes the model over ranks, or None for one process.
+        counts_work: Whether to also count floating point operations and memory traffic. Takes a sixth more time.
+        can_repeat: Whether `spread` treats all repeated blocks equally, so that tracing a few of them is enough.
+        proofs: Results of earlier traces of this model that prove that a few blocks are enough (see `trace_repeated`).
 
     Raises:
-        UnsupportedError: something in the step cannot be traced; the operation and the user's line are named.
+        UnsupportedError: If the step cannot be traced. The message names the operation and the user's line.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    made = [_made(make, fake, prepare)]
+    made = [_make_model(make, fake, prepare)]
     if counts_work:
         refuse_compiled(made[0])
     blocks = None if callable(recipe.loop) or not can_repeat else find_blocks(made[0])
 
     def traced(count: int | None = None) -> Trace:
-        model = made.pop() if made else _made(make, fake, prepare)
+        model = made.pop() if made else _make_model(make, fake, prepare)
         if blocks is not None and count is not None:
             blocks.shorten(model, count)
-        fill(model, fake)
+        fill_model(model, fake)
         model = model.train()
         with ExitStack() as stack:
-            graphs = stack.enter_context(without_kernels()) if may_compile() and not counts_work else None
+            graphs = stack.enter_context(skip_kernels()) if can_compile() and not counts_work else None
             tracker = StorageTracker(device, WorkCounter(device) if counts_work else None, graphs)
             engine = stack.enter_context(spread(model)) if spread is not None else StepEngine(model)
             try:
-                with substituted(device, recipe.precision), fake, ExitStack() as modes:
-                    batches = _batches(batch, fake)
-                    for mode in engine.modes():
+                with substitute_kernels(device, recipe.precision), fake, ExitStack() as modes:
+                    batches = _make_batches(batch, fake)
+                    for mode in engine.make_modes():
                         modes.enter_context(mode)
                     with tracker:
-                        run(model, recipe, batches, tracker, device.is_cuda, engine)
+                        run_recipe(model, recipe, batches, tracker, device.is_cuda, engine)
             except HeadwayError:
                 raise
             except Exception as error:
-                raise explained(error, tracker.last) from error
-            return tracker.trace()
+                raise explain_failure(error, tracker.last) from error
+            return tracker.build_trace()
 
     found = None if blocks is None else trace_repeated(traced, blocks.count, proofs)
-    return with_third_update(found or traced())
+    return add_third_update(found or traced())
 
 
-def _made(
+def _make_model(
     make: Callable[[], nn.Module], fake: FakeTensorMode, prepare: Callable[[nn.Module], object] | None
 ) -> nn.Module:
     try:
         with init_empty_weights():
             model = make()
-    except (
-        MetaModelError
-    ):  # a buffer that is computed from parameters, as by spectral norm: here it needs no values either
+    except MetaModelError:
+        # A buffer is computed from parameters, as by spectral norm. For a trace it needs no values either.
         with init_empty_weights(include_buffers=True):
             model = make()
     if prepare is not None:
-        fill(model, fake)
+        fill_model(model, fake)
         prepare(model)
     return model
 
 
-def _batches(batch: Callable[..., Batch], fake: FakeTensorMode) -> Callable[..., Batch]:
-    """Fake copies of one batch of each length, which the tracker does not see being made."""
-    from torch.utils._python_dispatch import _disable_current_modes
+def _make_batches(batch: Callable[..., Batch], fake: FakeTensorMode) -> Callable[..., Batch]:
+    """Return a function that returns fake copies of batches. It calls `batch` once for each sequence length.
+
+    Batches are created outside of the tracker, so their creation is not recorded.
+    """
+    from headway.forecasting._torch import disable_current_modes
 
     made: dict[tuple[int, ...], Batch] = {}
 
     def next_batch(*asked: int) -> Batch:
-        with _disable_current_modes():
+        with disable_current_modes():
             if asked not in made:
-                made[asked] = _without_packed(batch(*asked))
+                made[asked] = _refuse_packed(batch(*asked))
             with fake:
-                return tree_map(copied, made[asked])
+                return tree_map(copy_leaf, made[asked])
 
     return next_batch
 
 
-def _without_packed(batch: Batch) -> Batch:
+def _refuse_packed(batch: Batch) -> Batch:
     if any(map(_is_packed, tree_leaves(batch, is_leaf=_is_packed))):
         raise UnsupportedError(
             "the batch has a PackedSequence, in which the number of sequences at each step is a value, and nothing is computed here. "
@@ -146,13 +148,20 @@ def _is_packed(each: Any) -> bool:
     return isinstance(each, PackedSequence)
 
 
-def copied(leaf: Any) -> Any:
-    """A tensor of the same shape, strides and dtype, without values where a fake mode is on; anything else as it is."""
+def copy_leaf(leaf: Any) -> Any:
+    """Return an uninitialized tensor with the shape, strides and dtype of a tensor.
+
+    Other values are returned unchanged.
+    """
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def fill(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor]:
-    """Fake memory for every parameter and buffer; what is tied stays tied. Returns what replaced them, by their ids."""
+def fill_model(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor]:
+    """Replace every parameter and buffer by a fake tensor with its own storage. Tied tensors stay tied.
+
+    Returns:
+        The replacement of each tensor, by the `id` of the original.
+    """
     made: dict[int, torch.Tensor] = {}
 
     def filled(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,12 +169,12 @@ def fill(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor]:
             return tensor
         if id(tensor) not in made:
             with fake:
-                made[id(tensor)] = without_values(tensor)
+                made[id(tensor)] = make_without_values(tensor)
         return made[id(tensor)]
 
     for module in model.modules():
-        if is_four_bit(module):
-            pack(module, fake)
+        if is_unpacked_four_bit(module):
+            pack_four_bit(module, fake)
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is not None:
@@ -173,17 +182,22 @@ def fill(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor]:
     return made
 
 
-def explained(error: Exception, last: str) -> UnsupportedError:
-    """What stood in the way of a trace; `last` is the operation that ran last."""
-    cause: Any = getattr(error, "inner_exception", error)  # of TorchDynamo
-    said = (str(cause).strip() or "it gives no reason").splitlines()[0]
-    operation, why = last or "before its first operation", f"{type(cause).__name__}: {said}"
+def explain_failure(error: Exception, last: str) -> UnsupportedError:
+    """Return the error for a trace that failed. Its message contains the operation, the user's line and the reason.
+
+    Args:
+        error: Exception that ended the trace.
+        last: Name of the operation that ran last.
+    """
+    cause: Any = getattr(error, "inner_exception", error)  # TorchDynamo wraps the exception
+    message = (str(cause).strip() or "it gives no reason").splitlines()[0]
+    operation, why = last or "before its first operation", f"{type(cause).__name__}: {message}"
     if isinstance(cause, fake_tensor.UnsupportedFakeTensorException):
         why = str(cause.reason)
     for kind, reason in _REASONS.items():
         if isinstance(cause, kind):
             operation, why = str(cause.func), reason
-    line = users_line(cause.__traceback__)
+    line = find_users_line(cause.__traceback__)
     where = f", called at {line}" if line else ""
     if not last:
         advice = "A batch that is a mapping is called as model(**batch), a pair as model(batch[0]); docs/forecast.md has more"

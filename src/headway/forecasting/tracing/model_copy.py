@@ -1,9 +1,10 @@
-"""A copy of a model that is in use, and of its optimizer, without values: what a forecast in a script traces.
+"""Copy a model in use, its optimizer and a batch, without their values, so that a forecast can trace the copies.
 
-The model itself stays as it is: the copy shares no tensor with it, and is made without reading one. A function that was patched into
-the model may hold on to the model all the same; that is found out, taken back, and refused.
+The original model is not changed. The copy shares no tensor with it, and no tensor is read. A patched function inside
+the model can still refer to the original model. `ensure_untouched` detects this, restores the gradients and raises an
+error.
 
-A batch that is there gives those of any size: its rows are repeated or cut, without values.
+`BatchResizer` makes batches of any size from a real one by repeating or cutting its rows.
 """
 
 import copy
@@ -16,17 +17,21 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from headway.core.runtime.collectives.tree import Tree, find_batch_size, list_tensors, map_tensors
 from headway.errors import ConfigError, DataError, HeadwayError, UnsupportedError
-from headway.forecasting.tracing.tensors import MASK, POSITIONS, without_values
-from headway.runtime.collectives.tree import Tree, find_batch_size, map_tensors, tensors
+from headway.forecasting._torch import DisableTorchFunction, is_traceable_wrapper_subclass
+from headway.forecasting.tracing.attention_masks import MASK, POSITIONS
+from headway.forecasting.tracing.tensors import make_without_values
 
 _META = torch.device("meta")
 
 
 class _WithoutValues(TorchFunctionMode):
-    """In its block deepcopy() gives tensors of the same shape, strides and dtype, whose values nobody reads."""
+    """Torch function mode in which `copy.deepcopy` copies tensors without their values.
+
+    The copies are uninitialized tensors with the shape, strides and dtype of the originals.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -37,20 +42,24 @@ class _WithoutValues(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.__deepcopy__:
             tensor, memo = args
-            memo[id(tensor)] = made = _like(tensor, self._device)
+            memo[id(tensor)] = made = _make_like(tensor, self._device)
             return made
-        if func is torch.Tensor.clone:  # a parameter that is no module's is copied by it
-            return _like(args[0], self._device)
+        if func is torch.Tensor.clone:  # copies parameters that belong to no module
+            return _make_like(args[0], self._device)
         return func(*args, **(kwargs or {}))
 
 
-def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    with torch._C.DisableTorchFunction():
+def _make_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    with DisableTorchFunction():
         _refuse_unknown(tensor)
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _refuse_unknown(tensor: torch.Tensor) -> None:
+    """Raise UnsupportedError if the memory of a tensor cannot be tracked.
+
+    This is the case for lazy tensors, wrapper subclasses, and tensors whose layout is not strided.
+    """
     if is_lazy(tensor):
         raise UnsupportedError(
             "the model has parameters without a shape (a lazy module); call it once with a real batch, then forecast"
@@ -58,22 +67,22 @@ def _refuse_unknown(tensor: torch.Tensor) -> None:
     if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
         raise UnsupportedError(
             f"the model has a tensor of type {type(tensor).__name__}, layout {tensor.layout}, whose memory cannot be followed "
-            "yet. Forecast the model before it is sharded or quantised"
+            "yet. Forecast the model before it is sharded or quantized"
         )
 
 
-def twin_of(model: nn.Module) -> nn.Module:
-    """A copy of the model on torch's meta device, prepared or not; what prepare() added is left out of it.
+def copy_model(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device. The changes that `prepare()` made to a prepared model are left out.
 
     Raises:
-        UnsupportedError: it cannot be copied.
+        UnsupportedError: If the model cannot be copied.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and id(tensor) not in memo:
                 _refuse_unknown(tensor)
-                memo[id(tensor)] = without_values(tensor, _META)
+                memo[id(tensor)] = make_without_values(tensor, _META)
     try:
         with _WithoutValues(_META):
             return copy.deepcopy(model, memo)
@@ -86,18 +95,20 @@ def twin_of(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def twin_of_optimizer(
+def copy_optimizer(
     optimizer: torch.optim.Optimizer, originals: Iterable[nn.Parameter], copies: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The same optimizer for the copies, with no state yet; call it where tensors are made without values.
+    """Return a copy of the optimizer for the copied parameters, without state.
+
+    Call it in a context in which new tensors have no values.
 
     Args:
-        optimizer: of the model.
-        originals: the model's parameters that learn.
-        copies: theirs, in the same order.
+        optimizer: Optimizer of the original model.
+        originals: Trainable parameters of the original model.
+        copies: Parameters of the copy, in the same order.
 
     Raises:
-        ConfigError: it updates parameters that are not the model's.
+        ConfigError: If the optimizer updates parameters that are not in `originals`.
     """
     by_id = {id(original): made for original, made in zip(originals, copies)}
     memo: dict[int, Any] = dict(by_id)
@@ -118,11 +129,16 @@ def twin_of_optimizer(
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """A block in which only copies of the model are to be used.
+def ensure_untouched(model: nn.Module) -> Iterator[None]:
+    """Return a context that raises an error if code in it computes gradients for the original model.
+
+    Only the copy may get gradients.
+
+    Args:
+        model: Original model.
 
     Raises:
-        UnsupportedError: it was the model itself that computed; the gradients it got are taken back.
+        UnsupportedError: If a parameter's gradient was replaced. The previous gradients are restored.
     """
     parameters = dict(model.named_parameters())
     before = {name: parameter.grad for name, parameter in parameters.items()}
@@ -143,19 +159,22 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 class BatchResizer:
-    """Gives the batch with another number of rows.
+    """Function object that returns a batch with another number of rows, made from a real batch.
+
+    Rows are repeated or cut off.
 
     Args:
-        batch: a real one: tensors, and whatever holds them. Tensors with as many rows as the first one grow and shrink.
+        batch: Real batch: tensors, possibly in nested containers. Tensors whose first dimension equals that of the
+            first tensor are resized.
 
     Attributes:
-        num_rows: of the batch.
-        is_padded: its attention_mask masks something; None: there is none.
-        is_packed: its position_ids start anew within a row, as those of packed sequences do.
-        caveats: what is assumed.
+        num_rows: Number of rows of the real batch.
+        is_padded: Whether the batch's `attention_mask` masks any token, or None if it has no mask.
+        is_packed: Whether the batch's `position_ids` restart within a row, as those of packed sequences do.
+        caveats: Assumptions about the batch, as sentences.
 
     Raises:
-        DataError: there is no tensor with rows in it.
+        DataError: If the batch has no tensor with rows.
     """
 
     def __init__(self, batch: Tree) -> None:
@@ -168,7 +187,7 @@ class BatchResizer:
         self._batch = dict(batch) if isinstance(batch, Mapping) else batch
         self.is_padded = _is_padded(self._batch)
         self.is_packed = _is_packed(self._batch)
-        others = [list(each.shape) for each in tensors(self._batch) if each.ndim and each.shape[0] != num_rows]
+        others = [list(each.shape) for each in list_tensors(self._batch) if each.ndim and each.shape[0] != num_rows]
         self.caveats: tuple[str, ...] = ()
         if others:
             self.caveats = (
@@ -177,10 +196,10 @@ class BatchResizer:
             )
 
     def __call__(self, size: int) -> Tree:
-        """With so many rows, on torch's meta device."""
-        return map_tensors(lambda tensor: self._sized(tensor, size), self._batch)
+        """Return the batch with `size` rows, on the meta device."""
+        return map_tensors(lambda tensor: self._resize(tensor, size), self._batch)
 
-    def _sized(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+    def _resize(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
         shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         if tensor.ndim == 0 or tensor.shape[0] != self.num_rows or size == self.num_rows:
             return shape
@@ -188,15 +207,15 @@ class BatchResizer:
 
 
 def _is_padded(batch: Tree) -> bool | None:
-    mask = _values(batch, MASK)
+    mask = _get_values(batch, MASK)
     return None if mask is None else not bool(mask.all())
 
 
 def _is_packed(batch: Tree) -> bool:
-    places = _values(batch, POSITIONS)
+    places = _get_values(batch, POSITIONS)
     return places is not None and bool((places.diff() != 1).any())
 
 
-def _values(batch: Tree, name: str) -> torch.Tensor | None:
+def _get_values(batch: Tree, name: str) -> torch.Tensor | None:
     found = batch.get(name) if isinstance(batch, dict) else None
     return found if isinstance(found, torch.Tensor) and not found.is_meta else None

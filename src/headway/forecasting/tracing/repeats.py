@@ -1,9 +1,8 @@
-"""What follows from a trace without tracing it: the blocks of a model that repeat, and a third update after two.
+"""Extrapolate a trace of a model with a few of its repeated blocks to a model with all of them.
 
-A model with three, four and five of its blocks is traced. What the fourth adds to the events must repeat what comes before it, and
-repeating it once more must give the events with five, each free of its own memory included. Then repeating it gives those of all.
-
-Blocks of memory are placed differently after each of the first few updates, and reserved memory grows: the third is the second again.
+A model is traced with three, four and five of its repeated blocks. The events that the fourth block adds must repeat
+the events before them. Repeating them once more must give exactly the events with five blocks, and every free must
+match its own allocation. If so, the remaining blocks are added by repetition.
 """
 
 from collections import defaultdict
@@ -15,29 +14,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from headway.common.garbage import no_garbage_search
+from headway.common.garbage import pause_garbage_collection
 from headway.errors import HeadwayError
 from headway.forecasting.device.allocator import MemoryEvent
 from headway.forecasting.tracing.trace import Trace
 from headway.forecasting.tracing.work import StepWork
 
 FEWEST = 16
-"""Repetitions from which on twelve that are traced are worth it."""
+"""Minimum number of repetitions for which extrapolation saves time, because 3 + 4 + 5 repetitions must be traced for
+it.
+"""
 TRACED = 3
-"""The fewest that are traced; one and two more are, too."""
+"""Number of repetitions in the smallest trace. Two further traces have one and two repetitions more."""
 _AHEAD = 24
-"""Events that must be alike after a place at which others were put in."""
+"""Number of events after an inserted sequence that are compared in order to find the sequence's length."""
+
+_Kin = tuple[int, str, str, int]
+"""Tuple of (bytes, operation, kind, stream) of an allocation. Allocations with equal tuples are called kin."""
+_Expanded = tuple[list[MemoryEvent], dict[str, int]]
+"""Pair of a list of events with keys, and a dict of the index of each phase's first event."""
 
 
 @dataclass(frozen=True)
 class RepeatedBlocks:
-    """A list of blocks that repeat to its end.
+    """Location of a model's repeated blocks: a ModuleList or Sequential that is periodic from index `start` to its end.
 
     Attributes:
-        path: of the list in the model.
-        length: blocks.
-        period: blocks after which they repeat.
-        start: the first from which on they do.
+        path: Path of the list in the model.
+        length: Number of blocks in the list.
+        period: Number of blocks after which the list repeats.
+        start: Index of the first block that is part of the repetition.
     """
 
     path: str
@@ -47,16 +53,22 @@ class RepeatedBlocks:
 
     @property
     def count(self) -> int:
-        """Repetitions."""
+        """Number of repetitions of the block sequence."""
         return (self.length - self.start) // self.period
 
     def shorten(self, model: nn.Module, count: int) -> None:
-        """Leave so many repetitions in the model."""
+        """Delete blocks from the model until `count` repetitions are left."""
         blocks: Any = model.get_submodule(self.path)
         del blocks[self.length - (self.count - count) * self.period :]
 
-    def first_alike(self, name: str) -> str:
-        """The name of what is alike in the first repetition, of a parameter in any of them; another name as it is."""
+    def name_in_first(self, name: str) -> str:
+        """Return the name of the parameter in the first repetition that corresponds to a parameter of any repetition.
+
+        Names outside of the repeated blocks are returned unchanged.
+
+        Args:
+            name: Name of a parameter in the model.
+        """
         prefix = f"{self.path}." if self.path else ""
         index, dot, rest = name.removeprefix(prefix).partition(".")
         if not name.startswith(prefix) or not index.isdecimal() or int(index) < self.start:
@@ -65,13 +77,16 @@ class RepeatedBlocks:
 
 
 def find_blocks(model: nn.Module) -> RepeatedBlocks | None:
-    """The list of blocks with the most modules in its repetitions; None where none is long enough."""
+    """Return the location of the model's repeated blocks. None if no list of blocks repeats at least `FEWEST` times.
+
+    If there are several such lists, the one with the most modules is used.
+    """
     found: list[tuple[int, RepeatedBlocks]] = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < FEWEST:
             continue
         blocks = list(module)
-        descriptions = _describe(blocks)
+        descriptions = _describe_blocks(blocks)
         for period in range(1, len(blocks) // FEWEST + 1):
             start = len(blocks) - period
             while start > 0 and descriptions[start - 1] == descriptions[start - 1 + period]:
@@ -83,9 +98,12 @@ def find_blocks(model: nn.Module) -> RepeatedBlocks | None:
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def _describe(blocks: Sequence[nn.Module]) -> list[Any]:
-    """What blocks have to have in common to compute alike; their own numbers in the list are left out."""
-    all_parts = [{name: _part(module) for name, module in block.named_modules()} for block in blocks]
+def _describe_blocks(blocks: Sequence[nn.Module]) -> list[Any]:
+    """Return a description of each block. Blocks with equal descriptions are treated as equal.
+
+    Attributes that equal a block's index are left out.
+    """
+    all_parts = [{name: _describe_module(module) for name, module in block.named_modules()} for block in blocks]
     numbers = {
         (name, key)
         for name, (_, values, _) in all_parts[0].items()
@@ -101,7 +119,8 @@ def _describe(blocks: Sequence[nn.Module]) -> list[Any]:
     ]
 
 
-def _part(module: nn.Module) -> tuple[type, dict[str, Any], list[Any]]:
+def _describe_module(module: nn.Module) -> tuple[type, dict[str, Any], list[Any]]:
+    """Return a description of a module: its type, its attributes and hooks, and its parameters and buffers."""
     own = {**module._parameters, **module._buffers}
     held = [
         (name, each if each is None else (each.shape, each.dtype, each.requires_grad)) for name, each in own.items()
@@ -117,36 +136,49 @@ def _part(module: nn.Module) -> tuple[type, dict[str, Any], list[Any]]:
 def trace_repeated(
     trace: Callable[[int], Trace], count: int, proofs: "list[RepeatProof] | None" = None
 ) -> Trace | None:
-    """The trace of a model with many repetitions from those with a few; None where these do not prove to be alike.
+    """Return the trace of a model with many repeated blocks, after tracing only a few of them.
 
     Args:
-        trace: traces the model with so many repetitions.
-        count: of the model.
-        proofs: of the same model with other batches: one trace whose events come in the same order is then enough. A new one is
-            added.
+        trace: Function that traces the model with a given number of repetitions.
+        count: Number of repetitions in the model.
+        proofs: Proofs from other batches of the model. If one of them has the sequence of events of this batch, a
+            single trace is enough. A new proof is appended. Default: None.
+
+    Returns:
+        The trace of the full model, or None if the repetitions turn out to differ.
     """
     proofs = [] if proofs is None else proofs
     try:
         second = trace(TRACED + 1)
         for proof in proofs:
-            found = proof.applied(second, count)
+            found = proof.apply_to(second, count)
             if found is not None:
                 return found
         first = trace(TRACED)
-        pieces = _grown(_tokens(first), _tokens(second))
+        pieces = _find_pieces(_make_tokens(first), _make_tokens(second))
         if pieces is None:
             return None
         third = trace(TRACED + 2)
-    except HeadwayError:  # such a model cannot be called with fewer blocks than it expects
+    except HeadwayError:  # some models cannot be called with fewer blocks than in their config
         return None
-    if _summary(first) != _summary(third) or _expanded(pieces, 2) != _expanded([_Piece(_tokens(third))], 0):
+    if _summarize(first) != _summarize(third) or _expand_pieces(pieces, 2) != _expand_pieces(
+        [_Piece(_make_tokens(third))], 0
+    ):
         return None
     proofs.append(RepeatProof(pieces, first, second))
-    return _carried_on(pieces, first, second, count)
+    return _extrapolate_trace(pieces, first, second, count)
 
 
-def _carried_on(pieces: "list[_Piece]", first: Trace, second: Trace, count: int) -> Trace | None:
-    expanded = _expanded(pieces, count - TRACED)
+def _extrapolate_trace(pieces: "list[_Piece]", first: Trace, second: Trace, count: int) -> Trace | None:
+    """Return the trace with `count` repetitions, or None if a free would have no matching allocation.
+
+    Args:
+        pieces: Events, split into sequences that are repeated and sequences that are not.
+        first: Trace with fewer repetitions.
+        second: Trace with one repetition more than `first`.
+        count: Number of repetitions to extrapolate to.
+    """
+    expanded = _expand_pieces(pieces, count - TRACED)
     if expanded is None:
         return None
     events, phases = expanded
@@ -154,51 +186,67 @@ def _carried_on(pieces: "list[_Piece]", first: Trace, second: Trace, count: int)
     operations = {
         name: times + ahead * (times - first.operations.get(name, 0)) for name, times in second.operations.items()
     }
-    work = {phase: _ahead(first.work[phase], done, ahead) for phase, done in second.work.items()}
+    work = {phase: _extrapolate_work(first.work[phase], done, ahead) for phase, done in second.work.items()}
     return replace(second, events=events, phases=phases, operations=operations, work=work)
 
 
 @dataclass(frozen=True)
 class RepeatProof:
-    """Where one more repetition puts in events, as three traces of a batch have shown.
+    """Events that one more repetition of the blocks adds to a trace, as proved with three traces of one batch.
 
     Attributes:
-        pieces: of the events.
-        first, second: the traces with `TRACED` repetitions and with one more.
+        pieces: Events, split into sequences that are repeated and sequences that are not.
+        first: Trace with `TRACED` repetitions.
+        second: Trace with one repetition more.
     """
 
     pieces: "list[_Piece]"
     first: Trace
     second: Trace
 
-    def applied(self, traced: Trace, count: int) -> Trace | None:
-        """The trace of another batch with `count` repetitions, from that with one more than `TRACED`.
+    def apply_to(self, traced: Trace, count: int) -> Trace | None:
+        """Extrapolate the trace of another batch, which has one repetition more than `TRACED`.
 
-        None where it is unlike that of the proof in more than the bytes of its events, where what was put in does not repeat what is
-        before it, and where work was counted, which may grow otherwise with another batch.
+        Returns:
+            The trace with `count` repetitions. None if the trace differs from the proof in more than the bytes of its
+                events, or if the events that a repetition adds do not repeat those before them. None also if work was
+                counted, because it may grow in another way.
         """
-        if traced.work or _summary(traced) != _summary(self.second) or traced.operations != self.second.operations:
+        if traced.work or _summarize(traced) != _summarize(self.second) or traced.operations != self.second.operations:
             return None
-        tokens, here = _tokens(traced), 0
+        tokens, here = _make_tokens(traced), 0
         pieces: list[_Piece] = []
         for piece in self.pieces:
             end = here + len(piece.tokens)
-            sized = list(map(_sized, piece.tokens, tokens[here:end]))
-            repeats = not piece.is_repeated or all(map(_merged, tokens[here - len(sized) : here], tokens[here:end]))
+            sized = list(map(_apply_size, piece.tokens, tokens[here:end]))
+            repeats = not piece.is_repeated or all(
+                map(_merge_tokens, tokens[here - len(sized) : here], tokens[here:end])
+            )
             if len(sized) < len(piece.tokens) or None in sized or not repeats:
                 return None
             pieces.append(_Piece([token for token in sized if token], piece.is_repeated))
             here = end
-        if here < len(tokens) or _expanded(pieces, 1) != _expanded([_Piece(tokens)], 0):
+        if here < len(tokens) or _expand_pieces(pieces, 1) != _expand_pieces([_Piece(tokens)], 0):
             return None
-        return _carried_on(pieces, self.first, traced, count)
+        return _extrapolate_trace(pieces, self.first, traced, count)
 
 
-def _summary(traced: Trace) -> Any:
+def _summarize(traced: Trace) -> Any:
+    """Return those properties of a trace that must not depend on the number of repeated blocks.
+
+    They are its caveats, and the names of its phases and operations.
+    """
     return traced.caveats, list(traced.phases), set(traced.operations)
 
 
-def _ahead(before: StepWork, now: StepWork, steps: int) -> StepWork:
+def _extrapolate_work(before: StepWork, now: StepWork, steps: int) -> StepWork:
+    """Extrapolate the work of a step (FLOPs, bytes and kernel launches) linearly to more repetitions of the blocks.
+
+    Args:
+        before: Work with fewer repetitions.
+        now: Work with one repetition more.
+        steps: Number of further repetitions.
+    """
     pairs = ((getattr(before, field.name), getattr(now, field.name)) for field in fields(StepWork))
     return StepWork(*starmap(lambda less, more: more + steps * (more - less), pairs))
 
@@ -206,22 +254,25 @@ def _ahead(before: StepWork, now: StepWork, steps: int) -> StepWork:
 # ---------------------------------------------------------------- events without keys
 
 
-_Kin = tuple[int, str, str, int]
-
-
-def _kin(event: MemoryEvent) -> _Kin:
+def _get_kin(event: MemoryEvent) -> _Kin:
     return event.num_bytes, event.what, event.kind, event.stream
 
 
 class _Token(NamedTuple):
-    """An event, or the beginning of a phase, said without a key.
+    """Description of an allocation event, or of the start of a phase, that can be compared between traces.
+
+    The keys of events differ between traces, so a description contains no key.
 
     Attributes:
-        event: with key 0; None: a phase begins.
-        phase: its name.
-        kin: bytes, operation, kind and stream of the memory that is given back.
-        newest, oldest: its place among all kin in use, from either end; None: it differs between repetitions.
-        growth: bytes that another repetition adds to it, as to the norms of all gradients side by side.
+        event: Event with key 0, or None at the start of a phase.
+        phase: Name of the phase that starts.
+        kin: Bytes, operation, kind and stream of the memory that is freed.
+        newest: Position of the freed allocation among the equal allocations in use (its kin), counted from the newest.
+            None if it differs between repetitions.
+        oldest: Position of the freed allocation among the equal allocations in use, counted from the oldest. None if it
+            differs between repetitions.
+        growth: Bytes by which the allocation grows with each further repetition, such as those of a tensor with the
+            norms of all gradients.
     """
 
     event: MemoryEvent | None
@@ -232,8 +283,9 @@ class _Token(NamedTuple):
     growth: int = 0
 
 
-@no_garbage_search()
-def _tokens(traced: Trace) -> list[_Token]:
+@pause_garbage_collection()
+def _make_tokens(traced: Trace) -> list[_Token]:
+    """Return descriptions of the events and phases of a trace that contain no keys, so that traces can be compared."""
     begins: dict[int, list[str]] = defaultdict(list)
     for phase, index in traced.phases.items():
         begins[index].append(phase)
@@ -244,7 +296,7 @@ def _tokens(traced: Trace) -> list[_Token]:
         found += [_Token(None, phase) for phase in begins[index]]
         without = MemoryEvent(0, *event[1:])
         if event.num_bytes >= 0:
-            kin_of[event.key] = kin = _kin(event)
+            kin_of[event.key] = kin = _get_kin(event)
             in_use[kin].append(event.key)
             found.append(_Token(without))
             continue
@@ -255,8 +307,11 @@ def _tokens(traced: Trace) -> list[_Token]:
     return found + [_Token(None, phase) for phase in begins[len(traced.events)]]
 
 
-def _merged(one: _Token, other: _Token) -> _Token | None:
-    """What both are; None where they differ."""
+def _merge_tokens(one: _Token, other: _Token) -> _Token | None:
+    """Return one description that fits two events, or None if the events differ.
+
+    If the position of a freed allocation differs, it is left out of the merged description.
+    """
     if one[:3] != other[:3]:
         return None
     newest = one.newest if one.newest == other.newest else None
@@ -266,18 +321,25 @@ def _merged(one: _Token, other: _Token) -> _Token | None:
     return one._replace(newest=newest, oldest=oldest)
 
 
-def _grown_token(one: _Token, other: _Token) -> _Token | None:
-    """What both are but for its bytes; None where they differ otherwise, or in what is cut by its size."""
+def _merge_grown_token(one: _Token, other: _Token) -> _Token | None:
+    """Return one description that fits two events that differ only in their bytes.
+
+    None if they differ in another way, or if they are allocations of DDP buckets. Buckets have a maximum size, so their
+    bytes do not grow by a constant amount.
+    """
     if one.event is None or other.event is None or one.event.kind == "buckets":
         return None
     size = other.event.num_bytes
     kin = one.kin and (-size, *one.kin[1:])
-    merged = _merged(one._replace(event=MemoryEvent(0, size, *one.event[2:]), kin=kin), other)
+    merged = _merge_tokens(one._replace(event=MemoryEvent(0, size, *one.event[2:]), kin=kin), other)
     return merged and merged._replace(growth=size - one.event.num_bytes)
 
 
-def _sized(known: _Token, other: _Token) -> _Token | None:
-    """The event of another batch, with the place that both have; None where it is another event, or has another place."""
+def _apply_size(known: _Token, other: _Token) -> _Token | None:
+    """Return a known event description with the bytes of the corresponding event of another batch.
+
+    None if the events differ in anything else: operation, kind of memory, or the position of the freed allocation.
+    """
     if known.event is None or other.event is None:
         return known if (known.event, known.phase) == (other.event, other.phase) else None
     is_same = (
@@ -286,33 +348,46 @@ def _sized(known: _Token, other: _Token) -> _Token | None:
         and (known.kin and known.kin[1:]) == (other.kin and other.kin[1:])
         and (not known.growth or known.event.num_bytes == other.event.num_bytes)
     )
-    # Where sizes are alike by chance, as they are at one batch and not at another, only one of the two places agrees.
-    placed = _merged(other._replace(newest=known.newest, oldest=known.oldest), other) if is_same else None
+    # Sizes can be equal by chance at one batch size and not at another. Then only one of the two positions agrees.
+    placed = _merge_tokens(other._replace(newest=known.newest, oldest=known.oldest), other) if is_same else None
     return placed and placed._replace(growth=known.growth)
 
 
 class _Piece(NamedTuple):
-    """Tokens, and whether another repetition adds them again."""
+    """Sequence of event descriptions that is either repeated or not.
+
+    Attributes:
+        tokens: The descriptions, in order.
+        is_repeated: Whether each further repetition of the model's blocks adds the sequence once more.
+    """
 
     tokens: list[_Token]
     is_repeated: bool = False
 
 
-@no_garbage_search()
-def _grown(short: list[_Token], long: list[_Token]) -> list[_Piece] | None:
-    """Where one more repetition has put in tokens, each time a repetition of those before; None where it has done something else."""
+@pause_garbage_collection()
+def _find_pieces(short: list[_Token], long: list[_Token]) -> list[_Piece] | None:
+    """Find the events of the longer trace that one more repetition of the blocks adds.
+
+    Return all events as a list of sequences, some of which are repeated. None if some added events do not repeat the
+    events before them.
+
+    Args:
+        short: Event descriptions of a trace.
+        long: Event descriptions of the trace with one repetition more.
+    """
     pieces: list[_Piece] = []
     same: list[_Token] = []
     here = there = 0
     while there < len(long):
-        merged = _merged(short[here], long[there]) if here < len(short) else None
+        merged = _merge_tokens(short[here], long[there]) if here < len(short) else None
         if merged is not None:
             same.append(merged)
             here, there = here + 1, there + 1
             continue
-        added = _added(short[here : here + _AHEAD], long, there)
+        added = _find_addition(short[here : here + _AHEAD], long, there)
         if added is None:
-            merged = _grown_token(short[here], long[there]) if here < len(short) else None
+            merged = _merge_grown_token(short[here], long[there]) if here < len(short) else None
             if merged is None:
                 return None
             same.append(merged)
@@ -324,26 +399,35 @@ def _grown(short: list[_Token], long: list[_Token]) -> list[_Piece] | None:
     return [*pieces, _Piece(same)] if here == len(short) else None
 
 
-def _added(ahead: list[_Token], long: list[_Token], begin: int) -> list[_Token] | None:
-    """What was put in from `begin` on: it repeats what is before it, and as much as can be of what is ahead follows it."""
+def _find_addition(ahead: list[_Token], long: list[_Token], begin: int) -> list[_Token] | None:
+    """Return the events that one more repetition adds at a position, or None if they cannot be determined.
+
+    Added events must repeat the events before them. If several lengths are possible, the one is chosen for which the
+    most of the following events match `ahead`.
+
+    Args:
+        ahead: Next event descriptions of the trace with fewer repetitions.
+        long: Event descriptions of the trace with one repetition more.
+        begin: Position in `long`.
+    """
     found: list[_Token] | None = None
     longest = 0
     for size in range(1, min(begin, len(long) - begin) + 1):
-        follows = sum(1 for _ in takewhile(bool, map(_merged, ahead, long[begin + size : begin + size + _AHEAD])))
+        follows = sum(1 for _ in takewhile(bool, map(_merge_tokens, ahead, long[begin + size : begin + size + _AHEAD])))
         if follows <= longest and found is not None:
             continue
-        added = [token for token in map(_merged, long[begin - size : begin], long[begin : begin + size]) if token]
+        added = [token for token in map(_merge_tokens, long[begin - size : begin], long[begin : begin + size]) if token]
         if len(added) == size:
             found, longest = added, follows
     return found
 
 
-_Expanded = tuple[list[MemoryEvent], dict[str, int]]
+@pause_garbage_collection()
+def _expand_pieces(pieces: Iterable[_Piece], times: int) -> _Expanded | None:
+    """Return the events and phases of a trace in which each repeated sequence occurs `times` times.
 
-
-@no_garbage_search()
-def _expanded(pieces: Iterable[_Piece], times: int) -> _Expanded | None:
-    """Events with keys, and the phases' beginnings, where what is repeated comes so many times; None where that cannot be."""
+    None if a free has no matching allocation.
+    """
     events: list[MemoryEvent] = []
     phases: dict[str, int] = {}
     in_use: dict[_Kin, list[int]] = defaultdict(list)
@@ -354,9 +438,9 @@ def _expanded(pieces: Iterable[_Piece], times: int) -> _Expanded | None:
             if event is None:
                 phases[token.phase] = len(events)
                 continue
-            # The sizes of tokens are those with the first repetition.
+            # A token has its size with one added repetition, so growth counts from the second on.
             size = event.num_bytes + token.growth * (times - 1)
-            _, what, kind, stream = token.kin or _kin(event)
+            _, what, kind, stream = token.kin or _get_kin(event)
             kin = in_use[abs(size), what, kind, stream]
             if token.kin is None:
                 next_key += 1
@@ -369,66 +453,3 @@ def _expanded(pieces: Iterable[_Piece], times: int) -> _Expanded | None:
                 key = kin.pop(place)
             events.append(MemoryEvent(key, size, *event[2:]))
     return events, phases
-
-
-# ---------------------------------------------------------------- a third update
-
-
-_LAST, _END = "step 2 forward", "end"
-
-
-def _kept(left: list[MemoryEvent], second: list[MemoryEvent]) -> list[MemoryEvent] | None:
-    """What the second update asks for and holds beyond its end, as the first has done; None where that is something else.
-
-    When a traced loop ends its variables go, too: what is given back last of all may have been kept.
-    """
-    last = len(second)
-    while last and second[last - 1].num_bytes < 0:
-        last -= 1
-    gone = {event.key for event in second[:last] if event.num_bytes < 0}
-    at_end = {event.key for event in second[last:]}
-    kept: list[MemoryEvent] = []
-    for event in second:
-        if event.num_bytes < 0 or event.key in gone:
-            continue
-        wanted = left[len(kept)] if len(kept) < len(left) else None
-        if wanted is not None and (wanted[1:3], wanted[4:]) == (event[1:3], event[4:]):
-            kept.append(event)
-        elif event.key not in at_end:
-            return None
-    return kept if len(kept) == len(left) else None
-
-
-def with_third_update(traced: Trace) -> Trace:
-    """The trace of two updates with a third, whose events are the second's.
-
-    What the second gives back of the first's, such as a loop's old outputs, the third gives back of the second's. Where what the two
-    leave behind differs, the trace stays as it is.
-    """
-    begin, end = traced.phases.get(_LAST), traced.phases.get(_END, 0)
-    first = traced.phases.get("step 1 forward")
-    if begin is None or first is None or not end or "step 3 forward" in traced.phases:
-        return traced
-    before, second, beyond = traced.events[first:begin], traced.events[begin:end], traced.events[end:]
-    given_back = {event.key for event in second if event.num_bytes < 0}
-    left = [event for event in before if event.num_bytes > 0 and event.key in given_back]
-    kept = _kept(left, second)
-    if kept is None:
-        return traced
-    next_key = max(event.key for event in traced.events) + 1
-    keys = {event.key: next_key + i for i, event in enumerate(second) if event.num_bytes > 0}
-    keys |= {old.key: new.key for old, new in zip(left, kept)}
-    if not given_back <= keys.keys():
-        return traced
-    stays = {event.key for event in kept}
-    now = [event for event in second if event.num_bytes > 0 or event.key not in stays]
-    third = [MemoryEvent(keys[event.key], *event[1:]) for event in second]
-    end -= len(second) - len(now)
-    phases = {
-        name.replace("step 2", "step 3"): index - begin + end
-        for name, index in traced.phases.items()
-        if name.startswith("step 2")
-    }
-    ended = {name: index for name, index in traced.phases.items() if name != _END}
-    events = [*traced.events[:begin], *now, *third, *beyond]
-    return replace(traced, events=events, phases={**ended, **phases, _END: end + len(third)})

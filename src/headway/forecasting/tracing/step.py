@@ -1,6 +1,7 @@
-"""The training step that a forecast traces: forward, loss, backward, clipping, update, twice; it runs on real tensors too.
+"""Run the training steps that a forecast traces: forward, loss, backward, clipping and update.
 
-Two updates of a model, by a loop that is known or by one of the user's own, told apart into phases.
+A step follows one of the loops in `LOOPS`, or a loop function of the user. Each part of it is reported to an observer
+as a phase. Steps can also run on real tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,48 +12,56 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from headway.config.values import check_count
+from headway.core.config.foreign_words import explain_precision
+from headway.core.config.values import check_count
+from headway.core.training.forecast_types import Loop, Loss, MakeOptimizer
 from headway.errors import ConfigError, LossError
-from headway.forecasting.tracing.tensors import plain, scales_of
+from headway.forecasting._torch import foreach_mul_, foreach_norm, tree_leaves, unscale_gradients_
+from headway.forecasting.tracing.four_bit import iterate_scales
+from headway.forecasting.tracing.tensors import iterate_plain_tensors
 
-Loss = Callable[[Any, Any], torch.Tensor]
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Batch = Any
-Loop = Callable[[nn.Module, Iterable[Batch], torch.optim.Optimizer | None], object]
-"""A loop of the user's own: model, micro-batches and optimizer in."""
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = ("no", *_HALF)
+"""Precisions that can be traced."""
 STEPS = 2
-"""An optimizer makes its state in the first step, so the first alone is not what the others are."""
+"""Number of updates to trace.
+
+The optimizer creates its state in the first update, so only the second one is like all later ones.
+"""
 
 
 LOOPS = ("plain", "zero_grad_before_backward", "loss_function")
+"""Names of the loops that `run_steps` can run. They differ in how long outputs, loss and gradients are kept."""
 
 
 def check_precision(precision: str) -> None:
-    """Raise ConfigError unless steps can be traced in it."""
+    """Raise ConfigError if steps cannot be traced in this precision."""
     if precision not in PRECISIONS:
-        raise ConfigError(f"precision={precision!r}; allowed: {', '.join(PRECISIONS)}")
+        raise ConfigError(
+            f"precision={precision!r}; allowed: {', '.join(PRECISIONS)}{explain_precision(precision, PRECISIONS)}"
+        )
 
 
 @dataclass(frozen=True)
 class StepRecipe:
-    """How a step is made.
+    """Configuration of the training steps to run.
 
     Attributes:
-        optimizer: makes the optimizer from the parameters that learn; None: no update.
-        loss: from outputs and targets; None: the model returns its loss.
-        precision: "no", "bf16" or "fp16", by autocast; "fp16" scales the loss.
-        accumulation: micro-batches of one update.
-        max_norm: gradients are clipped to it; None: they are not.
-        keeps_gradients: `zero_grad(set_to_none=False)`: their memory is kept from step to step.
-        loop: what holds memory between the calls. "plain": a loop's names, outputs and loss among them, keep their values until they
-            are assigned again, and gradients go after the update. "zero_grad_before_backward": the same, but gradients go between
-            forward and backward. "loss_function": a function computes the loss, and outputs go when it returns. Or the loop itself.
-        lengths: of one micro-batch after the other, each of which is then asked for with its length; empty: all are alike.
+        optimizer: Function that makes the optimizer from the trainable parameters, or None for no update.
+        loss: Loss function of outputs and targets, or None if the model returns its loss.
+        precision: "no", "bf16" or "fp16", applied by autocast. "fp16" also scales the loss.
+        accumulation: Micro-batches per update.
+        max_norm: Maximum norm for gradient clipping, or None for no clipping.
+        keeps_gradients: Whether gradients are zeroed in place, as with `zero_grad(set_to_none=False)`, so that they
+            keep their memory.
+        loop: Loop that determines how long tensors live. With "plain", variables such as the outputs and the loss live
+            until they are assigned again, and gradients are freed after the update. "zero_grad_before_backward" is like
+            "plain", but frees gradients between forward and backward. With "loss_function", a function computes the
+            loss, and the outputs are freed when it returns. A function is called as the loop itself.
+        lengths: Sequence length of each micro-batch, in order. Empty if all micro-batches have the same size.
     """
 
     optimizer: MakeOptimizer | None
@@ -75,71 +84,100 @@ class StepRecipe:
                 f"loop={self.loop!r}; allowed: {', '.join(LOOPS)}, or a function (model, batches, optimizer)"
             )
         check_count(accumulation=self.accumulation)
-        if self.lengths and (len(self.lengths) % self.accumulation or self.updates() < STEPS or min(self.lengths) < 1):
+        if self.lengths and (
+            len(self.lengths) % self.accumulation or self.count_updates() < STEPS or min(self.lengths) < 1
+        ):
             raise ConfigError(
                 f"lengths: {len(self.lengths)} of them, the smallest {min(self.lengths)}; give those of {STEPS} or more whole "
                 f"updates of {self.accumulation} micro-batch(es) each, all of 1 or more"
             )
 
-    def updates(self, steps: int = STEPS) -> int:
-        """How many are traced; so many where all batches are alike."""
+    def count_updates(self, steps: int = STEPS) -> int:
+        """Return the number of updates to run.
+
+        With `lengths`, it follows from the number of lengths, one per micro-batch.
+
+        Args:
+            steps: Number of updates without `lengths`.
+        """
         return len(self.lengths) // self.accumulation if self.lengths else steps
 
-    def asked(self, steps: int = STEPS) -> Iterator[tuple[int, ...]]:
-        """What each micro-batch is asked for: its length, or nothing."""
+    def list_requests(self, steps: int = STEPS) -> Iterator[tuple[int, ...]]:
+        """Yield a tuple for each micro-batch: the arguments of `batch_fn` after the number of samples.
+
+        With `lengths`, it contains the micro-batch's sequence length. Otherwise it is empty.
+
+        Args:
+            steps: Number of updates without `lengths`.
+        """
         yield from ((length,) for length in self.lengths) if self.lengths else [()] * (steps * self.accumulation)
 
 
 class StepObserver:
-    """Is told where the step is; this one does nothing with it."""
+    """Interface of an observer that is notified of the phases and tensors of a running step.
 
-    def enter(self, phase: str) -> None:
-        """What follows belongs to this phase."""
+    The methods of this base class do nothing.
+    """
 
-    def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """These tensors are of that kind."""
+    def enter_phase(self, phase: str) -> None:
+        """Handle the start of a phase, such as "step 1 forward". The operations that follow belong to it."""
+
+    def mark_tensors(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Handle the report that tensors belong to a kind of memory, such as "gradients"."""
 
     def mark_activations(self) -> None:
-        """Forward has ended."""
+        """Handle the end of forward. All memory that forward has allocated and not freed consists of activations."""
 
 
 class StepEngine:
-    """What spreads a step over ranks; this one is for one process with a whole model.
+    """Interface of an engine that distributes a step over ranks. This base class runs the entire model on one process.
 
     Args:
-        model: whose gradients.
+        model: Model whose gradients the engine manages.
     """
 
     steps = STEPS
-    """Updates until one asks for the same memory as all that follow."""
+    """Number of updates to trace, until memory requests repeat from one update to the next."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def modes(self) -> Iterable[AbstractContextManager[Any]]:
-        """In which the step runs."""
+    def make_modes(self) -> Iterable[AbstractContextManager[Any]]:
+        """Return the context managers, such as dispatch modes, in which the step runs."""
         return ()
 
-    def own(self) -> list[torch.Tensor]:
-        """What it holds beside the model from the beginning."""
+    def list_own_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that the engine allocates before the first step, such as DDP's buckets.
+
+        The tensors of the model are not included.
+        """
         return []
 
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one; only the window's last lets gradients travel."""
+    def run_micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Return the context for forward and backward of a micro-batch.
+
+        Gradients are reduced over ranks only in the last micro-batch of an accumulation window.
+
+        Args:
+            is_last: Whether the micro-batch is the last of its accumulation window.
+        """
         return nullcontext()
 
-    def gradients(self) -> list[torch.Tensor]:
-        """This rank's, those included that wait for the window's end."""
+    def list_gradients(self) -> list[torch.Tensor]:
+        """Return this rank's gradients, including those that are only reduced at the end of the accumulation window."""
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
-    def clip(self, max_norm: float) -> None:
-        """Scale them down to this norm, as torch's clip_grad_norm_ does with foreach, which it refuses for tensors on a CPU."""
-        gradients = self.gradients()
+    def clip_gradients(self, max_norm: float) -> None:
+        """Scale the gradients down to at most `max_norm`.
+
+        Equivalent to torch's `clip_grad_norm_` with `foreach=True`, which torch refuses for tensors on a CPU.
+        """
+        gradients = self.list_gradients()
         if not gradients:
             return
-        norms = torch._foreach_norm(gradients, 2.0)
+        norms = foreach_norm(gradients, 2.0)
         total = torch.linalg.vector_norm(torch.stack(list(norms)), 2.0)
-        torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
 
 def run_steps(
@@ -151,73 +189,73 @@ def run_steps(
     parameters: list[nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    """The updates of one of `LOOPS`; see `StepRecipe`."""
-    asked = recipe.asked(engine.steps)
+    """Run the updates of a recipe with one of the loops in `LOOPS`, which are described at `StepRecipe.loop`."""
+    asked = recipe.list_requests(engine.steps)
     clears_late, is_function = recipe.loop == "zero_grad_before_backward", recipe.loop == "loss_function"
     held: Batch = None
     outputs: Any = None
     loss: torch.Tensor | None = None
-    for step in range(1, recipe.updates(engine.steps) + 1):
+    for step in range(1, recipe.count_updates(engine.steps) + 1):
         for index in range(recipe.accumulation):
-            watcher.enter(f"step {step} forward")
-            # The next batch is on its way before the last one is dropped.
+            watcher.enter_phase(f"step {step} forward")
+            # The previous batch is alive until this assignment, as in a real loop, so both batches are in memory at once.
             held = mark_batch(batch(*next(asked)), watcher)
-            with engine.micro_batch(is_last=index == recipe.accumulation - 1):
-                with autocast(recipe.precision):
-                    outputs = _outputs(model, held)
-                    loss = _loss(outputs, held, recipe)
+            with engine.run_micro_batch(is_last=index == recipe.accumulation - 1):
+                with make_autocast(recipe.precision):
+                    outputs = _call_model(model, held)
+                    loss = _compute_loss(outputs, held, recipe)
                 if is_function:
                     outputs = None
                 if clears_late and index == 0:
-                    _clear(parameters, recipe)
-                scaled = _scaled(loss, recipe)
+                    _clear_gradients(parameters, recipe)
+                scaled = _scale_loss(loss, recipe)
                 watcher.mark_activations()
-                watcher.enter(f"step {step} backward")
+                watcher.enter_phase(f"step {step} backward")
                 scaled.backward()  # type: ignore[no-untyped-call]
                 del scaled
                 if is_function:
                     loss = None
-            watcher.mark(engine.gradients(), "gradients")
-        watcher.enter(f"step {step} update")
-        _update(optimizer, recipe, watcher, engine)
+            watcher.mark_tensors(engine.list_gradients(), "gradients")
+        watcher.enter_phase(f"step {step} update")
+        _update_parameters(optimizer, recipe, watcher, engine)
         if not clears_late:
-            _clear(parameters, recipe)
+            _clear_gradients(parameters, recipe)
 
 
 def mark_batch(batch: Batch, watcher: StepObserver) -> Batch:
-    """It has come; returns it."""
-    watcher.mark([each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)], "batch")
+    """Report the tensors of a new micro-batch to the observer, and return the micro-batch."""
+    watcher.mark_tensors([each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)], "batch")
     return batch
 
 
-def _outputs(model: nn.Module, batch: Batch) -> Any:
+def _call_model(model: nn.Module, batch: Batch) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(batch[0] if isinstance(batch, tuple | list) else batch)
 
 
-def _loss(outputs: Any, batch: Batch, recipe: StepRecipe) -> torch.Tensor:
-    """The loss of one micro-batch."""
+def _compute_loss(outputs: Any, batch: Batch, recipe: StepRecipe) -> torch.Tensor:
+    """Return the loss of one micro-batch. Raise LossError unless it is a scalar with a gradient."""
     targets: Any = batch
     if isinstance(batch, tuple | list):
         targets = batch[1] if len(batch) == 2 else batch[1:]
-    loss = recipe.loss(outputs, targets) if recipe.loss is not None else _own_loss(outputs)
+    loss = recipe.loss(outputs, targets) if recipe.loss is not None else _get_own_loss(outputs)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise LossError(
-            f"the loss is {_said(loss)}; it must be a tensor of one element with a gradient. Give loss=, a function of the model's "
-            "outputs and the batch's targets"
+            f"the loss is {_describe_loss(loss)}; it must be a tensor of one element with a gradient. Give loss=, a function of the "
+            "model's outputs and the batch's targets"
         )
     return loss
 
 
-def _scaled(loss: torch.Tensor, recipe: StepRecipe) -> torch.Tensor:
-    """As it goes into backward."""
+def _scale_loss(loss: torch.Tensor, recipe: StepRecipe) -> torch.Tensor:
+    """Return the loss to call backward on: scaled for fp16, and divided by the number of accumulated micro-batches."""
     if recipe.precision == "fp16":
         loss = loss * torch.full((), 65536.0, device=loss.device)
     return loss / recipe.accumulation if recipe.accumulation > 1 else loss
 
 
-def _own_loss(outputs: Any) -> Any:
+def _get_own_loss(outputs: Any) -> Any:
     if isinstance(outputs, torch.Tensor):
         return outputs
     if isinstance(outputs, Mapping) and "loss" in outputs:
@@ -225,33 +263,33 @@ def _own_loss(outputs: Any) -> Any:
     return getattr(outputs, "loss", None)
 
 
-def _said(loss: Any) -> str:
+def _describe_loss(loss: Any) -> str:
     if not isinstance(loss, torch.Tensor):
         return "missing" if loss is None else f"a {type(loss).__name__}"
     return f"a tensor of shape {list(loss.shape)}" + ("" if loss.requires_grad else " without a gradient")
 
 
-def autocast(precision: str) -> AbstractContextManager[Any]:
-    """The block of a forward in that format."""
-    # Of a CPU also where the target is a card: fake tensors lie on a CPU (`kernels` adds the difference).
+def make_autocast(precision: str) -> AbstractContextManager[Any]:
+    """Return the autocast context of the forward pass in a precision."""
+    # CPU autocast even if the target is a GPU, because fake tensors are on the CPU. `kernels` corrects the differences.
     return torch.autocast("cpu", dtype=_HALF[precision]) if precision in _HALF else nullcontext()
 
 
-def _update(
+def _update_parameters(
     optimizer: torch.optim.Optimizer | None, recipe: StepRecipe, watcher: StepObserver, engine: StepEngine
 ) -> None:
-    if recipe.precision == "fp16" and (gradients := engine.gradients()):
+    if recipe.precision == "fp16" and (gradients := engine.list_gradients()):
         found, inverse = torch.zeros(1), torch.ones(1)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+        unscale_gradients_(gradients, found, inverse)
         del gradients
     if recipe.max_norm is not None:
-        engine.clip(recipe.max_norm)
+        engine.clip_gradients(recipe.max_norm)
     if optimizer is not None:
         optimizer.step()
-        watcher.mark(state_of(optimizer), "optimizer state")
+        watcher.mark_tensors(list_state(optimizer), "optimizer state")
 
 
-def _clear(parameters: list[nn.Parameter], recipe: StepRecipe) -> None:
+def _clear_gradients(parameters: list[nn.Parameter], recipe: StepRecipe) -> None:
     for parameter in parameters:
         if recipe.keeps_gradients and parameter.grad is not None:
             parameter.grad.zero_()
@@ -259,15 +297,23 @@ def _clear(parameters: list[nn.Parameter], recipe: StepRecipe) -> None:
             parameter.grad = None
 
 
-def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors of its state that take memory worth the name: counts of steps are left out."""
+def list_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the tensors of an optimizer's state, except scalars such as step counts, whose memory is negligible."""
     leaves = tree_leaves([dict(state) for state in optimizer.state.values()])
-    return [part for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for part in plain(leaf)]
+    return [
+        part
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+        for part in iterate_plain_tensors(leaf)
+    ]
 
 
-def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
-    """Where nothing is said, torch's optimizers work on all parameters at once on a card, and one by one on a CPU."""
-    if isinstance(optimizer, torch.optim.Adafactor):  # one by one on a card, too, to save memory
+def choose_cuda_kernels(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer use `foreach` kernels, as by default on a GPU, unless the user has chosen otherwise.
+
+    By default, torch's optimizers update all parameters at once on a GPU, but one at a time on a CPU.
+    """
+    if isinstance(optimizer, torch.optim.Adafactor):  # updates one parameter at a time on a GPU, too, to save memory
         return
     for group in optimizer.param_groups:
         is_free = "foreach" in group and group["foreach"] is None
@@ -276,16 +322,19 @@ def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
 
 
 def mark_model(model: nn.Module, watcher: StepObserver) -> None:
-    """The model's own tensors are there; asked for as `.to(device)` moves them: parts in order, then what is the whole's own."""
+    """Report the model's tensors to the observer, in the order in which `.to(device)` allocates them.
+
+    Tensors of submodules come first.
+    """
     for part in model.children():
         mark_model(part, watcher)
     for held, kind in ((model._parameters, "weights"), (model._buffers, "buffers")):
-        # What is without memory, other ranks of a pipeline have.
-        watcher.mark([each for each in held.values() if each is not None and not each.is_meta], kind)
-    watcher.mark(scales_of(model), "weights")
+        # Tensors still on the meta device belong to other stages of a pipeline.
+        watcher.mark_tensors([each for each in held.values() if each is not None and not each.is_meta], kind)
+    watcher.mark_tensors(iterate_scales(model), "weights")
 
 
-def run(
+def run_recipe(
     model: nn.Module,
     recipe: StepRecipe,
     batch: Callable[..., Batch],
@@ -293,46 +342,48 @@ def run(
     on_cuda: bool = False,
     engine: StepEngine | None = None,
 ) -> None:
-    """Run the updates of a model.
+    """Run the updates of a recipe on a model.
 
     Args:
-        model: its parameters lie where it computes.
-        recipe: how.
-        batch: gives the next micro-batch, of a length where the recipe has lengths.
-        watcher: is told what goes on.
-        on_cuda: optimizers choose their kernels as they do for parameters on a card.
-        engine: what spreads the model over ranks; None: it is alone.
+        model: Model on the device that computes.
+        recipe: Configuration of the steps.
+        batch: Function that returns the next micro-batch. It is called with a sequence length if the recipe has
+            lengths.
+        watcher: Observer of the steps, or None.
+        on_cuda: Whether optimizers choose their kernels as for parameters on a GPU. Default: False.
+        engine: Engine that distributes the model over ranks, or None for one process.
     """
     watcher, engine = watcher or StepObserver(), engine or StepEngine(model)
-    watcher.enter("set-up")
+    watcher.enter_phase("set-up")
     mark_model(model, watcher)
-    watcher.mark(engine.own(), "buckets")
+    watcher.mark_tensors(engine.list_own_tensors(), "buckets")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = recipe.optimizer(parameters) if recipe.optimizer is not None else None
     if optimizer is not None and on_cuda:
-        as_on_cuda(optimizer)
+        choose_cuda_kernels(optimizer)
     if callable(recipe.loop):
         run_loop(recipe.loop, model, recipe, batch, watcher, engine, optimizer)
     else:
         run_steps(model, recipe, batch, watcher, engine, parameters, optimizer)
-    watcher.enter("end")
+    watcher.enter_phase("end")
 
 
 class LoopPhases(TorchFunctionMode):
-    """Tells an observer when a loop goes over from forward to backward and to the update.
+    """Torch function mode that detects the phases of a user's loop from calls of backward and of the optimizer's step.
 
     Args:
-        watcher: is told.
-        engine: knows the gradients.
+        watcher: Observer that is notified of the phases.
+        engine: Engine that lists the gradients.
 
     Attributes:
-        num_updates: so far.
-        has_backward: one was run.
+        num_updates: Number of updates so far.
+        has_backward: Whether a backward has run.
     """
 
     def __init__(self, watcher: StepObserver, engine: StepEngine) -> None:
         super().__init__()
-        self._watcher, self._engine = watcher, engine
+        self._watcher = watcher
+        self._engine = engine
         self.num_updates = 0
         self.has_backward = False
 
@@ -343,19 +394,19 @@ class LoopPhases(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         self.has_backward = True
         self._watcher.mark_activations()
-        self.enter("backward")
-        with torch.autocast("cpu", enabled=False):  # around forward alone, as PyTorch asks for
+        self.enter_phase("backward")
+        with torch.autocast("cpu", enabled=False):  # PyTorch recommends autocast for forward only
             result = func(*args, **(kwargs or {}))
-        self._watcher.mark(self._engine.gradients(), "gradients")
+        self._watcher.mark_tensors(self._engine.list_gradients(), "gradients")
         return result
 
-    def enter(self, phase: str) -> None:
-        """A phase of the update that is under way."""
-        self._watcher.enter(f"step {self.num_updates + 1} {phase}")
+    def enter_phase(self, phase: str) -> None:
+        """Notify the observer that a phase of the current update starts."""
+        self._watcher.enter_phase(f"step {self.num_updates + 1} {phase}")
 
-    def updated(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer has stepped."""
-        self._watcher.mark(state_of(optimizer), "optimizer state")
+    def record_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Report the optimizer's state tensors to the observer, and count the update."""
+        self._watcher.mark_tensors(list_state(optimizer), "optimizer state")
         self.num_updates += 1
 
 
@@ -368,24 +419,24 @@ def run_loop(
     engine: StepEngine,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    """Run a loop over the micro-batches.
+    """Run the user's own training loop over the recipe's micro-batches.
 
     Raises:
-        ConfigError: it ended without a backward, or without the updates of its batches.
+        ConfigError: If the loop ends without a backward, or with fewer updates than its batches allow.
     """
     phases = LoopPhases(watcher, engine)
 
     def batches() -> Iterator[Batch]:
-        for asked in recipe.asked(engine.steps):
-            phases.enter("forward")
-            yield mark_batch(batch(*asked), watcher)  # held by the loop alone
+        for asked in recipe.list_requests(engine.steps):
+            phases.enter_phase("forward")
+            yield mark_batch(batch(*asked), watcher)  # no name here, so that only the loop keeps the batch alive
 
     if optimizer is not None:
-        optimizer.register_step_pre_hook(lambda *_: phases.enter("update"))
-        optimizer.register_step_post_hook(lambda stepped, *_: phases.updated(stepped))
-    with phases, autocast(recipe.precision), engine.micro_batch(is_last=True):
+        optimizer.register_step_pre_hook(lambda *_: phases.enter_phase("update"))
+        optimizer.register_step_post_hook(lambda stepped, *_: phases.record_update(stepped))
+    with phases, make_autocast(recipe.precision), engine.run_micro_batch(is_last=True):
         loop(model, batches(), optimizer)
-    updates = recipe.updates(engine.steps)
+    updates = recipe.count_updates(engine.steps)
     if not phases.has_backward or phases.num_updates < (0 if optimizer is None else updates):
         raise ConfigError(
             f"loop= was given {updates * recipe.accumulation} micro-batches and made {phases.num_updates} updates"

@@ -1,40 +1,43 @@
-"""Tensors that a trace sees otherwise than a run: those that stand for others, and those whose sizes depend on values.
+"""Helpers for tensors without values: wrapper subclasses, and results whose sizes depend on values.
 
-A DTensor holds this rank's part, a quantised tensor its numbers and scales. bitsandbytes' four-bit layers are made as they are once
-weights are loaded: packed, their scales beside them. Results whose sizes depend on values, which a trace does not have, are taken at
-their largest; attention's masks hide nothing.
+A DTensor contains this rank's shard, and a quantized tensor contains its numbers and scales. A trace counts the memory
+of those inner tensors.
+
+Fake tensors have no values. If the size of a result depends on values, the largest possible size is used.
 """
 
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
+
+from headway.forecasting._torch import FakeTensor, is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 
 aten = torch.ops.aten
 
 
-def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that have the memory: the tensor itself, or what it holds."""
+def iterate_plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that own memory: the tensor itself, or the inner tensors of a subclass such as DTensor."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()
     for held in (getattr(tensor, name) for name in names):
         if isinstance(held, torch.Tensor):  # a DTensor names its mesh, too
-            yield from plain(held)
+            yield from iterate_plain_tensors(held)
 
 
-def stand_for_others(types: Iterable[type]) -> bool:
-    """Is one of these a class of tensors whose operations come back as those on what they hold?"""
+def has_wrapper_type(types: Iterable[type]) -> bool:
+    """Whether any type is a wrapper subclass, whose operations are dispatched again on its inner tensors."""
     return any(is_traceable_wrapper_subclass_type(each) for each in types)
 
 
-def without_values(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Its shape, strides, dtype and attributes; on the CPU in a fake mode, or on the meta device, it takes no memory."""
+def make_without_values(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return an uninitialized tensor with the shape, strides, dtype and Python attributes of another tensor.
+
+    It takes no memory if a fake mode is active or if `device` is "meta".
+    """
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
@@ -42,91 +45,11 @@ def without_values(tensor: torch.Tensor, device: torch.device | str = "cpu") -> 
     return made
 
 
-MASK = "attention_mask"
-POSITIONS = "position_ids"
+def make_largest_result(func: Any, args: tuple[Any, ...]) -> Any:
+    """Return the largest possible result of an operation whose result size depends on values.
 
-_UNMASKED = "headway_unmasked"
-
-
-def unmasked(model: nn.Module) -> nn.Module:
-    """Attention as in a run whose samples have no padding, in which transformers leaves the causal mask to the kernel.
-
-    Of tensors without values it cannot see that no token is masked, and would build the mask and repeat keys and values for it. For
-    an implementation with no mask function of its own it builds none.
+    None for all other operations.
     """
-    if getattr(model.config, "_attn_implementation", None) == "sdpa":
-        from transformers import AttentionInterface
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
-        model.set_attn_implementation(_UNMASKED)  # type: ignore[operator]
-    return model
-
-
-def drop_masks(model: nn.Module) -> None:
-    """Let a transformers model that is called with a mask leave it out, as it does where it sees that nothing is masked."""
-
-    def without(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, {key: value for key, value in kwargs.items() if key != MASK}
-
-    model.register_forward_pre_hook(without, with_kwargs=True)
-
-
-_NESTED_BLOCK = 256
-
-
-def is_four_bit(module: nn.Module) -> bool:
-    """Is it one of bitsandbytes' four-bit layers, its weight not packed yet?"""
-    package = sys.modules.get("bitsandbytes")
-    return (
-        package is not None
-        and isinstance(module, package.nn.Linear4bit)
-        and getattr(module, "quant_state", None) is None
-    )
-
-
-def pack(module: Any, fake: FakeTensorMode) -> None:
-    """Replace a layer's weight by two numbers a byte and what undoes that, without computing it."""
-    make_state: Any = sys.modules["bitsandbytes.functional"].QuantState
-    weight = module.weight
-    blocks = -(-weight.numel() // weight.blocksize)
-    size = -(-weight.numel() // 2) // weight.quant_storage.itemsize
-    with fake:
-        packed = nn.Parameter(torch.empty((size, 1), dtype=weight.quant_storage), requires_grad=False)
-        scales = torch.empty(blocks, dtype=torch.uint8 if weight.compress_statistics else torch.float32)
-        offset, inner = None, None
-        if weight.compress_statistics:
-            offset = torch.empty(())
-            inner = make_state(
-                absmax=torch.empty(-(-blocks // _NESTED_BLOCK)),
-                code=torch.empty(256),
-                blocksize=_NESTED_BLOCK,
-                dtype=torch.float32,
-            )
-        module.quant_state = make_state(
-            absmax=scales,
-            shape=weight.shape,
-            code=torch.empty(16),
-            blocksize=weight.blocksize,
-            quant_type=weight.quant_type,
-            dtype=weight.dtype,
-            offset=offset,
-            state2=inner,
-        )
-    packed.quant_state = module.quant_state  # type: ignore[attr-defined]
-    module._parameters["weight"] = packed
-
-
-def scales_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """What a four-bit layer keeps beside its weight; of other modules nothing."""
-    state = getattr(module, "quant_state", None)
-    while state is not None:
-        yield from (each for each in (state.absmax, state.code, state.offset) if isinstance(each, torch.Tensor))
-        state = state.state2
-
-
-def at_most(func: Any, args: tuple[Any, ...]) -> Any:
-    """The largest result that the operation can have; None: its size does not depend on values, or they are there."""
     if not args or not isinstance(args[0], FakeTensor):
         return None
     if func is aten.nonzero.default:
@@ -145,8 +68,11 @@ def at_most(func: Any, args: tuple[Any, ...]) -> Any:
     return None
 
 
-def without_masks(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """An index's arguments, each mask of bools in it replaced by as many indices as it has elements."""
+def expand_masks(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of an indexing operation, with each boolean mask replaced by index tensors.
+
+    The index tensors have the size that they would have if the mask were true everywhere.
+    """
     if not args or not isinstance(args[0], FakeTensor):
         return args
     if func not in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default):

@@ -1,12 +1,13 @@
-"""One training step on fake tensors: every piece of memory it asks for and gives back, in order.
+"""Record all memory that one training step on fake tensors allocates and frees, in order.
 
-What is followed is the memory behind tensors, by weak references to it: views ask for nothing, and memory is given back when the last
-tensor on it goes, wherever that is held. Nothing is computed, so a step of any size takes seconds and hardly any memory.
+The tracker follows the storages behind tensors by weak references. Views allocate nothing, and memory is freed when the
+last tensor on it is gone, wherever that tensor was kept. Nothing is computed, so a step of any size takes seconds and
+hardly any memory.
 
-FSDP empties and fills storages past torch's dispatcher, where a trace sees no operation: `fully_shard` makes the memory of a
-gathered parameter once, gives its bytes back after the unit's forward, and asks for them again at the next gather
-(`UntypedStorage.resize_`). The storages are known from the operation that fills them; what has become of them is looked up before
-each operation that follows.
+FSDP resizes storages without torch's dispatcher, so a trace sees no operation. `fully_shard` allocates the memory of a
+gathered parameter once. It frees the bytes after the unit's forward and allocates them again at the next gather
+(`UntypedStorage.resize_`). The tracker knows these storages from the operation that fills them. Before each later
+operation it checks whether their sizes have changed.
 """
 
 import gc
@@ -19,28 +20,75 @@ from itertools import groupby, islice
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from headway.common.callsite import Frame, stack, users_frame
+from headway.common.callsite import Frame, find_users_frame, walk_stack
 from headway.errors import UnsupportedError
+from headway.forecasting._torch import (
+    FakeTensor,
+    TorchDispatchMode,
+    current_autograd_node,
+    current_graph_task_id,
+    tree_leaves,
+)
 from headway.forecasting.device import kernels
 from headway.forecasting.device.allocator import UNSURE, MemoryEvent
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import NAMESPACES, UNKNOWN_SCRATCH
 from headway.forecasting.tracing.step import StepObserver
-from headway.forecasting.tracing.tensors import at_most, plain, stand_for_others, without_masks
+from headway.forecasting.tracing.tensors import (
+    expand_masks,
+    has_wrapper_type,
+    iterate_plain_tensors,
+    make_largest_result,
+)
 from headway.forecasting.tracing.work import StepWork, WorkCounter
 
 Storage = torch.UntypedStorage
 
+_WORTH_A_LINE = 1 << 20
+"""Minimum size of a request, in bytes, for which the user's source line is looked up.
+
+The look-up takes longer than all other tracing work.
+"""
+_DEVICE = torch.ops.prim.device.default
+"""Operation that returns a tensor's device.
+
+It accounts for two thirds of all calls. Handling it in the dispatch mode takes a fifth of the time.
+"""
+_RESIZE = "resize_"
+_WAIT = "_c10d_functional::wait_tensor"
+_GATHER = "fsdp::all_gather_copy_in"
+_SPLIT = "fsdp::split_with_sizes_copy"
+_REDUCE = "c10d::_reduce_scatter_base_"
+_COPY = "aten::copy_"
+_OF_SHARDS = {_GATHER: 1, _SPLIT: 0, _REDUCE: 2, _COPY: 0}
+"""CUDA stream on which each of FSDP's operations allocates its results, by operation name."""
+_OF_ONE = "wait_for_unshard"
+"""Name of FSDP's function that copies parameters that only one rank has, such as experts."""
+_FOR_A_SHAPE = "_propagate_tensor_meta"
+"""Prefix of DTensor's function that runs an operation only to find out the shape of its result."""
+_DEEPEST = 64
+"""Maximum number of stack frames between an operation and torch's function that calls it."""
+_WRAPPERS = ("_fn", "inner")
+"""Names of torch's functions that wrap the dispatch of a mode."""
+_ADDS = tuple(f"aten::{name}" for name in ("add", "scatter", "scatter_add", "index_add", "index_put"))
+"""Operations with which autograd may accumulate gradients."""
+_IN_PLACE = ("aten::sub", "aten::mul", "aten::div")
+"""Operations that torch's C++ code runs in place in the backward of the binary cross-entropy with logits.
+
+For subclasses of tensors, such as fake tensors, torch allocates their results.
+"""
+_LOGITS_LOSS = "BinaryCrossEntropyWithLogitsBackward0"
+"""Autograd node of the binary cross-entropy with logits."""
+_COMPILED = ("compile_wrapper", "_call_impl_compiled")
+"""Functions of TorchDynamo through which a compiled function is called."""
+
 
 class GatheredStorages:
-    """The storages of gathered parameters, those of one unit together: they come and go at once.
+    """Storages of gathered parameters, grouped by FSDP unit. The storages of a unit are allocated and freed together.
 
     Args:
-        changed: is told of a storage whose size may have changed.
+        changed: Function that is called with each storage whose size may have changed.
     """
 
     def __init__(self, changed: Callable[[Storage], None]) -> None:
@@ -48,24 +96,27 @@ class GatheredStorages:
         self._units: list[tuple[list[weakref.ref[Storage]], int]] = []
         self._known: set[int] = set()
 
-    def filled(self, tensors: Iterable[Any]) -> list[torch.Tensor]:
-        """One unit's parameters are gathered into these; returns those on storages that were not known."""
+    def register_unit(self, tensors: Iterable[Any]) -> list[torch.Tensor]:
+        """Register the storages of an FSDP unit's tensors. Return the tensors whose storages are new."""
         new = [
             leaf
             for each in tensors
             if isinstance(each, torch.Tensor)
-            for leaf in plain(each)
+            for leaf in iterate_plain_tensors(each)
             if leaf.untyped_storage()._cdata not in self._known
         ]
         if new:
             storages = [leaf.untyped_storage() for leaf in new]
-            # Their memory is FSDP's for as long as the model is there, so no address is another's meanwhile.
+            # FSDP keeps these storages as long as the model exists, so an address is not used for another one meanwhile.
             self._known.update(storage._cdata for storage in storages)
             self._units.append(([weakref.ref(storage) for storage in storages], storages[0].nbytes()))
         return new
 
-    def look(self) -> None:
-        """See which units were emptied or filled since the last look."""
+    def check_sizes(self) -> None:
+        """Find FSDP units whose parameters were gathered or freed since the last check.
+
+        `changed` is called with each of their storages.
+        """
         for index, (storages, size) in enumerate(self._units):
             first = storages[0]()
             if first is None or first.nbytes() == size:
@@ -77,32 +128,14 @@ class GatheredStorages:
             self._units[index] = storages, first.nbytes()
 
 
-_WORTH_A_LINE = 1 << 20
-"""Bytes from which on the user's line is looked up, which takes longer than all the rest."""
-_DEVICE = torch.ops.prim.device.default
-"""Two calls of three, and answered here in a fifth of the time."""
-_RESIZE, _WAIT = "resize_", "_c10d_functional::wait_tensor"
-_GATHER, _SPLIT, _REDUCE = "fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "c10d::_reduce_scatter_base_"
-_COPY = "aten::copy_"
-_OF_SHARDS = {_GATHER: 1, _SPLIT: 0, _REDUCE: 2, _COPY: 0}
-"""FSDP's operations, and the stream on which it asks for what they fill."""
-_OF_ONE = "wait_for_unshard"
-"""A function of FSDP's, which copies what is on one rank alone, such as experts of ranks that share none."""
-_FOR_A_SHAPE, _DEEPEST = "_propagate_tensor_meta", 64
-"""A function of torch's DTensor, and how many frames above an operation it may lie."""
-_WRAPPERS = ("_fn", "inner")
-"""Functions of torch's around a mode's dispatch."""
-_ADDS = tuple(f"aten::{name}" for name in ("add", "scatter", "scatter_add", "index_add", "index_put"))
-_IN_PLACE, _LOGITS_LOSS = ("aten::sub", "aten::mul", "aten::div"), "BinaryCrossEntropyWithLogitsBackward0"
-"""What torch's C++ computes in place in backward of this loss, but not of subclasses of tensors such as fake ones."""
-_COMPILED = ("compile_wrapper", "_call_impl_compiled")
-
-
 def _refuse_compiled() -> None:
-    """A compiled function runs uncompiled on fake tensors, without a word, and asks for other memory."""
+    """Raise UnsupportedError if a compiled function is running.
+
+    On fake tensors the function would silently run uncompiled, and its memory requests would differ.
+    """
     if "torch._dynamo.eval_frame" not in sys.modules:
         return
-    for code in (frame.f_code for frame in stack()):
+    for code in (frame.f_code for frame in walk_stack()):
         if code.co_name in _COMPILED and code.co_filename.endswith("eval_frame.py"):
             raise UnsupportedError(
                 "a function compiled by torch.compile was called, which headway.forecast alone can follow, if inductor compiles it. "
@@ -110,37 +143,52 @@ def _refuse_compiled() -> None:
             )
 
 
-def _node() -> str:
-    """Whose backward runs, if any."""
-    return getattr(torch._C._current_autograd_node(), "name", str)()
+def _get_backward_name() -> str:
+    """Return the name of the autograd node whose backward is running, or "" if none is running."""
+    return getattr(current_autograd_node(), "name", str)()
 
 
 def _is_for_a_shape() -> bool:
-    """Is the operation run for its result's shape alone? DTensors do so on whole tensors before they compute on parts."""
-    return any(frame.f_code.co_name.startswith(_FOR_A_SHAPE) for frame in islice(stack(), _DEEPEST))
+    """Whether DTensor runs the current operation only to determine the shape of its result.
+
+    DTensor does this with full tensors before it computes with shards.
+    """
+    return any(frame.f_code.co_name.startswith(_FOR_A_SHAPE) for frame in islice(walk_stack(), _DEEPEST))
 
 
 def _is_sum_of_gradients(args: tuple[Any, ...], result: Any) -> bool:
-    """Has autograd itself added up what two users of a tensor sent back, where plain tensors are added in place?
+    """Whether an addition sums two gradients of one tensor into a new tensor, but would run in place on plain tensors.
 
-    The engine does so (`can_accumulate_inplace` in input_buffer.cpp) with a dense gradient that nothing else holds, as a view's base
-    does, but not with a subclass of tensors such as a fake one, for which it asks for a third. So does backward of what picks values
-    out (gather, index, max, sort), with zeros that it has just made (FunctionsManual.cpp).
+    The trace runs on fake tensors, for which autograd allocates a tensor in two cases that need none for plain tensors:
+
+    - The engine sums two gradients of one tensor. It adds plain tensors in place if nothing else refers to the first
+      one (`can_accumulate_inplace` in input_buffer.cpp).
+    - The backward of an operation that selects values (gather, index, max, sort) adds its gradient to a tensor of zeros
+      that it has just allocated (FunctionsManual.cpp).
+
+    Args:
+        args: Arguments of the addition.
+        result: Result of the addition.
     """
     first = args[0]
-    caller = next(frame.f_code.co_name for frame in islice(stack(), 3, None) if frame.f_code.co_name not in _WRAPPERS)
+    caller = next(
+        frame.f_code.co_name for frame in islice(walk_stack(), 3, None) if frame.f_code.co_name not in _WRAPPERS
+    )
     return (
-        torch._C._current_graph_task_id() != -1
+        current_graph_task_id() != -1
         and not torch.is_grad_enabled()
         and isinstance(first, torch.Tensor)
         and not first._is_view()
         and (first.shape, first.dtype) == (result.shape, result.dtype)
-        and caller == "_engine_run_backward"  # not a function of the user's, run by the engine
+        and caller == "_engine_run_backward"  # rules out a user's autograd function that the engine calls
     )
 
 
-def _in_order(events: list[MemoryEvent]) -> list[MemoryEvent]:
-    """What is given back at one moment, by its keys: autocast drops its casts in the order of their addresses, which differs."""
+def _sort_frees(events: list[MemoryEvent]) -> list[MemoryEvent]:
+    """Return the events with each run of consecutive frees sorted by key, so that traces are reproducible.
+
+    Autocast frees its cached casts in the order of their addresses, which differs from run to run.
+    """
     found: list[MemoryEvent] = []
     for is_asked, run in groupby(events, lambda event: event.num_bytes >= 0):
         same = list(run)
@@ -150,14 +198,15 @@ def _in_order(events: list[MemoryEvent]) -> list[MemoryEvent]:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a step asked for.
+    """Allocation events of traced training steps.
 
     Attributes:
-        events: in order.
-        phases: the index of the first event of each phase, by "step 1 forward", "step 1 backward", "step 1 update" ...
-        operations: how often each ran.
-        caveats: what the trace cannot vouch for.
-        work: what the operations of each phase have to do.
+        events: Events in order.
+        phases: Index of the first event of each phase, by name: "step 1 forward", "step 1 backward", "step 1 update"
+            and so on.
+        operations: Number of calls by operation.
+        caveats: Assumptions and known gaps of the trace, as sentences.
+        work: Floating point operations and memory traffic by phase. Empty unless they were counted.
     """
 
     events: list[MemoryEvent]
@@ -168,17 +217,19 @@ class Trace:
 
 
 class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untyped-call]
-    """Follows the memory of the tensors that are made in its block, fake or real.
+    """Dispatch mode that records when the memory of tensors is allocated and freed, for fake and real tensors.
+
+    Only tensors that are created while the mode is active are recorded.
 
     Args:
-        device: whose kernels' scratch memory is added.
-        counting: is told of every operation; None: work is not counted.
-        graphs: files of the graphs that inductor has compiled, see `compiled.without_kernels`; None: it does not.
+        device: Device whose kernels' scratch memory is added.
+        counting: Counter to which every operation is reported, or None to count no work.
+        graphs: Paths of the graphs that inductor has compiled (see `compiled.skip_kernels`), or None without inductor.
 
     Attributes:
-        events: so far.
-        phases: see `Trace`.
-        last: what ran last, for an error's message.
+        events: Events so far.
+        phases: Index of the first event of each phase so far.
+        last: Name of the last operation, for error messages.
     """
 
     def __init__(
@@ -190,8 +241,8 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self.phases: dict[str, int] = {}
         self.last = ""
         self._device = device
-        self._table, self._late = kernels.scratch(device)
-        self._oversized = kernels.oversized(device)
+        self._table, self._late = kernels.list_scratch(device)
+        self._oversized = kernels.list_oversized(device)
         self._operations: Counter[str] = Counter()
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._kinds: dict[int, str] = {}
@@ -203,160 +254,197 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self._is_updating = False
         self._unsure = 0
         self._is_bounded = False
-        self._gathered = GatheredStorages(self._sized)
+        self._gathered = GatheredStorages(self._record_resize)
         self._has_parts = False
         self._counting = counting
-        self._sum = (0, 0, 0)  # keys of the first term and of the total, and where the total lies
+        self._sum = (0, 0, 0)  # key of the first term, key of the sum, address of the sum's storage
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
-        """TorchDynamo compiles in its block, and what it does for that is not followed; what is compiled is."""
+        """Whether TorchDynamo may compile while this mode is active.
+
+        Compilation itself is not traced, but the compiled code is.
+        """
         return self._graphs is not None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if stand_for_others(types):
+        if has_wrapper_type(types):
             self._has_parts = True
-            return NotImplemented  # it comes back as what it does to the tensors behind
+            return NotImplemented  # torch dispatches the same call again on the inner tensors
         if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device
         if func.namespace == "prim" or (self._has_parts and _is_for_a_shape()):
             return func(*args, **(kwargs or {}))
         name = func._schema.name
         if name == _WAIT and isinstance(args[0], FakeTensor):
-            return args[0]  # as it does with values; without them, torch makes another
-        self._gathered.look()
+            return args[0]  # real tensors are returned as they are, but for fake ones torch allocates a copy
+        self._gathered.check_sizes()
         self.last = name
         self._operations[name] += 1
         self._count_unsure(name, args)
-        asked = [self._scratch(size, name) for size in self._table[name](args)] if name in self._table else ()
-        result = at_most(func, args)
+        asked = [self._record_scratch(size, name) for size in self._table[name](args)] if name in self._table else ()
+        result = make_largest_result(func, args)
         if result is None:
-            told = without_masks(func, args)
-            result = kernels.grouped_products(func, args)
-            result = func(*told, **(kwargs or {})) if result is None else result
-            self._is_bounded |= told is not args
+            expanded = expand_masks(func, args)
+            result = kernels.make_grouped_product(func, args)
+            result = func(*expanded, **(kwargs or {})) if result is None else result
+            self._is_bounded |= expanded is not args
         else:
             self._is_bounded = True
         if self._counting is not None:
-            self._counting.add(self._phase, func, args, kwargs, result)
+            self._counting.add_operation(self._phase, func, args, kwargs, result)
         if (name.endswith(_RESIZE) or name == "aten::set_") and isinstance(args[0], torch.Tensor):
-            self._sized(args[0].untyped_storage())
-        self._results(result, name, args)
-        self._late_scratch(name, args)
-        if kernels.takes_cublas(self._device, name, args):
-            self._workspace()
-        if name in _ADDS or (name in _IN_PLACE and _node() == _LOGITS_LOSS):
-            self._summed(args, result)
+            self._record_resize(args[0].untyped_storage())
+        self._record_results(result, name, args)
+        self._record_late_scratch(name, args)
+        if kernels.is_cublas_operation(self._device, name, args):
+            self._record_workspace()
+        if name in _ADDS or (name in _IN_PLACE and _get_backward_name() == _LOGITS_LOSS):
+            self._record_sum(args, result)
         for event in asked:
             self.events.append(event._replace(num_bytes=-event.num_bytes))
         if name in _OF_SHARDS:
-            self._sharded(name, args, kwargs or {})
+            self._record_sharding(name, args, kwargs or {})
         return result
 
-    def _summed(self, args: tuple[Any, ...], result: Any) -> None:
+    def _record_sum(self, args: tuple[Any, ...], result: Any) -> None:
         if _is_sum_of_gradients(args, result):
             first, total = (each.untyped_storage()._cdata for each in (args[0], result))
             if first in self._live and total in self._live:
                 self._sum = self._live[first][1], self._live[total][1], total
 
-    def _results(self, result: Any, name: str, args: tuple[Any, ...]) -> None:
-        behind = self._oversized[name](args) if name in self._oversized else ()
+    def _record_results(self, result: Any, name: str, args: tuple[Any, ...]) -> None:
+        min_bytes = self._oversized[name](args) if name in self._oversized else ()
         if name == "aten::native_dropout":
-            result = result[::-1]  # its kernel on CUDA asks for the mask first
+            result = result[::-1]  # its kernel on CUDA allocates the mask first
         for index, leaf in enumerate(result if isinstance(result, tuple | list) else (result,)):
             for each in leaf if isinstance(leaf, tuple | list) else (leaf,):
                 if isinstance(each, torch.Tensor):
-                    self._seen(each, name, args, behind[index] if index < len(behind) else 0)
+                    self._register_tensor(each, name, args, min_bytes[index] if index < len(min_bytes) else 0)
 
     def _count_unsure(self, name: str, args: tuple[Any, ...]) -> None:
-        """Where a workspace is not known, it is assumed to be no larger than what the operation reads and is assumed to keep."""
+        """Record an upper bound for a kernel's workspace whose size is unknown.
+
+        The bound is the sum of the bytes that the operation reads and the bytes that it may keep.
+        """
         if name in UNKNOWN_SCRATCH and self._device.is_cuda:
             num_bytes = sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-            num_bytes += sum(self._oversized[name](args)) if name in self._oversized else 0  # assumed as well
+            num_bytes += sum(self._oversized[name](args)) if name in self._oversized else 0  # also only an assumption
             self._unsure = max(self._unsure, num_bytes)
 
-    def enter(self, phase: str) -> None:
-        """What follows belongs to this phase of the step: "step 1 forward", say."""
-        self._gathered.look()
+    def enter_phase(self, phase: str) -> None:
+        """Start a phase of the step, such as "step 1 forward"."""
+        self._gathered.check_sizes()
         if self._graphs:
-            self._collect()
+            self._collect_garbage()
         self._phase = phase
         self._begin = len(self.events)
         self._is_updating = phase.endswith("update")
         self.phases.setdefault(phase, len(self.events))
 
-    def _collect(self) -> None:
-        """Where a graph breaks, cycles of TorchDynamo's hold tensors of the first call until Python searches for garbage."""
+    def _collect_garbage(self) -> None:
+        """Run Python's garbage collector, and record the freed bytes as memory that may still be in use in a real run.
+
+        After a graph break, reference cycles in TorchDynamo keep tensors of the first call alive until Python collects
+        garbage.
+        """
         before = sum(size for _, _, size in self._live.values())
         gc.collect()
         self._unsure = max(self._unsure, before - sum(size for _, _, size in self._live.values()))
 
-    def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Say what these tensors are; those not seen before count from here on."""
+    def mark_tensors(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Set the kind of the memory of some tensors, such as "weights" or "gradients".
+
+        Tensors that the tracker has not seen count as allocated from now on.
+        """
         for each in tensors:
-            for tensor in plain(each):
-                key = self._seen(tensor, kind, ())
+            for tensor in iterate_plain_tensors(each):
+                key = self._register_tensor(tensor, kind, ())
                 if key is not None:
                     self._kinds[key] = kind
 
     def mark_activations(self) -> None:
-        """Forward has ended: what it has made, and is still held, is kept for backward."""
-        self._gathered.look()
+        """Set the kind of all memory that forward has allocated and not freed to activations."""
+        self._gathered.check_sizes()
         held = {key for _, key, _ in self._live.values()}
         for event in self.events[self._begin :]:
             if event.num_bytes > 0 and event.key in held:
                 self._kinds.setdefault(event.key, "activations")
 
-    def held(self, kind: str) -> int:
-        """Bytes of that kind that are held now."""
+    def count_held_bytes(self, kind: str) -> int:
+        """Return the bytes that memory of one kind, such as "gradients", currently uses."""
         return sum(size for _, key, size in self._live.values() if self._kinds.get(key) == kind)
 
-    def trace(self) -> Trace:
-        """What was seen; call it after the block."""
+    def build_trace(self) -> Trace:
+        """Return the trace of the recorded events. Must be called after the dispatch mode has ended."""
         events = [
             event._replace(kind=self._kinds.get(event.key, event.kind), stream=self._streams.get(event.key, 0))
-            for event in _in_order(self.events[: self.phases.get("end")])
+            for event in _sort_frees(self.events[: self.phases.get("end")])
         ]
         if self._unsure:
             events.append(MemoryEvent(self._next_key + 1, self._unsure, UNSURE))
         work = {} if self._counting is None else self._counting.by_phase
-        return Trace(events, dict(self.phases), dict(self._operations), self._caveats(), work)
+        return Trace(events, dict(self.phases), dict(self._operations), self._list_caveats(), work)
 
     # ---------------------------------------------------------------- memory
 
-    def _seen(self, tensor: torch.Tensor, what: str, args: tuple[Any, ...], behind: int = 0) -> int | None:
-        """The key of the memory behind a tensor, of so many bytes at least; None where it has none, or on the host."""
+    def _register_tensor(
+        self, tensor: torch.Tensor, what: str, args: tuple[Any, ...], min_bytes: int = 0
+    ) -> int | None:
+        """Return the key of a tensor's memory, and record its allocation if it is new.
+
+        Args:
+            tensor: Tensor to register.
+            what: Operation that created it.
+            args: Arguments of the operation.
+            min_bytes: Minimum size of the storage in bytes. A negative number if the device's kernel creates no such
+                tensor.
+
+        Returns:
+            The key, or None if the tensor has no memory or is in host memory.
+        """
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:  # a subclass without memory of its own
             return None
-        address, size = storage._cdata, max(storage.nbytes(), behind) if behind >= 0 else 0
+        address, size = storage._cdata, max(storage.nbytes(), min_bytes) if min_bytes >= 0 else 0
         known = self._live.get(address)
         if known is not None and known[0]() is storage:
             return known[1]
         if size == 0 or self._is_on_host(tensor, args):
             return None
-        key = self._asked(size, what)
+        key = self._record_request(size, what)
 
-        def gone(reference: weakref.ref[torch.UntypedStorage], address: int = address) -> None:
+        def record_free(reference: weakref.ref[torch.UntypedStorage], address: int = address) -> None:
             found = self._live.get(address)
             if found is not None and found[0] is reference:
                 del self._live[address]
-                if found[2] and not self._is_summed_in_place(found[1], found[2]):
+                if found[2] and not self._drop_in_place_sum(found[1], found[2]):
                     self.events.append(MemoryEvent(found[1], -found[2], what))
 
-        self._live[address] = weakref.ref(storage, gone), key, size
+        self._live[address] = weakref.ref(storage, record_free), key, size
         return key
 
-    def _is_summed_in_place(self, key: int, size: int) -> bool:
-        """Was this a gradient that nothing held but a sum of two? The sum then lies where it lay, and asked for nothing."""
+    def _drop_in_place_sum(self, key: int, size: int) -> bool:
+        """Undo the recorded allocation of a gradient sum that a real run would compute in place.
+
+        In a run, autograd adds the second gradient to the first if nothing else uses the first. The sum must be the
+        last recorded allocation, apart from workspaces.
+
+        Args:
+            key: Key of the freed gradient's memory.
+            size: Bytes of that memory.
+
+        Returns:
+            Whether the allocation was dropped.
+        """
         first, total, address = self._sum
         known = self._live.get(address)
         if first != key or known is None or known[1:] != (total, size):
             return False
         for index in range(len(self.events) - 1, self._begin - 1, -1):
-            if self.events[index].num_bytes > 0:  # of tensors asked for since, the sum must be the last
+            if self.events[index].num_bytes > 0:  # no other tensor may have been allocated after the sum
                 if self.events[index].key != total:
                     if self._kinds.get(self.events[index].key) == "workspaces":
                         continue
@@ -368,7 +456,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         return False
 
     def _is_on_host(self, tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
-        """An optimizer's count of steps lies in host memory, unless it is fused: one number, made of no other tensor."""
+        """Whether a tensor is an optimizer's step count, which torch keeps on the CPU unless the optimizer is fused."""
         return (
             self._device.is_cuda
             and self._is_updating
@@ -376,54 +464,62 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             and not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in tree_leaves(args))
         )
 
-    def _sharded(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """FSDP has gathered a unit, or summed its gradients: on streams whose memory CUDA's allocator keeps apart."""
+    def _record_sharding(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record that FSDP has gathered a unit's parameters or reduced its gradients, and on which stream.
+
+        CUDA's allocator keeps separate pools for each stream.
+        """
         if name in (_SPLIT, _COPY):
-            if name == _SPLIT or any(frame.f_code.co_name == _OF_ONE for frame in islice(stack(), _DEEPEST)):
-                self.mark(self._gathered.filled(kwargs["out"] if name == _SPLIT else args[:1]), "gathered weights")
+            if name == _SPLIT or any(frame.f_code.co_name == _OF_ONE for frame in islice(walk_stack(), _DEEPEST)):
+                self.mark_tensors(
+                    self._gathered.register_unit(kwargs["out"] if name == _SPLIT else args[:1]), "gathered weights"
+                )
             return
         if name == _GATHER:
-            self.mark([args[1]], "gathered weights")
-        key = self._seen(args[1] if name == _GATHER else args[0], name, ())
+            self.mark_tensors([args[1]], "gathered weights")
+        key = self._register_tensor(args[1] if name == _GATHER else args[0], name, ())
         if key is not None:
             self._streams[key] = _OF_SHARDS[name]
 
-    def _asked(self, size: int, what: str) -> int:
+    def _record_request(self, size: int, what: str) -> int:
         self._next_key += 1
         where = ""
         if size >= _WORTH_A_LINE:
             if self._graphs is None:
                 _refuse_compiled()
-            frame = users_frame(but=self._graphs or ())
-            where = "" if frame is None else str(Frame.of(frame))
+            frame = find_users_frame(but=self._graphs or ())
+            where = "" if frame is None else str(Frame.from_frame(frame))
         self.events.append(MemoryEvent(self._next_key, size, what, where))
         return self._next_key
 
-    def _scratch(self, size: int, what: str) -> MemoryEvent:
-        self._kinds[self._asked(size, what)] = "workspaces"
+    def _record_scratch(self, size: int, what: str) -> MemoryEvent:
+        self._kinds[self._record_request(size, what)] = "workspaces"
         return self.events[-1]
 
-    def _late_scratch(self, name: str, args: tuple[Any, ...]) -> None:
-        """What a kernel asks for when it has its results."""
+    def _record_late_scratch(self, name: str, args: tuple[Any, ...]) -> None:
+        """Record the scratch memory that a kernel allocates after its results."""
         asked: list[MemoryEvent] = []
         for size in self._late[name](args) if name in self._late else ():
             if size > 0:
-                asked.append(self._scratch(size, name))
+                asked.append(self._record_scratch(size, name))
                 continue
             back = next(event for event in reversed(asked) if event.num_bytes == -size)
             asked.remove(back)
             self.events.append(back._replace(num_bytes=size))
         self.events += [event._replace(num_bytes=-event.num_bytes) for event in asked]
 
-    def _workspace(self) -> None:
-        """cuBLAS has a handle, and so a workspace, for each thread; autograd runs backward on a thread of its own."""
+    def _record_workspace(self) -> None:
+        """Record cuBLAS's workspace at its first use in a thread.
+
+        cuBLAS has one handle, and therefore one workspace, per thread. Autograd runs backward in a separate thread.
+        """
         thread = "backward" if self._phase.endswith("backward") else "forward"
         if thread not in self._threads:
             self._threads.add(thread)
-            self._scratch(self._device.cublas, "cuBLAS's workspace")
+            self._record_scratch(self._device.cublas, "cuBLAS's workspace")
 
-    def _sized(self, storage: torch.UntypedStorage) -> None:
-        """A storage may have another size than it had."""
+    def _record_resize(self, storage: torch.UntypedStorage) -> None:
+        """Record an allocation or a free if the size of a storage has changed."""
         known = self._live.get(storage._cdata)
         size = storage.nbytes()
         if known is None or known[0]() is not storage or known[2] == size:
@@ -431,8 +527,8 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         reference, key, before = known
         kind = self._kinds.get(key, "temporaries")
         if size:
-            # What it was and what it becomes are both there while it is copied.
-            new = self._asked(size, "resize_")
+            # `resize_` copies, so the old and the new memory are allocated at the same time.
+            new = self._record_request(size, "resize_")
             self._kinds.setdefault(new, kind)
             self._live[storage._cdata] = reference, new, size
         else:
@@ -440,7 +536,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         if before:
             self.events.append(MemoryEvent(key, -before, "resize_"))
 
-    def _caveats(self) -> tuple[str, ...]:
+    def _list_caveats(self) -> tuple[str, ...]:
         found: list[str] = []
         if self._device.is_cuda:
             found += dict.fromkeys(UNKNOWN_SCRATCH[name] for name in self._operations if name in UNKNOWN_SCRATCH)
@@ -457,5 +553,5 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             name for name in self._operations if name.partition("::")[0] not in NAMESPACES and name not in self._table
         )
         if foreign:
-            found.append(f"what these operations need beside their results is not known: {', '.join(foreign)}")
+            found.append(f"what these operations need besides their results is not known: {', '.join(foreign)}")
         return tuple(found)

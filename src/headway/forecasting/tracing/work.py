@@ -1,26 +1,38 @@
-"""What a step computes and moves, counted operation by operation: what a relative cost is made of."""
+"""Count the floating point operations, memory traffic and kernel launches of a step, to estimate relative costs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from headway.forecasting._torch import tree_leaves
 from headway.forecasting.device.devices import Device
 
 LAUNCH = 5e-6
-"""Seconds of host work for an operation in eager mode: what an operation takes at least. Assumed."""
+"""Assumed, not measured: seconds that the host needs to launch an operation in eager mode, its minimum duration."""
 
 _HALVES = (torch.float16, torch.bfloat16)
+"""Dtypes for which the device's half-precision rate applies."""
 _NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::detach", "aten::_local_scalar_dense")
+"""Prefixes of the names of operations that launch no kernel."""
+
+# torch's registry of formulas has only the kernels of accelerators.
+_OF_CPUS: dict[str, Callable[..., int]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda query, key, value, *_: int(
+        sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
+    ),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda grad, query, key, value, *_: int(
+        sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
+    ),
+}
 
 
-def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Floating point operations of an operation: a product of matrices, a convolution or attention; of others 0.
+def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the floating point operations of a matrix product, convolution or attention. 0 for other operations.
 
-    Kernels skip the masked half of causal attention, which torch's formulas count.
+    Causal attention counts half of what torch's formulas give, because kernels skip the masked half.
     """
     if func._overloadpacket in flop_registry:
         counted = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
@@ -35,26 +47,15 @@ def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     return bool(dict(zip(names, args), **kwargs).get("is_causal", False))
 
 
-# torch's registry has the kernels of accelerators only.
-_OF_CPUS: dict[str, Callable[..., int]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda query, key, value, *_: int(
-        sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
-    ),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda grad, query, key, value, *_: int(
-        sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
-    ),
-}
-
-
 @dataclass(frozen=True)
 class StepWork:
-    """What some operations have to do.
+    """Floating point operations, memory traffic and kernel launches of one or more operations.
 
     Attributes:
-        flops: floating point operations of products of matrices, convolutions and attention.
-        num_bytes: read and written by operations.
-        launches: operations that run a kernel.
-        seconds: that all of it takes at the least by the device's published rates; not a forecast of time.
+        flops: Floating point operations of matrix products, convolutions and attention.
+        num_bytes: Bytes that the operations read and write.
+        launches: Number of operations that launch a kernel.
+        seconds: Lower bound of the duration at the device's published rates. Not a forecast of the time.
     """
 
     flops: int = 0
@@ -77,16 +78,16 @@ class StepWork:
 
 
 class WorkCounter:
-    """Counts the work of operations, by the phase of the step that they run in.
+    """Counter of floating point operations, memory traffic, kernel launches and minimum time, by phase of the step.
 
-    Each operation counts for the longest of three: its floating point operations at the device's rate for their dtype, its bytes at
-    the bandwidth of its memory, and what the host needs to launch it.
+    The time of each operation is the longest of three: its floating point operations at the device's rate, its bytes at
+    the memory bandwidth, and the launch time on the host. The rate depends on the dtype.
 
     Args:
-        device: the target.
+        device: Device to count for.
 
     Attributes:
-        by_phase: so far.
+        by_phase: Work so far, by phase.
     """
 
     def __init__(self, device: Device) -> None:
@@ -94,19 +95,21 @@ class WorkCounter:
         self._has_bfloat16 = device.capability >= (8, 0)
         self.by_phase: dict[str, StepWork] = {}
 
-    def add(self, phase: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
-        """An operation has run."""
+    def add_operation(
+        self, phase: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
+    ) -> None:
+        """Add the floating point operations, memory traffic and time of an operation that has run."""
         name = func._schema.name
         if func.is_view or name.startswith(_NO_KERNEL):
             return
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
         num_bytes = sum(each.numel() * each.element_size() for each in {id(each): each for each in tensors}.values())
-        flops = flops_of(func, args, kwargs or {}, result)
-        computing = flops / self._rate(tensors) if flops else 0.0
+        flops = count_flops(func, args, kwargs or {}, result)
+        computing = flops / self._get_rate(tensors) if flops else 0.0
         seconds = max(computing, num_bytes / self._rates.bandwidth, LAUNCH)
         self.by_phase[phase] = self.by_phase.get(phase, StepWork()) + StepWork(flops, num_bytes, 1, seconds)
 
-    def _rate(self, tensors: list[torch.Tensor]) -> float:
+    def _get_rate(self, tensors: list[torch.Tensor]) -> float:
         dtype = next((each.dtype for each in tensors if each.is_floating_point()), torch.float32)
         is_quick = dtype in _HALVES and (dtype == torch.float16 or self._has_bfloat16)
         return self._rates.half if is_quick else self._rates.full

@@ -1,1 +1,1 @@
-"""The launcher on each machine: its ranks, the other machines, and how a run ends."""
+"""Agent of the launcher on each machine: it starts and ends ranks, watches other machines and reports failures."""

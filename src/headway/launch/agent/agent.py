@@ -1,7 +1,7 @@
-"""The process that keeps one machine's workers: torch's elastic agent, a store on a free port, a failure report.
+"""Agent: the process that manages one machine's workers, built on torch's elastic agent, with failure reports.
 
-Run as `python -m headway.launch agent ORDER`, ORDER being plan.AgentOrder as JSON. It is a process of its own: of the
-launcher's files only this one, processes.py and rendezvous.py import torch.
+Run as `python -m headway.launch agent ORDER`, where ORDER is plan.AgentOrder as JSON. On a single machine, the store
+of its rendezvous listens on a free port. The agent is a separate process because it imports torch.
 """
 
 import contextlib
@@ -29,49 +29,61 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.numa.binding import AffinityMode, NumaOptions
 
-from headway.common.untrusted import Seal, UnsealedCounter, users_secret
+from headway.common import env
+from headway.common.sealing import Seal, UnsealedCounter, read_secret
+from headway.core.runtime import pulse
+from headway.core.runtime.control_plane.sealed_store import SealedStore
+from headway.core.runtime.network import find_own_address, wait_for_name
+from headway.core.runtime.preempted_run import PreemptedRun, find_preempted
+from headway.core.runtime.resume_advice import NO_CHECKPOINT
 from headway.errors import PREEMPTED, ConfigError, ControlPlaneError, LaunchError
-from headway.launch.agent import endings, metrics, rendezvous
+from headway.launch.agent import decision, endings, metrics, rendezvous
 from headway.launch.agent.exchange import AgentChannel
 from headway.launch.agent.peers import PeerMachines
-from headway.launch.agent.processes import (
-    DEADLY,
-    RankFiles,
-    SharedMemory,
-    code_of,
-    end_sessions,
-    ignore,
-    kill_when_stuck,
-)
-from headway.launch.agent.records import PreemptedRun, find_preempted
-from headway.launch.machine import MemoryWatch
+from headway.launch.agent.processes import DEADLY, end_sessions, get_exit_code, ignore_signals, kill_when_stuck
+from headway.launch.agent.rank_files import RankFiles
+from headway.launch.agent.shared_memory import SharedMemory
+from headway.launch.memory_watch import MemoryWatch
 from headway.launch.plan import AgentOrder
 from headway.launch.watch.hang_watch import GRACE as HANG_GRACE
 from headway.launch.watch.hang_watch import HangWatch, Worker
 from headway.log import silence_elastic
-from headway.runtime import pulse
-from headway.runtime.control_plane.store import SealedStore
-from headway.runtime.network import own_address, wait_for_name
 
 GRACE = 15
-"""Seconds between asking workers to end and killing them."""
+"""Seconds that workers have to end after they are asked to, before they are killed."""
 
 POLITE = 3
-"""Seconds between an interrupt and asking the workers once more."""
+"""Seconds between a SIGINT and a SIGTERM to the workers, if the launcher was interrupted by SIGINT."""
 
 SETTLE = 0.5
-"""Seconds that the other workers get to fail by themselves after the first."""
+"""Seconds to wait after the first failure, in which other workers may fail and record their own errors."""
 
 WITHOUT_PEER = 5
-"""Seconds that workers get to end in after a machine was lost, and this process twice; then all is killed."""
+"""Seconds that workers have to end after another machine was lost.
 
+The agent itself has twice as long. Then all processes of this machine are killed.
+"""
 
 TAKES_TIMEOUT = "shutdown_timeout" in signature(LocalElasticAgent).parameters
-"""Is torch's agent told how long workers may take to end? That of 2.11 is not."""
+"""Whether torch's agent accepts a timeout for ending its workers. The agent of torch 2.11 does not."""
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, which also says what ended an attempt."""
+    """torch's elastic agent with failure reports, the hang watch, the control plane, and heartbeats to other machines.
+
+    Args:
+        order: Instructions from the launcher for this agent.
+        spec: torch's description of the workers.
+        files: Files of the ranks.
+        seal: Computes and checks HMACs with the user's secret.
+
+    Attributes:
+        handed_on: Signal that the agent has forwarded to the ranks so that they save a checkpoint. None if there was
+            none.
+        exit_code: Exit code of the run. None until it is known.
+        code_when_stuck: Exit code of the run if all ranks had ended well when a signal arrived. None otherwise.
+        report: Report of how the last attempt (start of all ranks) ended. None if it ended well.
+    """
 
     def __init__(self, order: AgentOrder, spec: WorkerSpec, files: RankFiles, seal: Seal) -> None:
         time_to_end: dict[str, Any] = {"shutdown_timeout": GRACE} if TAKES_TIMEOUT else {}
@@ -85,63 +97,64 @@ class Agent(LocalElasticAgent):
         self._has_ended_attempt = False
         self._attempt = 0
         self.handed_on: signal.Signals | None = None
-        host = rendezvous.host_of(order)
+        host = rendezvous.find_host(order)
         if order.num_machines > 1:
-            address = own_address(host) or ""
+            address = find_own_address(host) or ""
             self._peers = PeerMachines(
-                order.machine_rank, address, order.machine_timeout, self._lost_a_machine, order.unit
+                order.machine_rank, address, order.machine_timeout, self._schedule_forced_end, order.unit
             )
         self._seal = seal
         self._exchange = AgentChannel(order.machine_rank, order.num_machines, host, seal, order.unit)
-        self._watch = HangWatch(rendezvous.timeout(), _say, self._peers)
+        self._watch = HangWatch(rendezvous.read_timeout(), _say, self._peers)
         self._is_watching = False
         self._given_up: set[int] = set()
+        self._resume_advice = ""
         self._metrics: metrics.MetricsServer | None = None
         if order.metrics_port is not None:
-            told = metrics.RunMetrics(self._pulses, lambda: max(0, self._attempt - 1))
-            self._metrics = metrics.MetricsServer(order.metrics_port, told)
+            run_metrics = metrics.RunMetrics(self._pulses, lambda: max(0, self._attempt - 1))
+            self._metrics = metrics.MetricsServer(order.metrics_port, run_metrics)
         self.exit_code: int | None = None
         self.code_when_stuck: int | None = None
         self.report: endings.Report | None = None
 
     @property
     def _workers(self) -> dict[int, SubprocessHandler]:
-        """The processes of this machine by local rank; none before the first have been started."""
+        """Processes of this machine by local rank. Empty before the first start."""
         context = cast(SubprocessContext | None, self._pcontext)
         return {} if context is None else context.subprocess_handlers
 
     @property
     def _pids(self) -> dict[int, int]:
-        """Their numbers."""
+        """Process IDs of this machine's workers by local rank. Empty before the first start."""
         return {} if self._pcontext is None else self._pcontext.pids()
 
     @property
     def _ranks(self) -> dict[int, int]:
-        """The global rank of each local one."""
+        """Global ranks by local rank."""
         return {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        watch = rendezvous.watch_for(self._order, _say, self._seal)
+        watch = rendezvous.create_watch(self._order, _say, self._seal)
         try:
             super()._rendezvous(worker_group)
         except RendezvousTimeoutError as error:
-            raise LaunchError(watch.late() if watch is not None else str(error)) from error
+            raise LaunchError(watch.describe_late() if watch is not None else str(error)) from error
         finally:
             if watch is not None:
-                watch.end()
+                watch.stop()
         self._has_ended_attempt = False
         self._attempt += 1
-        # Only a static meeting is at one store every time; elsewhere attempts need not be counted alike.
+        # Only a static rendezvous uses one store for all attempts. Otherwise agents may count attempts differently.
         attempt = self._order.max_restarts - self._remaining_restarts if self._order.backend == "static" else 0
         world_size = worker_group.workers[0].world_size
         num_here = worker_group.group_world_size or 1
-        hub_port = self._peers.open_hub(rendezvous.host_of(self._order)) if self._peers is not None else 0
+        hub_port = self._peers.open_hub(rendezvous.find_host(self._order)) if self._peers is not None else 0
         store = SealedStore(cast(Any, self._store), rendezvous.MEETING, self._seal)
-        address = self._exchange.begin(store, world_size, attempt, num_here, hub_port)
+        address = self._exchange.begin_attempt(store, world_size, attempt, num_here, hub_port)
         self._files.control = address.encode()
         if self._peers is not None:
             ranks = [worker.global_rank for worker in worker_group.workers]
-            trouble = self._peers.meet(address.host, address.hub_port, self._exchange.seal, ranks)
+            trouble = self._peers.connect(address.host, address.hub_port, self._exchange.seal, ranks)
             if trouble is not None:
                 _say(f"headway: lost machines will be noticed late: {trouble}; let this port through")
         if num_here < self._order.num_machines:
@@ -149,160 +162,187 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        for number in DEADLY:  # in the place of the engine's own handlers
-            signal.signal(number, self._take)
+        for number in DEADLY:  # replace the handlers that torch has installed
+            signal.signal(number, self._handle_signal)
         return pids
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        """A signal to this process: handed on where the ranks answer it by a checkpoint, else it ends all."""
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: forward it if the ranks save a checkpoint in response, otherwise end the run."""
         if self.exit_code is not None or self._has_ended_well():
-            self.code_when_stuck = self.exit_code or max(self._codes().values(), default=0)
+            self.code_when_stuck = self.exit_code or max(self._read_exit_codes().values(), default=0)
             return
         readers = [pulse.HeartbeatFile(path, is_writer=False).read() for path in self._files.pulses.values()]
         is_request = number in (signal.SIGTERM, signal.SIGUSR1)
-        if not is_request or (self.handed_on is None and not all(one.saves_on_signal for one in readers)):
+        if not is_request or (self.handed_on is None and not all(reading.saves_on_signal for reading in readers)):
             raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
         self._remaining_restarts = 0
         if self.handed_on is None:
             self.handed_on = signal.Signals(number)
-            what = f"headway: {self.handed_on.name}: the ranks save and end, within {self._order.grace:g} s\n"
-            os.write(2, what.encode())  # a handler must not print: it may have interrupted just that
+            message = f"headway: {self.handed_on.name}: the ranks save and end, within {self._order.grace:g} s\n"
+            os.write(2, message.encode())  # print is not reentrant: the signal may have interrupted it
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def _has_ended_well(self) -> bool:
-        """Have all ranks of this machine come to a good end? Then a signal finds nothing left to end."""
+        """Whether all ranks of this machine have ended successfully. A signal then has no process to end."""
         handlers = self._workers.values()
-        return bool(handlers) and all(code_of(handler.proc) in (0, PREEMPTED) for handler in handlers)
+        return bool(handlers) and all(get_exit_code(handler.proc) in (0, PREEMPTED) for handler in handlers)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._give_up_on_failed()
-        seen, left = self._look(worker_group)
-        step = endings.decide(seen)
-        if step is endings.AgentAction.END_SAVED and left is not None:
-            return self._end_with(worker_group, left, GRACE)
-        if step is endings.AgentAction.END_ABORTED:
-            told = endings.RunEnded(self._exchange.notice, worker_group.workers[0].world_size)
-            return self._end_with(worker_group, told, HANG_GRACE)
-        if step is endings.AgentAction.END_HANG and self._watch.found is not None:
+        self._kill_idle_failed()
+        seen, left = self._observe_run(worker_group)
+        step = decision.decide_action(seen)
+        if step is decision.AgentAction.END_SAVED and left is not None:
+            return self._end_run_with(worker_group, left, GRACE)
+        if step is decision.AgentAction.END_ABORTED:
+            aborted = endings.RunEnded(self._exchange.notice, worker_group.workers[0].world_size)
+            return self._end_run_with(worker_group, aborted, HANG_GRACE)
+        if step is decision.AgentAction.END_HANG and self._watch.found is not None:
             return self._end_hang(worker_group, endings.HangReport(self._watch.found))
-        is_alone, codes = step is endings.AgentAction.END_ALONE, seen.codes
-        if step is not endings.AgentAction.GO_ON:
-            codes = self._end_the_rest(WITHOUT_PEER if is_alone else GRACE)
+        is_alone, codes = step is decision.AgentAction.END_ALONE, seen.codes
+        if step is not decision.AgentAction.GO_ON:
+            codes = self._end_remaining_workers(WITHOUT_PEER if is_alone else GRACE)
         result: RunResult = super()._monitor_workers(worker_group)
-        if step is endings.AgentAction.GO_ON and result.is_failed():  # since the look
+        if step is decision.AgentAction.GO_ON and result.is_failed():  # a worker failed after `_observe_run`
             first = min(result.failures.values(), key=lambda failure: failure.timestamp)
             codes = {first.local_rank: first.exitcode}
-        report = self._explain(worker_group, codes) if any(codes.values()) else None
+        report = self._report_failures(worker_group, codes) if any(codes.values()) else None
         if report is not None or is_alone:
-            report = self._exchange.merge(report, self._has_lost_one)
+            report = self._exchange.merge(report, self._has_lost_machine)
         self.report = report
         if self._peers is not None and (report is not None or is_alone):
             self.report = self._blame_a_machine(self._peers, report)
             result = RunResult(state=WorkerState.FAILED, failures=result.failures)
         return result
 
-    def _look(self, worker_group: WorkerGroup) -> tuple[endings.AgentSnapshot, PreemptedRun | None]:
-        """What is seen now; where ranks begin to end with a checkpoint, after all of them have."""
-        codes = self._ended()
-        self._let_watch(worker_group, codes)
+    def _observe_run(self, worker_group: WorkerGroup) -> tuple[decision.AgentSnapshot, PreemptedRun | None]:
+        """Return the current state of the run, and the record of a preemption's checkpoint if there is one.
+
+        If ranks start to end after they have saved such a checkpoint, wait until all of them have ended.
+        """
+        codes = self._read_ended()
+        self._update_watch(worker_group, codes)
         left = None
         if PREEMPTED in codes.values():
             left = next(filter(None, map(find_preempted, self._files.records.values())), None)
             self._wait_for_all(GRACE if left is not None else 0)
-            codes = self._ended()
+            codes = self._read_ended()
         is_alone = self._exchange.has_failed_elsewhere or (self._peers is not None and self._peers.lost is not None)
         is_aborted, hangs = bool(self._exchange.notice), self._watch.found is not None
-        return endings.AgentSnapshot(codes, left is not None, is_aborted, hangs, is_alone), left
+        return decision.AgentSnapshot(codes, left is not None, is_aborted, hangs, is_alone), left
 
-    def _failed_alive(self) -> list[int]:
-        """Local ranks that have failed, by what they wrote, and whose processes are still there."""
-        codes = self._codes()
+    def _find_failed_alive(self) -> list[int]:
+        """Return the local ranks that have recorded a failure but whose processes still run."""
+        codes = self._read_exit_codes()
         return [one for one, path in self._files.records.items() if one not in codes and path.exists()]
 
-    def _give_up_on_failed(self) -> None:
-        """End the process of a rank that has failed, where a thread of it that does nothing keeps it from ending."""
-        for local_rank in self._failed_alive():
+    def _kill_idle_failed(self) -> None:
+        """Kill the processes of ranks that have failed but do not end, because an idle thread keeps them running."""
+        for local_rank in self._find_failed_alive():
             if self._watch.has_given_up(self._ranks[local_rank], GRACE):
                 self._given_up.add(local_rank)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._pids[local_rank], signal.SIGKILL)
 
-    def _has_lost_one(self) -> bool:
-        """Is a machine lost or silent, so that waiting for its word is in vain?"""
-        return self._peers is not None and (self._peers.lost is not None or self._peers.silent() is not None)
+    def _has_lost_machine(self) -> bool:
+        """Whether another machine is lost or sends no heartbeats, so that waiting for its report is pointless."""
+        return self._peers is not None and (self._peers.lost is not None or self._peers.find_silent() is not None)
 
-    def _end_with(self, worker_group: WorkerGroup, report: PreemptedRun | endings.RunEnded, grace: int) -> RunResult:
-        """End all workers of a run that has saved, or was aborted; it is not restarted."""
+    def _end_run_with(
+        self, worker_group: WorkerGroup, report: PreemptedRun | endings.RunEnded, grace: int
+    ) -> RunResult:
+        """End all workers of a run that has saved a checkpoint or was aborted. The run is not restarted."""
         self._remaining_restarts = 0
         self.report = report
-        self._end_the_rest(grace)
+        self._end_remaining_workers(grace)
         result: RunResult = super()._monitor_workers(worker_group)
         return RunResult(state=WorkerState.FAILED, failures=result.failures)
 
-    def _let_watch(self, worker_group: WorkerGroup, ended: dict[int, int]) -> None:
-        """Tell the hang watch which ranks there are and which have ended."""
+    def _update_watch(self, worker_group: WorkerGroup, ended: dict[int, int]) -> None:
+        """Pass the current ranks, and those that have ended, to the thread that detects hangs."""
         if not self._is_watching:
             pids, paths = self._pids, self._files.pulses
             workers = worker_group.workers
-            self._watch.begin(
-                [Worker(one.global_rank, pids[one.local_rank], paths[one.local_rank]) for one in workers],
+            self._watch.begin_attempt(
+                [Worker(worker.global_rank, pids[worker.local_rank], paths[worker.local_rank]) for worker in workers],
                 workers[0].world_size,
             )
             self._is_watching = True
         ranks = self._ranks
-        # One that has failed and not ended yet is no riddle, and what the others wait for.
-        known = {**dict.fromkeys(self._failed_alive(), 1), **ended}
+        # A rank that has failed but not ended yet explains why others wait, so there is no hang to diagnose.
+        known = {**dict.fromkeys(self._find_failed_alive(), 1), **ended}
         self._watch.note_ended({ranks[local_rank]: code for local_rank, code in known.items()})
         self._exchange.note_left([ranks[local_rank] for local_rank, code in ended.items() if code == 0])
 
     def _end_hang(self, worker_group: WorkerGroup, report: endings.HangReport) -> RunResult:
-        """End all workers of a run that hangs, the stopped ones too."""
-        self._watch.end()
+        """End all workers of a run that hangs, including stopped processes."""
+        self._watch.end_attempt()
         self.report = report
         if self._remaining_restarts == 0:
-            self.leave(report.headline(), report.exit_code)  # now, so that all machines end at the same time
-        self._close(HANG_GRACE)
-        if left := self._held_by_the_kernel():
-            self._remaining_restarts = 0  # they hold devices, ports and memory
+            # Before the workers are ended, so that all machines end at the same time.
+            self.announce_end(report.format_headline(), report.exit_code)
+        self._end_workers(HANG_GRACE)
+        if left := self._find_unkillable_pids():
+            self._remaining_restarts = 0  # the remaining workers hold devices, ports and memory
             self.report = replace(report, left=tuple(left))
             return RunResult(state=WorkerState.FAILED)
         result: RunResult = super()._monitor_workers(worker_group)
         return RunResult(state=WorkerState.FAILED, failures=result.failures)
 
-    def _held_by_the_kernel(self) -> list[int]:
-        """The workers that even SIGKILL has not ended: they wait for a disk that does not answer."""
-        codes = self._codes()
+    def _find_unkillable_pids(self) -> list[int]:
+        """Return the process IDs of workers that have survived SIGKILL.
+
+        They wait for a disk that does not respond.
+        """
+        codes = self._read_exit_codes()
         return [pid for local_rank, pid in self._pids.items() if local_rank not in codes]
 
     def _blame_a_machine(self, peers: PeerMachines, report: endings.FailureReport | None) -> endings.Report | None:
-        """The loss of a machine in the place of what it led to here."""
+        """Return a report that names the lost machine instead of the failures that its loss has caused here.
+
+        Args:
+            peers: Connections to the other machines.
+            report: Failures of this machine.
+
+        Returns:
+            The report of the loss. `report` unchanged if it contains a failure that the loss does not explain, or if no
+                machine is lost.
+        """
         self._has_ended_attempt = True
         if report is not None and not report.is_consequence:
             return report
-        deadline = time.monotonic() + WITHOUT_PEER  # what killed a connection here is often noticed there first
-        while peers.lost is None and peers.silent() is None and time.monotonic() < deadline:
+        # Wait, because the other side often notices first what closed a connection here.
+        deadline = time.monotonic() + WITHOUT_PEER
+        while peers.lost is None and peers.find_silent() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        machine = peers.lost or peers.silent()
+        machine = peers.lost or peers.find_silent()
         if peers.has_lost_hub:
-            self._remaining_restarts = 0  # machines meet there
+            self._remaining_restarts = 0  # machine 0 hosts the rendezvous
         if machine is None:
             return report
         return endings.MachineLost(machine, self._order.machine_rank, report, peers.exit_code, self._order.unit)
 
-    def _lost_a_machine(self) -> None:
-        """Called on the peers' thread: see that this machine's part ends even where the main thread waits for ever."""
+    def _schedule_forced_end(self) -> None:
+        """Schedule a forced end of this machine's processes, because another machine is lost.
+
+        It takes effect if the main thread has not ended them in time, for example because it waits for the lost
+        machine. Called on the thread that watches the other machines.
+        """
         attempt = self._attempt
 
         def force() -> None:
             assert self._peers is not None
             has_ended = self._has_ended_attempt or attempt != self._attempt
             if has_ended and not self._peers.has_lost_hub:
-                return  # the main thread has seen to it, and may be waiting for that machine to come back
+                return  # the main thread handles the loss, and may be waiting for that machine to return
             if not has_ended:
-                _say(endings.MachineLost(str(self._peers.lost), self._order.machine_rank, unit=self._order.unit).text())
-            self.kill()
+                _say(
+                    endings.MachineLost(
+                        str(self._peers.lost), self._order.machine_rank, unit=self._order.unit
+                    ).format_text()
+                )
+            self.kill_workers()
             os._exit(self._peers.exit_code)
 
         timer = threading.Timer(2 * WITHOUT_PEER, force)
@@ -310,46 +350,74 @@ class Agent(LocalElasticAgent):
         timer.start()
 
     def _pulses(self) -> dict[int, Path]:
-        """The pulse of each rank that was started here."""
+        """Return the pulse files of the started ranks by global rank."""
         ranks = self._ranks
         return {ranks[local]: path for local, path in dict(self._files.pulses).items() if local in ranks}
 
-    def kill(self) -> None:
-        """End the workers and their children at once, and with them the run."""
+    def find_resume_advice(self) -> str:
+        """Return advice on how to continue the run, from the ranks' pulses. Empty if the program saves no checkpoints.
+
+        Only the machine of rank 0 returns advice, because the ranks of other machines may not know what was saved.
+        """
+        if 0 not in self._ranks.values():
+            return ""
+        readings = [pulse.HeartbeatFile(path, is_writer=False).read() for path in self._files.pulses.values()]
+        told = sorted((each for each in readings if each.resume_advice), key=lambda each: each.resume_advice_since)
+        saved = [each.resume_advice for each in told if each.resume_advice != NO_CHECKPOINT]
+        # A rank that was just restarted has not loaded the checkpoint of the earlier attempt yet.
+        return saved[-1] if saved else self._resume_advice or (NO_CHECKPOINT if told else "")
+
+    def kill_workers(self) -> None:
+        """Kill the workers and their children immediately and free the run's shared memory."""
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         self._files.memory.remove()
 
-    def end(self) -> None:
-        """Stop the threads before Python does."""
-        self._watch.end()
+    def stop_threads(self) -> None:
+        """Stop the agent's threads before Python shuts down."""
+        self._watch.end_attempt()
         self._exchange.end()
         if self._metrics is not None:
             self._metrics.end()
 
-    def leave(self, why: str = "", exit_code: int = 0) -> None:
-        """Tell the other machines that this one ends, and why."""
+    def announce_end(self, why: str = "", exit_code: int = 0) -> None:
+        """Announce to the other machines that this machine ends.
+
+        Args:
+            why: Failure that ended this machine's ranks. Empty if they ended well.
+            exit_code: Exit code of this machine.
+        """
         if self._peers is not None:
-            self._peers.leave(why, exit_code)
+            self._peers.announce_end(why, exit_code)
 
-    def _ended(self) -> dict[int, int]:
-        """Exit codes by local rank of the workers that have ended by themselves, or failed before they were ended."""
-        return {local_rank: 1 if local_rank in self._given_up else code for local_rank, code in self._codes().items()}
+    def _read_ended(self) -> dict[int, int]:
+        """Return the exit codes by local rank of the workers that have ended.
 
-    def _codes(self) -> dict[int, int]:
+        A worker that had failed before it was killed has exit code 1.
+        """
+        return {
+            local_rank: 1 if local_rank in self._given_up else code
+            for local_rank, code in self._read_exit_codes().items()
+        }
+
+    def _read_exit_codes(self) -> dict[int, int]:
         codes = {local_rank: handler.proc.poll() for local_rank, handler in self._workers.items()}
         return {local_rank: code for local_rank, code in codes.items() if code is not None}
 
-    def _end_the_rest(self, grace: int) -> dict[int, int]:
-        """End every worker; return the exit codes of those that had ended without being told."""
-        self._wait_for_all(SETTLE)  # several ranks often fail alike, and each should have its say
-        ended = self._ended()
-        self._close(grace)
+    def _end_remaining_workers(self, grace: int) -> dict[int, int]:
+        """End every worker. Return the exit codes of those that had already ended on their own."""
+        self._wait_for_all(SETTLE)  # several ranks often fail with the same error, and each should record its own
+        ended = self._read_ended()
+        self._end_workers(grace)
         return ended
 
-    def _close(self, grace: int) -> None:
-        """End all workers, which are told that this is not a request to save."""
+    def _end_workers(self, grace: int) -> None:
+        """End all workers. First record in their pulse files that the signal is not a request to save a checkpoint.
+
+        Args:
+            grace: Seconds that the workers have to end before they are killed.
+        """
         assert self._pcontext is not None
         self._tell_to_end()
         self._pcontext.close(timeout=grace)
@@ -357,13 +425,13 @@ class Agent(LocalElasticAgent):
     def _tell_to_end(self) -> None:
         for path in self._files.pulses.values():
             with contextlib.suppress(OSError):
-                pulse.tell_to_end(path)
+                pulse.request_end(path)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE) -> None:
         context = self._pcontext
         self._tell_to_end()
         if death_sig == signal.SIGINT and context is not None:
-            # A KeyboardInterrupt lets a program tidy up, but never comes to one that waits in a collective.
+            # KeyboardInterrupt lets a program clean up, but never reaches a worker that waits in a collective.
             for handler in self._workers.values():
                 if handler.proc.poll() is None:
                     handler.close(death_sig=death_sig)
@@ -372,46 +440,60 @@ class Agent(LocalElasticAgent):
         is_held = isinstance(self.report, endings.HangReport) and bool(self.report.left)
         seconds = 1 if is_held else timeout
         if context is not None and not TAKES_TIMEOUT:
-            context.close(death_sig, seconds)  # torch's own then finds nothing to wait for
+            context.close(death_sig, seconds)  # torch's own shutdown then has nothing to wait for
         super()._shutdown(death_sig, *([seconds] if TAKES_TIMEOUT else []))
         if self._worker_group.state is not WorkerState.SUCCEEDED and context is not None:
             end_sessions(context.pids().values())
 
     def _wait_for_all(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while len(self._ended()) < self._order.num_local and time.monotonic() < deadline:
+        while len(self._read_ended()) < self._order.num_local and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self.report is not None:
-            _say(self.report.text())
-            self._keep(self.report)
+            _say(self.report.format_text())
+            self._write_report(self.report)
+            if not isinstance(self.report, PreemptedRun):  # a preempted run is not restarted
+                env.apply_changes({env.RESTART_REASON: self.report.format_headline()})
             attempt = self._order.max_restarts - self._remaining_restarts
             _say(f"headway: starting all processes again ({attempt} of {self._order.max_restarts} restarts)")
             self.report = None
+        self._resume_advice = self.find_resume_advice()
         self._memory = MemoryWatch()
-        self._watch.end()
+        self._watch.end_attempt()
         self._is_watching = False
         self._given_up.clear()
         super()._restart_workers(worker_group)
 
-    def _explain(self, worker_group: WorkerGroup, ended: Mapping[int, int]) -> endings.FailureReport:
+    def _report_failures(self, worker_group: WorkerGroup, ended: Mapping[int, int]) -> endings.FailureReport:
         pids = self._pids
-        found = (self._files.death(rank, local, pids[local], ended.get(local)) for local, rank in self._ranks.items())
+        found = (
+            self._files.read_exit(rank, local, pids[local], ended.get(local)) for local, rank in self._ranks.items()
+        )
         deaths = tuple(death for death in found if death is not None)
         finished = tuple(worker.global_rank for worker in worker_group.workers if ended.get(worker.local_rank) == 0)
-        return endings.FailureReport(deaths, worker_group.workers[0].world_size, self._memory.verdict(), finished)
+        return endings.FailureReport(
+            deaths, worker_group.workers[0].world_size, self._memory.describe_kills(), finished
+        )
 
-    def _keep(self, report: endings.Report) -> bool:
-        """Write failure.json, where there is a failure and a folder for it; says whether."""
+    def _write_report(self, report: endings.Report) -> bool:
+        """Write failure.json if there is a failure and a folder for logs. Return whether it was written."""
         if self._order.log_dir is None or isinstance(report, PreemptedRun):
             return False
         report.write(Path(self._order.log_dir) / "failure.json")
         return True
 
     def finish(self, has_failed: bool) -> int:
-        """Say what ended the last attempt, here and to the other machines; return the exit code of the run."""
-        if total := self._seal.strangers.total():
+        """Report how the last start of the ranks has ended, on the screen and to the other machines.
+
+        Args:
+            has_failed: Whether torch's agent reports a failure.
+
+        Returns:
+            Exit code of the run.
+        """
+        if total := self._seal.strangers.describe_total():
             _say(f"headway: {total}")
         if self.report is None and has_failed:
             self.report = endings.RunEnded(
@@ -420,12 +502,12 @@ class Agent(LocalElasticAgent):
         report = self.report
         self.exit_code = 0 if report is None else report.exit_code
         if report is None or isinstance(report, PreemptedRun):
-            self.leave()
+            self.announce_end()
         else:
-            self.leave(report.headline(), report.exit_code)
+            self.announce_end(report.format_headline(), report.exit_code)
         if report is not None:
-            _say(report.text())
-            if self._keep(report):
+            _say(report.format_text())
+            if self._write_report(report):
                 _say(f"headway: logs and failure.json are in {self._order.log_dir}")
         return self.exit_code
 
@@ -450,24 +532,31 @@ def _spec(order: AgentOrder, handler: RendezvousHandler) -> WorkerSpec:
         monitor_interval=order.monitor_interval,
         master_addr=address[0],
         master_port=address[1],
-        local_addr=None if order.backend == "local" else own_address(rendezvous.host_of(order)),
+        local_addr=None if order.backend == "local" else find_own_address(rendezvous.find_host(order)),
         numa_options=NumaOptions(AffinityMode.NODE) if order.is_bound_to_cores else None,
     )
 
 
 def run(order: AgentOrder) -> int:
-    """Carry out the order; return the exit code."""
+    """Manage this machine's ranks from the start of the run to its end.
+
+    Args:
+        order: Instructions from the launcher for this agent.
+
+    Returns:
+        Exit code of the run.
+    """
     silence_elastic()
     scratch, memory = tempfile.mkdtemp(prefix="headway-"), SharedMemory()
     agent: Agent | None = None
     if order.log_dir is not None:
-        Path(order.log_dir, "failure.json").unlink(missing_ok=True)  # of an earlier run
+        Path(order.log_dir, "failure.json").unlink(missing_ok=True)  # from an earlier run
     try:
         if order.endpoint:
-            wait_for_name(rendezvous.host_of(order), rendezvous.time_to_meet(order), _say)
+            wait_for_name(rendezvous.find_host(order), rendezvous.read_time_to_meet(order), _say)
         rendezvous.use_interface(order)
-        seal = Seal(users_secret(order.secret_file), UnsealedCounter(lambda text: _say(f"headway: {text}")))
-        handler = rendezvous.handler_for(order, _say, seal)
+        seal = Seal(read_secret(order.secret_file), UnsealedCounter(lambda text: _say(f"headway: {text}")))
+        handler = rendezvous.create_handler_for(order, _say, seal)
         agent = Agent(order, _spec(order, handler), RankFiles(order, Path(scratch), memory), seal)
         kill_when_stuck(agent, order.grace, GRACE + 5, _say)
         code = agent.finish(agent.run().is_failed())
@@ -475,10 +564,12 @@ def run(order: AgentOrder) -> int:
         return code
     except SignalException as stopped:
         name = signal.Signals(stopped.sigval).name
-        ignore()
+        ignore_signals()
         if agent is not None:
-            agent.leave(f"stopped by {name}", 128 + int(stopped.sigval))
+            agent.announce_end(f"stopped by {name}", 128 + int(stopped.sigval))
         _say(f"headway: stopped by {name}; all {order.num_local} processes of this machine have ended")
+        if agent is not None and (resume_advice := agent.find_resume_advice()):
+            _say(resume_advice)
         return 128 + int(stopped.sigval)
     except (LaunchError, ControlPlaneError, ConfigError) as error:
         _say(f"headway: {error}")
@@ -488,13 +579,17 @@ def run(order: AgentOrder) -> int:
         _say(f"headway: the {order.num_machines} machines did not meet{where}: {type(error).__name__}: {error}")
         return 1
     finally:
-        ignore()
+        ignore_signals()
         if agent is not None:
-            agent.end()
+            agent.stop_threads()
         shutil.rmtree(scratch, ignore_errors=True)
         memory.remove()
 
 
 def main(args: Sequence[str]) -> None:
-    """Read the order from the command line and carry it out."""
+    """Run the agent and exit with the run's exit code.
+
+    Args:
+        args: Instructions from the launcher as JSON text, in the first element.
+    """
     sys.exit(run(AgentOrder.decode(args[0])))

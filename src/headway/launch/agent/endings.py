@@ -1,22 +1,21 @@
-"""How a run ends, told once: the first failure first, a lost machine, an end on purpose, a hang; failure.json for machines.
+"""Reports of the end of a run: the first failure, a lost machine, a hang or an abort.
 
-What the agent does next, from what it sees of its ranks and of the other machines: a pure function of a table.
+Each report is printed once on the screen and, for programs, written to failure.json. The first failure comes first.
 """
 
 import json
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from enum import Enum
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from headway.common import atomic
-from headway.common.callsite import plain, shorten_crash
-from headway.common.text import ranges
-from headway.errors import PREEMPTED
-from headway.launch.agent.records import PreemptedRun, RankExit
-from headway.launch.watch import judge
+from headway.common.text import format_ranges
+from headway.common.tracebacks import remove_engine_noise, shorten_crash
+from headway.core.runtime.preempted_run import PreemptedRun
+from headway.launch.agent.records import RankExit
+from headway.launch.watch import report
 from headway.launch.watch.hang_watch import Hang
 
 _WHY = {
@@ -24,21 +23,23 @@ _WHY = {
     "sent it",
     -signal.SIGTERM: ", which somebody outside of this run sent",
     -signal.SIGABRT: ": a library gave up, and its own words are further up. gloo and NCCL do so where ranks make different "
-    "collectives, such as a call on a sharded model under `if accelerator.is_main_process:`",
+    "collectives, such as a call on a sharded model under `if accelerator.is_main_process:`, or losses that ranks computed with "
+    "different models",
 }
-"""What more there is to say of a rank that such a signal ended."""
+"""Explanation of a rank's death by signal number, appended to its description."""
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """What ended an attempt.
+    """Report of the failures that ended an attempt (one start of all ranks).
 
     Attributes:
-        deaths: the ranks of this machine that failed or left a record.
-        world_size: processes over all machines.
-        memory: what the kernel's counters say about the out-of-memory killer; empty where they say nothing.
-        finished: the ranks of this machine that had come to the end of their script.
-        is_told_by_rank_0: does the agent of rank 0 tell all of it, on the screen that this one writes to as well?
+        deaths: Exit records of the ranks that failed or wrote an exception record. They cover one machine or, after
+            merging, all machines.
+        world_size: Number of processes on all machines.
+        memory: Description of kills by the kernel's out-of-memory killer. Empty if there were none.
+        finished: Ranks that had reached the end of their script.
+        is_told_by_rank_0: Whether rank 0's agent prints the full report, on a screen that this agent also prints to.
     """
 
     deaths: tuple[RankExit, ...]
@@ -49,28 +50,28 @@ class FailureReport:
 
     @property
     def first(self) -> RankExit:
-        """The one that everything else follows from."""
-        return min(self.deaths, key=lambda death: death.weight)
+        """The first failure, which caused all others."""
+        return min(self.deaths, key=lambda death: death.sort_key)
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the run: the first failure's, 128 + n where signal n ended it."""
+        """Exit code of the first failure, or 128 + n if signal n ended it. It becomes the run's exit code."""
         code = self.first.exit_code or 1
         return code if code > 0 else 128 - code
 
-    def headline(self) -> str:
-        """The first failure in one sentence, for the other machines."""
+    def format_headline(self) -> str:
+        """Return the first failure in one sentence, for the other machines."""
         first = self.first
         where = first.line and f", at {first.line}"
-        return f"rank {first.rank} of {self.world_size} failed first{where} ({first.what()})"
+        return f"rank {first.rank} of {self.world_size} failed first{where} ({first.describe()})"
 
     @property
     def is_consequence(self) -> bool:
-        """Does every rank of this machine only say that others were lost?"""
+        """Whether every failed rank of this machine reports only that it lost its connection to other ranks."""
         return all(death.record is not None and death.record.is_consequence for death in self.deaths)
 
-    def text(self) -> str:
-        """The report as people read it."""
+    def format_text(self) -> str:
+        """Return the report as text for the screen."""
         first = self.first
         where = first.line and f", at {first.line}"
         if self.is_told_by_rank_0:
@@ -78,14 +79,14 @@ class FailureReport:
         which = f"host {first.host}, pid {first.pid}" + (f", {first.progress}" if first.progress else "")
         lines = [f"headway: rank {first.rank} of {self.world_size} failed first{where} ({which})"]
         if first.record is not None:
-            lines.append((first.record.shown or plain(first.record.trace)).rstrip())
+            lines.append((first.record.shown or remove_engine_noise(first.record.trace)).rstrip())
         else:
-            lines.append(f"headway: rank {first.rank} was {first.what()}{self._why(first)}")
+            lines.append(f"headway: rank {first.rank} was {first.describe()}{self._why(first)}")
             if first.crash:
                 lines.append(shorten_crash(first.crash).rstrip())
         lines += self._others(first)
         if self.finished and first.record is not None and first.record.is_consequence:
-            who = f"rank{'s' if len(self.finished) > 1 else ''} {ranges(self.finished)}"
+            who = f"rank{'s' if len(self.finished) > 1 else ''} {format_ranges(self.finished)}"
             lines.insert(
                 1,
                 f"headway: {who} had finished the script by then, so the others waited in vain: give all ranks "
@@ -102,12 +103,14 @@ class FailureReport:
         others = sorted((death for death in self.deaths if death is not first), key=lambda death: death.rank)
         alike = [death.rank for death in others if _is_alike(death, first)]
         later = [
-            one for one in others if one.rank not in alike and (one.record is not None or one.exit_code is not None)
+            death
+            for death in others
+            if death.rank not in alike and (death.record is not None or death.exit_code is not None)
         ]
         lines = []
         if alike:
-            lines.append(f"headway: the same on rank{'s' if len(alike) > 1 else ''} {ranges(alike)}")
-        lines += consequences(later, self.world_size, first.rank)
+            lines.append(f"headway: the same on rank{'s' if len(alike) > 1 else ''} {format_ranges(alike)}")
+        lines += describe_consequences(later, self.world_size, first.rank)
         num_ended = self.world_size - len(alike) - len(self.finished) - 1 - len(later)
         if num_ended > 0:
             have = "processes have" if num_ended > 1 else "process has"
@@ -115,7 +118,7 @@ class FailureReport:
         return lines
 
     def write(self, path: Path) -> None:
-        """Write failure.json: the first failure, and every rank's."""
+        """Write failure.json with the first failure and the exit records of all failed ranks."""
         content = {
             "world_size": self.world_size,
             "exit_code": self.exit_code,
@@ -128,14 +131,14 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class MachineLost:
-    """A machine was lost; what failed here is its consequence.
+    """Report of a lost machine. Failures on this machine are consequences of the loss.
 
     Attributes:
-        machine: the sentence that names it.
-        here: this machine's number.
-        report: what ended the ranks of this machine; None where the launcher ended them all.
-        exit_code: of the run.
-        unit: "machine", or "task" where each process has a launcher.
+        machine: Sentence that names the lost machine.
+        here: Rank of this machine.
+        report: Failures of this machine's ranks. None if no rank failed, because the launcher ended all of them.
+        exit_code: Exit code of the run.
+        unit: "machine", or "task" if each process has its own launcher.
     """
 
     machine: str
@@ -144,59 +147,71 @@ class MachineLost:
     exit_code: int = 1
     unit: str = "machine"
 
-    def headline(self) -> str:
-        """The sentence that names it."""
+    def format_headline(self) -> str:
+        """Return the sentence that names the lost machine."""
         return self.machine
 
-    def text(self) -> str:
-        """What the screen shows."""
+    def format_text(self) -> str:
+        """Return the report as text for the screen."""
         lines = [f"headway: {self.machine}"]
         if self.report is not None:
-            lines += consequences(self.report.deaths, self.report.world_size)
+            lines += describe_consequences(self.report.deaths, self.report.world_size)
         return "\n".join([*lines, f"headway: {self.unit} {self.here} has ended its processes"])
 
     def write(self, path: Path) -> None:
-        """Write failure.json with the lost machine beside the ranks, unless that machine has written its own here."""
+        """Write failure.json with the lost machine and the failed ranks.
+
+        Do nothing if the lost machine has already written the file.
+        """
         if path.exists():
             return
         deaths = self.report.deaths if self.report is not None else ()
-        content = {"lost_machine": self.machine, "exit_code": self.exit_code, "ranks": [asdict(one) for one in deaths]}
+        content = {
+            "lost_machine": self.machine,
+            "exit_code": self.exit_code,
+            "ranks": [asdict(death) for death in deaths],
+        }
         write_json(path, content)
 
 
 @dataclass(frozen=True)
 class RunEnded:
-    """What is told of a run that a rank, or a broken promise, has ended on purpose."""
+    """Report of a run that was ended on purpose by a rank, or because not all ranks joined it.
+
+    Attributes:
+        reason: Sentence that explains the end.
+        world_size: Number of processes on all machines.
+    """
 
     reason: str
     world_size: int
 
     @property
     def exit_code(self) -> int:
-        """1."""
+        """Exit code of the run: 1, because no rank has failed with a code."""
         return 1
 
-    def headline(self) -> str:
-        """The reason."""
+    def format_headline(self) -> str:
+        """Return the reason why the run was ended, in one sentence."""
         return self.reason
 
-    def text(self) -> str:
-        """What the screen shows."""
+    def format_text(self) -> str:
+        """Return the report as text for the screen."""
         return f"headway: {self.reason}\nheadway: all {self.world_size} ranks have been ended"
 
     def write(self, path: Path) -> None:
-        """Write failure.json, with the reason in the place of a first failure."""
+        """Write failure.json with the reason why the run was ended. It contains no failed rank."""
         content = {"world_size": self.world_size, "exit_code": self.exit_code, "reason": self.reason, "ranks": []}
         write_json(path, content)
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """What is told of a run that hung; every rank was ended.
+    """Report of a hung run, made after the launcher terminated its ranks.
 
     Attributes:
-        hang: who was missing, and the stacks of this machine's ranks.
-        left: processes of this machine that could not be ended.
+        hang: Diagnosis of the hang, and the stacks of this machine's ranks.
+        left: IDs of processes on this machine that could not be killed.
     """
 
     hang: Hang
@@ -204,39 +219,46 @@ class HangReport:
 
     @property
     def exit_code(self) -> int:
-        """1: no rank's own."""
+        """Exit code of the run: 1, because no rank has failed with a code."""
         return 1
 
-    def headline(self) -> str:
-        """It in one sentence."""
-        return judge.headline(self.hang.verdict)
+    def format_headline(self) -> str:
+        """Return a description of the hang in one sentence."""
+        return report.format_headline(self.hang.verdict)
 
-    def text(self) -> str:
-        """What the screen shows."""
+    def format_text(self) -> str:
+        """Return the report as text for the screen."""
         end = f"all {self.hang.verdict.world_size} ranks have been ended"
         if self.left:
             pids = ", ".join(map(str, self.left))
             end = f"the kernel holds pid {pids} until its disk answers, also against SIGKILL; all other ranks have been ended"
-        return "\n".join(["headway: " + judge.text(self.hang.verdict), f"headway: {end}"])
+        return "\n".join(["headway: " + report.format_report(self.hang.verdict), f"headway: {end}"])
 
     def write(self, path: Path) -> None:
-        """Write failure.json: the hang, every rank's stack, and all threads of this machine's ranks."""
+        """Write failure.json with the hang and every rank's stack.
+
+        For this machine's ranks it contains the stacks of all threads.
+        """
         stacks_by_rank = {str(rank): text for rank, text in self.hang.dumps.items()}
-        told = {**judge.encode(self.hang.verdict), "threads": stacks_by_rank}
-        content = {"world_size": self.hang.verdict.world_size, "exit_code": self.exit_code, "hang": told, "ranks": []}
+        hang = {**report.encode_diagnosis(self.hang.verdict), "threads": stacks_by_rank}
+        content = {"world_size": self.hang.verdict.world_size, "exit_code": self.exit_code, "hang": hang, "ranks": []}
         write_json(path, content)
 
 
 Report = FailureReport | MachineLost | RunEnded | HangReport | PreemptedRun
-"""How an attempt ended, in whichever way it did."""
+"""Any report of how an attempt (one start of all ranks) has ended."""
 
 
-def consequences(deaths: Sequence[RankExit], world_size: int, first: int | None = None) -> list[str]:
-    """What ranks said after the first failure, or after a machine was lost: a plain line each, the same line once.
+def describe_consequences(deaths: Sequence[RankExit], world_size: int, first: int | None = None) -> list[str]:
+    """Return the lines about ranks that failed after the first failure, or after a machine was lost.
+
+    There is one line per rank. Ranks that lost their connection at the same line of the script share one.
 
     Args:
-        world_size: of the run; with two ranks it is clear which connection was lost.
-        first: the rank that failed first; None where a machine was lost.
+        deaths: Exit records of the failed ranks.
+        world_size: Number of processes in the run. If it is 2, the line names the rank to which the connection was
+            lost.
+        first: Rank that failed first, or None if a machine was lost.
     """
     lost: dict[str, list[int]] = {}
     lines: dict[int, str] = {}
@@ -245,11 +267,11 @@ def consequences(deaths: Sequence[RankExit], world_size: int, first: int | None 
         if death.record is not None and death.record.is_lost_connection:
             lost.setdefault(where, []).append(death.rank)
         else:
-            lines[death.rank] = f"headway: then rank {death.rank}: {death.what()}{where}"
+            lines[death.rank] = f"headway: then rank {death.rank}: {death.describe()}{where}"
     for where, ranks in lost.items():
         other = f"rank {first}" if world_size == 2 and first is not None else "the others"
         who, its = ("ranks", "their") if len(ranks) > 1 else ("rank", "its")
-        lines[ranks[0]] = f"headway: {who} {ranges(ranks)} then lost {its} connection to {other}{where}"
+        lines[ranks[0]] = f"headway: {who} {format_ranges(ranks)} then lost {its} connection to {other}{where}"
     return [lines[rank] for rank in sorted(lines)]
 
 
@@ -260,51 +282,6 @@ def _is_alike(one: RankExit, other: RankExit) -> bool:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write failure.json, whole or not at all."""
+    """Write failure.json atomically, creating its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_text(path, json.dumps(content, indent=2) + "\n")
-
-
-class AgentAction(Enum):
-    """What is next."""
-
-    GO_ON = "let the ranks run, or end well"
-    END_SAVED = "end a run whose ranks have saved, as they were asked to: no failure, and nothing is restarted"
-    END_ABORTED = "end a run that a rank has ended on purpose; nothing is restarted"
-    END_HANG = "end a run that hangs, the stopped ranks too"
-    END_ALONE = "end the ranks here, as the run has ended on another machine or lost it"
-    END_FAILED = "end the other ranks, as one has failed"
-
-
-@dataclass(frozen=True)
-class AgentSnapshot:
-    """What the agent sees at one look.
-
-    Attributes:
-        codes: exit codes by local rank, of the ranks that have ended.
-        has_saved: one of them has left word of the checkpoint that it was asked for.
-        is_aborted: the run was ended on purpose, by any rank.
-        hangs: the hang watch has a verdict.
-        is_alone: another machine has failed, or is lost.
-    """
-
-    codes: Mapping[int, int] = field(default_factory=dict)
-    has_saved: bool = False
-    is_aborted: bool = False
-    hangs: bool = False
-    is_alone: bool = False
-
-
-def decide(seen: AgentSnapshot) -> AgentAction:
-    """The next step. A rank that failed here says more than a notice or a verdict, which may follow from it."""
-    codes = set(seen.codes.values())
-    has_failed = bool(codes - {0})
-    if PREEMPTED in codes and seen.has_saved and codes <= {0, PREEMPTED}:
-        return AgentAction.END_SAVED
-    if seen.is_aborted and not has_failed:
-        return AgentAction.END_ABORTED
-    if seen.hangs and not has_failed:
-        return AgentAction.END_HANG
-    if seen.is_alone:
-        return AgentAction.END_ALONE
-    return AgentAction.END_FAILED if has_failed else AgentAction.GO_ON

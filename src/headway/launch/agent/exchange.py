@@ -1,7 +1,7 @@
-"""The agents' end of the control plane: machine 0's hosts it; all hear of aborts, and tell each other who failed first.
+"""The agents' connection to the control plane, over which they receive aborts and exchange their failures.
 
-Every call to the store is made on a thread of this file's own: one whose machine is cut off may never return, and the
-agent must end its workers all the same.
+Machine 0's agent hosts the control plane's store. All calls to the store are made by the thread in this file. A call
+may never return if the store's machine is cut off, and the agent must still be able to end its workers.
 """
 
 import json
@@ -14,46 +14,46 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
-from headway.common.untrusted import Seal, plain
+from headway.common.sealing import Seal
+from headway.common.untrusted import escape_json
+from headway.core.runtime.control_plane.roll_call import describe_missing, list_present, name_ranks
+from headway.core.runtime.control_plane.sealed_store import SealedStore
+from headway.core.runtime.control_plane.store import NOTICE, StoreAddress, StoreLink, start_store
 from headway.launch.agent.endings import FailureReport
 from headway.launch.agent.records import ExceptionRecord, RankExit
-from headway.runtime.control_plane.store import (
-    NOTICE,
-    SealedStore,
-    StoreAddress,
-    StoreLink,
-    named,
-    present,
-    roll,
-    serve,
-)
 
 _KEY = "headway/control"
 _FAILED = "failed"
 
 LOOK = 0.2
-"""Seconds between looks for aborts and other machines' failures."""
+"""Seconds between two checks for aborts and for failures on other machines."""
 
 GATHER = 8.0
-"""Seconds that other machines get to say what failed there."""
-
+"""Seconds that other machines have to report their failures."""
 
 TELL = 2.0
-"""Seconds that machine 0 gets to say goodbye, and so to tell: mpirun ends all tasks when the first has ended."""
+"""Seconds for which the agents of other machines wait, so that machine 0's agent can print its report and end first.
+
+mpirun ends all tasks when the first one has ended.
+"""
 
 
 class AgentChannel:
-    """One agent's way to the control plane, attempt by attempt.
+    """Connection of one agent to the control plane, over which it receives aborts and failures.
+
+    Renewed at each start of the ranks.
 
     Args:
-        machine, num_machines: this machine among the others.
-        host: the address of machine 0, as the others reach it.
-        seal: the user's, which becomes the run's.
-        unit: "task" where each process has a launcher, and all of them one screen; only one of them then tells of a failure.
+        machine: Rank of this machine.
+        num_machines: Number of machines.
+        host: Address of machine 0 that the other machines use.
+        seal: Computes and checks HMACs with the user's secret, from which the run's secret is derived.
+        unit: "task" if each process has its own launcher and all print to one screen. Then only one of them reports a
+            failure. Otherwise "machine".
 
     Attributes:
-        notice: why the run is to end, once somebody has said so.
-        has_failed_elsewhere: has another machine told of a failure?
+        notice: Reason why the run must end. Empty until a rank has ended it.
+        has_failed_elsewhere: Whether another machine has reported a failure.
     """
 
     def __init__(self, machine: int, num_machines: int, host: str, seal: Seal, unit: str = "machine") -> None:
@@ -76,36 +76,38 @@ class AgentChannel:
 
     @property
     def seal(self) -> Seal:
-        """Of the run, once an attempt has begun."""
+        """Object that computes and checks HMACs with the run's secret. Available once an attempt has begun."""
         assert self._link is not None
         return self._link.seal
 
-    def begin(
+    def begin_attempt(
         self, meeting: SealedStore, world_size: int, attempt: int = 0, num_here: int | None = None, hub_port: int = 0
     ) -> StoreAddress:
-        """Agree on the run's secret and a prefix of the attempt's own, and begin to listen.
+        """Begin a start of all ranks (an attempt): agree on the run's secret and a key prefix, and listen for failures.
 
-        The secret is made from the user's and a salt that machine 0 draws. Without a user's the salt is all there is to know, so it
-        is taken from the meeting when all have it.
+        The run's secret is derived from the user's secret and a random salt of machine 0. If the user has set no
+        secret, the salt alone determines it. So the salt is deleted from the rendezvous store after all machines
+        have read it.
 
         Args:
-            meeting: where the agents have met, sealed with the user's secret.
-            world_size: processes over all machines.
-            attempt: its number, where all attempts meet at one store and are counted alike by all agents.
-            num_here: how many of the machines take part in it; None: all.
-            hub_port: where machine 0 listens for signs of life.
+            meeting: Store of the rendezvous, whose values are authenticated with the user's secret.
+            world_size: Number of processes on all machines.
+            attempt: Number of the attempt, if all attempts share one store and all agents count them equally. Otherwise
+                0.
+            num_here: Number of machines that take part in the attempt. Default: all machines.
+            hub_port: Port on which machine 0 listens for heartbeats of the other machines.
 
         Returns:
-            Where this attempt's workers find the control plane.
+            Address of the control plane for the workers of this attempt.
 
         Raises:
-            ControlPlaneError: what stands at the meeting was not written by machine 0 of this run.
+            ControlPlaneError: If the entry in the store was not written by machine 0 of this run.
         """
-        self.end()  # else the former attempt's thread may still tell of that one's failures
+        self.end()  # otherwise the previous attempt's thread might report that attempt's failures
         self._num_here = self._num_machines if num_here is None else num_here
         key = f"{_KEY}/{attempt}"
         if self._machine == 0:
-            self._server = self._server or serve(self._host)
+            self._server = self._server or start_store(self._host)
             prefix = secrets.token_hex(6)
             address = StoreAddress(self._host, self._server.port, prefix, key=self._salt, hub_port=hub_port)
             if self._num_machines > 1:
@@ -116,18 +118,26 @@ class AgentChannel:
                 meeting.delete_key(key)
         address = replace(address, key=self._seal.derive(address.key))
         self._link = StoreLink(address, timedelta(seconds=30), strangers=self._seal.strangers)
-        self._world_size, self._left, self._own, self._others = world_size, (), "", {}
-        self.notice, self.has_failed_elsewhere = "", False
+        self._world_size = world_size
+        self._left = ()
+        self._own = ""
+        self._others = {}
+        self.notice = ""
+        self.has_failed_elsewhere = False
         self._thread = threading.Thread(target=self._listen, args=(self._link,), name="control", daemon=True)
         self._thread.start()
         return address
 
     def note_left(self, ranks: Sequence[int]) -> None:
-        """Ranks of this machine that have ended without an error."""
+        """Record the ranks of this machine that have ended without an error."""
         self._left = tuple(ranks)
 
     def end(self) -> None:
-        """Stop listening: a thread that comes back from C++ while Python shuts down would abort this process."""
+        """Stop the listening thread.
+
+        Call this before Python shuts down. A thread that returned from C++ during the shutdown would abort this
+        process.
+        """
         self._link, thread = None, self._thread
         if thread is not None:
             thread.join(5)
@@ -135,7 +145,10 @@ class AgentChannel:
     # ---------------------------------------------------------------- listening
 
     def _listen(self, link: StoreLink) -> None:
-        """One attempt's thread: a later one begins another and ends this."""
+        """Poll the control plane for aborts and failures.
+
+        Runs on a thread, which the next start of the ranks replaces.
+        """
         try:
             store = link.store
             while link is self._link:
@@ -146,60 +159,60 @@ class AgentChannel:
                 if self._left and not self.notice:
                     self._check_contract(store)
                 if not self.notice:
-                    self.notice = plain((store.find(NOTICE) or b"").decode())
+                    self.notice = escape_json((store.find(NOTICE) or b"").decode())
                 if self._num_machines > 1 and store.find(_FAILED) is not None:
                     self._hear_failures(store)
         except (RuntimeError, OSError, ValueError) as error:
-            # Where the machine that hosts it is gone, the peers tell of it.
+            # With several machines, their heartbeats report that the host of the store is gone.
             if link is self._link and self._num_machines == 1:
                 print(f"headway: the control plane is lost: {error}", file=sys.stderr, flush=True)
 
     def _check_contract(self, store: SealedStore) -> None:
-        """A rank that ends before it has come keeps the others waiting for ever."""
-        here = present(store, self._world_size)
+        """End the run if a rank has ended before joining it, because the other ranks would wait for it forever."""
+        here = list_present(store, self._world_size)
         missing = [rank for rank in self._left if rank not in here]
         if missing and here:
             they = "it" if len(missing) == 1 else "they"
             absent = [rank for rank in range(self._world_size) if rank not in here]
-            notice = f"{named(missing)} ended with exit code 0 before {they} joined the run: "
-            store.set(NOTICE, (notice + roll(self._world_size, absent, "so far")).encode())
+            notice = f"{name_ranks(missing)} ended with exit code 0 before {they} joined the run: "
+            store.set(NOTICE, (notice + describe_missing(self._world_size, absent, "so far")).encode())
 
     def _hear_failures(self, store: SealedStore) -> None:
         for machine in range(self._num_machines):
             if machine == self._machine or machine in self._others:
                 continue
-            told = store.find(f"deaths/{machine}")
-            if told is not None:
-                self._others[machine] = plain(json.loads(told))
+            text = store.find(f"deaths/{machine}")
+            if text is not None:
+                self._others[machine] = escape_json(json.loads(text))
         self.has_failed_elsewhere = bool(self._others)
 
     # ---------------------------------------------------------------- failures
 
     def merge(self, own: FailureReport | None, is_over: Callable[[], bool]) -> FailureReport | None:
-        """Tell the other machines what failed here, and hear what failed there.
+        """Report this machine's failures to the others, and merge the reports of all machines.
 
         Args:
-            own: what failed here; None for nothing.
-            is_over: says that waiting for the others is in vain, as one of them is lost.
+            own: Failures on this machine. None if there are none.
+            is_over: Function that returns whether to stop waiting for the others, because one of them is lost.
 
         Returns:
-            One report of all machines, whose first failure is the same on each; None where nothing failed.
+            The merged report, with the same first failure on every machine. None if no machine has failed.
         """
         if self._num_here == 1:
             return own
         self._own = json.dumps({} if own is None else asdict(own))
         _wait_until(lambda: len(self._others) == self._num_here - 1 or is_over(), GATHER)
-        # Until what failed here is on its way: this process may end next, and with it, on machine 0, the store.
+        # Give this machine's failures time to reach the others. This process may end next, and on machine 0 its store with it.
         time.sleep(2 * LOOK)
-        reports = [one for one in (own, *map(_decode, self._others.values())) if one is not None]
-        deaths = tuple(death for one in reports for death in one.deaths)
+        reports = [report for report in (own, *map(_decode, self._others.values())) if report is not None]
+        deaths = tuple(death for report in reports for death in report.deaths)
         if not deaths:
             return None
         merged = FailureReport(
-            deaths, self._world_size, "", tuple(sorted(rank for one in reports for rank in one.finished))
+            deaths, self._world_size, "", tuple(sorted(rank for report in reports for rank in report.finished))
         )
-        memory = next(one.memory for one in reports if merged.first in one.deaths)
-        # Machine 0 has said what failed there, if anything, so it lives and is about to tell all.
+        memory = next(report.memory for report in reports if merged.first in report.deaths)
+        # Machine 0 has reported its own failures, so it is alive and about to print the full report.
         is_told = self._has_one_screen and 0 in self._others
         if is_told:
             _wait_until(is_over, TELL)

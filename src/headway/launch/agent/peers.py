@@ -1,12 +1,15 @@
-"""Do the other machines still live? The launchers' agents hear of one another every second, beside store and workers.
+"""Heartbeats between the launchers' agents, which detect lost machines.
 
-The agent of machine 0 listens on a free port, which the others learn when they meet. Each keeps one connection to it and sends
-one line a beat; machine 0 answers, and passes on whom it has lost. So a cut link, a stopped machine and a dead one are noticed
-within `timeout`, where an engine's own timeouts take minutes, and both sides of a cut end by themselves. It speaks TCP of its
-own, as a call to a store whose machine is cut off may never return.
+The heartbeats need neither the rendezvous store nor the workers. The agent of machine 0 is the hub. It listens on a
+free port, which the others receive at the rendezvous. Each other agent keeps one connection to it and sends one line
+per beat. The hub answers, and reports the machines that it has lost. So a cut link, a stopped machine and a dead one
+are detected within `timeout`, whereas a communication library's timeouts take minutes. If a link is cut, the
+machines on both sides end. The agents use plain TCP, because a call to a store whose machine is cut off may never
+return.
 
-Each side of a connection begins with a word drawn for it. Every line after that proves the run, the two words, the side that says
-it and its number: it cannot be made up, changed, repeated or sent back. A connection that begins otherwise is closed.
+Each side of a connection first sends a random word (nonce). Every later line carries a MAC, keyed by the run's
+secret, over both words and the line's direction and number. So a line cannot be forged, changed, replayed or
+reflected. A connection that begins differently is closed.
 """
 
 import contextlib
@@ -22,34 +25,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from headway.common.untrusted import Seal, plain
-from headway.runtime.network import listen
+from headway.common.sealing import Seal
+from headway.common.untrusted import escape_json
+from headway.core.runtime.network import open_listener
 
 BEAT = 1.0
-"""Seconds between signs of life."""
+"""Seconds between two heartbeats."""
 
 _MEETING = 10.0
-"""Seconds to reach machine 0's port in, and to prove oneself there; behind a firewall the run goes on without this watch."""
+"""Maximum number of seconds to connect to machine 0's port and to authenticate there.
+
+If a firewall blocks the port, the run continues without heartbeats.
+"""
 
 _MOST_UNPROVEN = 256
-"""Connections at a time that have not proved to be of this run; the oldest makes room."""
+"""Maximum number of connections that have not authenticated yet. The oldest one is closed to make room."""
 
 _WORD = re.compile(rb"[0-9a-f]{32}")
 _LONGEST_UNPROVEN, _LONGEST = 1 << 12, 1 << 24
-"""Bytes of a line."""
+"""Maximum length of a line in bytes, before and after the connection has authenticated."""
 
 
 @dataclass
 class PeerMachine:
-    """Another machine.
+    """State of another machine of the run, as reported by its agent.
 
     Attributes:
-        machine: its number.
-        host, address: as it knows itself.
-        ranks: the ranks on it.
-        heard: when its last sign of life came, on this process's monotonic clock.
-        is_leaving: has it said that it ends, or been given up?
-        views: what its ranks' pulses say, for the hang watch.
+        machine: Rank of the machine.
+        unit: "machine", or "task" if each process has its own launcher.
+        host: Host name.
+        address: Address of the machine.
+        ranks: Global ranks of the processes on the machine.
+        heard: Time of its last heartbeat on this process's monotonic clock.
+        is_leaving: Whether the machine has announced its end, or counts as lost.
+        views: State of its ranks (`RankView` as dicts), for the hang watch.
     """
 
     machine: int
@@ -61,13 +70,13 @@ class PeerMachine:
     is_leaving: bool = False
     views: list[dict[str, Any]] = field(default_factory=list)
 
-    def name(self) -> str:
-        """It, as a person knows it."""
+    def format_name(self) -> str:
+        """Return this machine's name for messages, with its host and address if they are known."""
         known = ", ".join(part for part in (f"host {self.host}" if self.host else "", self.address) if part)
         return f"{self.unit} {self.machine}" + (f" ({known})" if known else "")
 
-    def load(self) -> str:
-        """What was on it."""
+    def describe_ranks(self) -> str:
+        """Return a phrase that lists the ranks on this machine. Empty if they are unknown."""
         if not self.ranks:
             return ""
         word = "ranks" if len(self.ranks) > 1 else "rank"
@@ -75,18 +84,18 @@ class PeerMachine:
 
 
 class _PeerConnection:
-    """One connection: bytes in, whole proven lines out, and never a wait.
+    """Nonblocking connection to another agent, on which each message is one authenticated line of text.
 
     Args:
-        connection: to the other side.
-        peer: who that is, as far as it is known.
-        seal: of the run.
-        is_hub: is this side machine 0's?
+        connection: Socket of the connection.
+        peer: Machine at the other end, as far as it is known.
+        seal: Computes and checks HMACs with the run's secret.
+        is_hub: Whether this end is on machine 0.
 
     Attributes:
-        is_proven: has a line proved the other side to be of this run?
-        begun: when, on this process's monotonic clock.
-        unsent: what the other side has not taken yet.
+        is_proven: Whether the other end has authenticated by a line with a valid MAC.
+        begun: Time at which the connection was opened, on this process's monotonic clock.
+        unsent: Bytes that the other end has not accepted yet.
     """
 
     def __init__(self, connection: socket.socket, peer: PeerMachine, seal: Seal, is_hub: bool) -> None:
@@ -97,36 +106,41 @@ class _PeerConnection:
         self.begun = time.monotonic()
         self._seal = seal
         self._is_hub = is_hub
-        self._word, self._words = secrets.token_hex(16), ""
-        self._num_said = self._num_heard = 0
+        self._word = secrets.token_hex(16)
+        self._words = ""
+        self._num_said = 0
+        self._num_heard = 0
         self._rest = b""
         self.unsent = b""
-        self._push(self._word.encode() + b"\n")
+        self._send_bytes(self._word.encode() + b"\n")
 
     def fileno(self) -> int:
         return self.connection.fileno()
 
     def send(self, **content: object) -> None:
-        """A line; left out on machine 0 where the other side has not proved to be of this run."""
+        """Send a message as one line. Machine 0 sends nothing until the other side has authenticated."""
         if self.is_proven or not self._is_hub:
             data = json.dumps(content).encode() if content else b""
-            self._push(self._seal.close(self._place(self._is_hub, self._num_said), data) + b"\n")
+            self._send_bytes(self._seal.seal_message(self._describe_line(self._is_hub, self._num_said), data) + b"\n")
             self._num_said += 1
 
-    def _push(self, data: bytes) -> None:
+    def _send_bytes(self, data: bytes) -> None:
         data = self.unsent + data
         try:
             self.unsent = data[self.connection.send(data) :]
-        except BlockingIOError:  # the other side does not read
+        except BlockingIOError:  # the other side does not read its socket
             self.unsent = data
-        except OSError:  # broken: reading will tell
+        except OSError:  # the connection is broken, which the next read reports
             self.unsent = b""
 
-    def _place(self, is_hub: bool, number: int) -> str:
+    def _describe_line(self, is_hub: bool, number: int) -> str:
         return f"line {self._words} {'from' if is_hub else 'to'} the hub {number}"
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """The messages that have come, and whether the other side is gone or none of this run."""
+        """Return the messages received, and whether the connection must be closed.
+
+        It must be closed if the other side has closed it, does not belong to this run, or sent a line that is too long.
+        """
         try:
             data = self.connection.recv(65536)
         except BlockingIOError:
@@ -137,19 +151,25 @@ class _PeerConnection:
         messages = []
         for line in lines:
             if not self._words:
-                if not self._begin(line):
+                if not self._accept_word(line):
                     return [], True
-            elif (content := self._open(line)) is not None:
-                messages.append(plain(json.loads(content or b"{}")))
+            elif (content := self._open_line(line)) is not None:
+                messages.append(escape_json(json.loads(content or b"{}")))
             elif not self.is_proven:
                 return [], True
         is_too_long = len(self._rest) > (_LONGEST if self.is_proven else _LONGEST_UNPROVEN)
         if is_too_long:
-            self._seal.strangers.note(f"a line of more than {len(self._rest) - 1} bytes from {self._whence()}")
+            self._seal.strangers.count_message(
+                f"a line of more than {len(self._rest) - 1} bytes from {self._describe_origin()}"
+            )
         return messages, is_too_long or not data
 
-    def _begin(self, line: bytes) -> bool:
-        """Take the other side's word; False where it is none."""
+    def _accept_word(self, line: bytes) -> bool:
+        """Accept the random word (nonce) that the other side sends as its first line.
+
+        Returns:
+            Whether the line contains a valid word.
+        """
         if _WORD.fullmatch(line) is None:
             self.note_stranger()
             return False
@@ -157,10 +177,10 @@ class _PeerConnection:
         self._words = f"{self._word} {other}" if self._is_hub else f"{other} {self._word}"
         return True
 
-    def _open(self, line: bytes) -> bytes | None:
-        content = self._seal.open(self._place(not self._is_hub, self._num_heard), line)
+    def _open_line(self, line: bytes) -> bytes | None:
+        content = self._seal.open_message(self._describe_line(not self._is_hub, self._num_heard), line)
         if content is None:
-            self._seal.strangers.note(f"a line from {self._whence()}")
+            self._seal.strangers.count_message(f"a line from {self._describe_origin()}")
             return None
         self._num_heard += 1
         self.is_proven = True
@@ -168,17 +188,23 @@ class _PeerConnection:
         return content
 
     def note_stranger(self) -> None:
-        """Count a connection that has not proved to be of this run."""
-        self._seal.strangers.note(f"a connection from {self._whence()}")
+        """Count a connection that did not authenticate as part of this run."""
+        self._seal.strangers.count_message(f"a connection from {self._describe_origin()}")
 
-    def _whence(self) -> str:
+    def _describe_origin(self) -> str:
         try:
             return str(self.connection.getpeername()[0])
         except OSError:
             return "a connection that is gone"
 
-    def meet(self, seconds: float) -> bool:
-        """Wait for the other side's word, and say whether it came."""
+    def wait_for_word(self, seconds: float) -> bool:
+        """Wait for the random word (nonce) that the other side sends as its first line.
+
+        Return whether a valid one arrived.
+
+        Args:
+            seconds: Maximum time to wait.
+        """
         self.connection.settimeout(seconds)
         try:
             line = self.connection.makefile("rb", buffering=0).readline(33)
@@ -186,23 +212,24 @@ class _PeerConnection:
             return False
         finally:
             self.connection.setblocking(False)
-        return self._begin(line.rstrip(b"\n"))
+        return self._accept_word(line.rstrip(b"\n"))
 
 
 class PeerMachines:
-    """This machine's view of the others.
+    """This machine's connections to the other machines, which detect when one of them is lost.
 
     Args:
-        machine: this machine's number; 0 is the hub.
-        address: how the others reach it.
-        timeout: seconds without a sign of life after which a machine counts as lost.
-        on_loss: called once an attempt, on a thread, when `lost` has been set.
-        unit: what one of these is called: "machine", or "task" where each process has a launcher.
+        machine: Rank of this machine; 0 is the hub.
+        address: Address by which the other machines reach this one.
+        timeout: Seconds without a heartbeat after which a machine counts as lost.
+        on_loss: Function that is called on a thread, once per start of the ranks, after `lost` has been set.
+        unit: "machine", or "task" if each process has its own launcher.
 
     Attributes:
-        lost: a sentence that names the machine that was lost; None while all live.
-        has_lost_hub: was it machine 0, at which machines meet?
-        exit_code: what the run ends with then: the failed rank's, where a rank ended the run elsewhere; never 0.
+        lost: Sentence that names the lost machine. None while all machines send heartbeats.
+        has_lost_hub: Whether the lost machine is machine 0, which hosts the rendezvous.
+        exit_code: Exit code of the run after a loss, never 0. If a rank on another machine ended the run, that rank's
+            exit code.
     """
 
     def __init__(
@@ -223,23 +250,31 @@ class PeerMachines:
         self.exit_code = 1
 
     def open_hub(self, host: str) -> int:
-        """On machine 0: listen for the others, at an address that they know; returns the port. Elsewhere 0."""
+        """Listen for connections of the other machines, if this is machine 0.
+
+        Args:
+            host: Address of machine 0 that the others use.
+
+        Returns:
+            Port on which machine 0 listens. 0 on other machines.
+        """
         if self._me.machine == 0 and self._listener is None:
-            self._listener = listen(host)
+            self._listener = open_listener(host)
             self._listener.setblocking(False)
             self._selector.register(self._listener, selectors.EVENT_READ)
         return int(self._listener.getsockname()[1]) if self._listener is not None else 0
 
-    def meet(self, host: str, port: int, seal: Seal, ranks: Sequence[int]) -> str | None:
-        """Join the others after they have met, and again at each new attempt.
+    def connect(self, host: str, port: int, seal: Seal, ranks: Sequence[int]) -> str | None:
+        """Connect to machine 0 after a rendezvous, and start to exchange heartbeats.
 
         Args:
-            host, port: where machine 0 listens.
-            seal: of the run.
-            ranks: those on this machine.
+            host: Address of machine 0.
+            port: Port that machine 0 listens on.
+            seal: Computes and checks HMACs with the run's secret.
+            ranks: Ranks on this machine.
 
         Returns:
-            Why machine 0 cannot be watched; None where it can.
+            Reason why heartbeats cannot be exchanged with machine 0. None if they can.
         """
         self._me.ranks = tuple(ranks)
         self.lost = None
@@ -252,117 +287,133 @@ class PeerMachines:
             line = _PeerConnection(
                 connection, PeerMachine(0, self._me.unit, address=host, heard=time.monotonic()), seal, False
             )
-            if not line.meet(_MEETING):
+            if not line.wait_for_word(_MEETING):
                 connection.close()
                 return f"machine 0 does not answer at {host}:{port}"
-            self._add(line)
+            self._add_connection(line)
         with self._lock:
             for line in self._lines.values():
-                self._introduce(line)
+                self._send_hello(line)
         if self._thread.ident is None:
             self._thread.start()
         return None
 
-    def leave(self, why: str = "", exit_code: int = 0) -> None:
-        """Tell the others that this machine ends, and stop watching.
+    def announce_end(self, why: str = "", exit_code: int = 0) -> None:
+        """Announce to the others that this machine ends, and stop the exchange of heartbeats.
 
         Args:
-            why: the failure that ended it; empty where all went well. With one, the others end too.
-            exit_code: this machine's, for the others to end with.
+            why: Failure that ended this machine's ranks. The other machines then end, too. Empty if the ranks ended
+                well.
+            exit_code: Exit code of this machine, with which the other machines end after a failure.
         """
         with self._lock:
             for line in self._lines.values():
                 line.send(leaving=True, why=why, exit_code=exit_code)
         self._is_over.set()
 
-    def tell(self, views: list[dict[str, Any]]) -> None:
-        """Send what this machine's pulses say to machine 0; left out while the line is full."""
+    def send_views(self, views: list[dict[str, Any]]) -> None:
+        """Send the state of this machine's ranks (`RankView` as dicts) to machine 0.
+
+        Do nothing if earlier data has not been sent completely.
+        """
         with self._lock:
             for line in self._lines.values():
                 if not line.unsent:
                     line.send(views=views)
 
-    def heard(self) -> list[dict[str, Any]] | None:
-        """On machine 0: what the other machines' pulses said last; elsewhere None."""
+    def get_views(self) -> list[dict[str, Any]] | None:
+        """Return the latest state of all ranks on other machines (`RankView` as dicts).
+
+        Only machine 0 has this state; on other machines the result is None.
+        """
         if self._me.machine:
             return None
         with self._lock:
             present = [line.peer for line in self._lines.values() if not line.peer.is_leaving]
             return [view for peer in present for view in peer.views]
 
-    def silent(self, seconds: float = 3 * BEAT) -> str | None:
-        """A sentence about a machine that has said nothing for so long; None where all speak."""
+    def find_silent(self, seconds: float = 3 * BEAT) -> str | None:
+        """Return a sentence that names a machine without recent heartbeats, or None if all machines send them.
+
+        Args:
+            seconds: Maximum age of a machine's last heartbeat.
+        """
         now = time.monotonic()
         with self._lock:
             present = [line.peer for line in self._lines.values() if not line.peer.is_leaving]
         mute = [peer for peer in present if now - peer.heard > seconds]
-        return _silence(mute[0], now) if mute else None
+        return _describe_silence(mute[0], now) if mute else None
 
-    def _add(self, line: _PeerConnection) -> None:
+    def _add_connection(self, line: _PeerConnection) -> None:
         with self._lock:
             self._lines[line.peer.machine if self._me.machine else -line.fileno()] = line
         self._selector.register(line, selectors.EVENT_READ, line)
 
-    def _introduce(self, line: _PeerConnection) -> None:
+    def _send_hello(self, line: _PeerConnection) -> None:
         me = self._me
         line.send(hello={"machine": me.machine, "host": me.host, "address": me.address, "ranks": me.ranks})
 
     def _watch(self) -> None:
-        """Listen, judge and speak, beat by beat."""
+        """Receive messages, check for lost machines and send a heartbeat, once per beat."""
         due = time.monotonic()
         while not self._is_over.is_set():
             for key, _ in self._selector.select(max(0.0, due - time.monotonic())):
                 if key.data is None:
-                    self._accept()
+                    self._accept_connection()
                 else:
-                    self._hear(key.data)
+                    self._receive_messages(key.data)
             if time.monotonic() < due:
                 continue
-            # A process that was stopped itself has everything in its buffers still, and must read before it judges.
+            # If this process itself was stopped, heartbeats wait in its buffers. Read them before checking their ages.
             now = time.monotonic()
             if now - due < BEAT:
-                self._judge(now)
+                self._check_silence(now)
             due = now + BEAT
             self._close_unproven(now - _MEETING)
             with self._lock:
                 for line in self._lines.values():
                     line.send()
 
-    def _accept(self) -> None:
+    def _accept_connection(self) -> None:
         assert self._listener is not None
         assert self._seal is not None
         with contextlib.suppress(OSError):
             connection = self._listener.accept()[0]
             self._close_unproven(-math.inf, _MOST_UNPROVEN - 1)
-            self._add(
+            self._add_connection(
                 _PeerConnection(connection, PeerMachine(-1, self._me.unit, heard=time.monotonic()), self._seal, True)
             )
 
     def _close_unproven(self, since: float, most: int = _MOST_UNPROVEN) -> None:
-        """Close connections that began before `since` and have proved nothing, and the oldest where there are more than `most`."""
+        """Close connections that have not authenticated and are too old, or of which there are too many.
+
+        Args:
+            since: Connections that were opened before this time are closed.
+            most: Maximum number of connections without authentication. If there are more, the oldest are closed.
+        """
         lines = [line for line in self._lines.values() if not line.is_proven and line.peer.machine < 0]
         for number, line in enumerate(lines):
             if line.begun < since or number < len(lines) - most:
                 line.note_stranger()
-                self._drop(line)
+                self._close_connection(line)
 
-    def _hear(self, line: _PeerConnection) -> None:
+    def _receive_messages(self, line: _PeerConnection) -> None:
         was_proven = line.is_proven
         messages, is_gone = line.read()
         if line.is_proven and not was_proven and self._me.machine == 0:
-            self._introduce(line)
+            self._send_hello(line)
         for message in messages:
-            self._understand(line, message)
+            self._handle_message(line, message)
         if is_gone:
-            self._drop(line)
+            self._close_connection(line)
             if line.peer.machine >= 0 and not line.peer.is_leaving:
-                self._lose(
-                    f"{line.peer.name()} is gone: its launcher ended without a word, so it was killed or the machine went "
-                    f"down{line.peer.load()}",
+                self._report_loss(
+                    f"{line.peer.format_name()} is gone: its launcher ended without a word, so it was killed or the machine went "
+                    f"down{line.peer.describe_ranks()}",
                     line.peer.machine,
                 )
 
-    def _understand(self, line: _PeerConnection, message: dict[str, Any]) -> None:
+    def _handle_message(self, line: _PeerConnection, message: dict[str, Any]) -> None:
         hello = message.get("hello")
         if isinstance(hello, dict):
             peer = line.peer
@@ -373,30 +424,36 @@ class PeerMachines:
         elif message.get("leaving"):
             line.peer.is_leaving = True
             if message.get("why"):
-                text = f"{line.peer.name()} has ended the run: {message['why']}"
-                self._lose(text, line.peer.machine, message["exit_code"])
+                text = f"{line.peer.format_name()} has ended the run: {message['why']}"
+                self._report_loss(text, line.peer.machine, message["exit_code"])
         elif isinstance(message.get("given_up"), str):
-            self._lose(f"the other machines went on without this one: {message['given_up']}", line.peer.machine)
+            self._report_loss(f"the other machines went on without this one: {message['given_up']}", line.peer.machine)
         elif isinstance(message.get("lost"), str):
-            self._lose(message["lost"], -1, message["exit_code"])
+            self._report_loss(message["lost"], -1, message["exit_code"])
 
-    def _judge(self, now: float) -> None:
+    def _check_silence(self, now: float) -> None:
         for line in list(self._lines.values()):
             silence = now - line.peer.heard
             if silence > self._timeout and not line.peer.is_leaving and line.peer.machine >= 0:
-                line.peer.is_leaving = True  # what it still says, or its end, changes nothing
-                text = _silence(line.peer, now)
+                line.peer.is_leaving = True  # its later messages or its end change nothing
+                text = _describe_silence(line.peer, now)
                 line.send(given_up=text)
-                self._lose(text, line.peer.machine)
+                self._report_loss(text, line.peer.machine)
 
-    def _drop(self, line: _PeerConnection) -> None:
+    def _close_connection(self, line: _PeerConnection) -> None:
         self._selector.unregister(line)
         with self._lock:
             self._lines = {key: other for key, other in self._lines.items() if other is not line}
         line.connection.close()
 
-    def _lose(self, text: str, machine: int, exit_code: int = 1) -> None:
-        """Tell this agent, and as the hub all others. A lost run never ends with 0."""
+    def _report_loss(self, text: str, machine: int, exit_code: int = 1) -> None:
+        """Record that a machine is lost. On the hub, also report it to all other machines.
+
+        Args:
+            text: Sentence that names the lost machine.
+            machine: Rank of the lost machine.
+            exit_code: Exit code of the run. 0 is replaced by 1, because a run that has lost a machine has failed.
+        """
         exit_code = exit_code or 1
         if self._me.machine == 0:
             with self._lock:
@@ -410,8 +467,8 @@ class PeerMachines:
             self._on_loss()
 
 
-def _silence(peer: PeerMachine, now: float) -> str:
+def _describe_silence(peer: PeerMachine, now: float) -> str:
     return (
-        f"{peer.name()} has not been heard of for {now - peer.heard:.0f} s: the network between is cut, or that machine is "
-        f"stopped or frozen{peer.load()}"
+        f"{peer.format_name()} has not been heard of for {now - peer.heard:.0f} s: the network between is cut, or that machine is "
+        f"stopped or frozen{peer.describe_ranks()}"
     )

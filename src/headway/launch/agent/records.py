@@ -1,4 +1,4 @@
-"""What a rank leaves when it ends: the record of its exception, or of the checkpoint that it was asked for."""
+"""Record of the exception that ended a rank, which the rank writes and the launcher's agent reads."""
 
 import json
 import re
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from headway.common import atomic
-from headway.common.callsite import plain, shorten, users_line
-from headway.errors import PREEMPTED
+from headway.common.callsite import find_users_line
+from headway.common.tracebacks import format_short_traceback, remove_engine_noise
 from headway.log import is_debugging
 
-# What a rank says when another one has left it alone in a collective: a consequence, not a cause.
+# Messages of a rank that another rank has left alone in a collective. They are a consequence, not a cause.
 _LEFT_ALONE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|peer closed|connectFullMesh|remote process has terminated"
     r"|socket (error|closed)|ncclRemoteError|Timed out waiting|timed out after|Stop_waiting|recvValue failed"
@@ -30,15 +30,15 @@ _LOST_CONNECTION = re.compile(
 
 @dataclass(frozen=True)
 class ExceptionRecord:
-    """What a worker wrote about the exception that ended it.
+    """Exception that ended a worker, as the worker recorded it in a file.
 
     Attributes:
-        kind: the exception's class.
-        text: its message.
-        line: the user's line, "train.py:12 in main"; empty where no frame is the user's.
-        trace: the whole traceback as text.
-        at: when, in seconds since the epoch.
-        shown: the traceback as the screen shows it; empty: as it is.
+        kind: Name of the exception's class.
+        text: Message of the exception.
+        line: Innermost line of user code, such as "train.py:12 in main". Empty if no frame belongs to user code.
+        trace: Full traceback as text.
+        at: Time of the failure in seconds since the epoch.
+        shown: Shortened traceback for the screen. If empty, the full traceback is shown.
     """
 
     kind: str
@@ -50,25 +50,31 @@ class ExceptionRecord:
 
     @property
     def is_consequence(self) -> bool:
-        """Does it only say that another rank was lost?"""
+        """Whether the exception only reports that another rank was lost."""
         return _LEFT_ALONE.search(self.text) is not None
 
     @property
     def is_lost_connection(self) -> bool:
-        """Is it an engine's word for another rank's end, which a sentence of ours says better?"""
+        """Whether the exception is a communication library's message about a lost connection to another rank.
+
+        Reports replace such a message by a clearer sentence.
+        """
         return _LOST_CONNECTION.search(self.text) is not None
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank ended.
+    """End of one rank.
 
     Attributes:
-        exit_code: its exit code; -n where signal n ended it; None where the agent ended it itself, as the run was over.
-        record: what it wrote before, if anything.
-        crash: the Python stack at a crash in C code, if any.
-        crashed_at: when that was.
-        progress: how far training had come there, "update 12, micro-step 1"; empty where nobody said.
+        rank: Global rank.
+        host: Host name of its machine.
+        pid: Process ID.
+        exit_code: Exit code; -n if signal n ended the rank. None if the agent ended the rank because the run was over.
+        record: Exception that the rank recorded. None if it recorded none.
+        crash: Python stack at a crash in C code. Empty if there was none.
+        crashed_at: Time of the crash in seconds since the epoch.
+        progress: Progress of training, "update 12, micro-step 1". Empty if the rank has not reported any.
     """
 
     rank: int
@@ -82,28 +88,28 @@ class RankExit:
 
     @property
     def line(self) -> str:
-        """The user's line at which it raised; empty where nobody knows."""
+        """Innermost line of user code at which the exception was raised. Empty if unknown."""
         return "" if self.record is None else self.record.line
 
     @property
-    def weight(self) -> tuple[int, float, int]:
-        """Causes before consequences, the earlier before the later."""
+    def sort_key(self) -> tuple[int, float, int]:
+        """Sort key of failures: causes before consequences, and earlier failures before later ones."""
         code = self.exit_code
         if code == -signal.SIGKILL:
             return (0, 0.0, self.rank)
         if self.record is not None and not self.record.is_consequence:
             return (1, self.record.at, self.rank)
         if code is not None and code < 0:
-            # A crash after a record is the cleaning up; one without was the beginning.
+            # A crash after a recorded exception happened during cleanup. A crash without a record is a cause.
             return (1 if self.record is None else 3, self.crashed_at, self.rank)
         if self.record is None:
             return (2 if code else 4, 0.0, self.rank)
         return (3, self.record.at, self.rank)
 
-    def what(self) -> str:
-        """The end in half a line."""
+    def describe(self) -> str:
+        """Return a short description of how the rank ended."""
         if self.record is not None:
-            return f"{self.record.kind}: {(plain(self.record.text).splitlines() or [''])[0]}".rstrip(": ")
+            return f"{self.record.kind}: {(remove_engine_noise(self.record.text).splitlines() or [''])[0]}".rstrip(": ")
         if self.exit_code is None:
             return "ended by the launcher"
         if self.exit_code < 0:
@@ -111,66 +117,23 @@ class RankExit:
         return f"ended with exit code {self.exit_code}"
 
 
-@dataclass(frozen=True)
-class PreemptedRun:
-    """What a rank leaves for the launcher before it ends.
-
-    Attributes:
-        reason: who asked, and how.
-        update: updates that have happened.
-        checkpoint: the folder that was committed.
-    """
-
-    reason: str
-    update: int
-    checkpoint: str
-
-    @property
-    def exit_code(self) -> int:
-        """PREEMPTED."""
-        return PREEMPTED
-
-    def text(self) -> str:
-        """What the screen shows."""
-        return (
-            f"headway: preempted by {self.reason} after update {self.update}; checkpoint {self.checkpoint}\n"
-            f"headway: exit code {PREEMPTED}: start the same command again, and it goes on from there"
-        )
-
-    def leave(self, record: str | Path) -> None:
-        """Write it beside the file that is this rank's record of an exception; a launcher reads it there."""
-        atomic.write_text(_beside(record), json.dumps(asdict(self)))
-
-
-def find_preempted(record: str | Path) -> PreemptedRun | None:
-    """What the rank with this record has left; None where it has left nothing."""
-    try:
-        return PreemptedRun(**json.loads(_beside(record).read_text()))
-    except FileNotFoundError:
-        return None
-
-
-def _beside(record: str | Path) -> Path:
-    return Path(f"{record}.preempted")
-
-
 def write_record(path: Path, error: BaseException, note: str = "") -> bool:
-    """Write what ended this worker, in a form that torch's agent reads too.
+    """Write the exception that ended this worker, in a format that torch's agent also reads.
 
     Args:
-        path: where the agent looks for it.
-        error: the exception, with its traceback from the user's first frame on.
-        note: what more there is to say, such as what held the memory that ran out.
+        path: File in which the agent looks for the record.
+        error: Exception whose traceback starts at the user's first frame.
+        note: Additional text, such as a list of what used the memory.
 
     Returns:
-        Whether it could be written.
+        Whether the record could be written.
     """
     text = "".join(traceback.format_exception(error))
     text += f"{note}\n" if note and note not in text else ""
     now = time.time()
-    shown = "" if is_debugging() else shorten(error)[0]
+    shown = "" if is_debugging() else format_short_traceback(error)[0]
     shown += f"{note}\n" if shown and note and note not in shown else ""
-    record = ExceptionRecord(type(error).__name__, str(error), users_line(error.__traceback__), text, now, shown)
+    record = ExceptionRecord(type(error).__name__, str(error), find_users_line(error.__traceback__), text, now, shown)
     content = {
         "message": {
             "message": f"{record.kind}: {record.text}",
@@ -179,14 +142,18 @@ def write_record(path: Path, error: BaseException, note: str = "") -> bool:
         "headway": asdict(record),
     }
     try:
-        atomic.write_text(path, json.dumps(content))  # whole or not at all: the agent may read at any time
+        atomic.write_text(path, json.dumps(content))  # atomic, because the agent may read it at any time
     except OSError:
         return False
     return True
 
 
 def read_record(path: Path) -> ExceptionRecord | None:
-    """Read a worker's record, Headway's or that of torch's own `@record`; None where none can be read."""
+    """Read a worker's exception record, written by Headway or by torch's `@record`. Return None if it cannot be read.
+
+    Args:
+        path: File of the record.
+    """
     try:
         content: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -1,11 +1,11 @@
-"""How machines meet: one alone at its own store, several at machine 0, by given ranks or as they come; and who waits for whom."""
+"""Rendezvous handlers for torch's elastic agent: for one machine, for machines with given ranks, and for torch's c10d.
+
+A single machine opens a new store for each attempt. Several machines connect to a store on machine 0. Their ranks are
+given in advance, or follow from the order of arrival (c10d).
+"""
 
 import math
-import socket
-import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,265 +17,52 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from headway.common import env
-from headway.common.untrusted import Seal
-from headway.config.launch import DEFAULT_TIMEOUT
-from headway.config.load import run_setting
+from headway.common.sealing import Seal
+from headway.core.config.launch import DEFAULT_TIMEOUT
+from headway.core.config.load import resolve_run_setting
+from headway.core.runtime.control_plane.sealed_store import SealedStore
+from headway.core.runtime.control_plane.store import start_store
+from headway.core.runtime.network import find_free_port, find_interface, find_own_address
 from headway.errors import LaunchError
+from headway.launch.agent.arrival import RendezvousWatch, wait_for_all, wait_for_host
+from headway.launch.agent.ports import describe_taken_port, is_port_taken
+from headway.launch.agent.rendezvous_wait import RendezvousWait, call_in_time
 from headway.launch.plan import AgentOrder
-from headway.runtime.control_plane.store import SealedStore, serve
-from headway.runtime.network import free_port, interface_of, own_address
 
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 
 MEETING = "meeting"
-"""What errors call the store at which the machines meet."""
+"""Name of the rendezvous store in error messages and in the HMACs of its values."""
 
 LAST_CALL = 3
-"""Seconds that a full meeting stays open; none can come any more."""
+"""Seconds that a complete rendezvous stays open. No further machine can join it."""
 
 LATECOMERS = 10
-"""Seconds in which other machines may still come, once there are enough of them to begin."""
+"""Seconds in which other machines may join after the minimum number has arrived."""
 
 _CALL = 300
-"""Seconds for one call to the store, at least."""
+"""Minimum timeout in seconds of one call to the store."""
 
 _FOR_EVER = 10**7
-"""Seconds that stand for no end, where an engine wants a number."""
+"""Seconds that represent an infinite timeout in libraries that require a number."""
 
 ALIVE = 2
-"""Seconds between signs of life to the meeting, where a run goes on without a machine: three missing ones free its seat."""
+"""Seconds between two heartbeats to the rendezvous, if a run can continue without a machine.
 
-FIRST = 2.0
-"""Seconds of waiting in silence: machines that are started together come together."""
-
-AGAIN = (30.0, 120.0, 300.0)
-"""Seconds of waiting after which it is said again; then every five minutes."""
-
-_LOOK = 0.2
-_KEY = "headway/here"
-
-
-class RendezvousWait:
-    """One wait, with its deadline and what has been said of it.
-
-    Args:
-        say: prints a line.
-        seconds: until it is given up; infinite: never.
-        setting: what says so, "--timeout".
-        is_quiet: say nothing: another process on the same screen does.
-    """
-
-    def __init__(self, say: Callable[[str], None], seconds: float, setting: str, is_quiet: bool = False) -> None:
-        self._say = say
-        self.seconds = seconds
-        self.setting = setting
-        self._is_quiet = is_quiet
-        self._begun = time.monotonic()
-        self._due = FIRST
-        self.has_told = False
-
-    @property
-    def is_over(self) -> bool:
-        """Has the deadline passed?"""
-        return time.monotonic() - self._begun > self.seconds
-
-    def tell(self, what: str) -> None:
-        """Say what is waited for where that is due; call it as often as you like."""
-        waited = time.monotonic() - self._begun
-        if self._is_quiet or waited < self._due:
-            return
-        self._due = next((seconds for seconds in AGAIN if seconds > waited), waited + AGAIN[-1])
-        self.has_told = True
-        self._say(f"headway: {what}, {self._until(waited)}")
-
-    def _until(self, waited: float) -> str:
-        if math.isinf(self.seconds):
-            return f"for as long as it takes ({self.setting})"
-        clock = time.strftime("%H:%M:%S", time.localtime(time.time() + self.seconds - waited))
-        return f"until {clock} ({self.seconds:g} s: {self.setting})"
-
-    def limit(self) -> str:
-        """The deadline as part of an error."""
-        return f"within {self.seconds:g} s ({self.setting} allows more)"
-
-    def end(self, what: str) -> None:
-        """Say that it is over, where it was said that it began."""
-        if self.has_told:
-            self._say(f"headway: {what}")
-
-
-def knock(host: str, port: int, waiting: RendezvousWait, me: str, unit: str = "machine") -> None:
-    """Wait until something listens where the machines meet.
-
-    Raises:
-        LaunchError: nothing does before the deadline.
-    """
-    while True:
-        try:
-            with socket.create_connection((host, port), timeout=3):
-                return
-        except OSError as error:
-            why = str(error.strerror or error).lower()
-        waiting.tell(f"{me} waits for {unit} 0 to open {host}:{port} ({why} so far)")
-        if waiting.is_over:
-            raise LaunchError(
-                f"{unit} 0 did not open {host}:{port} {waiting.limit()}: {why}. Start the launcher there with --machine_rank 0 and "
-                "the same address and port, and see that no firewall is in between (`headway doctor`)"
-            )
-        time.sleep(_LOOK)
-
-
-def in_time(make: Callable[[], T], waiting: RendezvousWait, what: str, on_late: str) -> T:
-    """Call `make` on a thread, as a call into an engine can neither be interrupted nor be given up.
-
-    Args:
-        what: said where it takes long.
-        on_late: the error where it takes until the deadline.
-
-    Raises:
-        LaunchError: it takes until the deadline.
-    """
-    made: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            made.set_result(make())
-        except BaseException as error:
-            made.set_exception(error)
-
-    threading.Thread(target=run, name="meeting", daemon=True).start()
-    while not wait([made], _LOOK).done:
-        waiting.tell(what)
-        if waiting.is_over:
-            raise LaunchError(on_late)
-    return made.result()
-
-
-def arrive(store: SealedStore, machine: int) -> None:
-    """Say at the meeting that this machine has come."""
-    store.set(f"{_KEY}/{machine}", socket.gethostname().encode())
-
-
-def missing(store: SealedStore, machines: Sequence[int]) -> list[int]:
-    """Which of these machines have not come yet."""
-    return [machine for machine in machines if store.find(f"{_KEY}/{machine}") is None]
-
-
-def named(machines: Sequence[int], unit: str = "machine") -> str:
-    """[1, 3] -> "machines 1, 3"."""
-    return f"{unit}{'s' if len(machines) > 1 else ''} {', '.join(map(str, machines))}"
-
-
-def wait_for_all(
-    store: SealedStore, machine: int, num_machines: int, waiting: RendezvousWait, where: str, unit: str
-) -> None:
-    """Come to the meeting, and wait until all machines have.
-
-    Raises:
-        LaunchError: some have not before the deadline; they are named.
-    """
-    arrive(store, machine)
-    absent: Sequence[int] = range(num_machines)
-    while absent := missing(store, absent):
-        waiting.tell(f"{unit} {machine} of {num_machines} waits at {where} for {named(absent, unit)}")
-        if waiting.is_over:
-            raise LaunchError(late(absent, num_machines, waiting, where, unit))
-        time.sleep(_LOOK)
-    waiting.end(f"all {num_machines} {unit}s are there")
-
-
-def late(absent: Sequence[int], num_machines: int, waiting: RendezvousWait, where: str, unit: str) -> str:
-    """The error of a meeting that not all have come to; `absent` is empty where all have come and yet did not begin."""
-    who = f"{named(absent, unit)} did not come" if absent else f"not all {unit}s began"
-    return (
-        f"the {num_machines} {unit}s did not meet at {where}: {who} {waiting.limit()}. Start the launcher there with its own "
-        "command; `headway launch` without --machine_rank prints the commands"
-    )
-
-
-class RendezvousWatch:
-    """Says on a thread who is missing, while an engine's own rendezvous waits."""
-
-    def __init__(
-        self,
-        connect: Callable[[], SealedStore],
-        machine: int,
-        num_machines: int,
-        waiting: RendezvousWait,
-        where: str,
-        unit: str,
-    ) -> None:
-        self._connect = connect
-        self._me, self._num_machines = machine, num_machines
-        self._waiting, self._where, self._unit = waiting, where, unit
-        self._absent: list[int] = []
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="who-is-missing", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            store = self._connect()
-            arrive(store, self._me)
-            self._absent = list(range(self._num_machines))
-            while not self._is_over.wait(_LOOK):
-                self._absent = missing(store, self._absent)
-                who = f" for {named(self._absent, self._unit)}" if self._absent else ""
-                self._waiting.tell(f"{self._unit} {self._me} of {self._num_machines} waits at {self._where}{who}")
-        except (RuntimeError, OSError):
-            return  # the rendezvous itself tells of a lost store
-
-    def late(self) -> str:
-        """The error where the time to meet is over."""
-        return late(self._absent, self._num_machines, self._waiting, self._where, self._unit)
-
-    def end(self) -> None:
-        """The machines have met, or it is given up."""
-        self._is_over.set()
-        self._thread.join(5)
-
-
-def is_taken(error: BaseException | None) -> bool:
-    """Does an engine's error, or what it came from, say that the port is in use?"""
-    if error is None:
-        return False
-    is_said = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
-    return is_said or is_taken(error.__cause__)
-
-
-def taken(port: int, free: int) -> str:
-    """The error where the port to meet at is in use on this machine."""
-    holder = _holder(port)
-    return (
-        f"port {port} of this machine is taken{f' by {holder}' if holder else ''}; end that program, or choose another port on all "
-        f"machines, such as --main_process_port {free}, which is free here now"
-    )
-
-
-def _holder(port: int) -> str:
-    """The program that listens on a port, where the system says so: "python (pid 12: python -m http.server)"."""
-    import psutil
-
-    try:
-        listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr]
-        found = [one.pid for one in listening if getattr(one.laddr, "port", None) == port and one.pid is not None]
-        if not found:
-            return ""
-        process = psutil.Process(found[0])
-        command = " ".join(process.cmdline())
-        return f"{process.name()} (pid {process.pid}: {command[:80]}{'...' if len(command) > 80 else ''})"
-    except (psutil.Error, OSError):
-        return ""
+After three missing heartbeats, another machine can take the place of this one.
+"""
 
 
 class _SingleRendezvous(RendezvousHandler):
-    """A way to meet once an attempt, in which nobody comes later; workers are handed the agents' store.
+    """Base class of rendezvous handlers in which no machine can join after the ranks have been started.
+
+    Workers use the agents' store.
 
     Args:
-        backend: the name of this way.
-        run_id: the run's name.
+        backend: Name of the rendezvous backend.
+        run_id: ID of the run.
     """
 
     def __init__(self, backend: str, run_id: str) -> None:
@@ -284,65 +71,82 @@ class _SingleRendezvous(RendezvousHandler):
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
-        """The name of this way to meet."""
+        """Return the name of the rendezvous backend."""
         return self._backend
 
     @property
     def use_agent_store(self) -> bool:
-        """Yes: workers open no store, so no port can be taken by somebody else in between."""
+        """Return True, because workers use the agents' store.
+
+        If workers opened their own store, another program could take its port before they do.
+        """
         return True
 
     def is_closed(self) -> bool:
-        """No."""
+        """Return False, because this rendezvous is never closed."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to do: there is one meeting."""
+        """Do nothing, because this rendezvous need not be closed."""
 
     def num_nodes_waiting(self) -> int:
-        """Nobody joins later."""
+        """Return 0, because no machine joins later."""
         return 0
 
     def get_run_id(self) -> str:
-        """The run's name."""
+        """Return the ID of the run."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Nothing to do: the store ends with this process."""
+        """Return True. The store ends with this process, so there is nothing to shut down."""
         return True
 
 
 class LocalRendezvous(_SingleRendezvous):
-    """The rendezvous of a single machine: a fresh store per attempt, on a port that the system chose and we hold."""
+    """Rendezvous of a single machine, with a new store at each restart of the ranks.
+
+    The store's port is chosen by the system and stays bound, so no other program can take it.
+    """
 
     def __init__(self) -> None:
         super().__init__("local", "headway")
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store of the next attempt; nobody else is waited for."""
-        self._store = serve(LOOPBACK, timeout=timedelta(minutes=10))
+        """Open and return a new store for the next start of the ranks. There are no other machines to wait for."""
+        self._store = start_store(LOOPBACK, timeout=timedelta(minutes=10))
         info = RendezvousStoreInfo(LOOPBACK, self._store.port)
         return RendezvousInfo(PrefixStore("agent", self._store), 0, 1, info)
 
 
-def host_of(order: AgentOrder) -> str:
-    """Where the machines meet; loopback for one."""
+def find_host(order: AgentOrder) -> str:
+    """Return the host of the rendezvous; the loopback address for a single machine."""
     return LOOPBACK if not order.endpoint else str(parse_rendezvous_endpoint(order.endpoint, default_port=-1)[0])
 
 
 def use_interface(order: AgentOrder) -> None:
-    """Let gloo use the interface that leads to machine 0, unless the user has named one.
+    """Set gloo's network interface to the one that leads to machine 0, unless the user has set an interface.
 
-    Left to itself gloo looks the host's own name up, which many machines answer with a loopback address.
+    By default gloo resolves the host's own name, which many machines resolve to a loopback address.
+
+    Args:
+        order: Instructions from the launcher for this agent.
     """
-    address = own_address(host_of(order)) if order.num_machines > 1 else None
-    interface = interface_of(address) if address is not None else None
+    address = find_own_address(find_host(order)) if order.num_machines > 1 else None
+    interface = find_interface(address) if address is not None else None
     if interface is not None:
         env.set_default("GLOO_SOCKET_IFNAME", interface)
 
 
 class StaticRendezvous(_SingleRendezvous):
-    """Machines that know their numbers meet at a store of machine 0's; who is missing is said."""
+    """Rendezvous through a store that machine 0 hosts, for machines whose ranks were assigned in advance.
+
+    While it waits, it prints which machines are missing. At the deadline it raises an error.
+
+    Args:
+        order: Settings of the launch that the agent has received: endpoint, number of machines and this machine's rank.
+        say: Function that prints a line for the user.
+        seal: Adds an HMAC with the user's secret to the messages between machines.
+    """
 
     def __init__(self, order: AgentOrder, say: Callable[[str], None], seal: Seal) -> None:
         super().__init__("static", order.run_id)
@@ -351,57 +155,61 @@ class StaticRendezvous(_SingleRendezvous):
         self._seal = seal
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all machines.
+        """Wait until all machines have arrived. Return the store, this machine's rank and the number of machines.
 
         Raises:
-            LaunchError: the port is taken, or machines do not come in time.
+            LaunchError: If the port is in use, or machines do not arrive before the deadline.
         """
         order = self._order
         host, port = parse_rendezvous_endpoint(order.endpoint, default_port=-1)
-        waiting = waiting_of(order, self._say)
+        waiting = create_wait(order, self._say)
         if self._store is None:
-            seconds = max(_CALL, min(time_to_meet(order), _FOR_EVER))
-            self._store = _at_the_meeting(order, waiting, lambda: _store_of(order, order.machine_rank == 0, seconds))
+            seconds = max(_CALL, min(read_time_to_meet(order), _FOR_EVER))
+            self._store = _connect_in_time(order, waiting, lambda: _open_store(order, order.machine_rank == 0, seconds))
         store = PrefixStore(order.run_id, self._store)
         sealed = SealedStore(store, MEETING, self._seal)
         try:
             wait_for_all(sealed, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)
         except LaunchError:
             raise
-        except RuntimeError as error:  # of the store, which is machine 0's
+        except RuntimeError as error:  # an error of the store, which machine 0 hosts
             raise LaunchError(
                 f"{order.unit} 0 ended while this one waited for the others at {order.endpoint}; its own output says why"
             ) from error
         return RendezvousInfo(store, order.machine_rank, order.num_machines, RendezvousStoreInfo(host, port))
 
 
-def _store_of(order: AgentOrder, is_host: bool, seconds: float) -> TCPStore:
-    """The store at which the machines meet: opened here, or somebody else's."""
+def _open_store(order: AgentOrder, is_host: bool, seconds: float) -> TCPStore:
+    """Return the store of the rendezvous: a new one if `is_host`, otherwise a connection to machine 0's store."""
     host, port = parse_rendezvous_endpoint(order.endpoint, default_port=-1)
     if is_host:
-        return serve(host, port, timedelta(seconds=seconds))
+        return start_store(host, port, timedelta(seconds=seconds))
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 
 
 class _SealedBackend(C10dRendezvousBackend):
-    """torch's way for machines to meet as they come, whose state is a pickle: opened only where this run has sealed it."""
+    """torch's c10d rendezvous backend, extended to unpickle shared state only if it carries this run's HMAC."""
 
     def __init__(self, store: TCPStore, run_id: str, seal: Seal) -> None:
         super().__init__(store, run_id)
         self._seal = seal
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """The state and a token for `set_state`; None before the first."""
+        """Return the state and its token for `set_state`, or None if there is no state yet."""
         found = super().get_state()
         return None if found is None else (self._opened(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Write the state unless it has changed since `token`; returns what there is then, and whether it is this."""
-        found = super().set_state(self._seal.close(MEETING, state), token)
+        """Write the state, unless another machine has changed it since `token` was issued.
+
+        Returns:
+            The current state, its token, and whether it is the given state. None if the state cannot be written.
+        """
+        found = super().set_state(self._seal.seal_message(MEETING, state), token)
         return None if found is None else (self._opened(found[0]), *found[1:])
 
     def _opened(self, sealed: bytes) -> bytes:
-        state = self._seal.open(MEETING, sealed)
+        state = self._seal.open_message(MEETING, sealed)
         if state is None:
             raise LaunchError(
                 "the state of the meeting was not written by this run: another program reaches its port, or HEADWAY_SECRET "
@@ -410,62 +218,80 @@ class _SealedBackend(C10dRendezvousBackend):
         return state
 
 
-def waiting_of(order: AgentOrder, say: Callable[[str], None]) -> RendezvousWait:
-    """A wait for the order's other machines. Of a cluster's tasks, which share a screen, two speak: one on each side."""
+def create_wait(order: AgentOrder, say: Callable[[str], None]) -> RendezvousWait:
+    """Return the deadline and the messages for the wait for other machines.
+
+    All tasks of a cluster print to one screen. So only two tasks print messages: task 0, which hosts the rendezvous,
+    and task 1, which connects to it.
+
+    Args:
+        order: Instructions from the launcher for this agent.
+        say: Function that prints a line.
+    """
     setting = "--rdzv_conf timeout" if "timeout" in order.conf else "--timeout"
-    return RendezvousWait(say, time_to_meet(order), setting, is_quiet=order.unit == "task" and order.machine_rank > 1)
+    return RendezvousWait(
+        say, read_time_to_meet(order), setting, is_quiet=order.unit == "task" and order.machine_rank > 1
+    )
 
 
-def _at_the_meeting(order: AgentOrder, waiting: RendezvousWait, make: Callable[[], T]) -> T:
-    """Open machine 0's port, or wait for it to be open, and make what meets there.
+def _connect_in_time(order: AgentOrder, waiting: RendezvousWait, make: Callable[[], T]) -> T:
+    """Call a function that opens or connects to machine 0's port. Other machines first wait until the port is open.
+
+    Args:
+        order: Instructions from the launcher for this agent.
+        waiting: Deadline and messages of the wait.
+        make: Function that opens the port on machine 0, or connects to it. Its result is returned.
 
     Raises:
-        LaunchError: the port is taken, is not opened in time, or another program answers there.
+        LaunchError: If the port is in use, is not opened before the deadline, or another program answers there.
     """
     host, port = parse_rendezvous_endpoint(order.endpoint, default_port=-1)
     me = f"{order.unit} {order.machine_rank} of {order.num_machines}"
     if order.machine_rank > 0:
-        knock(host, port, waiting, me, order.unit)
+        wait_for_host(host, port, waiting, me, order.unit)
     strange = f"what answers at {order.endpoint} is not the launcher of {order.unit} 0"
     try:
-        return in_time(
+        return call_in_time(
             make,
             waiting,
             f"{me} waits for an answer from {order.endpoint}, where another program may listen in place of {order.unit} 0",
             f"{strange}, or it hangs: check that it was started with this address and port, or choose another port on all machines, "
-            f"such as --main_process_port {free_port()}",
+            f"such as --main_process_port {find_free_port()}",
         )
     except (RendezvousError, RuntimeError, OSError) as error:
-        if order.machine_rank == 0 and is_taken(error):
-            raise LaunchError(taken(port, free_port())) from error
+        if order.machine_rank == 0 and is_port_taken(error):
+            raise LaunchError(describe_taken_port(port, find_free_port())) from error
         raise
 
 
-def timeout() -> float:
-    """Seconds that a rank may be missing from a collective; 0: for ever."""
-    return float(run_setting("timeout", None, DEFAULT_TIMEOUT)[0])
+def read_timeout() -> float:
+    """Return the number of seconds that a rank may be missing from a collective; 0 for no limit."""
+    return float(resolve_run_setting("timeout", None, DEFAULT_TIMEOUT)[0])
 
 
-def time_to_meet(order: AgentOrder) -> float:
-    """Seconds that machines get to come in: as --rdzv_conf says, else the timeout; infinite where that is 0."""
-    return float(order.conf.get("timeout", 0)) or timeout() or math.inf
+def read_time_to_meet(order: AgentOrder) -> float:
+    """Return how many seconds to wait for all machines to arrive.
+
+    This is the timeout in --rdzv_conf, otherwise the run's timeout. If that is 0, there is no limit.
+    """
+    return float(order.conf.get("timeout", 0)) or read_timeout() or math.inf
 
 
-def handler_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> RendezvousHandler:
-    """The way to meet that the order names.
+def create_handler_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> RendezvousHandler:
+    """Return the rendezvous handler for the backend that the agent's instructions name.
 
     Args:
-        order: what the agent is to do.
-        say: prints a line.
-        seal: with the user's secret.
+        order: Instructions from the launcher for this agent.
+        say: Function that prints a line.
+        seal: Computes and checks HMACs with the user's secret.
     """
     if order.backend == "local":
         return LocalRendezvous()
     if order.backend == "static":
         return StaticRendezvous(order, say, seal)
-    seconds = int(min(time_to_meet(order), _FOR_EVER))
+    seconds = int(min(read_time_to_meet(order), _FOR_EVER))
     conf: dict[str, Any] = {"join_timeout": seconds, **order.conf, "rank": order.machine_rank}
-    # Left to itself torch compares host names, which says the wrong thing on many clusters.
+    # By default torch compares host names, which gives a wrong answer on many clusters.
     conf = {"is_host": str(order.machine_rank == 0).lower(), "last_call_timeout": LAST_CALL, **conf}
     if order.min_machines < order.num_machines:
         conf = {**conf, "last_call_timeout": LATECOMERS, "keep_alive_interval": ALIVE, **order.conf}
@@ -475,26 +301,34 @@ def handler_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> Re
         order.run_id,
         order.min_machines,
         order.num_machines,
-        local_addr=own_address(host_of(order)),
+        local_addr=find_own_address(find_host(order)),
         **conf,
     )
-    waiting = waiting_of(order, say)
+    waiting = create_wait(order, say)
 
     def begin() -> RendezvousHandler:
         is_host, seconds_a_call = parameters.get_as_bool("is_host"), parameters.get_as_int("read_timeout", 60)
-        store = _store_of(order, bool(is_host), float(seconds_a_call or 60))
+        store = _open_store(order, bool(is_host), float(seconds_a_call or 60))
         return create_handler(store, _SealedBackend(store, order.run_id, seal), parameters)
 
-    return _at_the_meeting(order, waiting, begin)
+    return _connect_in_time(order, waiting, begin)
 
 
-def watch_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> RendezvousWatch | None:
-    """Who is missing, said while torch's own rendezvous waits; None where the way to meet says so itself."""
+def create_watch(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> RendezvousWatch | None:
+    """Return a thread that reports missing machines while torch's own rendezvous blocks.
+
+    Return None for other backends, which report missing machines themselves.
+
+    Args:
+        order: Instructions from the launcher for this agent.
+        say: Function that prints a line.
+        seal: Computes and checks HMACs with the user's secret.
+    """
     if order.backend != "c10d":
         return None
-    waiting = waiting_of(order, say)
+    waiting = create_wait(order, say)
 
     def connect() -> SealedStore:
-        return SealedStore(PrefixStore(f"{order.run_id}/headway", _store_of(order, False, 30)), MEETING, seal)
+        return SealedStore(PrefixStore(f"{order.run_id}/headway", _open_store(order, False, 30)), MEETING, seal)
 
     return RendezvousWatch(connect, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)

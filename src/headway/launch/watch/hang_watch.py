@@ -1,13 +1,13 @@
-"""The hang watch of one machine, or of one process that no agent watches: reads pulses, judges, tells who is missing.
+"""The hang watch, which reads the ranks' pulses, diagnoses a hang and reports the missing ranks.
 
-Torch-free; a thread of the agent. It only reads mapped files and /proc, so a rank need not answer for its place to be known;
-before it speaks it asks the ranks for live stacks by a signal that works in C code too.
+With the launcher's agent, `HangWatch` is a thread of the agent that watches one machine and does not import torch.
+It only reads mapped files and /proc, so it can locate a rank that does not respond. Before it reports a hang, it
+requests live stacks from the ranks by a signal that is also handled in C code.
 
-The hang watch of a process that no agent of Headway's watches (torchrun, a cluster's tasks): ranks ask one another.
-
-Who has waited in a collective for longer than the timeout asks over the control plane; every rank that still can posts
-where it is, and the asker's verdict ends the run. A rank that does not answer is named as such: only the launcher's agent
-can look at it from outside.
+Without an agent (torchrun, a cluster's tasks), `PeerWatch` runs in each process, and ranks query one another. A rank
+that has waited in a collective for longer than the timeout sends a request over the control plane. Every rank that can
+still respond sends its state (`RankView`). The requesting rank diagnoses the hang and ends the run. A rank that does
+not respond is reported as such: only the launcher's agent can inspect it from outside.
 """
 
 import json
@@ -22,24 +22,23 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+from headway.core.runtime import heartbeat, process, pulse
+from headway.core.runtime.control_plane.control import Control, current
+from headway.core.runtime.heartbeat import LIVE_SIGNAL
 from headway.errors import ControlPlaneError
-from headway.launch.watch import judge
-from headway.launch.watch import views as stacks
+from headway.launch.watch import judge, report, stacks
 from headway.launch.watch.judge import HangDiagnosis
-from headway.launch.watch.views import RankView, decode, encode, view_of
+from headway.launch.watch.views import RankView, decode_view, encode_view, make_view
 from headway.log import get_logger
-from headway.runtime import heartbeat, process, pulse
-from headway.runtime.control_plane.control import Control, current
-from headway.runtime.heartbeat import LIVE_SIGNAL
 
 GRACE = 4
-"""Seconds that ranks get to end in, once the run hangs."""
+"""Seconds that ranks have to end after a hang has been diagnosed."""
 
 _AT_WORK = 0.02
-"""The share of a processor above which a process whose script is over is at work."""
+"""Fraction of a CPU core above which a process counts as active after its script has ended."""
 
 _SOON = 30.0
-"""Seconds after which it is told that a process whose script is over has not ended."""
+"""Seconds after which a process that still runs after its script has ended is reported."""
 
 _LINGERS, _SILENT = "lingers", "silent"
 
@@ -48,28 +47,34 @@ _ANSWER = 1.0
 
 
 class Machines(Protocol):
-    """The way to the other machines' views."""
+    """Interface of the connections to the other machines, which exchange the state of ranks (`RankView` as dicts)."""
 
-    def tell(self, views: list[dict[str, Any]]) -> None:
-        """Send this machine's views to machine 0."""
+    def send_views(self, views: list[dict[str, Any]]) -> None:
+        """Send the state of this machine's ranks (`RankView` as dicts) to machine 0."""
 
-    def heard(self) -> list[dict[str, Any]] | None:
-        """On machine 0: the latest views of all others; elsewhere None."""
+    def get_views(self) -> list[dict[str, Any]] | None:
+        """Return the latest state of all ranks on other machines (`RankView` as dicts).
+
+        None if this is not machine 0.
+        """
 
 
 @dataclass
 class Worker:
-    """A rank of this machine.
+    """Rank of this machine, with its activity as observed from outside. Times are on this process's monotonic clock.
 
     Attributes:
-        path: its pulse.
-        exit_code: how it ended; None while it runs.
-        reader: reads the pulse.
-        num_written: bytes that it has written to files, what it was asked to dump left out; -1 before the first look.
-        written: when that last changed.
-        excused: when there was last a reason to let the others wait.
-        cpu: processor seconds at `active`.
-        active: when it last used the processor, or wrote something.
+        rank: Global rank.
+        pid: Process ID.
+        path: File in which the rank records its state (its pulse).
+        exit_code: Exit code. None while it runs.
+        reader: Reader of that file. None before the first check.
+        num_written: Bytes that it has written to files, except stacks that the agent requested. -1 before the first
+            check.
+        written: Time of the last check that found new bytes.
+        excused: Latest time at which the rank had a valid reason to keep other ranks waiting.
+        cpu: CPU seconds that the process had used at the time `active`.
+        active: Time of the last check that found CPU use or new bytes.
     """
 
     rank: int
@@ -83,23 +88,29 @@ class Worker:
     cpu: float = -1.0
     active: float = -math.inf
 
-    def look(self, now: float) -> None:
-        """Note whether it has done something since the last look."""
+    def update_activity(self, now: float) -> None:
+        """Record whether the rank has used the CPU or written files since the last check.
+
+        Args:
+            now: Current time on the monotonic clock.
+        """
         num_written, cpu = _count_bytes_written(self.pid, self.path), _read_cpu_seconds(self.pid)
         if num_written > self.num_written:
-            self.num_written, self.written = num_written, now
-        # Threads that only look at a clock now and then do not count.
+            self.num_written = num_written
+            self.written = now
+        # Threads that only check a clock from time to time do not count as active.
         if self.cpu < 0 or cpu - self.cpu > 0.05 + _AT_WORK * (now - self.active) or self.written == now:
-            self.cpu, self.active = cpu, now
+            self.cpu = cpu
+            self.active = now
 
 
 @dataclass(frozen=True)
 class Hang:
-    """What was found of a run that hangs.
+    """Hang that was diagnosed, with the stacks of this machine's ranks.
 
     Attributes:
-        verdict: who is missing.
-        dumps: the stacks of all threads, by rank, of this machine's ranks.
+        verdict: Diagnosis that names the waiting and the missing ranks.
+        dumps: Stacks of all threads of this machine's ranks, by rank.
     """
 
     verdict: HangDiagnosis
@@ -107,19 +118,23 @@ class Hang:
 
 
 class HangWatch:
-    """Watches the ranks of one attempt after the other.
+    """Detector of ranks that hang in a collective or whose checkpoint writes are blocked.
+
+    The launcher's agent on each machine runs one such detector, which keeps running when all processes are
+    restarted. Each start of the processes is one attempt.
 
     Args:
-        timeout: seconds that a rank may be missing from a collective; 0: do not watch.
-        say: prints a line for the user.
-        machines: the other machines; None on a single one.
+        timeout: Seconds that a rank may be missing from a collective. If 0, ranks are not watched.
+        say: Function that prints a line for the user.
+        machines: Connections to the agents of the other machines. None on a single machine.
 
     Attributes:
-        found: the hang, once there is one.
+        found: Diagnosed hang of the current attempt, or None.
     """
 
     def __init__(self, timeout: float, say: Callable[[str], None], machines: Machines | None = None) -> None:
-        self._given = self._timeout = timeout
+        self._given = timeout
+        self._timeout = timeout
         self._say = say
         self._machines = machines
         self._workers: tuple[Worker, ...] = ()
@@ -128,22 +143,28 @@ class HangWatch:
         self._thread: threading.Thread | None = None
         self.found: Hang | None = None
 
-    def begin(self, workers: Sequence[Worker], world_size: int) -> None:
-        """Watch these ranks from now on."""
+    def begin_attempt(self, workers: Sequence[Worker], world_size: int) -> None:
+        """Start watching the ranks after all of them have been started or restarted.
+
+        Args:
+            workers: Ranks of this machine.
+            world_size: Number of processes on all machines.
+        """
         self.found = None
         self._said.clear()
-        self._workers, self._world_size = tuple(workers), world_size
+        self._workers = tuple(workers)
+        self._world_size = world_size
         if self._thread is None and self._timeout > 0:
             self._thread = threading.Thread(target=self._run, name="hang-watch", daemon=True)
             self._thread.start()
 
     def note_ended(self, codes: Mapping[int, int]) -> None:
-        """Exit codes by rank, of the ranks that have ended."""
+        """Record the exit codes, by global rank, of the ranks that have ended."""
         for worker in self._workers:
             worker.exit_code = codes.get(worker.rank)
 
-    def end(self) -> None:
-        """Watch nobody until the next attempt."""
+    def end_attempt(self) -> None:
+        """Stop watching until the ranks are started again."""
         self._workers = ()
 
     def _run(self) -> None:
@@ -158,31 +179,34 @@ class HangWatch:
         everywhere = list(views)
         self._report_lingering_ranks(workers, views)
         if self._machines is not None:
-            others = self._machines.heard()
+            others = self._machines.get_views()
             if others is None:
-                self._machines.tell([encode(view) for view in views])
+                self._machines.send_views([encode_view(view) for view in views])
                 return
-            everywhere += [decode(content) for content in others]
-        # A script that sets the timeout itself knows better than the command line.
+            everywhere += [decode_view(content) for content in others]
+        # A timeout that the script sets has priority over that of the command line.
         self._timeout = max((view.timeout for view in everywhere if view.timeout), default=self._given)
         elsewhere = everywhere[len(views) :]
-        if self._world_size and judge.lingering(everywhere, self._timeout, self._world_size) is not None:
+        if self._world_size and judge.diagnose_lingering(everywhere, self._timeout, self._world_size) is not None:
             dumps = _dump_stacks(workers, views, of_ended=True)
             views = [*_use_any_stack(views, dumps), *elsewhere]
-            verdict = judge.lingering(views, self._timeout, self._world_size)
-        elif len(everywhere) < self._world_size or judge.judge(everywhere, self._timeout) is None:
+            verdict = judge.diagnose_lingering(views, self._timeout, self._world_size)
+        elif len(everywhere) < self._world_size or judge.diagnose_hang(everywhere, self._timeout) is None:
             self._report_missing_ranks(everywhere)
             return
         else:
             dumps = _dump_stacks(workers, views)
-            # Judged again: who was only late has come meanwhile.
+            # Judge again: ranks that were only late may have arrived in the meantime.
             views = [_use_live_stack(self._read_view(worker), dumps.get(worker.rank, "")) for worker in workers]
-            verdict = judge.judge([*views, *elsewhere], self._timeout)
+            verdict = judge.diagnose_hang([*views, *elsewhere], self._timeout)
         if verdict is not None and workers == self._workers:
             self.found = Hang(verdict, dumps)
 
     def _report_lingering_ranks(self, workers: tuple[Worker, ...], views: Sequence[RankView]) -> None:
-        """Tell once where a process is that keeps the launcher waiting though its script is over."""
+        """Print once which processes keep running after their scripts have ended.
+
+        The line of code that each executes is included.
+        """
         found = [view for view in views if view.has_ended and view.exit_code is None and view.phase_age > _SOON]
         found = [view for view in found if (view.rank, _LINGERS) not in self._said]
         if not found:
@@ -190,14 +214,14 @@ class HangWatch:
         late = [worker for worker in workers if worker.rank in {view.rank for view in found}]
         for view in _use_any_stack(found, _dump_stacks(late, found, of_ended=True)):
             self._said.add((view.rank, _LINGERS))
-            self._say(f"headway: {judge.lateness(view)}. It is waited for")
+            self._say(f"headway: {report.describe_lateness(view)}. It is waited for")
 
     def has_given_up(self, rank: int, seconds: float) -> bool:
-        """Is this rank's script over, and has its process done nothing for so long?"""
+        """Whether a rank's script has ended and its process has been idle for longer than `seconds`."""
         now = time.monotonic()
         for worker in self._workers:
             if worker.rank == rank and worker.reader is not None and worker.active > -math.inf:
-                view = view_of(rank, worker.reader.read(), now)
+                view = make_view(rank, worker.reader.read(), now)
                 return view.has_ended and min(view.phase_age, now - worker.active) > seconds
         return False
 
@@ -205,8 +229,8 @@ class HangWatch:
         if worker.reader is None:
             worker.reader = pulse.HeartbeatFile(worker.path, is_writer=False)
         now = time.monotonic()
-        worker.look(now)
-        view = view_of(worker.rank, worker.reader.read(), now)
+        worker.update_activity(now)
+        view = make_view(worker.rank, worker.reader.read(), now)
         view = replace(
             view,
             pid=worker.pid,
@@ -215,39 +239,47 @@ class HangWatch:
             writing_age=now - worker.written,
             idle_age=now - worker.active,
         )
-        reason = judge.excuse(view, self._timeout)
+        reason = judge.find_excuse(view, self._timeout)
         if reason:
-            # A write excuses up to its last byte, not for another timeout from there on.
+            # A write excuses the rank up to its last byte, not for another timeout after it.
             worker.excused = max(worker.excused, worker.written) if judge.is_writing(view) else now
         return replace(view, excused_age=now - worker.excused)
 
     def _report_missing_ranks(self, views: Sequence[RankView]) -> None:
-        """Tell once that a rank in a debugger keeps the others waiting, or that a disk keeps a rank."""
+        """Print once that ranks wait for a rank that is stopped in a debugger or whose disk does not respond.
+
+        Args:
+            views: State of all ranks.
+        """
         writing = [view for view in views if judge.is_stuck_writing(view, -1.0)]
         stuck = [view for view in writing if judge.is_stuck_writing(view, self._timeout)]
         if len(stuck) == len(writing) and any((view.rank, _SILENT) not in self._said for view in stuck):
             self._said |= {(view.rank, _SILENT) for view in stuck}
-            self._say(f"headway: {judge.silence(stuck)}")
-        if judge.judge([replace(view, excused_age=math.inf) for view in views], self._timeout) is None:
+            self._say(f"headway: {report.describe_blocked_writers(stuck)}")
+        if judge.diagnose_hang([replace(view, excused_age=math.inf) for view in views], self._timeout) is None:
             return
         for view in views:
-            reason = judge.excuse(view, self._timeout)
+            reason = judge.find_excuse(view, self._timeout)
             if "debugger" in reason and (view.rank, reason) not in self._said:
                 self._said.add((view.rank, reason))
                 self._say(
-                    f"headway: rank {view.rank} keeps the others waiting at {judge.where(view)}: {reason}. The run goes on "
+                    f"headway: rank {view.rank} keeps the others waiting at {report.locate_rank(view)}: {reason}. The run goes on "
                     "when it does; --timeout 0 switches the hang watch off"
                 )
 
 
-def progress(path: Path) -> str:
-    """How far training had come on the rank with this pulse; "" where it has not said."""
+def describe_progress(path: Path) -> str:
+    """Return the progress of training that a rank has recorded in its pulse file. Empty if it has recorded none.
+
+    Args:
+        path: Path of the pulse file.
+    """
     reading = pulse.HeartbeatFile(path, is_writer=False).read()
     return f"update {reading.update}, micro-step {reading.micro_step}" if reading.update or reading.micro_step else ""
 
 
 def _dump_stacks(workers: Sequence[Worker], views: Sequence[RankView], *, of_ended: bool = False) -> dict[int, str]:
-    """The live stacks of all threads, by rank, of the ranks that can tell."""
+    """Request live stacks of all threads from the ranks, and return those that arrive in time, by rank."""
     started: dict[int, tuple[Path, int]] = {}
     for worker, view in zip(workers, views):
         path = Path(f"{worker.path}.stacks")
@@ -268,32 +300,38 @@ def _dump_stacks(workers: Sequence[Worker], views: Sequence[RankView], *, of_end
 
 
 def _use_live_stack(view: RankView, dump: str) -> RankView:
-    """The view with the live stack where the last heartbeat's is old."""
-    live = stacks.parse(dump)
+    """Return the state of a rank, with the live stack from `dump` if the stack of the last heartbeat is outdated."""
+    live = stacks.parse_main_stack(dump)
     if not live or not view.is_mute:
         return view
-    has_moved = stacks.users(live)[:1] != stacks.users(view.frames)[:1]
+    has_moved = stacks.select_user_frames(live)[:1] != stacks.select_user_frames(view.frames)[:1]
     return replace(
         view, frames=tuple(live), frames_age=0.0, still_age=view.beat_age or 0.0 if has_moved else view.still_age
     )
 
 
 def _use_any_stack(views: Sequence[RankView], dumps: Mapping[int, str]) -> list[RankView]:
-    """The views with the stack that shows what holds a process: the main thread's where the user's code runs in it."""
+    """Return the states of ranks, each with the stack of the thread that keeps the rank's process running.
+
+    This is the main thread if it runs the user's code, else another thread that runs the user's code, else the main
+    thread.
+    """
     found = []
     for view in views:
-        threads = stacks.parse_all(dumps.get(view.rank, ""))[::-1]
-        frames = next((thread for thread in threads if stacks.users(thread)), threads[0] if threads else view.frames)
+        threads = stacks.parse_stacks(dumps.get(view.rank, ""))[::-1]
+        frames = next(
+            (thread for thread in threads if stacks.select_user_frames(thread)), threads[0] if threads else view.frames
+        )
         found.append(replace(view, frames=tuple(frames), frames_age=0.0) if threads else view)
     return found
 
 
 def _count_bytes_written(pid: int, path: Path) -> int:
-    """Bytes that the process with this pulse has written, but for the stacks that it was asked for."""
+    """Return the bytes that a process has written, without the stacks that were requested from it."""
     try:
         with open(f"/proc/{pid}/io") as file:
             written = next((int(line.split()[1]) for line in file if line.startswith("wchar")), 0)
-        # Read later: what is dumped meanwhile is subtracted too much, never too little.
+        # Read after the total, so that a dump in between is subtracted too early rather than counted as written.
         stacks_file = f"{path}.stacks"
         return written - (os.stat(stacks_file).st_size if os.path.exists(stacks_file) else 0)
     except (OSError, ValueError):
@@ -301,13 +339,16 @@ def _count_bytes_written(pid: int, path: Path) -> int:
 
 
 def _read_cpu_seconds(pid: int) -> float:
-    """Processor time of all threads; 0.0 where the kernel does not say."""
+    """Return the CPU time of all threads of a process in seconds. 0.0 if the kernel does not report it."""
     user, system = _read_stat_fields(pid)[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _read_stat_fields(pid: int) -> list[str]:
-    """What the kernel says of a process, from its state on; "" for the state and zeros where it says nothing."""
+    """Return the fields of /proc/PID/stat, starting with the process state.
+
+    If the file cannot be read, the state is "" and all other fields are zero.
+    """
     with suppress(OSError), open(f"/proc/{pid}/stat") as file:
         if fields := file.read().rpartition(")")[2].split():
             return fields
@@ -315,7 +356,7 @@ def _read_stat_fields(pid: int) -> list[str]:
 
 
 _WAIT_FOR_ANSWERS = 4.0
-"""Seconds for the others to post where they are."""
+"""Seconds that other ranks have to send their state."""
 
 _ASKED = "hang/asked"
 
@@ -323,11 +364,11 @@ log = get_logger(__name__)
 
 
 class PeerWatch:
-    """One process's watch; it lives as long as the control plane.
+    """Hang watch of one process without the launcher's agent. It ends when the control plane is gone.
 
     Args:
-        control: the way to the other ranks.
-        timeout: seconds that a rank may be missing from a collective.
+        control: Control plane that connects the ranks.
+        timeout: Seconds that a rank may be missing from a collective.
     """
 
     def __init__(self, control: Control, timeout: float) -> None:
@@ -339,13 +380,13 @@ class PeerWatch:
         self._thread = threading.Thread(target=self._run, name="headway-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
-        heartbeat.start()
-        heartbeat.before_shutdown(self.stop)
+        """Start the thread that watches this process."""
+        heartbeat.start_heartbeat()
+        heartbeat.stop_before_shutdown(self.stop)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, before the interpreter is taken down."""
+        """Stop the thread before the interpreter shuts down."""
         self._over.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_WAIT_FOR_ANSWERS + 2)
@@ -355,7 +396,7 @@ class PeerWatch:
         while not self._over.wait(interval):
             try:
                 self._check_ranks()
-            except (ControlPlaneError, RuntimeError) as error:  # torch's DistError among them: its host is gone
+            except (ControlPlaneError, RuntimeError) as error:  # the control plane's host is gone (DistError)
                 if not self._over.is_set():
                     log.info("the hang watch ends with the control plane: %s", str(error).splitlines()[0])
                 return
@@ -371,7 +412,7 @@ class PeerWatch:
             self._judge(asked)
 
     def _post_view(self, me: RankView) -> None:
-        self._control.set(f"hang/{self._round}/{me.rank}", json.dumps(encode(me)).encode())
+        self._control.set(f"hang/{self._round}/{me.rank}", json.dumps(encode_view(me)).encode())
         self._round += 1
 
     def _judge(self, asked: int) -> None:
@@ -383,16 +424,20 @@ class PeerWatch:
                 time.sleep(0.1)
             is_there = self._control.has(key)
             content = self._control.get(key, timedelta(seconds=5)) if is_there else b""
-            views.append(decode(json.loads(content)) if is_there else RankView(rank, state="?"))
-        verdict = judge.judge(views, self._timeout)
+            views.append(decode_view(json.loads(content)) if is_there else RankView(rank, state="?"))
+        verdict = judge.diagnose_hang(views, self._timeout)
         if verdict is not None and not self._over.is_set():
-            self._control.abort(judge.text(verdict))
+            self._control.abort(report.format_report(verdict))
 
     def _read_view(self) -> RankView:
-        """Where this process is; a debugger excuses it for another timeout."""
+        """Return the state of this process as a `RankView`.
+
+        If this process is in a debugger or writes a file, the other ranks report it as missing only when a further
+        timeout has passed since then.
+        """
         now = time.monotonic()
-        view = view_of(self._control.rank, pulse.own().read(), now)
-        if judge.excuse(view, self._timeout):
+        view = make_view(self._control.rank, pulse.get_own_pulse().read(), now)
+        if judge.find_excuse(view, self._timeout):
             self._excused = now
         return replace(view, excused_age=now - self._excused)
 
@@ -402,8 +447,8 @@ def _of_this_process() -> PeerWatch:
 
 
 def start(runtime: process.ProcessRuntime) -> None:
-    """Watch this process until its runtime ends."""
+    """Start the hang watch of this process, unless it is already running. It ends with the process runtime."""
     if not runtime.scope.has(_of_this_process):
         watch = runtime.scope.own(_of_this_process)
         watch.start()
-        process.at_end(watch.stop)
+        process.release_at_end(watch.stop)

@@ -1,1 +1,1 @@
-"""Where the parts of a model lie: built without memory, sized, surveyed, and placed within budgets."""
+"""Decide where the parts of a model are placed: build it without memory, measure its sizes, and solve for the budgets."""

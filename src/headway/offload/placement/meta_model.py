@@ -1,4 +1,4 @@
-"""Meta models: models built without memory, or built directly on a device, by torch's own modes and registration hooks."""
+"""Build models without memory, or directly on a device, with torch's own modes and registration hooks."""
 
 import math
 import sys
@@ -19,68 +19,102 @@ from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from headway.common import env
-from headway.common.callsite import stack
+from headway.common.callsite import walk_stack
 from headway.errors import MetaModelError
+from headway.offload._torch import DisableTorchFunction
 
 _META = torch.device("meta")
-# A tensor of this many elements is held back until it is known whether it becomes a parameter.
 _LARGE = 1 << 16
+"""Minimum number of elements of a new tensor that is replaced by a stand-in, because it may become a parameter."""
+
+_OWN = __file__
+_TORCH = str(Path(torch.__file__).parent)
+_FILLERS = frozenset(
+    """
+    uniform_ normal_ trunc_normal_ constant_ ones_ zeros_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_
+    orthogonal_ fill_ zero_ random_
+    """.split()  # noqa: SIM905
+)
+"""Names of functions that fill a tensor.
+
+Names are compared because libraries replace torch.nn.init's functions by wrappers.
+"""
+_FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+"""torch functions that create a tensor.
+
+Instead of their result, a stand-in (a meta tensor without values) can be used.
+"""
+_ATTRIBUTES = (
+    "shape", "dtype", "ndim", "requires_grad", "layout", "is_leaf", "grad", "grad_fn", "is_quantized", "is_sparse",
+)  # fmt: skip
+"""Attributes that can be read from a stand-in without creating the real tensor. They do not depend on values."""
+_METHODS = ("size", "dim", "numel", "stride", "is_floating_point", "is_complex")
+"""Methods that can be called on a stand-in without creating the real tensor."""
+_DESCRIPTIONS = frozenset(
+    {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES}
+    | {getattr(torch.Tensor, name) for name in _METHODS}
+    | {torch.is_floating_point, torch.is_complex}
+)
+"""torch functions that correspond to the attributes in `_ATTRIBUTES` and the methods in `_METHODS`."""
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """Build models without memory: every parameter created in the block lies on torch's meta device.
+    """Return a context that builds models without memory: parameters created in it are on the meta device.
 
-    Tied weights stay tied, blocks nest (the innermost counts), and other threads are not concerned. Nothing of torch stays
-    changed after the block, however it ends.
+    Tied weights stay tied. Contexts can be nested, and the innermost one applies. Other threads are not affected. After
+    the context torch is unchanged, even if an error ends it.
 
     Args:
-        include_buffers: put buffers on the meta device too. None reads `HEADWAY_INIT_INCLUDE_BUFFERS`, and is False
-            where that is not set: buffers are then real, which those that no checkpoint holds (a rotary embedding's
-            frequencies) need.
+        include_buffers: Whether buffers are on the meta device, too. None reads `HEADWAY_INIT_INCLUDE_BUFFERS`, and is
+            False if that is not set. Buffers that no checkpoint contains, such as frequencies of rotary embeddings,
+            must have values.
 
     Raises:
-        MetaModelError: a constructor read a value that a meta tensor does not have. The message names the modules.
+        MetaModelError: If a constructor reads a value that a meta tensor does not have. The message names the modules.
     """
     return init_on_device(_META, include_buffers)
 
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Build models whose parameters lie on `device` from the start.
+    """Return a context that builds models whose parameters are on `device` from the start.
 
     Args:
-        device: anything torch.device takes.
-        include_buffers: as of init_empty_weights. True is `with torch.device(device)`: all tensors are made there.
-            With False every parameter is moved as it is registered.
+        device: Any value that torch.device accepts.
+        include_buffers: Whether buffers are on `device`, too. None reads `HEADWAY_INIT_INCLUDE_BUFFERS`, and is False
+            if that is not set. True is equivalent to `with torch.device(device)`, which creates all tensors on
+            `device`. False moves every parameter when it is registered.
 
     Raises:
-        MetaModelError: on the meta device, as of init_empty_weights.
+        MetaModelError: On the meta device, if a constructor reads a value that a meta tensor does not have.
     """
-    # An empty tensor says which device is meant: 'cuda' alone names none.
+    # An empty tensor gives the device an index, which 'cuda' alone does not have.
     place = torch.empty(0, device=device).device
     if include_buffers is None:
         include_buffers = bool(env.get_bool("HEADWAY_INIT_INCLUDE_BUFFERS"))
     watch = _RegistrationWatch(place, include_buffers)
-    with place if include_buffers else nullcontext(), _hooks.open(watch), watch:
+    with place if include_buffers else nullcontext(), _registration_hooks.install_watch(watch), watch:
         yield
-        watch.settle()
+        watch.make_remaining_real()
 
 
 class _RegistrationWatch(TorchFunctionMode):
-    """What torch functions do inside the block, on this thread alone.
+    """Torch function mode that moves new parameters to a device in `init_empty_weights` or `init_on_device`.
 
     Attributes:
-        place: where parameters go.
-        is_whole: do all tensors go there (torch.device does that), or parameters only?
+        place: Device of parameters.
+        is_whole: Whether torch.device creates all tensors on `place`. If False, only parameters are moved.
+        delays_tensors: Whether large new tensors are replaced by stand-ins (meta tensors) until their use is known.
+        stand_ins: Pairs of a stand-in and the function that makes the real tensor, by `id` of the stand-in.
+        moved: Pairs of the original and the moved parameter, by `id` of the original.
     """
 
     def __init__(self, place: torch.device, is_whole: bool) -> None:
         super().__init__()
         self.place = place
         self.is_whole = is_whole
-        self.holds_back = place == _META and not is_whole
-        # id -> (the meta stand-in, what makes the real tensor)
-        self.held: dict[int, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
+        self.delays_tensors = place == _META and not is_whole
+        self.stand_ins: dict[int, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
         # A parameter may be registered twice, under two names: the second time gives the same result.
         self.moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
@@ -90,81 +124,108 @@ class _RegistrationWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.place == _META and getattr(func, "__name__", "") in _FILLERS:
             target = args[0] if args else kwargs.get("tensor")
-            if _is_meta(target) and id(target) not in self.held:
-                return target  # Nothing to fill: most of the time of a meta model would go there.
-        if self.held and func not in _DESCRIPTIONS:
+            if _is_meta(target) and id(target) not in self.stand_ins:
+                return target  # nothing to fill; otherwise these calls would take most of the time
+        if self.stand_ins and func not in _DESCRIPTIONS:
             self._make_real((args, tuple(kwargs.values())))
-        if self.holds_back and func in _FACTORIES and _num_elements(args, kwargs) >= _LARGE:
-            return self._stand_in(func, args, kwargs)
+        if self.delays_tensors and func in _FACTORIES and _count_elements(args, kwargs) >= _LARGE:
+            return self._make_stand_in(func, args, kwargs)
         try:
             return func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, MetaModelError) or "meta" not in str(error) or not _any_meta((args, kwargs)):
+            if isinstance(error, MetaModelError) or "meta" not in str(error) or not _has_meta((args, kwargs)):
                 raise
-            raise MetaModelError(_explanation(func, error, self.is_whole)) from error
+            raise MetaModelError(_explain_error(func, error, self.is_whole)) from error
 
-    def _stand_in(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Make a large new tensor on the meta device, and its values only if it turns out to be no parameter."""
+    def _make_stand_in(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Create a stand-in for a large new tensor, on the meta device.
+
+        The real tensor is created later, and only if it does not become a parameter.
+
+        Args:
+            func: torch function that creates the tensor.
+            args: Arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
         device = torch.device(kwargs.get("device") or torch.get_default_device())
         if device == _META or kwargs.get("out") is not None:
             return func(*args, **kwargs)  # type: ignore[no-any-return]
         plain = {key: value for key, value in kwargs.items() if key not in ("generator", "pin_memory")}
         shadow: torch.Tensor = func(*args, **{**plain, "device": _META})
-        self.held[id(shadow)] = (shadow, lambda: func(*args, **{**kwargs, "device": device}))
+        self.stand_ins[id(shadow)] = (shadow, lambda: func(*args, **{**kwargs, "device": device}))
         return shadow
 
     def _make_real(self, value: Any) -> None:
-        """Give stand-ins in `value` their values: something else than a parameter is made of them."""
+        """Create the real tensors of the stand-ins in `value`, because they do not become parameters."""
         if isinstance(value, torch.Tensor):
-            found = self.held.pop(id(value), None)
+            found = self.stand_ins.pop(id(value), None)
             if found is not None:
-                with torch._C.DisableTorchFunction():
+                with DisableTorchFunction():
                     torch.utils.swap_tensors(found[0], found[1]())  # type: ignore[no-untyped-call]
         elif isinstance(value, (list, tuple)):
             for item in value:
                 self._make_real(item)
 
-    def settle(self) -> None:
-        """At the end of the block: stand-ins that something still refers to (a plain attribute) become real."""
+    def make_remaining_real(self) -> None:
+        """Create the real tensors of stand-ins that are still in use when the context ends, such as attributes."""
         self._forget_unused()
-        self._make_real([shadow for shadow, _ in self.held.values()])
+        self._make_real([shadow for shadow, _ in self.stand_ins.values()])
 
     def _forget_unused(self) -> None:
-        """Drop stand-ins that became a parameter: nothing but `held` refers to them."""
-        for key in list(self.held):
-            # Two: the pair in `held`, and getrefcount's own argument.
-            if sys.getrefcount(self.held[key][0]) <= 2:
-                del self.held[key]
+        """Drop the stand-ins to which nothing refers except `stand_ins`, because parameters have replaced them."""
+        for key in list(self.stand_ins):
+            # Two references remain: the pair in `stand_ins`, and getrefcount's own argument.
+            if sys.getrefcount(self.stand_ins[key][0]) <= 2:
+                del self.stand_ins[key]
 
-    def on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        """What is registered in place of `parameter`; None keeps it."""
+    def replace_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return the parameter to register in place of a new one, or None to register the new one.
+
+        Args:
+            module: Module that registers the parameter.
+            name: Name of the parameter in the module.
+            parameter: New parameter.
+        """
         self._forget_unused()
         if not isinstance(parameter, torch.Tensor):
             return None
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if parameter.device == self.place:
                 return None
             known = self.moved.get(id(parameter))
             if known is not None and known[0]() is parameter:
                 return known[1]
-            moved = _moved(parameter, self.place)
+            moved = _move_parameter(parameter, self.place)
         self.moved[id(parameter)] = (weakref.ref(parameter), moved)
         return moved
 
-    def on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
-        """Buffers are real: one that was held back gets its values now."""
+    def check_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        """Replace a new buffer by a real tensor if it is a placeholder that was created without memory.
+
+        Args:
+            module: Module that registers the buffer.
+            name: Name of the buffer in the module.
+            buffer: New buffer, or None.
+
+        Raises:
+            MetaModelError: If the buffer is on the meta device, although this context gives buffers values.
+        """
         self._make_real(buffer)
-        if self.holds_back and isinstance(buffer, torch.Tensor) and buffer.device == _META:
+        if self.delays_tensors and isinstance(buffer, torch.Tensor) and buffer.device == _META:
             owner = type(module).__name__
             raise MetaModelError(
                 f"the buffer {name!r} of {owner} was computed from parameters, which have no values in a model built "
-                f"without memory ({_site()}). Pass include_buffers=True to leave it on the meta device too, and fill it "
+                f"without memory ({_describe_site()}). Pass include_buffers=True to leave it on the meta device too, and fill it "
                 "from the checkpoint; or compute it from numbers, not from a parameter"
             )
 
 
-class _Hooks:
-    """torch's two registration hooks, in place while any thread is in a block, asking only the own thread's."""
+class _RegistrationHooks:
+    """Global torch hooks on the registration of parameters and buffers.
+
+    They are installed while any thread is in an `init_empty_weights` or `init_on_device` context. Each thread uses
+    only its own `_RegistrationWatch`.
+    """
 
     def __init__(self) -> None:
         self.mine = threading.local()
@@ -173,8 +234,8 @@ class _Hooks:
         self.handles: list[Any] = []
 
     @contextmanager
-    def open(self, watch: _RegistrationWatch) -> Iterator[None]:
-        """Let `watch` decide about what this thread registers, for the block."""
+    def install_watch(self, watch: _RegistrationWatch) -> Iterator[None]:
+        """Return a context in which `watch` handles the parameters and buffers that this thread registers."""
         with self.lock:
             if self.num_open == 0:
                 self.handles = [
@@ -196,19 +257,19 @@ class _Hooks:
 
     def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         stack = self.mine.__dict__.get("stack")
-        return stack[-1].on_parameter(module, name, parameter) if stack and not stack[-1].is_whole else None
+        return stack[-1].replace_parameter(module, name, parameter) if stack and not stack[-1].is_whole else None
 
     def _on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor) -> None:
         stack = self.mine.__dict__.get("stack")
         if stack and not stack[-1].is_whole:
-            stack[-1].on_buffer(module, name, buffer)
+            stack[-1].check_buffer(module, name, buffer)
 
 
-_hooks = _Hooks()
+_registration_hooks = _RegistrationHooks()
 
 
-def _moved(parameter: nn.Parameter, place: torch.device) -> nn.Parameter:
-    """The parameter on `place`, of its own class and with its own attributes."""
+def _move_parameter(parameter: nn.Parameter, place: torch.device) -> nn.Parameter:
+    """Return a parameter on the device `place`, with the class and attributes of the original."""
     if isinstance(parameter, UninitializedParameter):
         made: Any = UninitializedParameter
         return made(requires_grad=parameter.requires_grad, device=place, dtype=parameter.dtype)  # type: ignore[no-any-return]
@@ -216,14 +277,17 @@ def _moved(parameter: nn.Parameter, place: torch.device) -> nn.Parameter:
     if type(parameter) is nn.Parameter:
         moved = nn.Parameter(data, requires_grad=parameter.requires_grad)
     else:
-        # Subclasses (e.g. quantised weights) have constructors of their own: the tensor's type is what has to survive.
+        # Subclasses, such as quantized weights, have constructors of their own, so only the type is kept.
         moved = data.as_subclass(type(parameter)).requires_grad_(parameter.requires_grad)  # type: ignore[assignment]
     moved.__dict__.update(parameter.__dict__)
     return moved
 
 
-def _num_elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many elements a call of a factory asks for; 0 where its arguments do not say so plainly."""
+def _count_elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the number of elements that a call of a factory such as `torch.empty` requests.
+
+    Return 0 if the arguments do not determine it.
+    """
     size = kwargs.get("size", args[0] if args else 0)
     try:
         return math.prod(size if isinstance(size, (tuple, list)) else (n for n in args if type(n) is int))
@@ -234,32 +298,32 @@ def _num_elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 def _is_meta(value: Any) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return value.is_meta
 
 
-def _any_meta(values: Any) -> bool:
-    if isinstance(values, dict | list | tuple):  # of any class of the user's
-        return any(map(_any_meta, values.values() if isinstance(values, dict) else values))
+def _has_meta(values: Any) -> bool:
+    if isinstance(values, dict | list | tuple):  # includes subclasses of the user
+        return any(map(_has_meta, values.values() if isinstance(values, dict) else values))
     return _is_meta(values)
 
 
-def _explanation(func: Callable[..., Any], error: Exception, is_whole: bool) -> str:
+def _explain_error(func: Callable[..., Any], error: Exception, is_whole: bool) -> str:
     advice = (
         "Pass include_buffers=False: buffers are then real, and only parameters have no values"
         if is_whole
         else "Compute the value from numbers, on the CPU, not from a parameter; or build this module outside the block"
     )
     name = getattr(func, "__qualname__", None) or getattr(func, "__name__", str(func))
-    return f"{_site()} called {name} on a tensor of the meta device, which has no values ({error}). {advice}"
+    return f"{_describe_site()} called {name} on a tensor of the meta device, which has no values ({error}). {advice}"
 
 
-def _site() -> str:
-    """The constructors being run, outermost first, and the line of the innermost one."""
+def _describe_site() -> str:
+    """Return the names of the running constructors, outermost first, and the source line of the innermost one."""
     names: list[str] = []
     seen: list[nn.Module] = []
     line = ""
-    for frame in stack():
+    for frame in walk_stack():
         code = frame.f_code
         module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if not line and not code.co_filename.startswith((_OWN, _TORCH)):
@@ -268,25 +332,3 @@ def _site() -> str:
             seen.append(module)
             names.append(type(module).__name__)
     return f"{' > '.join(reversed(names))} at {line}" if names else "code outside any module"
-
-
-_OWN = __file__
-_TORCH = str(Path(torch.__file__).parent)
-# By name: libraries put wrappers of the same names in the place of torch.nn.init's functions.
-_FILLERS = frozenset(
-    """
-    uniform_ normal_ trunc_normal_ constant_ ones_ zeros_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_
-    orthogonal_ fill_ zero_ random_
-    """.split()  # noqa: SIM905
-)
-_FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
-# What may be asked of a stand-in without making it real: everything about it but its values.
-_ATTRIBUTES = (
-    "shape", "dtype", "ndim", "requires_grad", "layout", "is_leaf", "grad", "grad_fn", "is_quantized", "is_sparse",
-)  # fmt: skip
-_METHODS = ("size", "dim", "numel", "stride", "is_floating_point", "is_complex")
-_DESCRIPTIONS = frozenset(
-    {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES}
-    | {getattr(torch.Tensor, name) for name in _METHODS}
-    | {torch.is_floating_point, torch.is_complex}
-)

@@ -1,4 +1,4 @@
-"""Sizes: how many bytes a model's tensors and modules take, as they are or as they will be loaded."""
+"""Measure the bytes of a model's tensors and modules, in their current dtype or in the dtype that will be loaded."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,13 +6,16 @@ from enum import Enum
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headway.errors import ConfigError
+from headway.offload._torch import is_traceable_wrapper_subclass
+
+_PACKED = {f"{sign}int{bits}": bits / 8 for bits in range(1, 8) for sign in ("", "u")}
+"""Bytes per element of torch's small integers. torch stores each in a byte, but in use they are packed."""
 
 
 class CustomDtype(Enum):
-    """Formats that weights may be loaded in, and that torch has no dtype of this size for."""
+    """Formats of weights that have no exact counterpart among torch's dtypes."""
 
     FP8 = "fp8"
     INT4 = "int4"
@@ -20,17 +23,17 @@ class CustomDtype(Enum):
 
 
 Dtype = torch.dtype | CustomDtype | str
+"""Dtype of torch, custom format, or name of either."""
 
 _CUSTOM_BYTES = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
-# torch keeps one element of these in a byte of its own; in use they are packed.
-_PACKED = {f"{sign}int{bits}": bits / 8 for bits in range(1, 8) for sign in ("", "u")}
+"""Bytes per element of the custom formats."""
 
 
-def as_dtype(dtype: Dtype | None) -> torch.dtype | CustomDtype | None:
-    """Read `"float16"`, `"torch.float16"` or `"int4"` as the dtype meant.
+def parse_dtype(dtype: Dtype | None) -> torch.dtype | CustomDtype | None:
+    """Return the dtype for a name such as `"float16"`, `"torch.float16"` or `"int4"`.
 
     Raises:
-        ConfigError: there is no dtype of that name.
+        ConfigError: If there is no dtype of this name.
     """
     if dtype is None or isinstance(dtype, (torch.dtype, CustomDtype)):
         return dtype
@@ -45,8 +48,8 @@ def as_dtype(dtype: Dtype | None) -> torch.dtype | CustomDtype | None:
 
 
 def dtype_byte_size(dtype: Dtype) -> int | float:
-    """Bytes that one element takes: 2 for float16, 1 for bool and float8, 0.5 for int4 (packed)."""
-    known = as_dtype(dtype)
+    """Return the bytes per element: 2 for float16, 1 for bool and float8, 0.5 for (packed) int4."""
+    known = parse_dtype(dtype)
     if isinstance(known, torch.dtype):
         return _PACKED.get(str(known).removeprefix("torch."), known.itemsize)
     if known is None:
@@ -54,51 +57,63 @@ def dtype_byte_size(dtype: Dtype) -> int | float:
     return _CUSTOM_BYTES[known]
 
 
-def stored_dtype(tensor: torch.Tensor, dtype: Dtype | None) -> torch.dtype | CustomDtype:
-    """What a checkpoint's tensor becomes where the model is loaded with `dtype`.
+def get_stored_dtype(tensor: torch.Tensor, dtype: Dtype | None) -> torch.dtype | CustomDtype:
+    """Return the dtype that a tensor has after the model is loaded in `dtype`.
 
-    Floating tensors of 16 bits and more are converted; integers, bools, float8, complex and quantised tensors stay.
+    Floating tensors of 16 bits and more are converted. Integers, bools, float8, complex and quantized tensors are not.
     """
-    target = as_dtype(dtype)
+    target = parse_dtype(dtype)
     own = tensor.dtype
     stays = not own.is_floating_point or own.itemsize < 2 or is_traceable_wrapper_subclass(tensor)
     return own if target is None or stays else target
 
 
-def tensor_bytes(tensor: torch.Tensor, dtype: Dtype | None = None) -> int:
-    """Bytes of a tensor, on any device, as loaded with `dtype`. Quantised tensors are counted by the parts they hold."""
+def count_tensor_bytes(tensor: torch.Tensor, dtype: Dtype | None = None) -> int:
+    """Return the bytes that a tensor has after a conversion to `dtype`. The tensor may be on any device.
+
+    For quantized tensors, the bytes of their inner tensors are summed.
+    """
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return sum(tensor_bytes(getattr(tensor, name)) for name in names)
-    return _ceil(tensor.numel() * dtype_byte_size(stored_dtype(tensor, dtype)))
+        return sum(count_tensor_bytes(getattr(tensor, name)) for name in names)
+    return _round_up(tensor.numel() * dtype_byte_size(get_stored_dtype(tensor, dtype)))
 
 
-def _ceil(size: float) -> int:
+def _round_up(size: float) -> int:
     return -int(-size // 1)
 
 
 class TensorSizes:
-    """The size that each tensor of a model will have, under `dtype` and the exceptions by name to it."""
+    """Function object that returns the bytes of a model's tensor in the dtype that it has after loading.
+
+    Args:
+        dtype: Dtype in which the model will be loaded, or None for its own.
+        special_dtypes: Dtypes of tensors by name. They take precedence over `dtype`.
+    """
 
     def __init__(self, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None) -> None:
-        self.dtype = as_dtype(dtype)
-        self.special = {name: as_dtype(kind) for name, kind in (special_dtypes or {}).items()}
-        # Asked once per tensor of the model: the element sizes of the few dtypes that occur are kept.
+        self.dtype = parse_dtype(dtype)
+        self.special = {name: parse_dtype(kind) for name, kind in (special_dtypes or {}).items()}
+        # Called once per tensor of the model, so the element sizes of the few dtypes that occur are cached.
         self.known: dict[torch.dtype, float] = {}
 
     def __call__(self, name: str, tensor: torch.Tensor, is_persistent: bool = True) -> int:
-        """Bytes of the tensor called `name`. What no checkpoint holds (`is_persistent=False`) is not converted."""
+        """Return the bytes of the tensor `name`.
+
+        Non-persistent buffers (`is_persistent=False`), which no checkpoint contains, keep their dtype unless
+        `special_dtypes` names another.
+        """
         if type(tensor) not in (nn.Parameter, torch.Tensor) and is_traceable_wrapper_subclass(tensor):
-            return tensor_bytes(tensor)
+            return count_tensor_bytes(tensor)
         special = self.special.get(name)
         if special is not None:
-            return _ceil(tensor.numel() * dtype_byte_size(special))
+            return _round_up(tensor.numel() * dtype_byte_size(special))
         if not is_persistent:
-            return _ceil(tensor.numel() * dtype_byte_size(tensor.dtype))
+            return _round_up(tensor.numel() * dtype_byte_size(tensor.dtype))
         width = self.known.get(tensor.dtype)
         if width is None:
-            width = self.known[tensor.dtype] = float(dtype_byte_size(stored_dtype(tensor, self.dtype)))
-        return _ceil(tensor.numel() * width)
+            width = self.known[tensor.dtype] = float(dtype_byte_size(get_stored_dtype(tensor, self.dtype)))
+        return _round_up(tensor.numel() * width)
 
 
 def compute_module_sizes(
@@ -107,21 +122,21 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Dtype] | None = None,
     buffers_only: bool = False,
 ) -> Counter[str]:
-    """Bytes of every module and tensor by name; `""` is the whole model, and names without tensors count 0.
+    """Return the bytes of every module and tensor by name. The key `""` is the model; missing names count as 0.
 
-    A tensor with several names (tied weights, a module used twice) is counted once, under its first name.
+    A tensor with several names (tied weights, or a module used twice) counts once, under its first name.
 
     Args:
-        model: on any device, the meta device included.
-        dtype: what the model will be loaded with; persistent floating tensors are counted in it.
-        special_dtypes: {tensor name: dtype} that come before `dtype`.
-        buffers_only: leave parameters out.
+        model: Model on any device, including the meta device.
+        dtype: Dtype in which the model will be loaded, for persistent floating tensors.
+        special_dtypes: Dtypes of tensors by name. They take precedence over `dtype`.
+        buffers_only: Whether to leave out parameters.
 
     Raises:
-        ConfigError: no such dtype.
+        ConfigError: If there is no such dtype.
     """
     price, sizes = TensorSizes(dtype, special_dtypes), Counter[str]()
-    for name, tensor, is_persistent in _tensors(model, parameters=not buffers_only):
+    for name, tensor, is_persistent in _iterate_tensors(model, parameters=not buffers_only):
         size = price(name, tensor, is_persistent)
         end = len(name)
         while end > 0:
@@ -131,8 +146,13 @@ def compute_module_sizes(
     return sizes
 
 
-def _tensors(model: nn.Module, parameters: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """(name, tensor, is it in the state dict?), parameters first, each once."""
+def _iterate_tensors(model: nn.Module, parameters: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield (name, tensor, whether it is in the state dict) for each tensor once.
+
+    Args:
+        model: Any module.
+        parameters: Whether to include parameters, which are yielded before buffers.
+    """
     if parameters:
         for name, parameter in model.named_parameters():
             yield name, parameter, True
@@ -148,20 +168,21 @@ def _tensors(model: nn.Module, parameters: bool) -> Iterator[tuple[str, torch.Te
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The module's parameters, then its buffers, by name.
+    """Yield the module's parameters, then its buffers, with their names.
 
     Args:
-        include_buffers: False gives parameters only.
-        recurse: also those of its submodules.
-        remove_non_persistent: leave out buffers that are not in the state dict.
+        module: Module to read.
+        include_buffers: Whether buffers are included.
+        recurse: Whether tensors of submodules are included.
+        remove_non_persistent: Whether to leave out buffers that are not in the state dict.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
-        dropped = _non_persistent(module, recurse) if remove_non_persistent else set()
+        dropped = _list_non_persistent(module, recurse) if remove_non_persistent else set()
         yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name not in dropped)
 
 
-def _non_persistent(module: nn.Module, recurse: bool) -> set[str]:
+def _list_non_persistent(module: nn.Module, recurse: bool) -> set[str]:
     if not recurse:
         return set(module._non_persistent_buffers_set)
     return {
@@ -172,11 +193,13 @@ def _non_persistent(module: nn.Module, recurse: bool) -> set[str]:
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
-    """Groups of names that are one parameter, each sorted; also on the meta device, in the order of first names.
+    """Return the groups of names that share one parameter.
+
+    Each group is sorted. Groups are in the order of their first names. Works on the meta device, too.
 
     Args:
-        model: any module.
-        kwargs: ignored; taken because other libraries pass them.
+        model: Any module.
+        kwargs: Ignored, because other libraries pass further arguments.
     """
     names: defaultdict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -189,17 +212,17 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: Iterable[str] | str | None,
 ) -> tuple[int, list[str]]:
-    """The size of the largest layer, and the names of all layers of that size.
+    """Return the bytes of the largest layer, and the names of all layers of that size.
 
-    A layer is what a placement may not divide: a module without children, a module of one of `no_split_module_classes`,
-    or a tensor that a larger module holds itself.
+    A layer is the unit that a placement does not divide: a module without children, a module of one of
+    `no_split_module_classes`, or a tensor that a larger module owns directly.
 
     Args:
-        modules: (name, module or tensor) pairs to look into.
-        module_sizes: as compute_module_sizes gives them.
-        no_split_module_classes: class names.
+        modules: Pairs of a name and a module or tensor to search.
+        module_sizes: Sizes as returned by compute_module_sizes.
+        no_split_module_classes: Names of classes.
     """
-    whole = class_names(no_split_module_classes)
+    whole = collect_class_names(no_split_module_classes)
     largest, found = 0, list[str]()
     waiting = list(reversed(modules))
     while waiting:
@@ -216,13 +239,16 @@ def get_max_layer_size(
     return largest, found
 
 
-def class_names(classes: Iterable[str] | str | None) -> frozenset[str]:
-    """The names in `no_split_module_classes`, which may be one name, several or None."""
+def collect_class_names(classes: Iterable[str] | str | None) -> frozenset[str]:
+    """Convert `no_split_module_classes`, which may be one name, several or None, to a set of class names."""
     return frozenset([classes] if isinstance(classes, str) else classes or ())
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Bytes of the whole model, and (bytes, names) of its largest layers, by the model's own `_no_split_modules`."""
+    """Return the bytes of the model, and the bytes and names of its largest layers.
+
+    Layers are delimited by the model's own `_no_split_modules`.
+    """
     sizes = compute_module_sizes(model)
     parts: list[tuple[str, nn.Module | torch.Tensor]] = [
         *model.named_parameters(recurse=False),

@@ -1,15 +1,15 @@
-"""The placement solver: parts in order, devices with budgets, and the one rule that every placement must fit.
+"""Place parts of a model on devices with memory budgets, in order. Works on integers only.
 
-Pure: integers in, integers out. A placement is contiguous: the devices, in order, take consecutive runs of parts. Taking
-as many as fit on each device in turn is optimal for that (by exchange: after every device, no placement is further
-along), also with demands that are a maximum over the run instead of a sum, because a shorter run never needs more.
+A placement is contiguous: the devices, in order, get consecutive runs of parts. Filling the devices one after the other
+is optimal. By an exchange argument, no other placement has placed more parts after the first k devices, for any k. This
+also holds for demands that are a maximum over the run instead of a sum, because a shorter run never needs more.
 
-Where not all parts fit, the last ones are offloaded. They run on the main device (the first in use), which then needs
-room for the largest of them besides its own. A smaller offloaded part needs less room but leaves more to place, so
-feasibility is not monotone in it: all cuts are tried, from the smallest offloaded part on, each in O(log n).
+If not all parts fit, the last ones are offloaded. They run on the main device, the first one in use, which then also
+needs memory for the largest of them. A smaller offloaded part needs less memory but leaves more parts to place, so
+feasibility is not monotone. Therefore all cuts are tried, from the smallest offloaded part on, each in O(log n).
 
-Tied parts, free to go to any device, make this bin packing: where the order alone does not fit, every choice of devices
-for them is tried, up to 512 (models have one or two groups).
+Tied parts may go to any device, which makes this a bin packing problem. If the order alone does not fit, every choice
+of devices for them is tried, up to 512. Models have one or two groups of tied parts.
 """
 
 from bisect import bisect_right
@@ -18,18 +18,19 @@ from dataclasses import dataclass, field
 from itertools import accumulate, product
 
 _MAX_CHOICES = 512
+"""Maximum number of choices of devices for tied parts."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a placement may not divide.
+    """Part of a model that a placement does not divide. Sizes are in bytes.
 
     Attributes:
-        size: bytes of its weights and buffers.
-        buffers: the part of them that stays on the main device when the part is offloaded.
-        kept: bytes that running it leaves behind on the device it runs on (a KV cache).
-        passing: bytes that it needs there only while it runs (activations).
-        is_tied: members lie at several places of the model, so that it may go to any device.
+        size: Weights and buffers.
+        buffers: Buffers that stay on the main device when the part is offloaded. Included in `size`.
+        kept: Memory that stays in use after the part has run, such as a KV cache.
+        passing: Memory that is in use only while the part runs, such as activations.
+        is_tied: Whether the part consists of tied modules at different positions in the model. It may go to any device.
     """
 
     size: int
@@ -41,12 +42,12 @@ class Part:
 
 @dataclass
 class Solution:
-    """Where each part goes.
+    """Placement of all parts of a model.
 
     Attributes:
-        device: for each part, an index into the compute devices' budgets, or that number plus an index into the stores'.
-        main: the compute device that runs offloaded parts, also where there are none.
-        is_offloading: is any part in a store?
+        device: Index of each part's device. Indices count the compute devices first, then main memory and disk.
+        main: Index of the compute device that runs offloaded parts.
+        is_offloading: Whether any part is in main memory or on disk.
     """
 
     device: list[int]
@@ -54,28 +55,28 @@ class Solution:
     is_offloading: bool = field(default=False)
 
 
-def solve(
+def solve_placement(
     parts: Sequence[Part], budgets: Sequence[int], stores: Sequence[int], may_hold_nothing: bool = False
 ) -> Solution | None:
-    """Place `parts` on compute devices, and what does not fit in stores (main memory, disk), in order.
+    """Place parts on compute devices in order. Parts that do not fit are placed in stores (main memory, disk).
 
     Args:
-        parts: in order of execution; a tied part takes the place of its first member.
-        budgets: bytes of each compute device, in the order of filling.
-        stores: bytes of each store, in the order of filling.
-        may_hold_nothing: may a device run offloaded parts that holds none itself (as the CPU does)?
+        parts: Parts in the order of execution. A tied part has the position of its first member.
+        budgets: Bytes of each compute device, in the order in which they are filled.
+        stores: Bytes of each store, in the order in which they are filled.
+        may_hold_nothing: Whether a device may run offloaded parts without storing any, as the CPU does.
 
     Returns:
-        A placement without offloading if there is a contiguous one (tied parts free to go anywhere); else the one whose
-        offloaded part is smallest; None if the first device with any use cannot even hold the largest offloaded part.
+        A placement without offloading if there is a contiguous one, with tied parts on any device. Otherwise the
+            placement that offloads the least. None if no device in use has memory to run the largest offloaded part.
     """
-    whole = _without_offloading(parts, budgets)
+    whole = _place_without_offloading(parts, budgets)
     if whole is not None:
         return Solution(whole, min(whole, default=0))
     best: Solution | None = None
     placed = -1
     for main in range(len(budgets)):
-        found = _with_offloading(parts, budgets, stores, main)
+        found = _place_with_offloading(parts, budgets, stores, main)
         if found is None or not (may_hold_nothing or main in found.device):
             continue
         held = sum(part.size for part, device in zip(parts, found.device) if device < len(budgets))
@@ -86,9 +87,12 @@ def solve(
     return best
 
 
-def _without_offloading(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | None:
-    """All parts on compute devices: in order first, then with each tied part on each device in turn."""
-    straight = _runs(parts, budgets)
+def _place_without_offloading(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | None:
+    """Place all parts on compute devices: first in order, then with each choice of devices for tied parts.
+
+    Return the device of each part, or None if they do not fit.
+    """
+    straight = _fill_devices(parts, budgets)
     tied = [i for i, part in enumerate(parts) if part.is_tied]
     if straight is not None or not tied or len(budgets) ** len(tied) > _MAX_CHOICES:
         return straight
@@ -100,46 +104,61 @@ def _without_offloading(parts: Sequence[Part], budgets: Sequence[int]) -> list[i
             floor[device] = max(floor[device], parts[i].passing)
         if any(free < passing for free, passing in zip(room, floor)):
             continue
-        found = _runs([parts[i] for i in rest], room, floor)
+        found = _fill_devices([parts[i] for i in rest], room, floor)
         if found is not None:
             device_of = dict(zip(rest, found)) | dict(zip(tied, choice))
             return [device_of[i] for i in range(len(parts))]
     return None
 
 
-def _runs(parts: Sequence[Part], budgets: Sequence[int], floor: Sequence[int] = ()) -> list[int] | None:
-    """Fill the devices in order; None where parts are left over. `floor` is what already passes on a device."""
+def _fill_devices(parts: Sequence[Part], budgets: Sequence[int], floor: Sequence[int] = ()) -> list[int] | None:
+    """Assign parts to devices in order, and return the device of each part.
+
+    Each device takes as many parts as fit. None if parts remain after the last device.
+
+    Args:
+        parts: Parts to place.
+        budgets: Bytes of each device.
+        floor: Minimum of temporary memory on each device, or empty for none.
+    """
     found: list[int] = []
     for device, budget in enumerate(budgets):
-        end = _end_of_run(parts, budget, len(found), floor[device] if floor else 0)
+        end = _find_run_end(parts, budget, len(found), floor[device] if floor else 0)
         found += [device] * (end - len(found))
     return found if len(found) == len(parts) else None
 
 
-def _with_offloading(
+def _place_with_offloading(
     parts: Sequence[Part], budgets: Sequence[int], stores: Sequence[int], main: int
 ) -> Solution | None:
-    """The placement with the fewest offloaded parts where `main` is the first compute device in use."""
+    """Return the placement that offloads the fewest parts and uses `main` as the first compute device.
+
+    None if impossible.
+    """
     n = len(parts)
-    cut = _best_cut(parts, budgets, main)
+    cut = _find_best_cut(parts, budgets, main)
     if cut is None:
         return None
     first, end = cut
     device = [main] * first
     for d in range(main + 1, len(budgets)):
-        stop = min(_end_of_run(parts, budgets[d], len(device)), end)
+        stop = min(_find_run_end(parts, budgets[d], len(device)), end)
         device += [d] * (stop - len(device))
     device += [-1] * (n - end)
     _use_empty_devices(parts, budgets, main, device)
     return Solution(device, main, True) if _fill_stores(parts, stores, device, len(budgets)) else None
 
 
-def _best_cut(parts: Sequence[Part], budgets: Sequence[int], main: int) -> tuple[int, int] | None:
-    """(parts on the main device, parts on compute devices) with the latter as large as it can be."""
+def _find_best_cut(parts: Sequence[Part], budgets: Sequence[int], main: int) -> tuple[int, int] | None:
+    """Find the number of parts on the main device that leaves the fewest parts to offload.
+
+    Returns:
+        Number of parts on the main device, and number of parts on all compute devices. None if nothing fits.
+    """
     n = len(parts)
     reach = list(range(n + 1))
     for d in range(len(budgets) - 1, main, -1):
-        ends = _ends_of_runs(parts, budgets[d])
+        ends = _find_run_ends(parts, budgets[d])
         reach = [reach[end] for end in ends]
     held, with_passing = [0], [0]
     passing = 0
@@ -161,8 +180,15 @@ def _best_cut(parts: Sequence[Part], budgets: Sequence[int], main: int) -> tuple
     return None
 
 
-def _end_of_run(parts: Sequence[Part], budget: int, start: int, passing: int = 0) -> int:
-    """Up to which part one device takes all from `start` on; `passing` is what already passes on it."""
+def _find_run_end(parts: Sequence[Part], budget: int, start: int, passing: int = 0) -> int:
+    """Return the index after the longest run of consecutive parts that starts at `start` and fits on a device.
+
+    Args:
+        parts: Parts to place.
+        budget: Bytes of the device.
+        start: Index of the first part.
+        passing: Minimum of temporary memory on the device.
+    """
     held = 0
     for i in range(start, len(parts)):
         held += parts[i].size + parts[i].kept
@@ -172,8 +198,11 @@ def _end_of_run(parts: Sequence[Part], budget: int, start: int, passing: int = 0
     return len(parts)
 
 
-def _ends_of_runs(parts: Sequence[Part], budget: int) -> list[int]:
-    """For each start, where the longest run that fits `budget` ends: two pointers and a monotone queue of maxima."""
+def _find_run_ends(parts: Sequence[Part], budget: int) -> list[int]:
+    """Return, for each start index, the end of the longest run of consecutive parts that fits on a device (exclusive).
+
+    Uses two pointers and a monotone queue of maxima.
+    """
     n, end, held = len(parts), 0, 0
     ends: list[int] = []
     peaks: list[int] = []  # indices with falling `passing`; the front is `head`
@@ -200,13 +229,20 @@ def _ends_of_runs(parts: Sequence[Part], budget: int) -> list[int]:
 
 
 def _use_empty_devices(parts: Sequence[Part], budgets: Sequence[int], main: int, device: list[int]) -> None:
-    """No device stays empty while a part that it could hold is offloaded: it takes a run of them."""
+    """Move runs of offloaded parts to compute devices that are empty and can store them, in place.
+
+    Args:
+        parts: All parts.
+        budgets: Bytes of each compute device.
+        main: Index of the device that runs offloaded parts.
+        device: Device of each part, or -1 for an offloaded part. It is changed.
+    """
     for d in range(main, len(budgets)):
         if d in device:
             continue
         room = budgets[d]
         if d == main:
-            # What stays offloaded is no more than now, so room for all of it is enough.
+            # No more than these parts stay offloaded, so room to run all of them is enough.
             away = [part for part, where in zip(parts, device) if where < 0]
             room -= max((p.size - p.buffers + p.passing for p in away), default=0)
             room -= sum(p.kept + p.buffers for p in away)
@@ -223,7 +259,14 @@ def _use_empty_devices(parts: Sequence[Part], budgets: Sequence[int], main: int,
 
 
 def _fill_stores(parts: Sequence[Part], stores: Sequence[int], device: list[int], num_compute: int) -> bool:
-    """Put what is offloaded (-1) in the stores, in order; False where it does not fit."""
+    """Assign the offloaded parts, whose device is -1, to the stores in order. Return False if they do not fit.
+
+    Args:
+        parts: All parts.
+        stores: Bytes of each store.
+        device: Device of each part. It is changed.
+        num_compute: Number of compute devices, which is the index of the first store.
+    """
     store, held = 0, 0
     for i, part in enumerate(parts):
         if device[i] >= 0:
@@ -238,15 +281,19 @@ def _fill_stores(parts: Sequence[Part], stores: Sequence[int], device: list[int]
     return True
 
 
-def balance(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | None:
-    """The loads of the most even contiguous placement: the largest one is as small as it can be.
+def balance_loads(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | None:
+    """Return the load of each device in the contiguous placement whose largest load is as small as possible.
 
-    Within that bound each device's load is the nearest to an equal part of what is left.
+    Within that bound, each load is as close as possible to the mean of the remaining loads.
+
+    Args:
+        parts: Parts to place.
+        budgets: Bytes of each device.
 
     Returns:
-        Bytes for each device; None if the parts do not fit.
+        Bytes for each device, or None if the parts do not fit.
     """
-    if _runs(parts, budgets) is None:
+    if _fill_devices(parts, budgets) is None:
         return None
     held = list(accumulate((part.size + part.kept for part in parts), initial=0))
     passing = max((part.passing for part in parts), default=0)
@@ -254,26 +301,40 @@ def balance(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | None:
     while low < high:
         middle = (low + high) // 2
         caps = [min(budget, middle) for budget in budgets]
-        if _runs(parts, caps) is not None if passing else _sums_fit(held, caps):
+        if _fill_devices(parts, caps) is not None if passing else _can_fit_sums(held, caps):
             high = middle
         else:
             low = middle + 1
     caps = [min(budget, high) for budget in budgets]
-    return _even_loads(parts, caps)
+    return _compute_even_loads(parts, caps)
 
 
-def _sums_fit(held: Sequence[int], budgets: Sequence[int]) -> bool:
-    """Do parts with these running sums fit? As _runs, in O(log n) for each device."""
+def _can_fit_sums(held: Sequence[int], budgets: Sequence[int]) -> bool:
+    """Whether parts fit on the devices in order, each of which takes as many as possible.
+
+    This takes O(log n) per device.
+
+    Args:
+        held: Cumulative sizes of the parts, starting with 0.
+        budgets: Bytes of each device.
+    """
     end = 0
     for budget in budgets:
         end = bisect_right(held, held[end] + budget) - 1
     return end == len(held) - 1
 
 
-def _even_loads(parts: Sequence[Part], caps: Sequence[int]) -> list[int]:
-    """Cut where each load comes nearest to the mean of what is left, keeping the rest feasible under `caps`."""
+def _compute_even_loads(parts: Sequence[Part], caps: Sequence[int]) -> list[int]:
+    """Return the most even load of each device.
+
+    Each load is as close as possible to the mean of the remaining loads, while the remaining parts still fit.
+
+    Args:
+        parts: Parts to place.
+        caps: Maximum load of each device.
+    """
     n = len(parts)
-    # earliest[d]: from which part on devices d, d+1, ... can take everything that is left.
+    # earliest[d]: index of the first part from which devices d, d+1, ... can store all remaining parts.
     earliest = [0] * len(caps) + [n]
     for d in range(len(caps) - 1, -1, -1):
         start, held, passing = earliest[d + 1], 0, 0
@@ -303,13 +364,17 @@ def _even_loads(parts: Sequence[Part], caps: Sequence[int]) -> list[int]:
     return loads
 
 
-def smallest_first(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | None:
-    """The smallest load of the first device with which the others, in order, take the rest; None if there is none."""
+def minimize_first_load(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | None:
+    """Return the budgets, with the first one reduced as far as possible.
+
+    It can be reduced as long as the other devices can store the parts that no longer fit on the first. None if the
+    parts do not fit even without a reduction.
+    """
     if not budgets:
         return None
     ends = list(range(len(parts) + 1))
     for budget in reversed(budgets[1:]):
-        ends = [ends[end] for end in _ends_of_runs(parts, budget)]
+        ends = [ends[end] for end in _find_run_ends(parts, budget)]
     held = passing = 0
     for start in range(len(parts) + 1):
         if ends[start] == len(parts):

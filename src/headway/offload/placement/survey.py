@@ -1,50 +1,55 @@
-"""The survey of a model before it is placed, and the account of a placement: what lies where, and what is left.
-
-The account of a placement: what lies on each device, what else it needs there, and what is left.
-"""
+"""Divide a model into parts that device placement keeps whole, and measure their memory."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from headway.common.text import columns, format_bytes
-from headway.offload.placement.budget import Device
-from headway.offload.placement.sizes import Dtype, TensorSizes, class_names
-from headway.offload.placement.solver import Part, Solution
-from headway.offload.placement.workload import Workload, demands
+from headway.offload.placement.sizes import Dtype, TensorSizes, collect_class_names
+from headway.offload.placement.solver import Part
+from headway.offload.placement.workload import Workload, measure_demands
+
+_PARAMETER, _BUFFER, _TRANSIENT = range(3)
 
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """What a placement works on.
+    """Model divided into parts for device placement. A part goes to a device as a whole.
 
     Attributes:
-        names: all units in order of registration: modules that are not divided, and tensors of divided ones.
-        members: for each part, the indices of its units; more than one where they share tensors.
-        parts: the parts in the order of their first units.
+        names: Names of the units in order of registration. A unit is an indivisible module, or a tensor of a divided
+            one.
+        members: Indices of the units of each part. Units that share tensors form one part.
+        parts: Parts in the order of their first units.
     """
 
     names: list[str]
     members: list[list[int]]
     parts: list[Part]
 
-    def device_map(self, device: list[int]) -> dict[str, int]:
-        """{unit's name: device index} in order, from one device index per part."""
+    def make_device_map(self, device: list[int]) -> dict[str, int]:
+        """Return the device index of each unit (indivisible module or tensor) by name.
+
+        Args:
+            device: Device index of each part.
+        """
         found = [0] * len(self.names)
         for units, where in zip(self.members, device):
             for unit in units:
                 found[unit] = where
         return dict(zip(self.names, found))
 
-    def largest(self) -> tuple[str, int]:
-        """The name and the bytes of the largest part; tied members are named together."""
+    def find_largest(self) -> tuple[str, int]:
+        """Return the name and the bytes of the largest part.
+
+        If the part consists of several modules or tensors that are tied, the name lists all of them.
+        """
         i = max(range(len(self.parts)), key=lambda i: self.parts[i].size)
         return " + ".join(self.names[unit] or "the whole model" for unit in self.members[i]), self.parts[i].size
 
 
-def survey(
+def survey_model(
     model: nn.Module,
     no_split_module_classes: Iterable[str] | str | None = None,
     dtype: Dtype | None = None,
@@ -52,20 +57,31 @@ def survey(
     offload_buffers: bool = False,
     workload: Workload | None = None,
 ) -> ModuleTree:
-    """Take the model apart into what a placement may not divide. Linear in the number of modules and tensors."""
+    """Divide a model into parts that device placement keeps whole, and measure their memory.
+
+    This takes time linear in the number of modules and tensors.
+
+    Args:
+        model: Model on any device, including the meta device.
+        no_split_module_classes: Names of classes whose modules are not divided.
+        dtype: Dtype in which the model will be loaded, or None for its own.
+        special_dtypes: Dtypes of tensors by name. They take precedence over `dtype`.
+        offload_buffers: Whether buffers of offloaded parts are offloaded, too.
+        workload: Workload whose memory is measured, or None.
+    """
     price = TensorSizes(dtype, special_dtypes)
-    units = list(_units(model, class_names(no_split_module_classes)))
+    units = list(_list_units(model, collect_class_names(no_split_module_classes)))
     names = [name for name, _ in units]
-    needs = demands(model, names, workload, dtype) if workload is not None else {}
-    # A tensor counts for the first unit that holds it; later holders are tied to that one.
+    needs = measure_demands(model, names, workload, dtype) if workload is not None else {}
+    # A tensor counts for the first unit that contains it. Later units that contain it are tied to that one.
     owner: dict[int, int] = {}
     group = list(range(len(units)))
     sizes, buffers = [0] * len(units), [0] * len(units)
     for i, (name, part) in enumerate(units):
-        for full, tensor, kind in _tensors(name, part, model):
+        for full, tensor, kind in _iterate_tensors(name, part, model):
             first = owner.setdefault(id(tensor), i)
             if first != i:
-                _join(group, first, i)
+                _join_units(group, first, i)
                 continue
             size = price(full, tensor, kind != _TRANSIENT)
             sizes[i] += size
@@ -73,7 +89,7 @@ def survey(
                 buffers[i] += size
     members: dict[int, list[int]] = {}
     for i in range(len(names)):
-        members.setdefault(_root(group, i), []).append(i)
+        members.setdefault(_find_root(group, i), []).append(i)
     parts = [
         Part(
             size=sum(sizes[i] for i in own),
@@ -87,21 +103,35 @@ def survey(
     return ModuleTree(names, list(members.values()), parts)
 
 
-def _root(group: list[int], i: int) -> int:
+def _find_root(group: list[int], i: int) -> int:
+    """Return the first of the units that are tied to unit `i`, which represents their group.
+
+    A unit is an indivisible module or a tensor. Uses union-find with path halving.
+    """
     while group[i] != i:
         group[i] = group[group[i]]
         i = group[i]
     return i
 
 
-def _join(group: list[int], one: int, other: int) -> None:
-    """The earlier unit leads, so that a group takes the place of its first member."""
-    low, high = sorted((_root(group, one), _root(group, other)))
+def _join_units(group: list[int], one: int, other: int) -> None:
+    """Merge the groups of tied units that contain two units (indivisible modules or tensors).
+
+    The earlier unit represents the merged group and determines its position.
+    """
+    low, high = sorted((_find_root(group, one), _find_root(group, other)))
     group[high] = low
 
 
-def _units(model: nn.Module, whole: frozenset[str]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """(name, module or tensor) in order: a divided module gives its parameters, its children, its buffers."""
+def _list_units(model: nn.Module, whole: frozenset[str]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+    """Yield the indivisible modules and tensors (units) with their names, in order.
+
+    A module that may be divided yields its parameters, its children and its buffers.
+
+    Args:
+        model: Model to divide.
+        whole: Names of the classes whose modules are not divided.
+    """
     waiting: list[tuple[str, nn.Module | torch.Tensor]] = [("", model)]
     while waiting:
         name, part = waiting.pop()
@@ -121,11 +151,13 @@ def _units(model: nn.Module, whole: frozenset[str]) -> Iterator[tuple[str, nn.Mo
         waiting.extend((dot + key, value) for key, value in reversed(inside) if value is not None)
 
 
-_PARAMETER, _BUFFER, _TRANSIENT = range(3)
+def _iterate_tensors(
+    name: str, part: nn.Module | torch.Tensor, model: nn.Module
+) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """Yield triples of full name, tensor and kind for each tensor of a unit (indivisible module or tensor).
 
-
-def _tensors(name: str, part: nn.Module | torch.Tensor, model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """(full name, tensor, what it is) of all that lies in a unit."""
+    The kind is parameter, buffer, or non-persistent buffer.
+    """
     if isinstance(part, torch.Tensor):
         holder, _, key = name.rpartition(".")
         kind = _PARAMETER
@@ -143,117 +175,3 @@ def _tensors(name: str, part: nn.Module | torch.Tensor, model: nn.Module) -> Ite
             if buffer is not None:
                 yield dot + key, buffer, _TRANSIENT if key in module._non_persistent_buffers_set else _BUFFER
         waiting.extend((f"{dot}{key}.", child) for key, child in module._modules.items() if child is not None)
-
-
-@dataclass
-class DeviceUse:
-    """One device's part, in bytes.
-
-    Attributes:
-        device: which one.
-        budget: what may be used of it; None where there is no limit.
-        weights: what lies there for good: weights and buffers.
-        kept: what running leaves there (KV caches of the declared workload).
-        passing: the peak of what running needs there for a moment.
-        streamed: room for the largest offloaded layer, which runs there.
-        units: names of the units that lie there.
-    """
-
-    device: Device
-    budget: int | None
-    weights: int = 0
-    kept: int = 0
-    passing: int = 0
-    streamed: int = 0
-    units: list[str] = field(default_factory=list)
-
-    @property
-    def used(self) -> int:
-        """All that is needed there at once."""
-        return self.weights + self.kept + self.passing + self.streamed
-
-    @property
-    def headroom(self) -> int | None:
-        """What is left of the budget; None where there is no limit."""
-        return None if self.budget is None else self.budget - self.used
-
-
-@dataclass(frozen=True)
-class PlacementReport:
-    """What a placement came to.
-
-    Attributes:
-        rows: one for each device, in the order of filling.
-        main_device: where offloaded layers run.
-    """
-
-    rows: list[DeviceUse]
-    main_device: Device
-
-    def row(self, device: Device) -> DeviceUse:
-        """The part of one device.
-
-        Raises:
-            KeyError: it has none.
-        """
-        for row in self.rows:
-            if row.device == device:
-                return row
-        raise KeyError(device)
-
-    def headroom(self, device: Device) -> int | None:
-        """Bytes left of a device's budget when all runs; None where there is no limit."""
-        return self.row(device).headroom
-
-    def table(self) -> str:
-        """The account as text, one line a device."""
-        titles = ["device", "units", "weights", "cache", "activations", "streaming", "budget", "headroom"]
-        lines = [titles, *(_cells(row) for row in self.rows if row.units or row.budget)]
-        shown = [i for i in range(len(titles)) if i not in (3, 4, 5) or any(line[i] != "-" for line in lines[1:])]
-        rows = columns([[line[i] for i in shown] for line in lines], ">")
-        spans = [f"{row.device}: {_span(row.units)}" for row in self.rows if row.units]
-        return "\n".join([*rows, *spans])
-
-
-def account_of(
-    surveyed: ModuleTree, solution: Solution, devices: list[Device], num_compute: int, budgets: Mapping[Device, int]
-) -> PlacementReport:
-    """What a solution comes to on each of the devices, of which the first `num_compute` compute."""
-    rows = [DeviceUse(device, budgets.get(device)) for device in devices]
-    main = rows[solution.main]
-    for part, units, where in zip(surveyed.parts, surveyed.members, solution.device):
-        row = rows[where]
-        row.units += [surveyed.names[unit] for unit in units]
-        if where < num_compute:
-            row.weights += part.size
-            row.kept += part.kept
-            row.passing = max(row.passing, part.passing)
-        else:
-            row.weights += part.size - part.buffers
-            main.weights += part.buffers
-            main.kept += part.kept
-            main.passing = max(main.passing, part.passing)
-            main.streamed = max(main.streamed, part.size - part.buffers)
-    return PlacementReport(rows, main.device)
-
-
-def _cells(row: DeviceUse) -> list[str]:
-    def size(value: int | None, absent: str) -> str:
-        return format_bytes(value) if value else absent
-
-    headroom = "no limit" if row.headroom is None else format_bytes(row.headroom)
-    return [
-        str(row.device),
-        str(len(row.units)),
-        format_bytes(row.weights),
-        size(row.kept, "-"),
-        size(row.passing, "-"),
-        size(row.streamed, "-"),
-        size(row.budget, "no limit" if row.budget is None else "0 B"),
-        headroom,
-    ]
-
-
-def _span(units: list[str]) -> str:
-    first, last = units[0] or "the whole model", units[-1]
-    return first if len(units) == 1 else f"{first} ... {last}"

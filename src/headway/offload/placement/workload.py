@@ -1,4 +1,4 @@
-"""A declared workload: what the first forward will need beside the weights, by a dry run on the meta device."""
+"""Measure the memory that a forward needs besides the weights, by a dry run on the meta device."""
 
 import weakref
 from collections import Counter
@@ -10,25 +10,32 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headway.errors import ConfigError, DeviceMapError
-from headway.offload.placement.sizes import Dtype, as_dtype
+from headway.offload._torch import TorchDispatchMode, tree_leaves, tree_map_only
+from headway.offload.placement.sizes import Dtype, parse_dtype
+
+_GROUPED = frozenset(
+    found
+    for found in (getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None))
+    if found is not None
+)
+"""Functions for grouped matrix products that the installed torch has."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What will be run, so that room for it is left when the weights are placed.
+    """Declared workload, for which memory is reserved when weights are placed.
 
     Attributes:
-        batch_size: samples at once.
-        num_tokens: tokens of each, those to be generated included: one forward over all of them is measured, which is
-            more than a generation of the same length needs.
-        dtype: of activations and caches; None is what the model will be loaded with, else that of the first floating parameter.
-        use_cache: count what the model keeps between forwards (KV caches).
-        inputs: {argument of forward: tensor} with the shapes to be run, for models that do not take `input_ids`;
-            batch_size and num_tokens are then not used.
+        batch_size: Number of samples.
+        num_tokens: Tokens per sample, including those to be generated. One forward over all of them is measured, which
+            needs more than generation of the same length.
+        dtype: Dtype of activations and caches. None for the dtype in which the model is loaded, else that of its first
+            floating parameter.
+        use_cache: Whether to count the memory that the model keeps between forwards, such as KV caches.
+        inputs: Tensors by argument of forward, with the shapes to be run, for models without `input_ids`. batch_size
+            and num_tokens are then not used.
     """
 
     batch_size: int = 1
@@ -44,55 +51,63 @@ class Workload:
             )
 
 
-def demands(
+def measure_demands(
     model: nn.Module, names: Sequence[str], workload: Workload, dtype: Dtype | None = None
 ) -> dict[str, tuple[int, int]]:
-    """(bytes it leaves behind, bytes at its peak) of one forward, for each named module that runs.
+    """Return the bytes that stay in use after one forward, and the peak bytes during it, by module name.
 
-    What is left behind is what the model keeps for the next forward, a KV cache. The tensors that a forward returns, such as
-    logits, are the caller's to drop, and count for the peak.
+    Tensors that the model keeps for the next forward, such as a KV cache, stay in use. Tensors that a forward
+    returns, such as logits, belong to the caller and count only for the peak.
 
-    The model runs on the meta device: nothing is computed, and its own tensors are not touched. A value that it reads (to
-    see whether there is padding) is zero. Attention through
-    torch.nn.functional.scaled_dot_product_attention counts as a kernel that does not write its scores out.
+    The model runs on the meta device. Nothing is computed, and its own tensors are not changed. If the model reads a
+    value, such as whether there is padding, the value is 0. torch.nn.functional.scaled_dot_product_attention counts
+    as a kernel that does not store its scores.
 
     Args:
-        dtype: what the model will be loaded with; the workload's own dtype comes first.
+        model: Model to measure.
+        names: Names of the modules to measure.
+        workload: Workload to run.
+        dtype: Dtype in which the model will be loaded. The workload's own dtype takes precedence.
 
     Raises:
-        DeviceMapError: the model does not run on the meta device with these inputs.
+        DeviceMapError: If the model does not run on the meta device with these inputs.
     """
-    return _measure(model, names, workload, dtype)[0]
+    return _run_on_meta(model, names, workload, dtype)[0]
 
 
-def cache_and_outputs(model: nn.Module, workload: Workload, dtype: Dtype | None = None) -> tuple[int, int]:
-    """Bytes of what one forward keeps for the next (a KV cache), and of the tensors that it returns (e.g. logits).
+def measure_cache_and_outputs(model: nn.Module, workload: Workload, dtype: Dtype | None = None) -> tuple[int, int]:
+    """Return the bytes that one forward keeps for the next one (a KV cache), and the bytes of its outputs (logits).
 
-    The arguments and errors are those of `demands`.
+    The arguments and errors are those of `measure_demands`.
     """
-    found, outputs = _measure(model, [""], workload, dtype)
+    found, outputs = _run_on_meta(model, [""], workload, dtype)
     return sum(kept for kept, _ in found.values()), outputs
 
 
-def _measure(
+def _run_on_meta(
     model: nn.Module, names: Sequence[str], workload: Workload, dtype: Dtype | None
 ) -> tuple[dict[str, tuple[int, int]], int]:
-    record = _Record()
+    """Run one forward on the meta device, and measure its memory.
+
+    Returns:
+        Pairs of (bytes that stay in use, peak bytes) by module name, and the bytes of the outputs.
+    """
+    record = _StorageRecord()
     modules = dict(model.named_modules())
     watched = {name: modules[name] for name in names if name in modules}
-    tensors = _on_meta(model, workload.dtype or dtype)
-    arguments = _arguments(model, workload)
+    tensors = _make_meta_tensors(model, workload.dtype or dtype)
+    arguments = _make_arguments(model, workload)
     was_training = [module for module in modules.values() if module.training]
     try:
         with ExitStack() as stack:
             model.eval()
             stack.enter_context(torch.no_grad())
-            stack.enter_context(_entering(watched, record))
-            stack.enter_context(_Fused())
+            stack.enter_context(_watch_modules(watched, record))
+            stack.enter_context(_FusedOperations())
             stack.enter_context(record)
             outputs = torch.func.functional_call(model, tensors, kwargs=arguments)
-            returned = _returned(outputs)
-            found = record.result(returned)
+            returned = _list_returned(outputs)
+            found = record.summarize(returned)
             del outputs
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise DeviceMapError(
@@ -106,8 +121,11 @@ def _measure(
     return found, sum(returned.values())
 
 
-def _returned(outputs: Any) -> dict[int, int]:
-    """The storages of the tensors that a forward returns, {address: bytes}; caches are containers, and not among them."""
+def _list_returned(outputs: Any) -> dict[int, int]:
+    """Return the bytes of each tensor in a forward's outputs, by storage address.
+
+    Caches are containers and are not included.
+    """
     if isinstance(outputs, torch.Tensor):
         outputs = (outputs,)
     values = outputs.values() if isinstance(outputs, Mapping) else outputs if isinstance(outputs, tuple | list) else ()
@@ -115,9 +133,12 @@ def _returned(outputs: Any) -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
-def _on_meta(model: nn.Module, dtype: Dtype | None) -> dict[str, torch.Tensor]:
-    """The model's tensors without values, floating ones in `dtype`; a tied one is one tensor again."""
-    target = as_dtype(dtype)
+def _make_meta_tensors(model: nn.Module, dtype: Dtype | None) -> dict[str, torch.Tensor]:
+    """Return copies of the model's tensors on the meta device by name, with floating tensors in `dtype`.
+
+    Tied tensors stay tied.
+    """
+    target = parse_dtype(dtype)
     if not isinstance(target, torch.dtype) or not target.is_floating_point or target.itemsize < 2:
         target = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1), None)
     known: dict[int, torch.Tensor] = {}
@@ -130,7 +151,7 @@ def _on_meta(model: nn.Module, dtype: Dtype | None) -> dict[str, torch.Tensor]:
     return found
 
 
-def _arguments(model: nn.Module, workload: Workload) -> dict[str, Any]:
+def _make_arguments(model: nn.Module, workload: Workload) -> dict[str, Any]:
     if workload.inputs is not None:
         return {
             name: tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), value)
@@ -146,13 +167,13 @@ def _arguments(model: nn.Module, workload: Workload) -> dict[str, Any]:
     return arguments
 
 
-class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Which storages were made while which module ran, when they went, and which are left at the end."""
+class _StorageRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that records which module allocates each storage, and when it is freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.running: list[str] = []
-        self.last: str | None = None  # the module that ran last: what happens between two counts for it
+        self.last: str | None = None  # the module that ran last; allocations between two modules count for it
         self.alive: dict[int, int] = {}  # storage's address -> its number
         self.made_by: list[tuple[str | None, int]] = []  # by number: module, bytes
         self.events: list[tuple[str | None, int, int]] = []  # (module, number, +1 or -1)
@@ -170,28 +191,28 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 if storage._cdata not in given and storage._cdata not in self.alive:
-                    self._made(storage)
+                    self._record_made(storage)
         return result
 
-    def _made(self, storage: torch.UntypedStorage) -> None:
+    def _record_made(self, storage: torch.UntypedStorage) -> None:
         number = self.alive[storage._cdata] = len(self.made_by)
-        self.made_by.append((self._now(), storage.nbytes()))
-        self.events.append((self._now(), number, 1))
-        weakref.finalize(storage, self._gone, storage._cdata, number)
+        self.made_by.append((self._get_current(), storage.nbytes()))
+        self.events.append((self._get_current(), number, 1))
+        weakref.finalize(storage, self._record_gone, storage._cdata, number)
 
-    def _gone(self, address: int, number: int) -> None:
+    def _record_gone(self, address: int, number: int) -> None:
         if self.alive.get(address) == number:
             del self.alive[address]
-        self.events.append((self._now(), number, -1))
+        self.events.append((self._get_current(), number, -1))
 
-    def _now(self) -> str | None:
+    def _get_current(self) -> str | None:
         return self.running[-1] if self.running else self.last
 
-    def result(self, returned: Iterable[int] = ()) -> dict[str, tuple[int, int]]:
-        """For each module, (bytes that stay, most bytes alive at once while it ran). Call it while the outputs live.
+    def summarize(self, returned: Iterable[int] = ()) -> dict[str, tuple[int, int]]:
+        """Return the bytes that stay in use and the peak bytes by module. Call it while the outputs exist.
 
         Args:
-            returned: addresses of storages that are the caller's in the end, and do not stay.
+            returned: Addresses of the outputs' storages, which belong to the caller and count only for the peak.
         """
         left = {number for address, number in self.alive.items() if address not in set(returned)}
         kept: Counter[str] = Counter()
@@ -208,8 +229,8 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {name: (kept[name], peak.get(name, 0)) for name in {*kept, *peak}}
 
 
-class _Fused(TorchFunctionMode):
-    """Kernels that are one on an accelerator, as one: their output, and nothing in between."""
+class _FusedOperations(TorchFunctionMode):
+    """Torch function mode that, for operations that accelerators run as one kernel, allocates only the output."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -219,21 +240,19 @@ class _Fused(TorchFunctionMode):
             query, value = args[0], args[2]
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
         if func in _GROUPED and len(args) >= 2 and args[0].ndim == 2 and args[1].ndim == 3:
-            # Experts: (tokens, in) x (experts, in, out); the meta version takes bfloat16 alone.
+            # Experts: (tokens, in) x (experts, in, out). torch's meta kernel accepts only bfloat16.
             return args[0].new_empty((args[0].shape[0], args[1].shape[-1]))
         return func(*args, **kwargs)
 
 
-_GROUPED = frozenset(
-    found
-    for found in (getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None))
-    if found is not None
-)
-
-
 @contextmanager
-def _entering(watched: Mapping[str, nn.Module], record: _Record) -> Iterator[None]:
-    """Tell the record which of the modules runs."""
+def _watch_modules(watched: Mapping[str, nn.Module], record: _StorageRecord) -> Iterator[None]:
+    """Return a context in which forward hooks inform the record about which modules are running.
+
+    Args:
+        watched: Modules by name.
+        record: Record to update.
+    """
     handles = []
     for name, module in watched.items():
 

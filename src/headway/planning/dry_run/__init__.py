@@ -1,1 +1,1 @@
-"""A run of any size in one process, without values: what a plan or a forecast of a script is taken from."""
+"""Dry runs for plans and forecasts: run one rank of any layout in this process, on tensors without values."""

@@ -1,4 +1,4 @@
-"""How a strategy is driven through an update of a plan: the calls around the step that training would make."""
+"""Run one update of a planned layout, with the calls that training would make around the step."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -6,54 +6,56 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from headway.core.precision.mixed import Precision
+from headway.core.runtime.collectives.tree import Tree
+from headway.core.strategies.base import Strategy
 from headway.errors import HeadwayError, UnsupportedError
-from headway.forecasting.tracing.step import autocast
-from headway.precision.mixed import Precision
-from headway.runtime.collectives.tree import Tree
-from headway.strategies.base import Strategy
+from headway.forecasting.tracing.step import make_autocast
 
 if TYPE_CHECKING:
     from headway.planning.dry_run.meter import ActivationMeter, StepMeter
 
 Step = Callable[[nn.Module], torch.Tensor]
-"""One forward: the model in, the loss out."""
+"""Function that runs one forward: it takes the model and returns the loss."""
 
 
 @runtime_checkable
 class BatchStep(Protocol):
-    """A step whose batch can be cut: pipelines run micro-batches of it in turn."""
+    """Interface of a training step whose batch can be split into micro-batches, as pipelines need it."""
 
     def inputs(self) -> Tree:
-        """The batch of one data shard."""
+        """Return the batch of one data shard."""
 
     def loss(self, model: nn.Module, inputs: Tree) -> torch.Tensor:
-        """The loss of (a part of) it."""
+        """Return the loss of the batch, or of a part of it."""
 
     def __call__(self, model: nn.Module) -> torch.Tensor:
-        """The loss of all of it."""
+        """Return the loss of the entire batch."""
 
 
 class Forward:
-    """A step on a model, in the number format of the run; what autograd keeps is noted.
+    """Forward pass of a training step in the run's precision. It records the memory that autograd keeps for backward.
 
     Args:
-        step: one batch of one data shard.
-        model: prepared.
+        step: Training step on the batch of one data shard.
+        model: Prepared model.
         precision: "no", "bf16" or "fp16".
-        saved: takes the notes.
+        saved: Meter of the memory that autograd keeps.
     """
 
     def __init__(self, step: Step, model: nn.Module, precision: str, saved: "ActivationMeter") -> None:
-        self.step, self.model = step, model
-        self.saved, self._precision = saved, precision
+        self.step = step
+        self.model = model
+        self.saved = saved
+        self._precision = precision
 
     def __call__(self) -> torch.Tensor:
-        """The loss of the batch.
+        """Run the forward pass, and return the loss of the batch.
 
         Raises:
-            UnsupportedError: it cannot be computed without values, or is not a loss.
+            UnsupportedError: If the loss cannot be computed without values, or is not a scalar with a gradient.
         """
-        loss = self.within(lambda: self.step(self.model))
+        loss = self.run_within(lambda: self.step(self.model))
         is_lost = torch.is_grad_enabled() and isinstance(loss, torch.Tensor) and not loss.requires_grad
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or is_lost:
             raise UnsupportedError(
@@ -61,14 +63,14 @@ class Forward:
             )
         return loss
 
-    def within(self, compute: Callable[[], Any]) -> Any:
-        """What a forward of the model gives.
+    def run_within(self, compute: Callable[[], Any]) -> Any:
+        """Call `compute`, which runs the model's forward, in the run's precision, and return its result.
 
         Raises:
-            UnsupportedError: it cannot be computed without values.
+            UnsupportedError: If the result cannot be computed without values.
         """
         try:
-            with self.saved.watching(), autocast(self._precision):
+            with self.saved.watch_forward(), make_autocast(self._precision):
                 return compute()
         except HeadwayError:
             raise
@@ -80,69 +82,80 @@ class Forward:
 
 
 class StepDriver:
-    """Where the model's own calls do everything: replicas, shards, parts of matrices."""
+    """Driver of an update for layouts in which it is enough to call the model: replicas, FSDP and tensor parallelism.
+
+    Subclasses add the calls that other layouts need.
+    """
 
     def warm_up(self, forward: Forward) -> None:
-        """What happens once in a run, and is not counted.
+        """Do the work that a training run does only once, before the measured update. The base class does nothing.
 
         Args:
-            forward: the one that follows.
+            forward: Forward pass of the measured update.
         """
 
-    def update(self, forward: Forward, meter: "StepMeter") -> None:
-        """Forward, backward and the reduction of gradients.
+    def run_update(self, forward: Forward, meter: "StepMeter") -> None:
+        """Run forward and backward. Gradients are reduced in backward.
 
         Args:
-            forward: gives the loss.
-            meter: is told what is going on.
+            forward: Forward pass that returns the loss.
+            meter: Meter, which is notified of each phase.
         """
         loss = forward()
-        self.ended(forward, loss)
+        self.end_forward(forward, loss)
         meter.phase = "backward"
-        self.backward(loss)
+        self.run_backward(loss)
 
-    def ended(self, forward: Forward, loss: torch.Tensor) -> None:
-        """Forward has ended: what is held now is kept for backward."""
-        forward.saved.forward_ended(loss)
+    def end_forward(self, forward: Forward, loss: torch.Tensor) -> None:
+        """Record the end of forward: all memory that forward still uses is now kept for backward."""
+        forward.saved.end_forward(loss)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Of the loss."""
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """Run the backward pass from the loss."""
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-class CutSequences(StepDriver):
-    """Context parallelism, which compares a model with its whole at the first call.
+class ContextParallelDriver(StepDriver):
+    """Driver of an update for context parallelism, which splits each sequence over ranks.
+
+    The first call of such a model also runs the unsplit model, to compare the results. `warm_up` makes this call.
 
     Args:
-        strategy: of the layout.
-        model: prepared by it.
+        strategy: Strategy of the layout.
+        model: Model that the strategy has prepared.
     """
 
     def __init__(self, strategy: Strategy, model: nn.Module) -> None:
-        self._strategy, self._model = strategy, model
+        self._strategy = strategy
+        self._model = model
 
     def warm_up(self, forward: Forward) -> None:
-        """The comparison."""
+        """Call the model once without gradients.
+
+        The first call also runs the unsplit model to compare the results, and that work must not be counted.
+        """
         with torch.no_grad():
             forward()
-        self._strategy.at_rest(self._model)
+        self._strategy.free_gathered(self._model)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Blocks that are computed again see their parts."""
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """Run backward through the strategy, so that recomputed blocks see their sequence shards."""
         self._strategy.backward(loss, 1.0, Precision())
 
 
-class Pipeline(StepDriver):
-    """Stages, between which the first micro-batch of each shape goes ahead once.
+class PipelineDriver(StepDriver):
+    """Driver of an update for pipeline stages.
 
-    GPipe is planned as a loop runs it that calls the model, the other schedules as `forward_backward`.
+    Before the update, the first micro-batch of each shape runs once, to find out which shapes the stages send. GPipe is
+    planned like a loop that calls the model. The other schedules are planned like `forward_backward`.
 
     Args:
-        strategy: of the layout.
-        schedule: its name.
+        strategy: Strategy of the layout.
+        schedule: Name of the schedule.
+        step: Training step to run, or None.
 
     Raises:
-        UnsupportedError: this schedule needs a batch that can be cut, and the step's cannot.
+        UnsupportedError: If the schedule needs a batch that can be split, and the step has none.
     """
 
     def __init__(self, strategy: Strategy, schedule: str, step: Step | None) -> None:
@@ -155,35 +168,39 @@ class Pipeline(StepDriver):
             )
 
     def warm_up(self, forward: Forward) -> None:
-        """What travels between stages is found."""
-        self._run(forward)
+        """Run the schedule once to find out which shapes the stages send to each other."""
+        self._run_schedule(forward)
         self._strategy.drop_gradients(forward.model.parameters())
 
-    def update(self, forward: Forward, meter: "StepMeter") -> None:
-        """Run the schedule, and reduce what several ranks have."""
+    def run_update(self, forward: Forward, meter: "StepMeter") -> None:
+        """Run the schedule, and reduce the gradients of parameters that are replicated over ranks."""
         if self._is_plain:
-            super().update(forward, meter)
+            super().run_update(forward, meter)
         else:
             meter.phase = "schedule"
-            self._run(forward)
+            self._run_schedule(forward)
         meter.phase = "update"
         self._strategy.reduce_gradients()
 
-    def ended(self, forward: Forward, loss: torch.Tensor) -> None:
-        """Nothing: micro-batches are under way side by side, and autograd says what they keep."""
+    def end_forward(self, forward: Forward, loss: torch.Tensor) -> None:
+        """Do nothing, because several micro-batches are in progress.
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """The loss's own, then the stages' from last to first."""
+        Instead, the memory of activations is recorded from the tensors that autograd saves.
+        """
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """Run the backward of the loss, then that of each stage, from the last to the first."""
         self._strategy.backward(loss, 1.0, Precision())
 
-    def _run(self, forward: Forward) -> None:
+    def _run_schedule(self, forward: Forward) -> None:
+        """Run the schedule on the step's batch, split into micro-batches if the schedule needs that."""
         step, model = forward.step, forward.model
         if self._is_plain or not isinstance(step, BatchStep):
-            self.backward(forward())
+            self.run_backward(forward())
             return
 
         def fn(piece: Tree) -> torch.Tensor:
-            found: torch.Tensor = forward.within(lambda: step.loss(model, piece))
+            found: torch.Tensor = forward.run_within(lambda: step.loss(model, piece))
             return found
 
-        self.backward(self._strategy.compute(fn, step.inputs(), None, "mean"))
+        self.run_backward(self._strategy.compute_loss(fn, step.inputs(), None, "mean"))

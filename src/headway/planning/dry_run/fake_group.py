@@ -1,8 +1,9 @@
-"""One rank of a run of any size, in this process alone: a model spread over a process group in which nothing is sent.
+"""Run one rank of any layout in this process alone, on a process group that sends nothing.
 
-In most layouts every rank would say what this one says. The stages of a pipeline tell each other what they hand on: each rank
-has its dry run by itself, and hears what the others have told before. Where it needs to know what has not been told yet, its dry run
-is broken off, and comes again after the others.
+In most layouts, all ranks would pass equal objects to a collective. Pipeline stages differ, because each sends the
+shapes of its outputs to the next. So each pipeline rank has its own dry run, and reads the objects that earlier dry
+runs of other ranks have stored. If an object is missing, the dry run is aborted and repeated after those of the
+other ranks.
 """
 
 import gc
@@ -14,38 +15,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from headway.config.engines import EngineOptions
-from headway.config.mesh import Layout
+from headway.core.config.engines import EngineOptions
+from headway.core.config.mesh import Layout
+from headway.core.precision.mixed import halve_embeddings
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.device import CPU
+from headway.core.runtime.group import MARGIN, create_group
+from headway.core.runtime.process import ProcessRuntime
+from headway.core.strategies.base import Strategy
+from headway.core.strategies.build import build_strategy
+from headway.core.training.prepared.model import attach_engine
 from headway.errors import StateError
-from headway.precision.mixed import halve_embeddings
-from headway.runtime.collectives.checked import Collectives
-from headway.runtime.device import CPU
-from headway.runtime.group import MARGIN, part
-from headway.runtime.process import ProcessRuntime
-from headway.strategies.base import Strategy
-from headway.strategies.build import build_strategy
-from headway.training.prepared.model import attach
-from headway.training.transforms.activation_checkpointing import checkpoint_activations
+from headway.extras.activation_checkpointing import checkpoint_activations
+from headway.planning._torch import TorchDispatchMode, is_fake, tree_leaves, unset_fake_temporarily
 
 
 @contextmanager
-def pretend(num_ranks: int, rank: int) -> Iterator[None]:
-    """A block in which this process is one rank of so many; collectives return at once, with nothing in them.
+def pretend_ranks(num_ranks: int, rank: int) -> Iterator[None]:
+    """Return a context in which this process acts as rank `rank` of `num_ranks`.
+
+    Collectives in it return immediately without data.
 
     Raises:
-        StateError: this process has a group of its own, which is not touched.
+        StateError: If this process has joined a process group. That group is not changed.
     """
     if dist.is_initialized():
         raise StateError(
             "a plan, or a forecast of a layout, needs a process that has not joined a process group; call headway.plan() or "
             "headway.forecast() before you create an Accelerator, or run `headway plan` or `headway estimate`"
         )
-    # Registers the backend.
+    # This import registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
@@ -55,27 +56,27 @@ def pretend(num_ranks: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class OneOfEach(TorchFunctionMode):
-    """torch.chunk of a tensor without values, in a time that does not grow with the number of chunks.
+class SharedChunks(TorchFunctionMode):
+    """Torch function mode that makes `torch.chunk` of a tensor without values fast for any number of chunks.
 
-    `fully_shard` cuts each parameter into one chunk for each rank, twice, and takes the chunk of this rank: with 16,384 ranks that
-    is nine tenths of a preparation. Chunks of one shape have nothing else to tell them apart on the meta device, so one tensor
-    stands for all of them (nor do fake ones). The list is as long as there are ranks, as `fully_shard` makes it by adding empty ones.
+    `fully_shard` splits each parameter twice into one chunk per rank, and uses only the chunk of this rank. With
+    16,384 ranks this takes nine tenths of the preparation time. Chunks of equal shape cannot be distinguished
+    without values, so all of them are one shared tensor. The list still has one entry per rank, because
+    `fully_shard` pads it with empty chunks.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.chunk and _has_no_values(args):
-            return _chunks(*args, **(kwargs or {}))
+            return _make_chunks(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-class RealStaysReal(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within a fake mode: what is made of real tensors alone is real.
+class KeepRealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode, used within a fake mode, in which operations return real tensors if all of their inputs are real.
 
-    A fake mode alone takes the values of all tensors, also of those that are no part of the model and whose values are read, such as
-    the state of random streams.
+    A fake mode alone would remove the values of all tensors, even of those that are read, such as RNG states.
     """
 
     def __torch_dispatch__(
@@ -95,7 +96,11 @@ def _has_no_values(args: tuple[Any, ...]) -> bool:
     )
 
 
-def _chunks(tensor: torch.Tensor, chunks: int, dim: int = 0) -> list[torch.Tensor]:
+def _make_chunks(tensor: torch.Tensor, chunks: int, dim: int = 0) -> list[torch.Tensor]:
+    """Return the chunks that `torch.chunk` returns, followed by empty chunks up to the requested number.
+
+    All chunks of equal shape are one and the same tensor.
+    """
     size = tensor.size(dim)
     length = -(-size // chunks)
     whole, rest = divmod(size, length) if length else (0, 0)
@@ -106,56 +111,70 @@ def _chunks(tensor: torch.Tensor, chunks: int, dim: int = 0) -> list[torch.Tenso
 
 
 class FakeCollectives(Collectives):
-    """Exchanges of a rank whose peers are not there: each of them would say what this one says, and values are nowhere."""
+    """Collectives of a dry run, in which only one rank exists.
+
+    Every other rank is assumed to send the data that this rank sends. Tensors have no values and stay unchanged.
+    """
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        """This rank alone: nobody asks its part anything in a preparation."""
+        """Return collectives over a group that contains only this rank.
+
+        A group with other ranks is not needed, because preparing a model communicates nothing within a subgroup.
+        """
         return FakeCollectives(self.runtime, is_alone=True)
 
     def gather_numbers(self, values: Sequence[float], operation: str = "numbers") -> list[list[float]]:
-        """These, for every rank."""
+        """Return a list with a copy of this rank's values for every rank."""
         return [list(values)] * self.world_size
 
     def barrier(self) -> None:
-        """Nobody is waited for."""
+        """Return immediately, because there are no other ranks."""
 
     def broadcast_into(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
-        """Nothing travels."""
+        """Do nothing, because tensors have no values."""
 
     def broadcast_in_place(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
-        """Nothing travels."""
+        """Do nothing, because tensors have no values."""
 
     def sum_in_place(self, found: Sequence[torch.Tensor]) -> None:
-        """Nothing travels."""
+        """Do nothing, because tensors have no values."""
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        """This one, for every rank."""
+        """Return a list with this rank's object for every rank."""
         return [obj] * self.world_size
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """This one."""
+        """Return this rank's object, which is assumed to be that of rank `src`."""
         return obj
 
 
 class AnswerNotReady(BaseException):
-    """A rank waits for what another one has not told. No error: whoever handles errors must let it pass."""
+    """Raised to abort a dry run that needs an object which another rank has not stored yet.
+
+    It is not an error, and derives from `BaseException` so that error handlers do not catch it.
+    """
 
 
-class PeerAnswer:
-    """What the ranks of a pipeline have told each other in their dry runs.
+class PeerAnswers:
+    """Store of the objects that pipeline ranks pass to object collectives, shared by the dry runs of these ranks.
 
     Attributes:
-        answers: by the number of the exchange, which is alike on all ranks, and the rank.
+        answers: Objects by rank, for each collective in order. The order of collectives is equal on all ranks.
     """
 
     def __init__(self) -> None:
         self.answers: list[dict[int, Any]] = []
 
-    def tell(self, number: int, rank: int, obj: Any, num_ranks: int) -> list[Any]:
-        """Tell something, and hear what all ranks have told.
+    def share_answer(self, number: int, rank: int, obj: Any, num_ranks: int) -> list[Any]:
+        """Store this rank's object for a collective, and return the list of all ranks' objects.
 
-        Raises:
-            NotYet: another rank, whose answer is read, has not come so far.
+        Reading an object from the list raises AnswerNotReady if the object's rank has not stored it yet.
+
+        Args:
+            number: Index of the collective.
+            rank: This rank.
+            obj: Object to store.
+            num_ranks: Number of ranks that take part.
         """
         if number == len(self.answers):
             self.answers.append({})
@@ -165,7 +184,10 @@ class PeerAnswer:
 
 
 class _Answers(list[Any]):
-    """Answers by rank; one that is not there must not be read."""
+    """List of the objects that each rank has passed to one collective.
+
+    Reading a missing object raises AnswerNotReady.
+    """
 
     def __getitem__(self, rank: Any) -> Any:
         found = super().__getitem__(rank)
@@ -178,110 +200,118 @@ class _Answers(list[Any]):
 
 
 class FakeStageGroup(FakeCollectives):
-    """All ranks, of which one has a dry run; the parts that it is in have groups, in which nothing is sent.
+    """Collectives over all ranks in the dry run of one pipeline stage.
+
+    The process groups of their subgroups send nothing.
 
     Args:
-        runtime: of the rank.
-        told: by the ranks that had their dry runs before.
+        runtime: Runtime of the rank.
+        peer_answers: Objects stored by earlier dry runs.
     """
 
-    def __init__(self, runtime: ProcessRuntime, told: PeerAnswer) -> None:
+    def __init__(self, runtime: ProcessRuntime, peer_answers: PeerAnswers) -> None:
         super().__init__(runtime)
-        self._told = told
+        self._peer_answers = peer_answers
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        """The part that this rank is in; no other group is made."""
+        """Return the collectives of the subgroup that contains this rank.
+
+        Process groups of other subgroups are not created.
+        """
         own = next(list(ranks) for ranks in groups if self.runtime.rank in ranks)
         if len(own) == 1:
             return FakeCollectives(self.runtime, is_alone=True)
-        group = part(own, self.runtime.timeout + MARGIN) if len(own) < self.world_size else None
-        return StageLink(self.runtime, group, self._told)
+        group = create_group(own, self.runtime.timeout + MARGIN) if len(own) < self.world_size else None
+        return StageLink(self.runtime, group, self._peer_answers)
 
 
 class StageLink(FakeCollectives):
-    """A part of all ranks. Tensors are handed to its group, where they are counted; objects come from what was told.
+    """Collectives over a subgroup of the ranks in the dry run of one pipeline stage.
+
+    Tensors are passed to the process group, so that their bytes are counted. Objects are read from earlier dry runs.
 
     Args:
-        runtime: of the rank.
-        group: of the part; None: all ranks.
-        told: by the ranks that had their dry runs before.
+        runtime: Runtime of the rank.
+        group: Process group of the subgroup, or None for all ranks.
+        peer_answers: Objects stored by earlier dry runs.
     """
 
-    def __init__(self, runtime: ProcessRuntime, group: dist.ProcessGroup | None, told: PeerAnswer) -> None:
+    def __init__(self, runtime: ProcessRuntime, group: dist.ProcessGroup | None, peer_answers: PeerAnswers) -> None:
         super().__init__(runtime, group)
-        self._told, self._number = told, 0
+        self._peer_answers = peer_answers
+        self._number = 0
 
     sum_in_place = Collectives.sum_in_place
     broadcast_in_place = Collectives.broadcast_in_place
 
     def broadcast_into(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
-        """Without a handshake."""
+        """Broadcast tensors in place from rank `src`, without the handshake that checks their shapes."""
         self.broadcast_in_place(found, src)
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        """What the ranks have told at this place."""
+        """Store this rank's object, and return the objects that all ranks have stored for this collective."""
         number, self._number = self._number, self._number + 1
-        return self._told.tell(number, self.rank, obj, self.world_size)
+        return self._peer_answers.share_answer(number, self.rank, obj, self.world_size)
 
 
 @contextmanager
-def as_rank(
+def run_as_rank(
     model: nn.Module,
     layout: Layout,
     rank: int,
     machine_ranks: int,
     precision: str,
     options: EngineOptions,
-    told: PeerAnswer | None = None,
+    peer_answers: PeerAnswers | None = None,
     computes_on: str = "cpu",
 ) -> Iterator[Strategy | None]:
-    """A block in which this process is one rank of a run, and the model is spread over all of them.
+    """Return a context in which this process is one rank of a run, and the model is distributed over all ranks.
 
-    Gives the layout's strategy; None for replicas: DDP's engine reads values.
+    Yields the layout's strategy, or None for replicas, which have no strategy because DDP's engine reads values.
 
     Args:
-        model: of fake tensors.
-        layout: of the run.
-        rank: which of its ranks.
-        machine_ranks: ranks on one machine.
+        model: Model of fake tensors.
+        layout: Layout of the run.
+        rank: Rank to run as.
+        machine_ranks: Ranks per machine.
         precision: "no", "bf16" or "fp16".
-        options: of the engines.
-        told: by the other ranks of a pipeline.
-        computes_on: the type of the device that the real ranks have.
+        options: Options of the engines.
+        peer_answers: Objects stored by the dry runs of other pipeline ranks, or None without stages.
+        computes_on: Device type of the real ranks.
 
     Raises:
-        PrepareError: a model that cannot be sharded.
-        StateError: this process has a group of its own.
-        UnsupportedError: a layout that is not there yet.
+        PrepareError: If the model cannot be sharded.
+        StateError: If this process has joined a process group.
+        UnsupportedError: If the layout is not supported.
     """
     num_ranks, strategy = layout.num_ranks, None
-    with pretend(num_ranks, rank):
+    with pretend_ranks(num_ranks, rank):
         if not layout.is_replicas_only:
             machine = rank % machine_ranks, min(machine_ranks, num_ranks)
             here = ProcessRuntime(rank, num_ranks, *machine, CPU, torch.device("cpu"), owns_group=False)
-            everyone = FakeCollectives(here) if told is None else FakeStageGroup(here, told)
+            everyone = FakeCollectives(here) if peer_answers is None else FakeStageGroup(here, peer_answers)
             strategy = build_strategy(everyone, options, layout, precision, computes_on=computes_on)
-        spread(model, strategy, options, computes_on)
+        spread_model(model, strategy, options, computes_on)
         try:
             yield strategy
         finally:
             if strategy is not None:
-                strategy.release()
+                strategy.release_model()
             del strategy
-            gc.collect()  # engines hold their models in circles, and the next model would come on top
+            gc.collect()  # engines and models form reference cycles, and the next model would need memory on top
 
 
-def spread(model: nn.Module, strategy: Strategy | None, options: EngineOptions, computes_on: str = "cpu") -> None:
-    """Shard the model in place, as `prepare` does.
+def spread_model(model: nn.Module, strategy: Strategy | None, options: EngineOptions, computes_on: str = "cpu") -> None:
+    """Transform and shard the model in place, as `prepare` does.
 
     Args:
-        model: of fake tensors.
-        strategy: None leaves it whole.
-        options: of the engines.
-        computes_on: the type of the device that the real ranks have.
+        model: Model of fake tensors.
+        strategy: Strategy that shards the model, or None to leave it unsharded.
+        options: Options of the engines.
+        computes_on: Device type of the real ranks.
 
     Raises:
-        PrepareError: a model that cannot be sharded.
+        PrepareError: If the model cannot be sharded.
     """
     transforms: list[Callable[[nn.Module], Any]] = [halve_embeddings] if options.autocast.half_residual else []
     if options.checkpointing is not None:
@@ -291,6 +321,6 @@ def spread(model: nn.Module, strategy: Strategy | None, options: EngineOptions, 
         for transform in transforms:
             transform(model)
         return
-    with OneOfEach():
-        engine = strategy.setup(model, transforms)
-    attach(model, engine, None)
+    with SharedChunks():
+        engine = strategy.setup_model(model, transforms)
+    attach_engine(model, engine, None)

@@ -1,4 +1,4 @@
-"""What one update sends and computes, counted at the operations themselves: bytes by collective and axis, and FLOPs."""
+"""Count the communication of one update, in bytes by collective and axis, and its floating point operations."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,13 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from headway.config.mesh import Layout
+from headway.core.config.mesh import Layout
+from headway.core.strategies.fully_sharded.dtensors import get_local_shard
 from headway.forecasting.tracing.trace import StorageTracker
-from headway.forecasting.tracing.work import flops_of
-from headway.strategies.fully_sharded.dtensors import local
+from headway.forecasting.tracing.work import count_flops
+from headway.planning._torch import TorchDispatchMode, tree_leaves
 
 _KINDS = (
     ("all_gather", ("allgather", "all_gather")),
@@ -28,24 +27,27 @@ _KINDS = (
     ("reduce", ("reduce",)),
     ("send", ("send",)),
 )
-_SILENT = ("wait", "barrier", "recv", "monitored")  # what is received has been counted where it is sent
+"""Pairs of (name of a collective, words in the names of its operations). The first match is used."""
+_SILENT = ("wait", "barrier", "recv", "monitored")
+"""Words in the names of operations that send nothing. Received messages are counted where they are sent."""
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+"""Namespaces of operations that communicate."""
 
 
 SHARED = {"cp": "shard_cp", "ep": "shard_ep"}
-"""What parameters and gradients are exchanged along where sequences are cut, or experts distributed: all ranks that share them."""
+"""Name under which FSDP's collectives over the ranks along the axis "cp" or "ep" are counted, by axis."""
 
 
 @dataclass(frozen=True)
 class MeteredCollective:
-    """A kind of exchange of one update.
+    """Key under which the dry run counts the collectives of one kind in an optimizer step.
 
     Attributes:
         phase: "forward", "backward" or "update".
-        kind: which collective: "all_gather", "reduce_scatter", "all_reduce" ...
-        axis: along which axis of the layout; several are joined by "x". "shard_cp": shards and parts of sequences, which share
-            parameters, "shard_ep" likewise; "cp" is then what attention sends, "ep" what experts do.
-        num_ranks: of its group.
+        kind: Name of the collective, such as "all_gather", "reduce_scatter" or "all_reduce".
+        axis: Axis of the layout, or several joined by "x". "cp" is for collectives of attention and "ep" for those of
+            experts. FSDP's collectives over the ranks along these axes have the names "shard_cp" and "shard_ep".
+        num_ranks: Size of the process group.
     """
 
     phase: str
@@ -54,19 +56,19 @@ class MeteredCollective:
     num_ranks: int
 
     def sent(self, num_bytes: int) -> float:
-        """Bytes that one rank sends in rings for tensors of so many bytes, whole."""
+        """Return the bytes that one rank sends in a ring collective on tensors of `num_bytes` in total."""
         others = (self.num_ranks - 1) / self.num_ranks
         return num_bytes * {"all_reduce": 2 * others, "broadcast": 1.0, "send": 1.0}.get(self.kind, others)
 
 
 @dataclass
 class Volume:
-    """How often, and how much.
+    """Number of calls and bytes of one kind of collective.
 
     Attributes:
-        calls: of the collective.
-        num_bytes: of the whole tensors: what an all-gather gives, what a reduce-scatter takes.
-        largest: the most of one call.
+        calls: Number of calls.
+        num_bytes: Bytes of the full tensors: outputs of an all-gather, inputs of a reduce-scatter.
+        largest: Maximum of the bytes of one call.
     """
 
     calls: int = 0
@@ -76,13 +78,13 @@ class Volume:
 
 @dataclass(frozen=True)
 class PlanEvent:
-    """What a rank does next, and others may wait for.
+    """Computation or communication of a rank, as an event in the simulation of all ranks of a pipeline.
 
     Attributes:
-        kind: "compute", "send", "recv", or a collective.
-        amount: FLOPs, or bytes that this rank sends.
-        axis: of an exchange.
-        ranks: that take part, this one excluded for "send" and "recv".
+        kind: "compute", "send", "recv", or the name of a collective.
+        amount: Floating point operations, or bytes that this rank sends.
+        axis: Axis of the layout along which ranks communicate.
+        ranks: Ranks that take part. For "send" and "recv", only the other rank.
     """
 
     kind: str
@@ -92,17 +94,17 @@ class PlanEvent:
 
 
 class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is done in its block; tensors may be real or fake.
+    """Dispatch mode that counts the communication and computation of real or fake tensors.
 
     Args:
-        layout: says along which axis a group of ranks lies.
+        layout: Layout from whose axes groups of ranks are named.
 
     Attributes:
-        phase: what is going on, for the exchanges that follow.
-        volumes: by exchange.
-        flops: by phase, of matrix products, convolutions and attention.
-        gathered: storages, by address, into which sharded parameters were gathered.
-        events: computing and exchanges in order, where the layout has stages, which wait for each other.
+        phase: Current phase, which is recorded with each collective.
+        volumes: Number of calls and bytes of each kind of collective.
+        flops: Floating point operations of matrix products, convolutions and attention, by phase.
+        gathered: Storages that contain gathered parameters, by address.
+        events: Computation and communication in order. Recorded only for layouts with pipeline stages.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -120,84 +122,87 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back as what it does to the local tensors
+            return NotImplemented  # torch dispatches the same call again on the local tensors
         kwargs = kwargs or {}
         if self._arriving and not func.is_view:
-            self._read(args)
+            self._record_arrival(args)
         result = func(*args, **kwargs)
         if func.namespace in _NAMESPACES:
-            self._exchanged(func, (*args, *kwargs.values()), result)
-        elif func.namespace == "fsdp" and func._schema.name != "fsdp::chunk_cat":  # a copy of gradients, which goes
-            for tensor in _tensors(kwargs.get("out")):
+            self._record_exchange(func, (*args, *kwargs.values()), result)
+        elif func.namespace == "fsdp" and func._schema.name != "fsdp::chunk_cat":  # chunk_cat only copies gradients
+            for tensor in _list_tensors(kwargs.get("out")):
                 storage = tensor.untyped_storage()
                 self.gathered[storage._cdata] = storage
         else:
-            self._computed(flops_of(func, args, kwargs, result))
+            self._record_compute(count_flops(func, args, kwargs, result))
         return result
 
-    def _read(self, args: tuple[Any, ...]) -> None:
-        """A rank waits for a message where it first reads it: schedules post receives long before."""
-        for tensor in _tensors(args):
+    def _record_arrival(self, args: tuple[Any, ...]) -> None:
+        """Record the receipt of a message when its tensor is first read.
+
+        Receives are posted long before that.
+        """
+        for tensor in _list_tensors(args):
             arrived = self._arriving.pop(tensor.untyped_storage()._cdata, None)
             if arrived is not None:
                 self.events.append(arrived[1])
 
-    def _computed(self, flops: int) -> None:
+    def _record_compute(self, flops: int) -> None:
         self.flops[self.phase] += flops
         if flops and self._layout.pp > 1:
             before = self.events.pop().amount if self.events and self.events[-1].kind == "compute" else 0.0
             self.events.append(PlanEvent("compute", before + flops))
 
-    def _exchanged(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    def _record_exchange(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         name = func._schema.name.partition("::")[2]
         if name.startswith("recv") and self._layout.pp > 1:
-            self._note("recv", 0, args)
+            self._record_event("recv", 0, args)
             event = self.events.pop()
-            for tensor in _tensors(args):
+            for tensor in _list_tensors(args):
                 storage = tensor.untyped_storage()
                 self._arriving[storage._cdata] = storage, event
         if any(word in name for word in _SILENT):
             return
         kind = next((kind for kind, words in _KINDS if any(word in name for word in words)), name)
-        axis, ranks = self._axis(args)
-        # FSDP alone calls c10d's own operations there: attention and experts call functional ones, which autograd sees.
+        axis, ranks = self._find_axis(args)
+        # Only FSDP uses c10d's own operations along these axes. Attention and experts use functional ones for autograd.
         if func.namespace == "c10d":
             axis = next((both for inner, both in SHARED.items() if inner in axis.split("x")), axis)
         results = result if isinstance(result, tuple) else (result,)
-        size = max((sum(tensor.nbytes for tensor in _tensors(value)) for value in (*args, *results)), default=0)
+        size = max((sum(tensor.nbytes for tensor in _list_tensors(value)) for value in (*args, *results)), default=0)
         exchange = MeteredCollective(self.phase, kind, axis, len(ranks))
         if self._layout.pp > 1:
-            self._note(kind, exchange.sent(size), args)
+            self._record_event(kind, exchange.sent(size), args)
         volume = self.volumes.setdefault(exchange, Volume())
         volume.calls += 1
         volume.num_bytes += size
         volume.largest = max(volume.largest, size)
 
-    def _note(self, kind: str, amount: float, args: tuple[Any, ...]) -> None:
-        axis, ranks = self._axis(args)
+    def _record_event(self, kind: str, amount: float, args: tuple[Any, ...]) -> None:
+        axis, ranks = self._find_axis(args)
         if kind in ("send", "recv"):
             ranks = [ranks[next(each for each in args if isinstance(each, int))]]
         self.events.append(PlanEvent(kind, amount, axis, tuple(ranks)))
 
-    def _axis(self, args: tuple[Any, ...]) -> tuple[str, list[int]]:
-        name = _group_name(args)
+    def _find_axis(self, args: tuple[Any, ...]) -> tuple[str, list[int]]:
+        name = _get_group_name(args)
         if name not in self._groups:
             c10d: Any = dist.distributed_c10d
             ranks = dist.get_process_group_ranks(c10d._resolve_process_group(name))
-            self._groups[name] = axes_of(ranks, self._layout), list(ranks)
+            self._groups[name] = name_axes(ranks, self._layout), list(ranks)
         return self._groups[name]
 
 
-def axes_of(ranks: list[int], layout: Layout) -> str:
-    """The axes of the layout along which these ranks differ, joined by "x"; "world" where there is none of the kind."""
+def name_axes(ranks: list[int], layout: Layout) -> str:
+    """Return the axes along which the given ranks differ, joined by "x", or "world" if the layout has no such axis."""
     found, stride = [], layout.num_ranks
-    for axis, size in layout.sizes.items():  # not by coordinates(), which take long for thousands of ranks
+    for axis, size in layout.sizes.items():  # coordinates() would be slow for thousands of ranks
         stride //= size
         found += [axis] if len({rank // stride % size for rank in ranks}) > 1 else []
     return "x".join(found) or "world"
 
 
-def _group_name(args: tuple[Any, ...]) -> str:
+def _get_group_name(args: tuple[Any, ...]) -> str:
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().name():  # type: ignore[attr-defined]
             return str(dist.ProcessGroup.unbox(value).group_name)
@@ -205,39 +210,49 @@ def _group_name(args: tuple[Any, ...]) -> str:
     return names[-1]
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _list_tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class ActivationMeter:
-    """What autograd keeps for backward, each storage once.
+    """Meter of the memory that autograd keeps for backward. Each storage counts once.
 
     Args:
-        meter: knows what is a gathered parameter.
-        own: tensors that do not count: the model's.
-        memory: sees every tensor, those included that selective checkpointing keeps past autograd.
+        meter: Meter of the step, which has a list of the gathered parameters.
+        own: Tensors of the model, which do not count.
+        memory: Tracker of all tensors, including those that selective checkpointing keeps outside of autograd.
 
     Attributes:
-        peak: the most bytes that were kept at once, as far as noted.
+        peak: Peak of the bytes kept, so far.
     """
 
     def __init__(self, meter: StepMeter, own: list[torch.Tensor], memory: StorageTracker) -> None:
-        self._meter, self._memory, self._model = meter, memory, own
-        # Held, not only noted: where one is freed, another may come to lie at its address.
-        self._own = {storage._cdata: storage for storage in (local(tensor).untyped_storage() for tensor in own)}
+        self._meter = meter
+        self._memory = memory
+        self._model = own
+        # References keep these storages alive, so that their addresses are not reused.
+        self._own = {
+            storage._cdata: storage for storage in (get_local_shard(tensor).untyped_storage() for tensor in own)
+        }
         self._sizes: dict[int, int] = {}
         self._times: Counter[int] = Counter()
-        self._now = self.peak = 0
+        self._now = 0
+        self.peak = 0
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """A block whose forward is looked at."""
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor):
+    def watch_forward(self) -> Iterator[None]:
+        """Return a context in which tensors saved by autograd are recorded."""
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: _SavedTensor(tensor, self), lambda kept: kept.tensor
+        ):
             yield
 
-    def keep(self, tensor: torch.Tensor) -> int:
-        """One more node of the graph keeps this tensor; returns its storage's address."""
-        storage = local(tensor).untyped_storage()
+    def keep_tensor(self, tensor: torch.Tensor) -> int:
+        """Record that a node of the autograd graph saves a tensor.
+
+        Return the address of the tensor's storage, or 0 if it does not count.
+        """
+        storage = get_local_shard(tensor).untyped_storage()
         address: int = storage._cdata
         if address in self._own or address in self._meter.gathered:
             return 0
@@ -248,33 +263,38 @@ class ActivationMeter:
         self.peak = max(self.peak, self._now)
         return address
 
-    def free(self, address: int) -> None:
-        """One node less."""
+    def release_tensor(self, address: int) -> None:
+        """Record that a node of the autograd graph has released the storage at this address."""
         self._times[address] -= 1
         if not self._times[address]:
             del self._times[address]
             self._now -= self._sizes.pop(address)
 
-    def forward_ended(self, loss: torch.Tensor) -> None:
-        """All that forward has made, and is still held, is kept for backward."""
-        self._memory.mark(self._model, "weights")  # FSDP pads parameters anew in its first forward
-        self._memory.mark([loss], "temporaries")
+    def end_forward(self, loss: torch.Tensor) -> None:
+        """Count all memory that forward has allocated and not freed as activations, and set the peak to its size."""
+        self._memory.mark_tensors(self._model, "weights")  # FSDP pads parameters anew in its first forward
+        self._memory.mark_tensors([loss], "temporaries")
         self._memory.mark_activations()
-        self.peak = self._memory.held("activations")
+        self.peak = self._memory.count_held_bytes("activations")
 
-    def forget(self) -> None:
-        """What was kept so far does not count."""
+    def reset_peak(self) -> None:
+        """Reset the peak to the number of bytes that are kept now."""
         self.peak = self._now
 
 
-class _Kept:
-    """A tensor that a node of the graph keeps, for as long as it does."""
+class _SavedTensor:
+    """Tensor that a node of the autograd graph has saved.
+
+    When the node drops the tensor, the release is reported to the meter.
+    """
 
     __slots__ = ("_address", "_saved", "tensor")
 
     def __init__(self, tensor: torch.Tensor, saved: ActivationMeter) -> None:
-        self.tensor, self._saved, self._address = tensor, saved, saved.keep(tensor)
+        self.tensor = tensor
+        self._saved = saved
+        self._address = saved.keep_tensor(tensor)
 
     def __del__(self) -> None:
         if self._address:
-            self._saved.free(self._address)
+            self._saved.release_tensor(self._address)

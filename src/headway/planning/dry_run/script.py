@@ -1,9 +1,9 @@
-"""A user's own script up to its second update on tensors without values: what `headway estimate --script` traces.
+"""Run a user's script on tensors without values up to its second update (`headway estimate --script`).
 
-The script runs as ever, with its arguments, its data and its loop, in a process of its own. Where it prepares a model, the model's
-tensors lose their values; its loaders read real batches, of which only the shapes go on. From the first batch on, every request
-for memory is followed. After the second update of every optimizer the script is left; where one does not step, at the latest
-after the 50th update of another.
+The script runs as usual, with its arguments, data and loop, in a separate process. When it prepares a model, the
+model's tensors lose their values. Its loaders read real batches, but pass on only their shapes. All memory is traced
+from the first batch on. The script ends after the second update of every optimizer, or after the 50th update of one
+optimizer if another one steps less often.
 """
 
 import contextlib
@@ -17,35 +17,40 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from headway.accelerator import Accelerator
-from headway.common.callsite import Frame, is_headways, stack
-from headway.data.loader import PreparedLoader
+from headway.common.callsite import Frame, is_headway_file, walk_stack
+from headway.core.data.loader import PreparedLoader
+from headway.core.runtime.dry_run import begin_forecast
 from headway.errors import ConfigError, HeadwayError
-from headway.forecasting import begin_forecast
 from headway.forecasting.device.devices import Device
-from headway.forecasting.device.kernels import substituted
+from headway.forecasting.device.kernels import substitute_kernels
 from headway.forecasting.tracing.compiled import refuse_compiled
-from headway.forecasting.tracing.fake import copied, explained, fill
-from headway.forecasting.tracing.step import STEPS, as_on_cuda, mark_model, state_of
+from headway.forecasting.tracing.fake import copy_leaf, explain_failure, fill_model
+from headway.forecasting.tracing.step import STEPS, choose_cuda_kernels, list_state, mark_model
 from headway.forecasting.tracing.trace import StorageTracker, Trace
-
-
-class DryRunResult(BaseException):
-    """The script has made its updates and is left; not an Exception, so that it does not stop here."""
-
+from headway.planning._torch import FakeTensorMode, disable_current_modes, tree_leaves, tree_map
 
 MOST_UPDATES = 50
-"""Of the optimizer that steps most often, while others have not stepped twice."""
+"""Number of updates of one optimizer after which the script ends, even if other optimizers have not stepped twice."""
 _SCALER = "torch/amp/grad_scaler.py"
+"""Path of the module of torch's gradient scaler, which reads from the device whether gradients overflow."""
 
 
-def _reader() -> Frame | None:
-    """Whose line reads a value: torch's scaler, or the innermost that is not torch's; None: torch's own."""
-    for frame in map(Frame.of, stack()):
+class ScriptFinished(BaseException):
+    """Raised to end the user's script after its last traced update.
+
+    It derives from BaseException, so that the script's error handlers do not catch it.
+    """
+
+
+def _find_reader() -> Frame | None:
+    """Return the stack frame of the code that reads a tensor's value on the host, for example by `.item()`.
+
+    This is the frame of torch's GradScaler, or else the innermost frame outside of torch. The result is None if
+    there is no such frame.
+    """
+    for frame in map(Frame.from_frame, walk_stack()):
         if frame.file.endswith(_SCALER):
             return frame
         if "/torch/" not in frame.file and not frame.file.endswith("planning/dry_run/script.py"):
@@ -54,10 +59,12 @@ def _reader() -> Frame | None:
 
 
 class ScriptTracker(StorageTracker):  # type: ignore[no-untyped-call]
-    """A tracker that answers one where a value is read, and remembers where: a loop reads its loss to print it.
+    """Storage tracker that answers every read of a tensor's value with 1, and records the line that reads it.
+
+    Loops often read the loss to print it.
 
     Attributes:
-        read_at: the user's lines that read a value.
+        read_at: Lines of the user's code that read a value.
     """
 
     def __init__(self, device: Device) -> None:
@@ -68,10 +75,10 @@ class ScriptTracker(StorageTracker):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            reader = _reader()
-            if reader is not None and not is_headways(reader.file):
+            reader = _find_reader()
+            if reader is not None and not is_headway_file(reader.file):
                 self.read_at[str(reader)] = None
-            is_overflow = reader is not None and reader.file.endswith(_SCALER)  # it would skip every update
+            is_overflow = reader is not None and reader.file.endswith(_SCALER)  # an overflow would skip every update
             number = 0 if is_overflow else 1
             dtype = args[0].dtype
             return bool(number) if dtype == torch.bool else float(number) if dtype.is_floating_point else number
@@ -79,17 +86,17 @@ class ScriptTracker(StorageTracker):  # type: ignore[no-untyped-call]
 
 
 class ScriptDryRun:
-    """Follows a script's memory.
+    """Tracker of the memory and the progress of a script.
 
     Args:
-        device: the target.
+        device: Device to forecast for.
 
     Attributes:
-        batch_size: samples of the first batch; None: it has no tensor.
-        precision: of the script's Accelerator.
-        is_running: a batch has come.
-        is_done: all updates that are waited for were made.
-        num_updates: of the optimizer that has stepped most often.
+        batch_size: Samples of the first batch, or None if it has no tensor.
+        precision: Precision of the script's Accelerator.
+        is_running: Whether the first batch has arrived.
+        is_done: Whether all updates that the dry run waits for have been made.
+        num_updates: Number of updates of the optimizer that has stepped most often.
     """
 
     def __init__(self, device: Device) -> None:
@@ -98,7 +105,8 @@ class ScriptDryRun:
         self.tracker = ScriptTracker(device)
         self._block = contextlib.ExitStack()
         self._models: list[nn.Module] = []
-        # By the ids of what they replaced, which is kept so that no other tensor gets the same: an optimizer may come later.
+        # New parameters by the `id` of the original. The originals are kept, so that no other tensor gets the same `id`
+        # before an optimizer is prepared.
         self._made: dict[int, torch.Tensor] = {}
         self._before: list[torch.Tensor] = []
         self.is_running = False
@@ -109,88 +117,93 @@ class ScriptDryRun:
         self.precision = "no"
         self.is_done = False
 
-    # ---------------------------------------------------------------- what is prepared
+    # ---------------------------------------------------------------- models and optimizers
 
-    def take_values(self, objects: tuple[Any, ...]) -> None:
-        """Models lose their values; optimizers follow them."""
+    def strip_values(self, objects: tuple[Any, ...]) -> None:
+        """Replace the tensors of models by fake tensors, and make optimizers update the fake parameters instead.
+
+        Args:
+            objects: Arguments that the script passes to `prepare`.
+        """
         for each in objects:
             if isinstance(each, nn.Module):
                 refuse_compiled(each)
                 self._before += each.parameters()
-                self._made |= fill(each, self._fake)
+                self._made |= fill_model(each, self._fake)
                 self._models.append(each)
         for each in objects:
             if isinstance(each, torch.optim.Optimizer):
-                self._follow(each)
+                self._follow_optimizer(each)
 
-    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+    def _follow_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace an optimizer's parameters by their fake copies, and register hooks on its steps."""
         for group in optimizer.param_groups:
             group["params"] = [self._made.get(id(parameter), parameter) for parameter in group["params"]]
         if self._device.is_cuda:
-            as_on_cuda(optimizer)
+            choose_cuda_kernels(optimizer)
         self._followed.add(id(optimizer))
-        optimizer.register_step_pre_hook(lambda *_: self._enter("update"))
-        optimizer.register_step_post_hook(lambda own, *_: self._updated(own))
+        optimizer.register_step_pre_hook(lambda *_: self._enter_phase("update"))
+        optimizer.register_step_post_hook(lambda own, *_: self._record_update(own))
 
-    # ---------------------------------------------------------------- where the script is
+    # ---------------------------------------------------------------- progress of the script
 
-    def arrived(self, batch: Any) -> Any:
-        """A batch has come from a loader; returns it without values."""
+    def receive_batch(self, batch: Any) -> Any:
+        """Record a batch from a loader, and return a fake copy of it. The first batch starts the trace."""
         if not self.is_running:
-            self._begin()
-        self._enter("forward")
-        with _disable_current_modes(), self._fake:
-            without = tree_map(copied, batch)
+            self._begin_tracking()
+        self._enter_phase("forward")
+        with disable_current_modes(), self._fake:
+            without = tree_map(copy_leaf, batch)
         tensors = [leaf for leaf in tree_leaves(without) if isinstance(leaf, torch.Tensor)]
         if self.batch_size is None and tensors and tensors[0].dim():
             self.batch_size = tensors[0].shape[0]
-        self.tracker.mark(tensors, "batch")
+        self.tracker.mark_tensors(tensors, "batch")
         return without
 
-    def backward_begins(self) -> None:
-        """The loss is there."""
+    def record_backward_start(self) -> None:
+        """Record the start of backward."""
         if self.is_running:
             self.tracker.mark_activations()
-            self._enter("backward")
+            self._enter_phase("backward")
 
-    def backward_ended(self) -> None:
-        """Gradients are there."""
+    def record_backward_end(self) -> None:
+        """Record the end of backward, and report the gradients to the tracker as memory of the kind "gradients"."""
         if self.is_running:
             gradients = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
-            self.tracker.mark(gradients, "gradients")
+            self.tracker.mark_tensors(gradients, "gradients")
 
-    def _begin(self) -> None:
+    def _begin_tracking(self) -> None:
         self.is_running = True
-        self._block.enter_context(substituted(self._device, self.precision))
+        self._block.enter_context(substitute_kernels(self._device, self.precision))
         self._block.enter_context(self._fake)
         self._block.enter_context(self.tracker)
-        self.tracker.enter("set-up")
+        self.tracker.enter_phase("set-up")
         for model in self._models:
             mark_model(model, self.tracker)
 
-    def _enter(self, phase: str) -> None:
+    def _enter_phase(self, phase: str) -> None:
         if self.is_running:
-            self.tracker.enter(f"step {self.num_updates + 1} {phase}")
+            self.tracker.enter_phase(f"step {self.num_updates + 1} {phase}")
 
-    def _updated(self, optimizer: torch.optim.Optimizer) -> None:
+    def _record_update(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.is_running:
             return
-        self.tracker.mark(state_of(optimizer), "optimizer state")
+        self.tracker.mark_tensors(list_state(optimizer), "optimizer state")
         self._steps[id(optimizer)] += 1
         self.num_updates = max(self._steps.values())
-        if not self._late() or self.num_updates == MOST_UPDATES:
+        if not self._list_late() or self.num_updates == MOST_UPDATES:
             self.is_done = True
-            raise DryRunResult
+            raise ScriptFinished
 
-    def _late(self) -> set[int]:
-        """Optimizers that have not stepped twice."""
+    def _list_late(self) -> set[int]:
+        """Return the `id` of each optimizer that has not made the number of updates that the dry run waits for."""
         return {each for each in self._followed if self._steps[each] < STEPS}
 
-    def end(self) -> Trace:
-        """Stop following; returns what was seen."""
-        self.tracker.enter("end")
+    def finish_trace(self) -> Trace:
+        """Stop tracking and return the trace."""
+        self.tracker.enter_phase("end")
         self._block.close()
-        found, late = self.tracker.trace(), self._late()
+        found, late = self.tracker.build_trace(), self._list_late()
         caveats = list(found.caveats)
         if self.tracker.read_at:
             lines = ", ".join(self.tracker.read_at)
@@ -208,26 +221,27 @@ class ScriptDryRun:
 
 
 class DryRunLoader:
-    """A prepared loader whose batches lose their values.
+    """Wrapper of a prepared loader that yields fake tensors in place of the batches' tensors.
 
     Args:
-        inner: the loader.
-        dry_run: is told of each batch.
+        inner: Prepared loader to read from.
+        dry_run: Dry run that records each batch.
     """
 
     def __init__(self, inner: PreparedLoader, dry_run: ScriptDryRun) -> None:
-        self.inner, self._dry_run = inner, dry_run
+        self.inner = inner
+        self._dry_run = dry_run
 
     def __iter__(self) -> Iterator[Any]:
         end = object()
-        with _disable_current_modes():
+        with disable_current_modes():
             batches = iter(self.inner)
         while True:
-            with _disable_current_modes():
+            with disable_current_modes():
                 batch = next(batches, end)
             if batch is end:
                 return
-            yield self._dry_run.arrived(batch)
+            yield self._dry_run.receive_batch(batch)
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -236,16 +250,16 @@ class DryRunLoader:
         return getattr(self.inner, name)
 
 
-def watched_by(dry_run: ScriptDryRun) -> type[Accelerator]:
-    """The Accelerator that the script gets instead of Headway's."""
+def make_accelerator_class(dry_run: ScriptDryRun) -> type[Accelerator]:
+    """Return the Accelerator class that replaces Headway's in the script."""
 
     class DryRunAccelerator(Accelerator):
         def prepare(self, *objects: Any, **options: Any) -> Any:  # type: ignore[override]
             dry_run.precision = self.mixed_precision
-            # Where the model goes is what is forecast; here it stays where it is.
+            # The target is the forecast's device, so the model is not moved here.
             options["device_placement"] = [not isinstance(each, nn.Module) for each in objects]
-            with _disable_current_modes():
-                dry_run.take_values(objects)
+            with disable_current_modes():
+                dry_run.strip_values(objects)
                 prepared = super().prepare(*objects, **options)
             return tuple(map(wrapped, prepared)) if len(objects) > 1 else wrapped(prepared)
 
@@ -255,24 +269,24 @@ def watched_by(dry_run: ScriptDryRun) -> type[Accelerator]:
         def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             dry_run.precision = self.mixed_precision
             kwargs = {"device_placement": False, **kwargs} if not args else kwargs
-            with _disable_current_modes():
-                dry_run.take_values((model,))
+            with disable_current_modes():
+                dry_run.strip_values((model,))
                 return super().prepare_model(model, *args, **kwargs)
 
         def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            with _disable_current_modes():
-                dry_run.take_values((optimizer,))
+            with disable_current_modes():
+                dry_run.strip_values((optimizer,))
                 return super().prepare_optimizer(optimizer, *args, **kwargs)
 
         def backward(self, *args: Any, **kwargs: Any) -> Any:
-            dry_run.backward_begins()
+            dry_run.record_backward_start()
             super().backward(*args, **kwargs)
-            dry_run.backward_ended()
+            dry_run.record_backward_end()
 
         def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
             gathered = super().gather_for_metrics(input_data, *args, **kwargs)
-            with _disable_current_modes():
-                return tree_map(zeros, gathered)  # metrics are computed outside torch, too
+            with disable_current_modes():
+                return tree_map(zeros, gathered)  # real zeros, because metrics may be computed outside of torch
 
         def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
             inner = dataloader.inner if isinstance(dataloader, DryRunLoader) else dataloader
@@ -288,27 +302,28 @@ def watched_by(dry_run: ScriptDryRun) -> type[Accelerator]:
 
 
 def dry_run_script(script: Path, arguments: Sequence[str], device: Device) -> tuple[Trace, int]:
-    """Run a script up to its second update; for a process that does nothing else.
+    """Run a script up to its second update. The process must not be used for anything else.
 
     Args:
-        script: a Python file with a training loop on Headway's Accelerator, or on Accelerate's where Headway stands in for it.
-        arguments: its own.
-        device: the target.
+        script: Path of a Python file with a training loop on Headway's Accelerator, or on Accelerate's if Headway
+            stands in for it.
+        arguments: Arguments of the script.
+        device: Device to forecast for.
 
     Returns:
-        The memory of its first updates, and the samples of its first batch; 0: not known.
+        The trace of its first updates, and the number of samples in its first batch, or 0 if unknown.
 
     Raises:
-        ConfigError: there is no such file, or it made no update.
-        UnsupportedError: the step cannot be traced; the operation and the line are named.
+        ConfigError: If there is no such file, or it made no update.
+        UnsupportedError: If the step cannot be traced. The message names the operation and the line.
     """
     if not script.is_file():
         raise ConfigError(f"there is no script {script}")
     dry_run = ScriptDryRun(device)
-    # Whatever builds on the Accelerator (the Trainer, Accelerate's name) is imported after this and takes this one.
+    # The Trainer and Accelerate's names are imported after this, so they build on the replaced class.
     begin_forecast()
     home = sys.modules[Accelerator.__module__]
-    home.__dict__["Accelerator"] = watched_by(dry_run)
+    home.__dict__["Accelerator"] = make_accelerator_class(dry_run)
     sys.modules["headway"].__dict__.pop("Accelerator", None)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
@@ -324,12 +339,12 @@ def dry_run_script(script: Path, arguments: Sequence[str], device: Device) -> tu
     except BaseException as error:
         if dry_run.num_updates < STEPS:
             if isinstance(error, Exception) and dry_run.is_running:
-                raise explained(error, dry_run.tracker.last) from error
+                raise explain_failure(error, dry_run.tracker.last) from error
             raise
-        if not isinstance(error, Exception | DryRunResult):
+        if not isinstance(error, Exception | ScriptFinished):
             raise
     finally:
-        trace = dry_run.end()
+        trace = dry_run.finish_trace()
     if dry_run.num_updates == 0:
         raise ConfigError(
             f"{script} made no update: it must prepare a model, an optimizer and a loader with an Accelerator, and step the optimizer"

@@ -1,10 +1,10 @@
-"""One update of one rank: a model without memory prepared, called, and stepped on fake tensors; what it held and sent.
+"""Run one update of one rank on fake tensors, and record its memory, communication and computation.
 
-The ranks along a pipeline have their dry runs one after the other, until each has heard what it needs from the others. What all ranks
-hold follows from how one rank's tensors were cut: arithmetic on placements.
+The pipeline ranks have their dry runs one after the other, until each has received the objects that it needs from the
+others. The memory of all ranks is then computed from how the tensors of one rank are sharded.
 
-Where a model's blocks repeat, a few of them are run, checked to be alike, and extrapolated to all: what a rank holds, sends and
-computes must grow by as much with the fifth repetition as with the fourth; its peak is that of the events of all of them
+If a model has repeated blocks, only a few of them are run, and the results are extrapolated. This requires that the
+counts grow as much with the fifth repetition as with the fourth. The peak is that of the extrapolated allocation events
 (`headway.forecasting.tracing.repeats`).
 """
 
@@ -15,43 +15,47 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from headway.config.engines import EngineOptions
-from headway.config.mesh import Layout
-from headway.config.parallelism import PipelineOptions
+from headway.core.config.engines import EngineOptions
+from headway.core.config.mesh import Layout
+from headway.core.config.parallelism import PipelineOptions
+from headway.core.strategies.base import Strategy
+from headway.core.strategies.fully_sharded.dtensors import get_local_shard
+from headway.core.training.forecast_types import MakeOptimizer
 from headway.errors import StateError, UnsupportedError
-from headway.forecasting.device.allocator import told_apart
-from headway.forecasting.device.devices import Device, find
-from headway.forecasting.device.kernels import substituted
-from headway.forecasting.tracing.fake import fill
+from headway.forecasting.device.allocator import separate_unsure
+from headway.forecasting.device.devices import Device, find_device
+from headway.forecasting.device.kernels import substitute_kernels
+from headway.forecasting.tracing.fake import fill_model
 from headway.forecasting.tracing.repeats import TRACED, find_blocks, trace_repeated
-from headway.forecasting.tracing.step import MakeOptimizer, as_on_cuda, mark_model
+from headway.forecasting.tracing.step import choose_cuda_kernels, mark_model
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.offload.placement.meta_model import init_empty_weights
-from headway.planning.dry_run.drive import CutSequences, Forward, Pipeline, Step, StepDriver
-from headway.planning.dry_run.fake_group import AnswerNotReady, PeerAnswer, RealStaysReal, as_rank
+from headway.planning._torch import FakeTensorMode
+from headway.planning.dry_run.drive import ContextParallelDriver, Forward, PipelineDriver, Step, StepDriver
+from headway.planning.dry_run.fake_group import AnswerNotReady, KeepRealTensors, PeerAnswers, run_as_rank
 from headway.planning.dry_run.meter import SHARED, ActivationMeter, MeteredCollective, PlanEvent, StepMeter, Volume
-from headway.strategies.base import Strategy
-from headway.strategies.fully_sharded.dtensors import local
 
 _SHARDED = frozenset({"shard", "cp", *SHARED.values()})
-"""Axes along which fully_shard pads: every rank of them keeps as many elements as the first."""
+"""Axes along which fully_shard pads, so that every rank stores as many elements as the first."""
+
+_COUNTS = ("buffers", "weights", "gradients", "optimizer_state", "activations", "buckets")
+"""Fields of `StepDryRun` that are extrapolated."""
 
 
 @dataclass(frozen=True)
 class TensorShare:
-    """A tensor of the model, whole, and how it is cut.
+    """Tensor of the model, and how it is sharded.
 
     Attributes:
-        name: in the bare model.
-        shape: of the whole tensor.
-        itemsize: bytes of an element.
-        learns: has it a gradient?
-        cuts: {dimension: the axes that cut it, the first cut first}.
-        stages: places along "pp" that hold it; None: all.
+        name: Name in the unwrapped model.
+        shape: Shape of the full tensor.
+        itemsize: Bytes per element.
+        learns: Whether it has a gradient.
+        cuts: Axes of the layout that shard each dimension, by dimension, in the order of sharding.
+        stages: Pipeline stages that have the tensor, or None for all.
     """
 
     name: str
@@ -63,20 +67,28 @@ class TensorShare:
 
     @property
     def axes(self) -> set[str]:
-        """All axes that cut it."""
+        """Axes of the layout that shard the tensor along any dimension."""
         found = {axis for axes in self.cuts.values() for axis in axes}
         return {single for axis in found for single in axis.split("_")}
 
 
-def pieces(named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorShare]:
-    """The cut of each tensor, sharded or not."""
+def list_pieces(named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorShare]:
+    """Return a `TensorShare` for each tensor: its shape, and how it is sharded.
+
+    Args:
+        named: Pairs of a name and a tensor. A tensor that is not a DTensor counts as unsharded.
+    """
     return [
-        TensorShare(name, tuple(tensor.shape), tensor.element_size(), tensor.requires_grad, _cuts(tensor))
+        TensorShare(name, tuple(tensor.shape), tensor.element_size(), tensor.requires_grad, _list_cuts(tensor))
         for name, tensor in named
     ]
 
 
-def _cuts(tensor: torch.Tensor) -> dict[int, tuple[str, ...]]:
+def _list_cuts(tensor: torch.Tensor) -> dict[int, tuple[str, ...]]:
+    """Return the axes of the layout that shard each dimension of a tensor, in the order of sharding.
+
+    The dict is empty if the tensor is not a DTensor.
+    """
     if not isinstance(tensor, DTensor):
         return {}
     names: Sequence[str] = tensor.device_mesh.mesh_dim_names or ()
@@ -85,7 +97,7 @@ def _cuts(tensor: torch.Tensor) -> dict[int, tuple[str, ...]]:
         not isinstance(placement, Shard) and hasattr(placement, "split_factor") for placement in tensor.placements
     )
     placed: list[tuple[str, Placement]] = list(zip(names, tensor.placements))
-    # fully_shard cuts what tensor parallelism has cut before it, and marks that by a stride.
+    # fully_shard splits what tensor parallelism has split before, although its axis comes first. A stride marks this.
     for name, placement in reversed(placed) if is_strided else placed:
         if placement.is_shard() or hasattr(placement, "split_factor"):
             found.setdefault(placement.dim, []).append(name)  # type: ignore[attr-defined]
@@ -93,7 +105,7 @@ def _cuts(tensor: torch.Tensor) -> dict[int, tuple[str, ...]]:
 
 
 class RankGroups:
-    """All ranks of a layout, by number."""
+    """Coordinates of all ranks along the axes of a layout, used to count the tensor elements on each rank."""
 
     def __init__(self, layout: Layout) -> None:
         self.num_ranks = layout.num_ranks
@@ -110,8 +122,13 @@ class RankGroups:
                 outer = self.coordinates.get("shard", torch.zeros_like(ranks))
                 self.coordinates[both] = outer * self.sizes[inner] + self.coordinates[inner]
 
-    def elements(self, piece: TensorShare) -> tuple[torch.Tensor, torch.Tensor]:
-        """How many elements of it each rank holds, and for how many it has memory: (num_ranks,) each."""
+    def count_elements(self, piece: TensorShare) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the number of a tensor's elements on each rank.
+
+        Returns:
+            Two tensors of shape (num_ranks,): number of elements that each rank has, and number of elements for which
+                it allocates memory, including padding.
+        """
         held = stored = torch.ones(self.num_ranks, dtype=torch.long)
         for dim, size in enumerate(piece.shape):
             length = room = torch.full((self.num_ranks,), size)
@@ -127,28 +144,35 @@ class RankGroups:
             held, stored = held * is_here, stored * is_here
         return held, stored
 
-    def by_stage(self, values: Sequence[int]) -> torch.Tensor:
-        """What each rank has, of what each place along "pp" has: (num_ranks,)."""
+    def spread_by_stage(self, values: Sequence[int]) -> torch.Tensor:
+        """Return a tensor of shape (num_ranks,) with the value of each rank's pipeline stage.
+
+        Args:
+            values: One value per stage.
+        """
         return torch.tensor(values, dtype=torch.long)[self.coordinates["pp"]]
 
     def is_on(self, stages: frozenset[int]) -> torch.Tensor:
-        """Which ranks stand at these places along "pp": (num_ranks,)."""
+        """Return a boolean tensor of shape (num_ranks,): whether each rank belongs to one of these pipeline stages."""
         return torch.isin(self.coordinates["pp"], torch.tensor(sorted(stages)))
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of memory behind these tensors here, each storage once; padding counts."""
-    found = {storage._cdata: storage.nbytes() for storage in (local(tensor).untyped_storage() for tensor in tensors)}
+def count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the tensors' local storages, including padding. Each storage counts once."""
+    found = {
+        storage._cdata: storage.nbytes()
+        for storage in (get_local_shard(tensor).untyped_storage() for tensor in tensors)
+    }
     return sum(found.values())
 
 
 @dataclass(frozen=True)
-class StateOf:
-    """What an optimizer keeps for one parameter.
+class StateBytes:
+    """Bytes of the optimizer state of one parameter.
 
     Attributes:
-        per_element: bytes for each element that a rank holds.
-        fixed: bytes beside that, such as a count of steps.
+        per_element: Bytes per element on a rank.
+        fixed: Bytes that do not depend on the size, such as a step count.
     """
 
     per_element: int
@@ -157,21 +181,21 @@ class StateOf:
 
 @dataclass(frozen=True)
 class StepDryRun:
-    """What one rank held and sent.
+    """Measurements of the dry run of one rank: memory, communication and computation.
 
     Attributes:
-        pieces: the model's parameters.
-        buffers: bytes.
-        weights: bytes of memory behind the parameters.
-        gradients: bytes of memory behind the gradients; None: no step was given.
-        optimizer_state: bytes of the optimizer's state; None: no step, or no optimizer.
-        states: by parameter.
-        volumes: what was sent.
-        flops: by phase.
-        activations: the most bytes that autograd kept at once.
-        events: what was computed, sent and received, in order.
-        trace: of the memory that tensors took.
-        buckets: bytes that DDP's reducer holds on top.
+        pieces: Parameters of the model, and how they are sharded.
+        buffers: Bytes of buffers.
+        weights: Bytes of the parameters' storages.
+        gradients: Bytes of the gradients' storages, or None without a step.
+        optimizer_state: Bytes of the optimizer's state, or None without a step or an optimizer.
+        states: Optimizer state of each parameter.
+        volumes: Number of calls and bytes of each kind of collective.
+        flops: Floating point operations by phase.
+        activations: Peak bytes that autograd kept.
+        events: Computation and communication in order.
+        trace: Trace of the memory of tensors.
+        buckets: Bytes of DDP's gradient buckets, which `trace` does not include.
     """
 
     pieces: tuple[TensorShare, ...]
@@ -179,23 +203,25 @@ class StepDryRun:
     weights: int
     gradients: int | None = None
     optimizer_state: int | None = None
-    states: tuple[StateOf, ...] = ()
+    states: tuple[StateBytes, ...] = ()
     volumes: dict[MeteredCollective, Volume] | None = None
     flops: dict[str, int] | None = None
     activations: int | None = None
     events: tuple[PlanEvent, ...] = field(default=(), compare=False, repr=False)
-    # On real tensors a kernel may ask for what fake ones do not, so trials are alike without it.
+    # Not compared, because kernels may request scratch memory for real tensors that they do not for fake ones.
     trace: Trace | None = field(default=None, compare=False, repr=False)
     buckets: int = 0
 
     @property
     def peak(self) -> int | None:
-        """The most bytes that tensors take at once, temporaries included, in an update that is not the first: what the optimizer
-        makes at the end of the first is there from the beginning."""
+        """Peak bytes of tensors, including temporaries, in any update after the first. None without a trace.
+
+        The first update is left out, because the optimizer creates its state only at the end of it.
+        """
         if self.trace is None:
             return None
         held = most = 0
-        for index, event in enumerate(told_apart(self.trace.events)[0]):
+        for index, event in enumerate(separate_unsure(self.trace.events)[0]):
             held += event.num_bytes
             later = self.optimizer_state or 0 if index < self.trace.phases["update"] else 0
             most = max(most, held + later)
@@ -211,45 +237,45 @@ def dry_run_rank(
     precision: str = "no",
     options: EngineOptions | None = None,
     machine_ranks: int = 8,
-    told: PeerAnswer | None = None,
+    peer_answers: PeerAnswers | None = None,
     device: Device | None = None,
 ) -> StepDryRun:
-    """Prepare a model without memory as one rank of the layout, and run one update of it in which nothing is computed.
+    """Prepare a model without memory as one rank of the layout, and run one update without computing anything.
 
     Args:
-        make: makes the model; called where parameters take no memory.
-        layout: of the whole run.
-        rank: which of its ranks.
-        step: None: the model is prepared only.
-        make_optimizer: None: no update, gradients only.
+        make: Function that makes the model. It is called where parameters take no memory.
+        layout: Layout of the run.
+        rank: Rank to run as.
+        step: Training step, or None to only prepare the model.
+        make_optimizer: Function that makes the optimizer, or None to stop after the gradients.
         precision: "no", "bf16" or "fp16".
-        options: of the engines.
-        machine_ranks: ranks on one machine.
-        told: by the other ranks of a pipeline.
-        device: whose kernels are counted; None: a CPU's.
+        options: Options of the engines.
+        machine_ranks: Ranks per machine.
+        peer_answers: Objects stored by the dry runs of other pipeline ranks.
+        device: Device whose kernels' scratch memory is counted, or None for a CPU.
     """
-    device = device or find("cpu")
+    device = device or find_device("cpu")
     with init_empty_weights(include_buffers=True):
         model = make()
     options, fake = options or EngineOptions(), FakeTensorMode(allow_non_fake_inputs=True)
-    fill(model, fake)
-    # Outside of the mode, in which the numbers of a mesh would have no values either.
-    with as_rank(model, layout, rank, machine_ranks, precision, options, told) as strategy:
-        drive = _drive(strategy, model, layout, options, step)
-        modes: list[AbstractContextManager[Any]] = [substituted(device, precision), fake]
-        modes.append(RealStaysReal())  # type: ignore[no-untyped-call]
-        return run(model, layout, step, make_optimizer, precision, modes, drive, device)
+    fill_model(model, fake)
+    # Outside of the fake mode, in which the ranks of a mesh would have no values either.
+    with run_as_rank(model, layout, rank, machine_ranks, precision, options, peer_answers) as strategy:
+        drive = _make_driver(strategy, model, layout, options, step)
+        modes: list[AbstractContextManager[Any]] = [substitute_kernels(device, precision), fake]
+        modes.append(KeepRealTensors())  # type: ignore[no-untyped-call]
+        return run_update(model, layout, step, make_optimizer, precision, modes, drive, device)
 
 
-def _drive(
+def _make_driver(
     strategy: Strategy | None, model: nn.Module, layout: Layout, options: EngineOptions, step: Step | None
 ) -> StepDriver:
     if strategy is not None and layout.pp > 1:
-        return Pipeline(strategy, (options.pipeline or PipelineOptions()).schedule, step)
-    return CutSequences(strategy, model) if strategy is not None and layout.cp > 1 else StepDriver()
+        return PipelineDriver(strategy, (options.pipeline or PipelineOptions()).schedule, step)
+    return ContextParallelDriver(strategy, model) if strategy is not None and layout.cp > 1 else StepDriver()
 
 
-def run(
+def run_update(
     model: nn.Module,
     layout: Layout,
     step: Step | None,
@@ -259,19 +285,26 @@ def run(
     drive: StepDriver | None = None,
     device: Device | None = None,
 ) -> StepDryRun:
-    """One update of a model that is prepared, and what it held and sent; real tensors give what fake ones do.
+    """Run one update of a prepared model, and measure its memory, communication and computation.
+
+    The tensors may be fake or real.
 
     Args:
-        within: modes in which to run.
-        drive: how the layout's strategy is driven; None: the model's own calls do everything.
-        device: whose kernels are counted; None: a CPU's.
+        model: Prepared model.
+        layout: Layout of the run.
+        step: Training step, or None to count only the model.
+        make_optimizer: Function that makes the optimizer, or None to stop after the gradients.
+        precision: "no", "bf16" or "fp16".
+        within: Context managers in which the update runs.
+        drive: Driver of the layout's strategy, or None if it is enough to call the model.
+        device: Device whose kernels' scratch memory is counted, or None for a CPU.
     """
-    device = device or find("cpu")
-    # What is on other stages of a pipeline is without memory.
+    device = device or find_device("cpu")
+    # Parameters of other pipeline stages are on the meta device.
     named = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.is_meta]
-    buffers = storage_bytes(buffer for buffer in model.buffers() if not buffer.is_meta)
+    buffers = count_storage_bytes(buffer for buffer in model.buffers() if not buffer.is_meta)
     own = [*model.parameters(), *model.buffers()]
-    cut, weights = tuple(pieces(named)), storage_bytes(parameter for _, parameter in named)
+    cut, weights = tuple(list_pieces(named)), count_storage_bytes(parameter for _, parameter in named)
     if step is None:
         return StepDryRun(cut, buffers, weights)
     meter = StepMeter(layout)
@@ -284,90 +317,114 @@ def run(
         if make_optimizer is not None:
             optimizer = make_optimizer([parameter for _, parameter in named if parameter.requires_grad])
             if device.is_cuda:
-                as_on_cuda(optimizer)
+                choose_cuda_kernels(optimizer)
         forward = Forward(step, model, precision, saved)
         drive.warm_up(forward)
-        saved.forget()
-        with meter, memory:  # the inner one sees parts first: DTensors compute shapes on whole tensors
-            memory.enter("forward")
+        saved.reset_peak()
+        with meter, memory:  # the inner mode sees shards first, because DTensors compute shapes on whole tensors
+            memory.enter_phase("forward")
             mark_model(model, memory)
-            drive.update(forward, meter)
+            drive.run_update(forward, meter)
             meter.phase = "update"
-            memory.enter("update")
-            reduced = _reduced_by_ddp(model, layout)
-            if reduced is not None:  # DDP's engine is C++ and runs on no fake tensors: it sends all gradients, once
+            memory.enter_phase("update")
+            reduced = _count_ddp_bytes(model, layout)
+            if (
+                reduced is not None
+            ):  # DDP's C++ engine rejects fake tensors, so its all-reduce of all gradients is added
                 exchange = MeteredCollective("backward", "all_reduce", "replicate", layout.replicate)
                 meter.volumes[exchange] = Volume(1, reduced, reduced)
             if optimizer is not None:
-                _step(optimizer)
-    gradients = storage_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-    states = tuple(_state_of(parameter, optimizer) for _, parameter in named)
-    held = zip((local(parameter).numel() for _, parameter in named), states)
+                _step_optimizer(optimizer)
+    gradients = count_storage_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    states = tuple(_describe_state(parameter, optimizer) for _, parameter in named)
+    held = zip((get_local_shard(parameter).numel() for _, parameter in named), states)
     state = sum(size * kept.per_element + kept.fixed for size, kept in held)
-    sent = meter.volumes, dict(meter.flops), saved.peak, tuple(meter.events)
-    buckets = _reduced_by_ddp(model, layout) or 0  # DDP's reducer holds all gradients once more
-    return StepDryRun(cut, buffers, weights, gradients, state, states, *sent, memory.trace(), buckets)
+    buckets = _count_ddp_bytes(model, layout) or 0  # DDP's buckets contain a second copy of all gradients
+    return StepDryRun(
+        pieces=cut,
+        buffers=buffers,
+        weights=weights,
+        gradients=gradients,
+        optimizer_state=state,
+        states=states,
+        volumes=meter.volumes,
+        flops=dict(meter.flops),
+        activations=saved.peak,
+        events=tuple(meter.events),
+        trace=memory.build_trace(),
+        buckets=buckets,
+    )
 
 
-def _step(optimizer: torch.optim.Optimizer) -> None:
+def _step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     try:
         optimizer.step()
     except Exception as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedError(
-            f"{type(optimizer).__name__} cannot step in a plan of this layout: {said}. Plan with optimizer='adamw', or give a "
+            f"{type(optimizer).__name__} cannot step in a plan of this layout: {message}. Plan with optimizer='adamw', or give a "
             "function that makes another optimizer"
         ) from error
 
 
-def _reduced_by_ddp(model: nn.Module, layout: Layout) -> int | None:
-    """Bytes of all gradients; None where there is no DDP."""
+def _count_ddp_bytes(model: nn.Module, layout: Layout) -> int | None:
+    """Return the bytes of all gradients if DDP reduces them.
+
+    Return None for other layouts, or if there is only one replica.
+    """
     if not layout.is_replicas_only or layout.replicate == 1:
         return None
     return sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
 
 
-def _state_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> StateOf:
+def _describe_state(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> StateBytes:
+    """Return the bytes of a parameter's optimizer state.
+
+    State tensors of the parameter's shape are counted in bytes per element. All other state is counted as a fixed
+    number of bytes.
+    """
     held = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-    tensors = [local(value) for value in held.values() if isinstance(value, torch.Tensor)]
-    shape = local(parameter).shape
+    tensors = [get_local_shard(value) for value in held.values() if isinstance(value, torch.Tensor)]
+    shape = get_local_shard(parameter).shape
     alike = [tensor for tensor in tensors if tensor.shape == shape]
-    return StateOf(
+    return StateBytes(
         sum(tensor.element_size() for tensor in alike),
         sum(tensor.nbytes for tensor in tensors if tensor.shape != shape),
     )
 
 
-def dry_run_stages(layout: Layout, dry_run_rank: Callable[[int, PeerAnswer], StepDryRun]) -> tuple[StepDryRun, ...]:
-    """Dry runs of the first replica's ranks along the pipeline, by their places.
+def dry_run_stages(layout: Layout, dry_run_rank: Callable[[int, PeerAnswers], StepDryRun]) -> tuple[StepDryRun, ...]:
+    """Make the dry runs of all pipeline ranks of the first replica, and return their results by stage.
+
+    A dry run that needs objects from later ranks is repeated.
 
     Args:
-        layout: of the run.
-        dry_run_rank: one rank, by its number in the run.
+        layout: Layout of the run.
+        dry_run_rank: Function that makes the dry run of one rank, called with the rank and the objects of all ranks.
 
     Raises:
-        StateError: ranks wait for each other for ever.
+        StateError: If the ranks wait for each other forever.
     """
-    told, found = PeerAnswer(), dict[int, StepDryRun]()
-    ranks = layout.groups("pp")[0]
+    peer_answers, found = PeerAnswers(), dict[int, StepDryRun]()
+    ranks = layout.list_groups("pp")[0]
     while len(found) < len(ranks):
-        before = len(found), sum(map(len, told.answers))
+        before = len(found), sum(map(len, peer_answers.answers))
         for place, rank in enumerate(ranks):
             if place not in found:
                 try:
-                    found[place] = dry_run_rank(rank, told)
+                    found[place] = dry_run_rank(rank, peer_answers)
                 except AnswerNotReady:
                     continue
-        if (len(found), sum(map(len, told.answers))) == before:
+        if (len(found), sum(map(len, peer_answers.answers))) == before:
             raise StateError(f"the stages of a pipeline of {len(ranks)} ranks wait for each other in their dry runs")
     return tuple(found[place] for place in range(len(ranks)))
 
 
-_COUNTS = ("buffers", "weights", "gradients", "optimizer_state", "activations", "buckets")
+def can_repeat_blocks(options: EngineOptions) -> bool:
+    """Whether the options treat all repeated blocks equally.
 
-
-def treats_blocks_alike(options: EngineOptions) -> bool:
-    """Do these options treat a block in the same way, however many there are?"""
+    If so, the dry run of a few blocks can be extrapolated to all of them.
+    """
     sharding, checkpointing = options.sharding, options.checkpointing
     if checkpointing is not None and checkpointing.every > 1:
         return False
@@ -379,11 +436,14 @@ def treats_blocks_alike(options: EngineOptions) -> bool:
 def dry_run_repeated(
     make: Callable[[], nn.Module], dry_run: Callable[[Callable[[], nn.Module]], StepDryRun]
 ) -> StepDryRun | None:
-    """The dry run of a whole model from those with a few of its blocks; None where none repeat, or these do not prove to be alike.
+    """Return the dry run of a full model, extrapolated from dry runs with a few of its blocks.
+
+    Return None if the blocks of the model do not repeat.
 
     Args:
-        make: makes the model, where parameters take no memory.
-        dry_run: of a model that is made so; it treats blocks alike.
+        make: Function that makes the model. It is called where parameters take no memory.
+        dry_run: Function that makes the dry run of a model, called with the function that makes the model. It must
+            treat all blocks equally.
     """
     with init_empty_weights(include_buffers=True):
         model = make()
@@ -393,25 +453,25 @@ def dry_run_repeated(
     found: dict[int, StepDryRun] = {}
 
     def trace(count: int) -> Trace:
-        def shortened() -> nn.Module:
+        def make_shortened() -> nn.Module:
             model = make()
             blocks.shorten(model, count)
             return model
 
-        found[count] = dry_run(shortened)
+        found[count] = dry_run(make_shortened)
         made = found[count].trace
         assert made is not None
         return made
 
     traced = trace_repeated(trace, blocks.count)
-    in_order = [_counts(found[count]) for count in sorted(found)]
-    counts = None if traced is None else _carried_on(in_order, blocks.count - TRACED)
+    in_order = [_collect_counts(found[count]) for count in sorted(found)]
+    counts = None if traced is None else _extrapolate_counts(in_order, blocks.count - TRACED)
     first = found[min(found)]
     places = {piece.name: index for index, piece in enumerate(first.pieces)}
     names = [name for name, _ in model.named_parameters()]
-    if counts is None or not all(blocks.first_alike(name) in places for name in names):
+    if counts is None or not all(blocks.name_in_first(name) in places for name in names):
         return None
-    from_places = [places[blocks.first_alike(name)] for name in names]
+    from_places = [places[blocks.name_in_first(name)] for name in names]
     assert first.volumes is not None
     assert first.flops is not None
     numbers: dict[str, Any] = {name: counts[name] for name in _COUNTS}
@@ -426,7 +486,8 @@ def dry_run_repeated(
     )
 
 
-def _counts(run: StepDryRun) -> dict[Hashable, int]:
+def _collect_counts(run: StepDryRun) -> dict[Hashable, int]:
+    """Return the counts of a dry run that grow with the number of repeated blocks, by field and key."""
     found: dict[Hashable, int] = {name: getattr(run, name) for name in _COUNTS}
     found |= {("flops", phase): number for phase, number in (run.flops or {}).items()}
     for key, volume in (run.volumes or {}).items():
@@ -434,8 +495,15 @@ def _counts(run: StepDryRun) -> dict[Hashable, int]:
     return found
 
 
-def _carried_on(runs: Sequence[dict[Hashable, int]], ahead: int) -> dict[Hashable, int] | None:
-    """All numbers so many steps after the first; None where one of the two known steps is another than the other."""
+def _extrapolate_counts(runs: Sequence[dict[Hashable, int]], ahead: int) -> dict[Hashable, int] | None:
+    """Return all counts, extrapolated linearly.
+
+    Return None if a count does not grow by the same amount from each run to the next.
+
+    Args:
+        runs: Counts of three dry runs. Each has one more repetition of the blocks than the previous one.
+        ahead: Number of repetitions to add to the last run.
+    """
     first, second, third = runs
     if not first.keys() == second.keys() == third.keys():
         return None

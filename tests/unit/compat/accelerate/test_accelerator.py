@@ -21,7 +21,7 @@ def accelerator():
 
 
 def test_its_loaders_go_by_accelerates_rules(accelerator):
-    assert isinstance(accelerator._preparation.rules, AccelerateRules)
+    assert isinstance(accelerator._preparation.behavior.loading_rules, AccelerateRules)
     assert accelerator._preparation.loader_rng.is_global
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from headway import Accelerator, DataLoaderConfiguration, RNGType
-from headway.common.callsite import shorten
+from headway.common.tracebacks import format_short_traceback
+from headway.core.runtime.collectives.rng import resolve_generator_names
 from headway.errors import ConfigError, UnsupportedError
-from headway.runtime.collectives.ranks import generator_names
 
 
 def test_surroundings():
@@ -95,7 +95,7 @@ def test_what_is_refused():
         accelerator.step
     with pytest.raises(AttributeError, match="no attribute 'clip_grad_norm'; did you mean clip_grad_norm_") as info:
         accelerator.clip_grad_norm
-    assert "frames of Headway" in shorten(info.value)[0]
+    assert "frames of Headway" in format_short_traceback(info.value)[0]
     with pytest.raises(AttributeError, match=r"has no attribute '_clip_grad_norm'$"):
         accelerator._clip_grad_norm
     assert not hasattr(accelerator, "fp8_recipe_handler")
@@ -109,7 +109,7 @@ def test_a_model_over_several_devices_is_known():
 
 
 def test_streams_by_accelerates_names():
-    assert generator_names(["torch", RNGType.CUDA, "xpu", RNGType.NPU, "mtia", "generator"]) == [
+    assert resolve_generator_names(["torch", RNGType.CUDA, "xpu", RNGType.NPU, "mtia", "generator"]) == [
         "torch",
         "device",
         "generator",

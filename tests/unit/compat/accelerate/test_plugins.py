@@ -13,8 +13,8 @@ import headway
 from headway import Accelerator
 from headway.common import env
 from headway.compat.accelerate.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
-from headway.config.engines import TorchDynamoPlugin
-from headway.config.parallelism import LayoutRequest
+from headway.core.config.compilation import TorchDynamoPlugin
+from headway.core.config.parallelism import LayoutRequest
 from headway.errors import ConfigError, UnsupportedError
 
 
@@ -150,7 +150,7 @@ def test_the_fields_of_a_sharding_plugin_are_accelerates(given, variables, later
     if "sharding_strategy" in given and 2 in (given.get("fsdp_version"), int(variables.get("FSDP_VERSION", 1))):
         given = {**given, "fsdp_version": 1}  # an error of Accelerate's, which Headway understands
     written = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # by Accelerate's own
-    with env.patched({**dict.fromkeys([*VARIABLES, written]), **variables}):
+    with env.patch_variables({**dict.fromkeys([*VARIABLES, written]), **variables}):
         made = [kind(**given) for kind in (accelerate.FullyShardedDataParallelPlugin, FullyShardedDataParallelPlugin)]
     for each in made:
         if later:

@@ -7,9 +7,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.compat.accelerate.accelerator import AccelerateAccelerator
+from headway.compat.accelerate.data.loaders import DataLoaderShard
 from headway.compat.accelerate.state import AcceleratorState
-from headway.config.run import DataLoaderConfiguration
-from tests.unit.data.fakes import Numbers
+from headway.core.config.run import DataLoaderConfiguration
+from tests.unit.core.data.fakes import Numbers
 
 BATCHES = 5
 
@@ -95,6 +96,18 @@ def test_a_stateful_loader_goes_on_by_itself(tmp_path):
     accelerator, _model, loader = made(is_stateful=True)
     accelerator.load_state(tmp_path)
     assert epoch(loader) + epoch(loader) == read[2:]
+
+
+def test_a_stateful_loader_is_one_of_torchdatas():
+    module = pytest.importorskip("torchdata.stateful_dataloader", reason="StatefulDataLoader is torchdata's")
+    accelerator, _model, loader = made(is_stateful=True)
+    assert isinstance(loader, module.StatefulDataLoader)
+    assert isinstance(loader, DataLoaderShard)
+    assert loader.use_stateful_dataloader
+    assert accelerator._dataloaders[0] is loader
+    _accelerator, _model, plain = made()
+    assert not isinstance(plain, module.StatefulDataLoader)
+    assert not plain.use_stateful_dataloader
 
 
 def test_an_epoch_that_was_left_comes_again_by_seed_and_after_a_resume(tmp_path):

@@ -10,8 +10,8 @@ from headway import Accelerator
 from headway.compat.accelerate import state
 from headway.compat.accelerate.constants import DistributedType
 from headway.compat.accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
+from headway.core.runtime import process
 from headway.errors import ConfigError, UnsupportedError
-from headway.runtime import process
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import headway
 from headway.compat.accelerate import trackers as ours
 from headway.compat.accelerate.accelerator import AccelerateAccelerator
 from headway.compat.accelerate.trackers import GeneralTracker, on_main_process
-from headway.tracking.base import LoggerType
-from headway.tracking.runlog import read_run
+from headway.core.tracking.base import LoggerType
+from headway.core.tracking.runlog_reader import read_run
 
 
 @pytest.fixture(autouse=True)
@@ -170,7 +170,7 @@ def test_tensorboard_by_hand_and_by_name(tmp_path):
 
 @pytest.mark.slow
 def test_wandb_with_a_table(tmp_path, monkeypatch):
-    from tests.unit.tracking.wandb_file import offline_run
+    from tests.unit.core.tracking.wandb_file import offline_run
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     tracker = ours.WandBTracker("mine", dir=str(tmp_path), mode="offline")

@@ -8,11 +8,11 @@ from headway.errors import StateError
 from headway.forecasting.device.allocator import (
     Allocator,
     MemoryEvent,
-    plain_peak,
-    replay,
-    rounded,
-    segment_of,
-    split_at,
+    compute_exact_peak,
+    compute_segment_size,
+    replay_events,
+    round_to_block,
+    split_by_kind,
 )
 
 MIB = 1 << 20
@@ -20,15 +20,15 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize(("asked", "block"), [(1, 512), (512, 512), (513, 1024), (MIB, MIB), (MIB + 1, MIB + 512)])
 def test_requests_are_rounded_to_512(asked, block):
-    assert rounded(asked) == block
+    assert round_to_block(asked) == block
 
 
 @pytest.mark.parametrize(
     ("block", "segment"),
     [(512, 2), (MIB, 2), (MIB + 512, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (10 * MIB + 512, 12), (31 * MIB, 32)],
 )
-def test_what_is_taken_from_the_card(block, segment):
-    assert segment_of(block) == segment * MIB
+def test_segment_sizes(block, segment):
+    assert compute_segment_size(block) == segment * MIB
 
 
 def test_small_requests_share_a_segment_until_it_is_full():
@@ -70,7 +70,7 @@ def test_the_smallest_block_that_fits_is_taken():
     assert allocator.reserved == 64 * MIB
 
 
-def test_neighbours_are_merged_but_segments_are_not():
+def test_neighbors_are_merged_but_segments_are_not():
     allocator = Allocator()
     for key in "abcd":
         allocator.allocate(key, 5 * MIB)  # one segment of 20
@@ -127,7 +127,7 @@ def test_nothing_is_lost_in_a_long_random_run():
             else:
                 live[key] = int(2 ** chance.uniform(3, 25))
                 allocator.allocate(key, live[key])
-        assert sum(map(rounded, live.values())) <= allocator.allocated <= allocator.reserved
+        assert sum(map(round_to_block, live.values())) <= allocator.allocated <= allocator.reserved
         for key in live:
             allocator.free(key)
         assert allocator.allocated == 0
@@ -140,11 +140,11 @@ def test_a_replay_knows_its_peak_and_what_was_in_use_then():
         MemoryEvent(2, -4 * MIB, kind="activations"),
         MemoryEvent(3, 2 * MIB, kind="gradients"),
     ]
-    found = replay(events)
+    found = replay_events(events)
     assert (found.allocated, found.reserved, found.peak) == (7 * MIB, 20 * MIB, 1)
-    assert plain_peak(events) == 7 * MIB
-    assert split_at(events, found.peak) == {"weights": 3 * MIB, "activations": 4 * MIB}
-    assert split_at(events, 3) == {"weights": 3 * MIB, "gradients": 2 * MIB}
+    assert compute_exact_peak(events) == 7 * MIB
+    assert split_by_kind(events, found.peak) == {"weights": 3 * MIB, "activations": 4 * MIB}
+    assert split_by_kind(events, 3) == {"weights": 3 * MIB, "gradients": 2 * MIB}
 
 
 def test_a_key_that_is_in_use_is_refused():

@@ -1,15 +1,15 @@
-"""What was measured on a card: reading, writing and precedence, with made-up records. tests/gpu measures a card."""
+"""Calibration records: reading, writing and precedence. tests/gpu measures a real GPU."""
 
 import json
 
 import pytest
 from click.testing import CliRunner
 
-from headway.cli.forecasts import estimate as command
+from headway.cli.estimate import estimate as command
 from headway.errors import ConfigError, DeviceUnavailable
 from headway.forecasting.device import calibration
-from headway.forecasting.device.calibration import CalibrationRecord, read, write
-from headway.forecasting.device.devices import DEVICES, MIB, find, name_of, spread
+from headway.forecasting.device.calibration import CalibrationRecord, read_records, write_record
+from headway.forecasting.device.devices import DEVICES, MIB, estimate_use, find_device, name_card
 
 MADE_UP = CalibrationRecord("NVIDIA A100-SXM4-80GB", 81920 * MIB, (8, 0), 431 * MIB, 17 * MIB, "2.13.0", "2026-11-22")
 
@@ -21,31 +21,31 @@ def home(tmp_path, monkeypatch):
 
 
 def test_a_record_is_kept_and_comes_before_the_assumption(home):
-    assumed = find("a100-80gb")
+    assumed = find_device("a100-80gb")
     assert "assumed" in assumed.source
-    write(home, "a100-80gb", MADE_UP)
-    write(home, "rtx-9999", MADE_UP)
-    assert read(home) == {"a100-80gb": MADE_UP, "rtx-9999": MADE_UP}
-    found = find("A100-80GB")
+    write_record(home, "a100-80gb", MADE_UP)
+    write_record(home, "rtx-9999", MADE_UP)
+    assert read_records(home) == {"a100-80gb": MADE_UP, "rtx-9999": MADE_UP}
+    found = find_device("A100-80GB")
     assert found.overhead == (431 * MIB, 431 * MIB, 559 * MIB)
     assert (
         found.source
         == "measured on NVIDIA A100-SXM4-80GB, 2026-11-22, with torch 2.13.0 (headway estimate --calibrate)"
     )
     assert found.rates == assumed.rates
-    least, likely, most = spread(found, 1000 * MIB)
+    least, likely, most = estimate_use(found, 1000 * MIB)
     assert (least, likely) == (1431 * MIB, 1431 * MIB)
     assert most == (1000 + 559 + 192) * MIB
-    assert find("a100-40gb") == DEVICES["a100-40gb"]
-    assert find("rtx-9999").memory == 81920 * MIB  # not in the table
+    assert find_device("a100-40gb") == DEVICES["a100-40gb"]
+    assert find_device("rtx-9999").memory == 81920 * MIB  # not in the table
 
 
-def test_a_file_that_is_something_else_is_told(home):
+def test_a_file_with_other_contents_is_reported(home):
     home.parent.mkdir()
     for content in ("no json", "[]", json.dumps({"a100-80gb": {"overhead": 3}})):
         home.write_text(content)
         with pytest.raises(ConfigError, match="remove it, and calibrate again"):
-            find("t4")
+            find_device("t4")
 
 
 @pytest.mark.parametrize(
@@ -63,18 +63,18 @@ def test_a_file_that_is_something_else_is_told(home):
         ("NVIDIA H100 NVL", 95320, "h100-nvl"),
     ],
 )
-def test_a_card_goes_by_the_tables_name_where_it_is_that_card(product, mebibytes, name):
-    assert name_of(product, mebibytes * MIB) == name
+def test_a_card_in_the_table_gets_its_name_from_there(product, mebibytes, name):
+    assert name_card(product, mebibytes * MIB) == name
 
 
 def test_this_is_the_machines_own_card(home, monkeypatch):
-    monkeypatch.setattr(calibration, "product", lambda: ("NVIDIA A100-SXM4-80GB", 81153 * MIB, (8, 0)))
-    assert find("this") == DEVICES["a100-80gb"]
-    write(home, "a100-80gb", MADE_UP)
-    assert find("this").overhead[0] == 431 * MIB
-    monkeypatch.setattr(calibration, "product", lambda: ("NVIDIA Novum", 81153 * MIB, (12, 0)))
+    monkeypatch.setattr(calibration, "read_device_properties", lambda: ("NVIDIA A100-SXM4-80GB", 81153 * MIB, (8, 0)))
+    assert find_device("this") == DEVICES["a100-80gb"]
+    write_record(home, "a100-80gb", MADE_UP)
+    assert find_device("this").overhead[0] == 431 * MIB
+    monkeypatch.setattr(calibration, "read_device_properties", lambda: ("NVIDIA Novum", 81153 * MIB, (12, 0)))
     with pytest.raises(ConfigError, match="headway estimate --calibrate"):
-        find("this")
+        find_device("this")
 
 
 def test_without_a_card_it_says_so(home, monkeypatch):

@@ -4,24 +4,24 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from headway.forecasting.device.devices import find
-from headway.forecasting.device.kernels import substituted
+from headway.forecasting.device.devices import find_device
+from headway.forecasting.device.kernels import substitute_kernels
 from headway.forecasting.tracing.trace import StorageTracker
 
 ROWS = 16 * 196 * 384 * 4
 
 
 def asked(function, *shape, turned=False):
-    """Large pieces asked for (positive) and given back by forward, and by backward with a gradient that lies in a row or not."""
-    device, found = find("h100"), []
-    with substituted(device, "no"), FakeTensorMode():
+    """Return the large allocations (positive) and frees of forward and backward, by the gradient's layout."""
+    device, found = find_device("h100"), []
+    with substitute_kernels(device, "no"), FakeTensorMode():
         x = torch.empty(shape, requires_grad=True)
         tracker = StorageTracker(device)
-        tracker.mark([x], "batch")
+        tracker.mark_tensors([x], "batch")
         with tracker:
             outputs = function(x)
         gradient = torch.empty(outputs.mT.shape).mT if turned else torch.empty(outputs.shape)
-        tracker.mark([gradient], "batch")
+        tracker.mark_tensors([gradient], "batch")
         found.append(len(tracker.events))
         with tracker:
             held = torch.autograd.grad(outputs, x, gradient)
@@ -48,7 +48,7 @@ def test_a_gradient_that_does_not_lie_in_a_row_is_copied(function, forward, back
 
 
 def test_what_picks_values_out_adds_into_zeros_in_place():
-    """Where torch sees a subclass of tensors, such as a fake one, it makes zeros and then a sum."""
+    """For a subclass such as a fake tensor, torch allocates zeros and then a sum."""
     picks = (
         lambda x: x.index_select(1, torch.zeros(100, dtype=torch.long)),
         lambda x: x.max(1).values,
@@ -67,8 +67,8 @@ def test_losses_that_are_reduced_ask_for_each_elements_own():
 
 def test_rms_norm_is_one_kernel_and_differs_where_torch_takes_none():
     """Weights in another dtype: torch's own operations, each with a result."""
-    device = find("h100")
-    with substituted(device, "no"), FakeTensorMode(allow_non_fake_inputs=True):
+    device = find_device("h100")
+    with substitute_kernels(device, "no"), FakeTensorMode(allow_non_fake_inputs=True):
         norm, rows = torch.nn.RMSNorm(512), torch.empty(64, 512)
         with StorageTracker(device) as tracker:
             norm(rows)

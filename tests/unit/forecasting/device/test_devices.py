@@ -1,9 +1,9 @@
-"""Names of cards."""
+"""Finding GPUs by name."""
 
 import pytest
 
 from headway.errors import ConfigError
-from headway.forecasting.device.devices import find
+from headway.forecasting.device.devices import find_device
 
 
 @pytest.mark.parametrize(
@@ -20,12 +20,12 @@ from headway.forecasting.device.devices import find
     ],
 )
 def test_a_product_by_its_own_name(product, name):
-    assert find(product).name == name
+    assert find_device(product).name == name
 
 
 def test_some_card_by_its_memory():
-    assert find("48GiB").memory == 48 << 30
-    assert find("24 GB").memory == 24_000_000_000
-    assert "only its memory was given" in find("48GiB").caveats[0]
+    assert find_device("48GiB").memory == 48 << 30
+    assert find_device("24 GB").memory == 24_000_000_000
+    assert "only its memory was given" in find_device("48GiB").caveats[0]
     with pytest.raises(ConfigError, match="is not in the table"):
-        find("many GiB")
+        find_device("many GiB")

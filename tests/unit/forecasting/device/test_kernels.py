@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from headway.forecasting.device.attention import AttentionKernel
-from headway.forecasting.device.devices import find
-from headway.forecasting.tracing.fake import trace
+from headway.forecasting.device.devices import find_device
+from headway.forecasting.tracing.fake import trace_step
 from headway.forecasting.tracing.step import StepRecipe
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -37,7 +37,7 @@ H100, A100, T4 = (9, 0), (8, 0), (7, 5)
 def test_the_kernel(capability, version, dtype, width, groups, mask, p, kernel):
     query, key = torch.empty(2, 8, 16, width, dtype=dtype), torch.empty(2, groups, 16, width, dtype=dtype)
     added = torch.empty(2, 1, 16, 16, dtype=dtype) if mask else None
-    assert AttentionKernel(capability, version).kernel(query, key, added, p, False, True) == kernel
+    assert AttentionKernel(capability, version).choose_kernel(query, key, added, p, False, True) == kernel
 
 
 LENGTH = 1024
@@ -62,5 +62,5 @@ class Attention(torch.nn.Module):
 @pytest.mark.parametrize(("name", "has_scores"), [("t4", True), ("h100", False), ("b200", False)])
 def test_scores_are_counted_where_they_are_kept(name, has_scores):
     recipe = StepRecipe(None, lambda out, _: out.sum(), "bf16")
-    found = trace(Attention, lambda: torch.zeros(2, LENGTH, 256), recipe, find(name))
+    found = trace_step(Attention, lambda: torch.zeros(2, LENGTH, 256), recipe, find_device(name))
     assert (max(event.num_bytes for event in found.events if event.kind != "workspaces") >= SCORES) is has_scores

@@ -1,4 +1,4 @@
-"""A card's record replayed: written here by hand, in the form in which torch gives it."""
+"""Replay of a GPU's allocator history, written by hand in torch's format."""
 
 import pytest
 
@@ -39,6 +39,6 @@ def test_what_began_before_the_record_is_counted():
 
 
 @pytest.mark.parametrize("snapshot", [{}, {"device_traces": []}, {"device_traces": [[]]}])
-def test_no_record_is_said(snapshot):
+def test_a_missing_record_is_reported(snapshot):
     with pytest.raises(DataError, match="_record_memory_history"):
         compare(snapshot)

@@ -1,4 +1,4 @@
-"""Steps whose sizes depend on values: taken at their largest, said, and never below what a run takes."""
+"""Steps whose sizes depend on values: the largest size is used and reported as a caveat."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from benchmarks.forecast.truth import profiled
-from headway.forecasting.device.allocator import plain_peak, told_apart
-from headway.forecasting.device.devices import find
-from headway.forecasting.tracing.fake import trace
+from headway.forecasting.device.allocator import compute_exact_peak, separate_unsure
+from headway.forecasting.device.devices import find_device
+from headway.forecasting.tracing.fake import trace_step
 from headway.forecasting.tracing.step import StepRecipe
 
 WIDTH, ROWS = 48, 40
@@ -46,7 +46,7 @@ class Masked(nn.Module):
         return found + torch.masked_select(found, x > 2).sum()
 
 
-class Recogniser(nn.Module):
+class Recognizer(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(WIDTH, 12)
@@ -85,27 +85,29 @@ def measured(model, loss):
 
 @pytest.mark.parametrize(("model", "loss"), [(Experts, mse), (Masked, mse)])
 def test_no_less_than_a_run_takes(model, loss):
-    found = trace(model, batch, StepRecipe(torch.optim.SGD, loss), find("cpu"))
+    found = trace_step(model, batch, StepRecipe(torch.optim.SGD, loss), find_device("cpu"))
     assert any("taken at their largest" in caveat for caveat in found.caveats)
-    assert plain_peak(found.events) >= measured(model(), loss)
+    assert compute_exact_peak(found.events) >= measured(model(), loss)
 
 
 @pytest.mark.parametrize("normed", [spectral_norm, nn.utils.spectral_norm])
 def test_spectral_norm_needs_no_values(normed):
-    found = trace(lambda: normed(nn.Linear(WIDTH, WIDTH)), batch, StepRecipe(torch.optim.SGD, mse), find("cpu"))
+    found = trace_step(
+        lambda: normed(nn.Linear(WIDTH, WIDTH)), batch, StepRecipe(torch.optim.SGD, mse), find_device("cpu")
+    )
     assert not any("largest" in caveat for caveat in found.caveats)
 
 
 def test_what_ctc_asks_for_besides_may_come_on_top():
-    found = trace(Recogniser, batch, StepRecipe(torch.optim.SGD, ctc), find("a100-40gb"))
+    found = trace_step(Recognizer, batch, StepRecipe(torch.optim.SGD, ctc), find_device("a100-40gb"))
     assert any("taken at their largest" in caveat for caveat in found.caveats)
     assert any("CTC loss is not counted" in caveat for caveat in found.caveats)
-    assert told_apart(found.events)[1] > 0
+    assert separate_unsure(found.events)[1] > 0
 
 
 def test_unique():
     def loss(outputs, _):
         return outputs.sum() + torch.unique(outputs.detach()).sum()
 
-    found = trace(lambda: nn.Linear(WIDTH, WIDTH), batch, StepRecipe(torch.optim.SGD, loss), find("cpu"))
+    found = trace_step(lambda: nn.Linear(WIDTH, WIDTH), batch, StepRecipe(torch.optim.SGD, loss), find_device("cpu"))
     assert any("taken at their largest" in caveat for caveat in found.caveats)

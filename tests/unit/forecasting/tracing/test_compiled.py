@@ -9,14 +9,14 @@ from torch import nn
 import headway
 from benchmarks.forecast.truth import peak
 from headway.errors import UnsupportedError
-from headway.forecasting.device.allocator import plain_peak
-from headway.forecasting.device.devices import find
+from headway.forecasting.device.allocator import compute_exact_peak
+from headway.forecasting.device.devices import find_device
 from headway.forecasting.tracing import compiled, fake
-from headway.forecasting.tracing.fake import trace
+from headway.forecasting.tracing.fake import trace_step
 from headway.forecasting.tracing.step import StepRecipe
 
 pytestmark = pytest.mark.slow  # inductor takes seconds to import
-CPU, CARD = find("cpu"), find("rtx-3090")
+CPU, CARD = find_device("cpu"), find_device("rtx-3090")
 WIDTH, ROWS = 256, 2048
 
 
@@ -62,7 +62,7 @@ def batch(rows=ROWS):
 
 
 def most(make, device=CPU, **settings):
-    return plain_peak(trace(make, batch, recipe(**settings), device).events)
+    return compute_exact_peak(trace_step(make, batch, recipe(**settings), device).events)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor builds kernels for a CPU with g++")
@@ -75,11 +75,11 @@ def test_the_peak_is_that_of_a_real_compiled_run(how):
 
 
 def test_blocks_that_repeat_are_inferred():
-    found = [trace(lambda: blocks("by block", depth), batch, recipe(), CARD) for depth in (6, 7)]
+    found = [trace_step(lambda: blocks("by block", depth), batch, recipe(), CARD) for depth in (6, 7)]
     assert "compiled" in found[0].caveats[0]
-    whole = trace(lambda: blocks("by block", 7), batch, recipe(), CARD, can_repeat=False)
-    assert plain_peak(found[1].events) == plain_peak(whole.events)
-    assert plain_peak(found[1].events) > plain_peak(found[0].events)
+    whole = trace_step(lambda: blocks("by block", 7), batch, recipe(), CARD, can_repeat=False)
+    assert compute_exact_peak(found[1].events) == compute_exact_peak(whole.events)
+    assert compute_exact_peak(found[1].events) > compute_exact_peak(found[0].events)
 
 
 class Chain(nn.Module):
@@ -92,7 +92,7 @@ class Chain(nn.Module):
 
 
 def test_a_function_that_is_compiled_is_followed():
-    """Its pointwise operations are one kernel, and keep its input alone."""
+    """Model whose pointwise operations are fused into one kernel that keeps only its input."""
     size = ROWS * WIDTH * 4
     plain, fused = (most(lambda f=f: Chain(f), CARD) for f in (many, torch.compile(many)))
     assert plain - fused >= 3 * size
@@ -112,11 +112,11 @@ def test_what_dynamo_compiled_for_no_values_is_forgotten():
 
 def test_compiled_steps_have_no_cost():
     with pytest.raises(UnsupportedError, match=r"torch\.compile"):
-        trace(lambda: blocks("whole"), batch, recipe(), CARD, counts_work=True)
+        trace_step(lambda: blocks("whole"), batch, recipe(), CARD, counts_work=True)
 
 
 def test_other_backends_are_refused_where_inductor_is_not_there(monkeypatch):
-    monkeypatch.setattr(fake, "may_compile", lambda: False)
+    monkeypatch.setattr(fake, "can_compile", lambda: False)
     made = torch.compile(torch.tanh, backend="eager")
     with pytest.raises(UnsupportedError, match=r"torch\.compile"):
         most(lambda: Chain(made), CARD)

@@ -1,4 +1,4 @@
-"""A step traced on fake tensors: against a real run by torch's own profiler, and by what each target does differently."""
+"""Steps traced on fake tensors, compared with torch's profiler, and differences between devices."""
 
 import pytest
 import torch
@@ -8,16 +8,16 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.forecast.models import CASES
 from benchmarks.forecast.truth import peak
 from headway.errors import LossError, UnsupportedError
-from headway.forecasting.answer import of_trace
-from headway.forecasting.device.allocator import plain_peak, replay, split_at, told_apart
-from headway.forecasting.device.devices import find, spread
+from headway.forecasting.answer import build_forecast
+from headway.forecasting.device.allocator import compute_exact_peak, replay_events, separate_unsure, split_by_kind
+from headway.forecasting.device.devices import estimate_use, find_device
 from headway.forecasting.device.kernels import FLOAT32, FLOAT32_IF_FREE
-from headway.forecasting.forecaster import alike
-from headway.forecasting.tracing.fake import trace
+from headway.forecasting.forecaster import is_same_sequence
+from headway.forecasting.tracing.attention_masks import skip_causal_mask
+from headway.forecasting.tracing.fake import trace_step
 from headway.forecasting.tracing.step import StepRecipe
-from headway.planning.sources import unmasked
 
-CPU, CARD = find("cpu"), find("rtx-3090")
+CPU, CARD = find_device("cpu"), find_device("rtx-3090")
 MIB = 1 << 20
 
 
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 def traced(inner=lambda x: x, device=CARD, batch=64, precision="no", **recipe):
     recipe = StepRecipe(recipe.pop("optimizer", adamw), total, precision, **recipe)
-    return trace(lambda: Net(inner), lambda: torch.zeros(batch, 512), recipe, device)
+    return trace_step(lambda: Net(inner), lambda: torch.zeros(batch, 512), recipe, device)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_the_peak_on_a_cpu_is_the_profilers(name):
 
     def make():
         model = case.make()
-        return unmasked(model) if hasattr(model, "set_attn_implementation") else model
+        return skip_causal_mask(model) if hasattr(model, "set_attn_implementation") else model
 
-    forecast = plain_peak(trace(make, lambda: case.batch(4), recipe, CPU).events)
+    forecast = compute_exact_peak(trace_step(make, lambda: case.batch(4), recipe, CPU).events)
     assert forecast == pytest.approx(peak(case.make().train(), recipe, lambda: case.batch(4)), rel=0.005)
 
 
@@ -96,7 +96,7 @@ def test_gradients_of_several_users_are_summed_where_the_first_lies(ways):
         return Twice(ways)
 
     recipe = StepRecipe(None, total)
-    forecast = plain_peak(trace(make, lambda: torch.zeros(512, 8), recipe, CPU).events)
+    forecast = compute_exact_peak(trace_step(make, lambda: torch.zeros(512, 8), recipe, CPU).events)
     assert forecast == pytest.approx(peak(make().train(), recipe, lambda: torch.zeros(512, 8)), rel=0.005)
 
 
@@ -104,8 +104,10 @@ def test_sums_of_gradients_that_are_empty_take_nothing():
     def empty(x):
         return x[:, :0] + x[:, :0].tanh()
 
-    found = trace(lambda: Net(lambda x: x + empty(x).sum()), lambda: torch.zeros(4, 512), StepRecipe(None, total), CPU)
-    assert plain_peak(found.events) > 0
+    found = trace_step(
+        lambda: Net(lambda x: x + empty(x).sum()), lambda: torch.zeros(4, 512), StepRecipe(None, total), CPU
+    )
+    assert compute_exact_peak(found.events) > 0
 
 
 class Tied(nn.Module):
@@ -126,12 +128,14 @@ def test_gradients_of_a_tied_weight_are_not_summed_in_place():
     def batch():
         return torch.zeros(2, 4, dtype=torch.long)
 
-    assert plain_peak(trace(Tied, batch, recipe, CPU).events) == pytest.approx(peak(Tied(), recipe, batch), rel=0.005)
+    assert compute_exact_peak(trace_step(Tied, batch, recipe, CPU).events) == pytest.approx(
+        peak(Tied(), recipe, batch), rel=0.005
+    )
 
 
 def test_nothing_stays_but_the_model_and_the_optimizer():
     found = traced()
-    rest = split_at(found.events, len(found.events) - 1)
+    rest = split_by_kind(found.events, len(found.events) - 1)
     assert set(rest) == {"weights", "workspaces", "optimizer state"}
     assert rest["weights"] == 2 * (512 * 512 + 512) * 4
     assert {event.key for event in found.events if event.num_bytes < 0} <= {event.key for event in found.events}
@@ -142,20 +146,20 @@ def test_what_cudnn_may_ask_for_is_in_the_most_alone():
         return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
 
     recipe = StepRecipe(adamw, total)
-    on_card, on_cpu = (trace(make, lambda: torch.zeros(2, 3, 32, 32), recipe, device) for device in (CARD, CPU))
-    events, unsure = told_apart(on_card.events)
+    on_card, on_cpu = (trace_step(make, lambda: torch.zeros(2, 3, 32, 32), recipe, device) for device in (CARD, CPU))
+    events, unsure = separate_unsure(on_card.events)
     # The second layer's backward reads its gradient, its input and its weight.
     assert unsure == (2 * 8 * 28 * 28 + 2 * 8 * 30 * 30 + 8 * 8 * 9) * 4
-    assert told_apart(on_cpu.events)[1] == 0
-    found = of_trace(on_card, CARD, 2, None, False)
-    assert found.allocated == replay(events).allocated
-    assert found.most == spread(CARD, found.reserved)[2] + unsure
+    assert separate_unsure(on_cpu.events)[1] == 0
+    found = build_forecast(on_card, CARD, 2, None, False)
+    assert found.allocated == replay_events(events).allocated
+    assert found.most == estimate_use(CARD, found.reserved)[2] + unsure
 
 
-def test_memory_is_told_apart():
+def test_memory_is_split_by_kind():
     found = traced(batch=4096)
     end_of_forward = found.phases["step 2 backward"] - 1
-    held = split_at(found.events, end_of_forward)
+    held = split_by_kind(found.events, end_of_forward)
     weights = 2 * (512 * 512 + 512) * 4
     assert held["weights"] == weights
     assert held["optimizer state"] == 2 * weights
@@ -163,8 +167,8 @@ def test_memory_is_told_apart():
     # What the second layer was given, and what a loop's names hold: the outputs and the loss.
     assert held["activations"] == 2 * 4096 * 512 * 4 + 4
     dropped = traced(batch=4096, loop="loss_function")
-    assert split_at(dropped.events, dropped.phases["step 2 backward"] - 1)["activations"] == 4096 * 512 * 4 + 4
-    at_update = split_at(found.events, found.phases["step 2 update"] - 1)
+    assert split_by_kind(dropped.events, dropped.phases["step 2 backward"] - 1)["activations"] == 4096 * 512 * 4 + 4
+    at_update = split_by_kind(found.events, found.phases["step 2 update"] - 1)
     assert at_update["gradients"] == weights
 
 
@@ -178,7 +182,9 @@ def test_dropout_keeps_a_byte_an_element_on_a_card_and_four_on_a_cpu():
     on_card, on_cpu = (traced(inner, device, 4096, loop="loss_function") for device in (CARD, CPU))
     assert "aten::native_dropout" in on_card.operations
     assert "aten::bernoulli_" in on_cpu.operations
-    kept = [split_at(found.events, found.phases["step 2 backward"] - 1)["activations"] for found in (on_card, on_cpu)]
+    kept = [
+        split_by_kind(found.events, found.phases["step 2 backward"] - 1)["activations"] for found in (on_card, on_cpu)
+    ]
     # Input of the second layer, and the mask.
     assert kept[0] - 4096 * 512 * 4 == pytest.approx(4096 * 512, abs=64)
     assert kept[1] - 4096 * 512 * 4 == pytest.approx(4096 * 512 * 4, abs=64)
@@ -215,7 +221,7 @@ def test_attention_takes_the_cards_kernel(precision, masked, kernel):
 def test_autocast_computes_in_float32_what_cuda_does():
     norm = nn.LayerNorm(512)
     on_card, on_cpu = (traced(norm, device, 4096, "bf16") for device in (CARD, CPU))
-    assert plain_peak(on_card.events) > plain_peak(on_cpu.events) + 4096 * 512 * 2 - 17 * MIB
+    assert compute_exact_peak(on_card.events) > compute_exact_peak(on_cpu.events) + 4096 * 512 * 2 - 17 * MIB
     assert on_card.operations["aten::_to_copy"] > on_cpu.operations["aten::_to_copy"]
 
 
@@ -238,7 +244,7 @@ ELSEWHERE = {
     *("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell"),
     "_scaled_dot_product_flash_attention",
 }
-"""What CUDA's autocast has to do with and a CPU's has not, beside what it computes in float32."""
+"""Operations that CUDA's autocast handles and a CPU's does not, except those computed in float32."""
 
 
 def test_the_list_of_autocast_is_the_installed_torchs():
@@ -256,7 +262,7 @@ def test_the_list_of_autocast_is_the_installed_torchs():
 def test_interpolation_under_autocast_is_in_float32_on_a_card():
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Upsample(scale_factor=2))
     on_card, on_cpu = (
-        trace(lambda: model, lambda: torch.zeros(2, 3, 32, 32), StepRecipe(None, total, "bf16"), device)
+        trace_step(lambda: model, lambda: torch.zeros(2, 3, 32, 32), StepRecipe(None, total, "bf16"), device)
         for device in (CARD, CPU)
     )
     for found, width in ((on_card, 4), (on_cpu, 2)):
@@ -269,7 +275,7 @@ def test_optimizers_work_on_all_parameters_at_once_on_a_card():
 
     def temporaries(found):
         first, last = found.phases["step 2 update"], found.phases["end"]
-        most = max((split_at(found.events, i).get("temporaries", 0) for i in range(first, last)), default=0)
+        most = max((split_by_kind(found.events, i).get("temporaries", 0) for i in range(first, last)), default=0)
         return most
 
     assert temporaries(traced()) >= weights
@@ -283,7 +289,7 @@ def test_accumulation_clipping_and_scaling_are_in_the_step():
     assert found.operations["aten::_foreach_norm"] == 2
     assert found.operations["aten::_amp_foreach_non_finite_check_and_unscale_"] == 2
     one, three = traced(batch=4096), traced(batch=4096, accumulation=3)
-    assert plain_peak(three.events) >= plain_peak(one.events)
+    assert compute_exact_peak(three.events) >= compute_exact_peak(one.events)
 
 
 def test_frozen_parameters_have_neither_gradients_nor_state():
@@ -292,8 +298,8 @@ def test_frozen_parameters_have_neither_gradients_nor_state():
         net.first.requires_grad_(False)
         return net
 
-    found = trace(make, lambda: torch.zeros(64, 512), StepRecipe(adamw, total), CARD)
-    held = split_at(found.events, found.phases["step 2 forward"])
+    found = trace_step(make, lambda: torch.zeros(64, 512), StepRecipe(adamw, total), CARD)
+    held = split_by_kind(found.events, found.phases["step 2 forward"])
     assert held["optimizer state"] == held["weights"]  # two for each of one half
 
 
@@ -307,7 +313,7 @@ def reads(x):
     return x * x.sum().item()
 
 
-def test_what_reads_a_value_is_refused_with_its_line():
+def test_an_operation_that_reads_a_value_is_refused_with_its_line():
     with pytest.raises(UnsupportedError, match=r"_local_scalar_dense.*test_fake.py:\d+ in reads.*reads a value"):
         traced(reads)
 
@@ -316,7 +322,7 @@ def test_a_packed_sequence_is_refused_wherever_it_is_in_the_batch():
     packed = nn.utils.rnn.pack_sequence([torch.zeros(steps, 8) for steps in (9, 7, 3)])
     for batch in (packed, (packed, torch.zeros(3)), {"input": packed}):
         with pytest.raises(UnsupportedError, match=r"PackedSequence.*padded"):
-            trace(lambda: nn.LSTM(8, 16), lambda batch=batch: batch, StepRecipe(None, total), CARD)
+            trace_step(lambda: nn.LSTM(8, 16), lambda batch=batch: batch, StepRecipe(None, total), CARD)
 
 
 def test_an_operation_without_a_fake_kernel_is_refused():
@@ -333,11 +339,11 @@ def test_an_operation_without_a_fake_kernel_is_refused():
 
 def test_a_step_without_a_loss_is_refused():
     with pytest.raises(LossError, match=r"shape \[64, 512\]"):
-        trace(Net, lambda: torch.zeros(64, 512), StepRecipe(adamw), CARD)
+        trace_step(Net, lambda: torch.zeros(64, 512), StepRecipe(adamw), CARD)
 
 
 def test_convolutions_say_what_is_not_counted():
-    found = trace(lambda: nn.Conv2d(3, 4, 3), lambda: torch.zeros(2, 3, 8, 8), StepRecipe(adamw, total), CARD)
+    found = trace_step(lambda: nn.Conv2d(3, 4, 3), lambda: torch.zeros(2, 3, 8, 8), StepRecipe(adamw, total), CARD)
     assert any("cuDNN" in caveat for caveat in found.caveats)
 
 
@@ -353,8 +359,8 @@ def test_a_loss_that_torch_shrinks_keeps_the_memory_of_all_elements():
     real = torch.nn.functional.mse_loss(torch.zeros(64, 1024), torch.zeros(64, 1024))
     assert real.untyped_storage().nbytes() == 4 * 64 * 1024
     taken = peak(net(), StepRecipe(torch.optim.SGD, nn.functional.mse_loss), batch)
-    found = trace(net, batch, StepRecipe(torch.optim.SGD, nn.functional.mse_loss), find("cpu"))
-    assert plain_peak(found.events) == pytest.approx(taken, rel=0.005)
+    found = trace_step(net, batch, StepRecipe(torch.optim.SGD, nn.functional.mse_loss), find_device("cpu"))
+    assert compute_exact_peak(found.events) == pytest.approx(taken, rel=0.005)
 
 
 @pytest.mark.slow
@@ -366,7 +372,7 @@ def test_under_autocast_two_batches_ask_and_give_back_in_the_same_order():
         return nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)])
 
     found = [
-        trace(net, lambda size=size: (torch.zeros(size, 64), torch.zeros(size, 64)), recipe, CARD).events
+        trace_step(net, lambda size=size: (torch.zeros(size, 64), torch.zeros(size, 64)), recipe, CARD).events
         for size in (8, 9)
     ]
-    assert alike(*found)
+    assert is_same_sequence(*found)

@@ -5,9 +5,9 @@ import torch
 
 import headway
 from benchmarks.forecast.truth import peak
+from headway.forecasting.tracing.four_bit import is_unpacked_four_bit, iterate_scales
 from headway.forecasting.tracing.step import StepRecipe
-from headway.forecasting.tracing.tensors import is_four_bit, scales_of
-from headway.planning.sources import find, trainable
+from headway.planning.sources import find_source, make_trainable
 
 transformers = pytest.importorskip("transformers")
 bnb = pytest.importorskip("bitsandbytes")
@@ -48,17 +48,17 @@ def loaded(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_qlora_takes_what_the_real_one_takes(folder, precision):
-    make, batch, loss = trainable(find(str(folder), 4, 64), dtype="int4", lora=4)
+    make, batch, loss = make_trainable(find_source(str(folder), 4, 64), dtype="int4", lora=4)
     found = headway.forecast(make, batch, loss=loss, device="cpu", precision=precision, batch_size=4, largest=False)
     model = loaded(folder)
     layers = [module for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
-    scales = sum(each.nbytes for module in layers for each in scales_of(module))
+    scales = sum(each.nbytes for module in layers for each in iterate_scales(module))
     assert len(layers) == 7 * SMALL["num_hidden_layers"]
     assert scales > 0
     recipe = StepRecipe(torch.optim.AdamW, None, precision)
     # The profiler's sum begins with parameters and buffers, and what undoes the packing is neither.
     assert found.allocated == pytest.approx(peak(model, recipe, lambda: batch(4)) + scales, rel=0.001)
-    assert not any(map(is_four_bit, model.modules()))
+    assert not any(map(is_unpacked_four_bit, model.modules()))
 
 
 def test_a_layer_of_ones_own_is_packed_with_and_without_nested_scales():
@@ -68,7 +68,7 @@ def test_a_layer_of_ones_own_is_packed_with_and_without_nested_scales():
             return bnb.nn.Linear4bit(256, 512, bias=False, compress_statistics=is_nested, compute_dtype=torch.float32)
 
         real = make().to("cpu")
-        held = real.weight.nbytes + sum(each.nbytes for each in scales_of(real))
+        held = real.weight.nbytes + sum(each.nbytes for each in iterate_scales(real))
         adapted = lambda make=make: torch.nn.Sequential(torch.nn.Linear(256, 256), make())  # noqa: E731
         found = headway.forecast(
             adapted, lambda n: torch.zeros(n, 256), loss=lambda y, _: y.sum(), device="cpu", batch_size=2, largest=False

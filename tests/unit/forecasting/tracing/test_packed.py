@@ -1,4 +1,4 @@
-"""Packed sequences: positions that start anew, for which transformers builds a mask, beside torch's profiler."""
+"""Packed sequences, for which transformers builds a mask, compared with torch's profiler."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Blocks that repeat are traced a few times: the events are those of tracing all of them, or all of them are traced."""
+"""Extrapolated traces of repeated blocks equal those of all blocks."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from headway.forecasting.device.allocator import MemoryEvent
-from headway.forecasting.device.devices import find
-from headway.forecasting.tracing.fake import trace
+from headway.forecasting.device.devices import find_device
+from headway.forecasting.tracing.fake import trace_step
 from headway.forecasting.tracing.repeats import FEWEST, RepeatProof, find_blocks
 from headway.forecasting.tracing.step import StepRecipe
 from headway.forecasting.tracing.trace import Trace
@@ -72,7 +72,9 @@ class Reaching(Chain):
 def traced(make: Callable[[], nn.Module], prepare: Callable[[nn.Module], object] | None = None, **recipe: Any) -> Trace:
     CALLS.clear()
     options = {"optimizer": partial(torch.optim.AdamW, foreach=True), **recipe}
-    return trace(make, lambda: torch.zeros(4, 8), StepRecipe(**options), find("h100"), prepare, counts_work=True)
+    return trace_step(
+        make, lambda: torch.zeros(4, 8), StepRecipe(**options), find_device("h100"), prepare, counts_work=True
+    )
 
 
 def said(found: Trace) -> list[MemoryEvent]:
@@ -197,7 +199,7 @@ def test_another_batch_takes_one_trace_with_four_repetitions() -> None:
     def traced_batch(size: int, is_list: bool, proofs: list[RepeatProof] | None = None) -> Trace:
         CALLS.clear()
         make = partial(Chain, [32] * FEWEST, is_list)
-        return trace(make, lambda: torch.zeros(size, 8), recipe, find("h100"), proofs=proofs)
+        return trace_step(make, lambda: torch.zeros(size, 8), recipe, find_device("h100"), proofs=proofs)
 
     # With 4 rows two tensors of unlike kinds have one size by chance, and what is proved of them serves no other batch.
     for size, repetitions in ((4, 12), (9, 12), (10, 4), (3000, 4)):
@@ -222,11 +224,11 @@ def test_batch_that_takes_another_way_is_proved_anew() -> None:
     recipe = StepRecipe(optimizer=None)
     for size, num_proofs in ((4, 1), (8, 2), (9, 2), (5, 2)):
         found, full = (
-            trace(
+            trace_step(
                 partial(Forked, [32] * FEWEST, is_list),
                 lambda: torch.zeros(size, 8),
                 recipe,
-                find("h100"),
+                find_device("h100"),
                 proofs=known,
             )
             for is_list, known in ((True, proofs), (False, None))

@@ -1,4 +1,4 @@
-"""Loops as people write them: what their names hold while they run, against torch's profiler around the same loop on real tensors."""
+"""Training loops, compared with torch's profiler of the same loop on real tensors."""
 
 import pytest
 import torch
@@ -6,17 +6,17 @@ from torch import nn
 
 from benchmarks.forecast.truth import profiled
 from headway.errors import ConfigError
-from headway.forecasting.device.allocator import plain_peak
-from headway.forecasting.device.devices import find
-from headway.forecasting.tracing.fake import trace
+from headway.forecasting.device.allocator import compute_exact_peak
+from headway.forecasting.device.devices import find_device
+from headway.forecasting.tracing.fake import trace_step
 from headway.forecasting.tracing.step import StepObserver, StepRecipe, mark_model
 
-CPU = find("cpu")
+CPU = find_device("cpu")
 WIDTH, CLASSES, ROWS = 64, 3000, 48
 
 
 class Exp(torch.autograd.Function):
-    """Keeps its result beside what autograd frees after backward."""
+    """Function that keeps its result in an attribute of the context, in addition to saved tensors."""
 
     @staticmethod
     def forward(ctx, x):
@@ -29,7 +29,7 @@ class Exp(torch.autograd.Function):
 
 
 class Classifier(nn.Module):
-    """Its outputs are larger than all the rest."""
+    """Model whose outputs need most of the memory."""
 
     def __init__(self, keeps=False):
         super().__init__()
@@ -80,7 +80,7 @@ def adamw(parameters):
 
 
 def measured(loop, keeps=False):
-    """By torch's own profiler: the most bytes in use in two updates."""
+    """Return the peak bytes of two updates, measured by torch's profiler."""
     model = Classifier(keeps)
     optimizer = adamw(model.parameters())
     held = sum(parameter.nbytes for parameter in model.parameters())
@@ -89,19 +89,19 @@ def measured(loop, keeps=False):
 
 def forecast(loop, keeps=False, **recipe):
     made = StepRecipe(adamw, nn.functional.cross_entropy, loop=loop, **recipe)
-    return trace(lambda: Classifier(keeps), batch, made, CPU)
+    return trace_step(lambda: Classifier(keeps), batch, made, CPU)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_takes_what_the_profiler_sees(name, keeps):
     real = measured(LOOPS[name], keeps)
-    assert plain_peak(forecast(name, keeps).events) == pytest.approx(real, rel=0.005)
-    assert plain_peak(forecast(LOOPS[name], keeps).events) == pytest.approx(real, rel=0.005)
+    assert compute_exact_peak(forecast(name, keeps).events) == pytest.approx(real, rel=0.005)
+    assert compute_exact_peak(forecast(LOOPS[name], keeps).events) == pytest.approx(real, rel=0.005)
 
 
 def test_loops_differ():
-    sizes = {name: plain_peak(forecast(name, keeps=True).events) for name in LOOPS}
+    sizes = {name: compute_exact_peak(forecast(name, keeps=True).events) for name in LOOPS}
     logits = ROWS * CLASSES * 4
     assert sizes["plain"] >= sizes["loss_function"] + logits
     assert sizes["zero_grad_before_backward"] > sizes["plain"]
@@ -150,12 +150,12 @@ def test_a_loop_of_the_users_own_clips_by_itself():
 
 
 class Marks(StepObserver):
-    """Keeps what it is told of, in order."""
+    """Observer that records all reports in order."""
 
     def __init__(self):
         self.seen = []
 
-    def mark(self, tensors, kind):
+    def mark_tensors(self, tensors, kind):
         self.seen += [(id(tensor), kind) for tensor in tensors]
 
 

@@ -1,4 +1,4 @@
-"""The first failure: which of several deaths is the cause, how it is told, what is kept."""
+"""The first failure: which of several ends is the cause, its report, and failure.json."""
 
 import json
 import signal
@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headway.common.callsite import users_line
+from headway.common.callsite import find_users_line
 from headway.launch.agent.endings import FailureReport
 from headway.launch.agent.records import ExceptionRecord, RankExit, read_record, write_record
-from headway.launch.machine import MemoryWatch
+from headway.launch.memory_watch import MemoryWatch
 
 
 def record(kind="ValueError", text="bad luck", line="train.py:3", at=10.0):
@@ -31,7 +31,7 @@ def test_the_earliest_exception_is_first():
         (death(0, rec=record(at=10.2)), death(1, rec=record("KeyError", "'x'", "train.py:5", at=10.1))), 2
     )
     assert report.first.rank == 1
-    text = report.text()
+    text = report.format_text()
     assert text.startswith(
         "headway: rank 1 of 2 failed first, at train.py:5 (host box, pid 101)\nTraceback of KeyError"
     )
@@ -48,7 +48,7 @@ def test_a_lost_connection_is_a_consequence_even_if_it_is_noticed_first():
 
 
 def test_lost_connections_are_a_plain_line():
-    text = FailureReport((death(0, rec=record(at=11.0)), death(1, rec=LOST)), 2).text()
+    text = FailureReport((death(0, rec=record(at=11.0)), death(1, rec=LOST)), 2).format_text()
     assert text.splitlines()[-1] == "headway: rank 1 then lost its connection to rank 0 (train.py:9)"
     assert "gloo" not in text
 
@@ -56,7 +56,7 @@ def test_lost_connections_are_a_plain_line():
 def test_lost_connections_of_several_ranks_are_one_line():
     late = replace(LOST, line="train.py:12")
     deaths = (death(0, rec=LOST), death(1, code=-9), death(2, rec=LOST), death(3, rec=late), death(4, code=5))
-    text = FailureReport(deaths, 6).text()
+    text = FailureReport(deaths, 6).format_text()
     assert text.splitlines()[2:] == [
         "headway: ranks 0, 2 then lost their connection to the others (train.py:9)",
         "headway: rank 3 then lost its connection to the others (train.py:12)",
@@ -74,10 +74,10 @@ def test_what_is_kept_is_the_whole_text(tmp_path):
 
 
 def test_the_screen_shows_the_short_trace_and_the_record_keeps_both(tmp_path, monkeypatch):
-    from headway.config.files import read
+    from headway.core.config.files import read_config
 
     def fails():
-        read(tmp_path / "none.yaml")
+        read_config(tmp_path / "none.yaml")
 
     for level, is_short in (("info", True), ("debug", False)):
         monkeypatch.setenv("HEADWAY_LOG_LEVEL", level)
@@ -85,15 +85,15 @@ def test_the_screen_shows_the_short_trace_and_the_record_keeps_both(tmp_path, mo
             fails()
         assert write_record(tmp_path / "error.json", raised.value, "a note")
         found = read_record(tmp_path / "error.json")
-        assert "headway/config/files.py" in found.trace
-        shown = FailureReport((death(0, rec=found),), 2).text()
-        assert ("headway/config/files.py" not in shown) is is_short
+        assert "headway/core/config/files.py" in found.trace
+        shown = FailureReport((death(0, rec=found),), 2).format_text()
+        assert ("headway/core/config/files.py" not in shown) is is_short
         assert shown.endswith(("a note", "a note\nheadway: the other 1 process has been ended"))
 
 
 def test_identical_failures_are_counted():
     report = FailureReport(tuple(death(rank, rec=record(at=10 + rank)) for rank in (0, 1, 2, 5)), 8)
-    text = report.text()
+    text = report.format_text()
     assert "the same on ranks 1-2, 5" in text
     assert "the other 4 processes have been ended" in text
     assert text.count("bad luck") == 1
@@ -101,9 +101,12 @@ def test_identical_failures_are_counted():
 
 def test_a_kill_is_explained_by_the_counters():
     report = FailureReport((death(1, code=-9),), 2, memory="the kernel's out-of-memory killer sent it")
-    assert "rank 1 was ended by SIGKILL: the kernel's out-of-memory killer sent it" in report.text()
+    assert "rank 1 was ended by SIGKILL: the kernel's out-of-memory killer sent it" in report.format_text()
     assert report.exit_code == 137
-    assert "nothing in the kernel's counters says that memory ran out" in FailureReport((death(1, code=-9),), 2).text()
+    assert (
+        "nothing in the kernel's counters says that memory ran out"
+        in FailureReport((death(1, code=-9),), 2).format_text()
+    )
 
 
 def test_a_crash_shows_its_python_stack():
@@ -111,7 +114,7 @@ def test_a_crash_shows_its_python_stack():
         (death(0, rec=LOST), death(1, code=-signal.SIGSEGV, crash="File train.py, line 7 in main")), 2
     )
     assert report.first.rank == 1
-    assert "ended by SIGSEGV\nFile train.py, line 7 in main" in report.text()
+    assert "ended by SIGSEGV\nFile train.py, line 7 in main" in report.format_text()
     assert report.exit_code == 139
 
 
@@ -119,21 +122,21 @@ def test_an_engine_that_gave_up_shows_the_users_lines_alone():
     library = [f'  File "{module.__file__}", line 7 in wait' for module in (threading, torch)]
     own = '  File "train.py", line 9 in <module>'
     dump = "\n".join(["Fatal Python error: Aborted", "", "Thread 0x1:", library[0], "", "Thread 0x2:", *library, own])
-    text = FailureReport((death(0, code=-signal.SIGABRT, crash=dump),), 2).text()
+    text = FailureReport((death(0, code=-signal.SIGABRT, crash=dump),), 2).format_text()
     assert "was ended by SIGABRT: a library gave up" in text
     assert text.endswith(f"\nThread 0x2:\n{own}\nheadway: the other 1 process has been ended")
 
 
-def test_a_rank_that_the_launcher_ended_is_not_told_of():
+def test_a_rank_that_the_launcher_ended_is_not_reported():
     report = FailureReport((death(0, code=None, rec=LOST), death(1, rec=record())), 2)
     assert report.first.rank == 1
-    assert FailureReport((death(1, rec=record()), death(0, code=None)), 2).text().count("rank 0") == 0
+    assert FailureReport((death(1, rec=record()), death(0, code=None)), 2).format_text().count("rank 0") == 0
 
 
 def test_somebody_elses_signal():
     assert (
         "rank 0 was ended by SIGTERM, which somebody outside of this run sent"
-        in FailureReport((death(0, code=-15),), 2).text()
+        in FailureReport((death(0, code=-15),), 2).format_text()
     )
 
 
@@ -182,7 +185,7 @@ def test_a_broken_record_is_none(tmp_path, content):
 
 
 def test_no_line_of_the_users():
-    assert users_line(None) == ""
+    assert find_users_line(None) == ""
 
 
 def test_failure_json(tmp_path):
@@ -209,10 +212,10 @@ class TestMemoryWatch:
     def test_version_2(self, tmp_path, path):
         self._v2(tmp_path, 1, path)
         watch = MemoryWatch(tmp_path)
-        assert watch.verdict() == ""
+        assert watch.describe_kills() == ""
         self._v2(tmp_path, 2, path)
-        assert "out-of-memory killer" in watch.verdict()
-        assert "61.0 GiB of 64.0 GiB" in watch.verdict()
+        assert "out-of-memory killer" in watch.describe_kills()
+        assert "61.0 GiB of 64.0 GiB" in watch.describe_kills()
 
     def test_version_1(self, tmp_path):
         (tmp_path / "proc/self").mkdir(parents=True)
@@ -224,15 +227,15 @@ class TestMemoryWatch:
         (folder / "memory.oom_control").write_text("oom_kill_disable 0\noom_kill 1\n")
         (folder / "memory.max_usage_in_bytes").write_text("1024\n")
         (folder / "memory.limit_in_bytes").write_text("2048\n")
-        assert "1.0 KiB of 2.0 KiB" in watch.verdict()
+        assert "1.0 KiB of 2.0 KiB" in watch.describe_kills()
 
     def test_the_hosts_counter_where_there_is_no_cgroup(self, tmp_path):
         (tmp_path / "proc").mkdir()
         (tmp_path / "proc/vmstat").write_text("pgfault 1\noom_kill 3\n")
         watch = MemoryWatch(tmp_path)
-        assert watch.verdict() == ""
+        assert watch.describe_kills() == ""
         (tmp_path / "proc/vmstat").write_text("pgfault 1\noom_kill 4\n")
-        assert "out-of-memory" in watch.verdict()
+        assert "out-of-memory" in watch.describe_kills()
 
     def test_nothing_to_read(self, tmp_path):
-        assert MemoryWatch(tmp_path).verdict() == ""
+        assert MemoryWatch(tmp_path).describe_kills() == ""

@@ -1,15 +1,15 @@
-"""Agents that tell each other of failures: one report everywhere, and where all share a screen, one trace on it."""
+"""Agents exchange failures: all of them print one report, and on a shared screen one traceback appears."""
 
 import threading
 
 import pytest
 from torch.distributed import HashStore
 
-from headway.common.untrusted import Seal, UnsealedCounter
+from headway.common.sealing import Seal, UnsealedCounter
+from headway.core.runtime.control_plane.sealed_store import SealedStore
 from headway.launch.agent.endings import FailureReport
 from headway.launch.agent.exchange import AgentChannel
 from headway.launch.agent.records import ExceptionRecord, RankExit
-from headway.runtime.control_plane.store import SealedStore
 
 
 def failed(rank: int) -> FailureReport:
@@ -18,19 +18,19 @@ def failed(rank: int) -> FailureReport:
 
 
 def texts(unit: str, machines: tuple[int, ...], *, is_over: bool = False) -> dict[int, str]:
-    """What each of these machines, of three, tells after rank 1 has failed."""
+    """Return the reports of these machines, of three in the run, after rank 1 has failed."""
     seal, found = Seal(b"", UnsealedCounter(print)), {}
     meeting = SealedStore(HashStore(), "meeting", seal)
     exchanges = [AgentChannel(machine, 3, "127.0.0.1", seal, unit) for machine in range(3)]
     for exchange in exchanges:
-        exchange.begin(meeting, 3)
+        exchange.begin_attempt(meeting, 3)
 
     def merge(machine: int) -> None:
         report = exchanges[machine].merge(failed(1) if machine == 1 else None, lambda: is_over)
         assert report is not None
         assert report.exit_code == 1
         assert [death.rank for death in report.deaths] == [1]
-        found[machine] = report.text()
+        found[machine] = report.format_text()
 
     threads = [threading.Thread(target=merge, args=(machine,)) for machine in machines]
     for thread in threads:

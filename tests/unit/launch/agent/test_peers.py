@@ -1,4 +1,4 @@
-"""Launchers that hear of one another: here in one process, over real sockets on loopback."""
+"""Heartbeats between launchers, in one process and over real sockets on loopback."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headway.common.untrusted import Seal, UnsealedCounter
+from headway.common.sealing import Seal, UnsealedCounter
 from headway.launch.agent.peers import PeerMachines
 
 
@@ -30,16 +30,16 @@ def three():
     peers = [PeerMachines(machine, f"10.0.0.{machine}", 60, lost[machine].set) for machine in range(3)]
     port = peers[0].open_hub("127.0.0.1")
     for machine, one in enumerate(peers):
-        assert one.meet("127.0.0.1", port, seal(), [2 * machine, 2 * machine + 1]) is None
+        assert one.connect("127.0.0.1", port, seal(), [2 * machine, 2 * machine + 1]) is None
     yield peers, lost
     for one in peers:
-        one.leave()
+        one.announce_end()
 
 
-def test_a_failure_is_told_to_all_with_its_exit_code(three):
+def test_a_failure_is_sent_to_all_machines_with_its_exit_code(three):
     peers, lost = three
     wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1, 2})
-    peers[1].leave("rank 3 of 6 failed first", 137)
+    peers[1].announce_end("rank 3 of 6 failed first", 137)
     wait_for(lambda: lost[0].is_set() and lost[2].is_set())
     assert peers[0].lost == peers[2].lost
     assert (
@@ -52,8 +52,8 @@ def test_a_failure_is_told_to_all_with_its_exit_code(three):
 def test_leaving_in_order_is_no_loss(three):
     peers, lost = three
     wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1, 2})
-    peers[1].leave()
-    peers[0].leave()
+    peers[1].announce_end()
+    peers[0].announce_end()
     time.sleep(0.2)
     assert not any(event.is_set() for event in lost)
 
@@ -74,7 +74,7 @@ def test_a_hub_that_cannot_be_reached_is_said():
     with socket.socket() as taken:  # bound and not listening: refused
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        trouble = PeerMachines(1, "", 60, lambda: None).meet("127.0.0.1", port, seal(), [1])
+        trouble = PeerMachines(1, "", 60, lambda: None).connect("127.0.0.1", port, seal(), [1])
     assert trouble is not None
     assert trouble.startswith("machine 0 cannot be reached at 127.0.0.1:")
 
@@ -82,7 +82,7 @@ def test_a_hub_that_cannot_be_reached_is_said():
 def test_a_lost_run_never_ends_well(three):
     peers, lost = three
     wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1, 2})
-    peers[1].leave("for no reason", 0)
+    peers[1].announce_end("for no reason", 0)
     wait_for(lambda: lost[0].is_set() and lost[2].is_set())
     assert (peers[0].exit_code, peers[2].exit_code) == (1, 1)
 
@@ -102,7 +102,7 @@ NONE_OF_THIS_RUN = {
     "a forged loss": forged(lost="machine 1 is \x1b[31mgone", exit_code=0),
     "a forged loss after a word": b"0" * 32 + b"\n" + forged(lost="machine 1 is gone", exit_code=0),
     "a forged proof": b"0" * 32 + b"\n" + b"0" * 32 + forged(lost="machine 1 is gone", exit_code=0),
-    "a line for another place": b"0" * 32 + b"\n" + PROVEN.close("here", forged(lost="gone", exit_code=0)),
+    "a line for another place": b"0" * 32 + b"\n" + PROVEN.seal_message("here", forged(lost="gone", exit_code=0)),
     "a line without an end": b"x" * 100_000,
     "a word without an end": b"0" * 100_000,
 }
@@ -110,17 +110,17 @@ NONE_OF_THIS_RUN = {
 
 @pytest.fixture
 def hub():
-    """Machine 0 and machine 1, with what machine 0 counts and says of others."""
+    """Yield the connections of machines 0 and 1, their loss events, the port, and the counter of dropped messages."""
     said, lost = [], [threading.Event(), threading.Event()]
     peers = [PeerMachines(machine, f"10.0.0.{machine}", 60, lost[machine].set) for machine in range(2)]
     port = peers[0].open_hub("127.0.0.1")
     strangers = UnsealedCounter(said.append)
-    assert peers[0].meet("127.0.0.1", port, Seal(b"of these machines", strangers), [0]) is None
-    assert peers[1].meet("127.0.0.1", port, seal(), [1]) is None
+    assert peers[0].connect("127.0.0.1", port, Seal(b"of these machines", strangers), [0]) is None
+    assert peers[1].connect("127.0.0.1", port, seal(), [1]) is None
     wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1})
     yield peers, lost, port, strangers, said
     for one in peers:
-        one.leave()
+        one.announce_end()
 
 
 @pytest.mark.parametrize("what", NONE_OF_THIS_RUN)
@@ -141,12 +141,12 @@ def test_what_is_not_of_this_run_is_dropped_counted_and_said_once(hub, what):
 
 
 def assert_undisturbed(peers, lost):
-    """The hub hears and tells as before."""
+    """Check that the hub still sends and receives."""
     time.sleep(0.1)
     assert not any(event.is_set() for event in lost)
-    peers[1].tell([{"rank": 1, "text": "\x1b[2J\n\tfine"}])
-    wait_for(lambda: peers[0].heard())
-    assert peers[0].heard() == [{"rank": 1, "text": "\\x1b[2J\n\tfine"}]
+    peers[1].send_views([{"rank": 1, "text": "\x1b[2J\n\tfine"}])
+    wait_for(lambda: peers[0].get_views())
+    assert peers[0].get_views() == [{"rank": 1, "text": "\\x1b[2J\n\tfine"}]
 
 
 def test_what_was_heard_on_the_way_is_of_no_use_again(hub):
@@ -164,9 +164,9 @@ def test_what_was_heard_on_the_way_is_of_no_use_again(hub):
 
     threading.Thread(target=hand_on, daemon=True).start()
     third = PeerMachines(2, "10.0.0.2", 60, lambda: None)
-    assert third.meet("127.0.0.1", relay.getsockname()[1], seal(), [2]) is None
+    assert third.connect("127.0.0.1", relay.getsockname()[1], seal(), [2]) is None
     wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1, 2})
-    third.leave()
+    third.announce_end()
     wait_for(lambda: b'"leaving"' in b"".join(heard))
     assert strangers.num_dropped == 0
     with socket.create_connection(("127.0.0.1", port)) as connection:

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.checkpoint.saving import writer
 from headway.common.callsite import Frame
+from headway.core.checkpoint.saving import writer
+from headway.core.runtime import pulse
 from headway.launch.watch import judge as hang
-from headway.launch.watch.judge import judge
-from headway.launch.watch.views import CollectiveCall, RankView, decode, encode
-from headway.runtime import pulse
+from headway.launch.watch import report
+from headway.launch.watch.judge import diagnose_hang
+from headway.launch.watch.views import CollectiveCall, RankView, decode_view, encode_view
 
 WRITER = (Frame(writer.__file__, 9, "join"), Frame("/u/t.py", 7, "main"))
 SITE, STDLIB = sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
@@ -30,13 +31,13 @@ def outside(rank, *, number=4, group="0", **more):
 
 
 def missing(views, timeout=10.0):
-    verdict = judge(views, timeout)
+    verdict = diagnose_hang(views, timeout)
     return None if verdict is None else [view.rank for view in verdict.missing]
 
 
 def test_one_that_does_not_come():
     assert missing([inside(0, 11), outside(1), inside(2, 3)]) == [1]
-    verdict = judge([inside(0, 11), outside(1), inside(2, 3)], 10)
+    verdict = diagnose_hang([inside(0, 11), outside(1), inside(2, 3)], 10)
     assert verdict is not None
     assert [view.rank for view in verdict.waiting] == [0, 2]
 
@@ -55,23 +56,23 @@ def test_one_that_does_not_come():
     ],
 )
 def test_no_false_alarm(views):
-    assert judge(views, 10) is None
+    assert diagnose_hang(views, 10) is None
 
 
 def test_timeout_zero_is_for_ever():
-    assert judge([inside(0, 1e9), outside(1)], 0) is None
-    assert judge([inside(0, 1e9, lenience=5), outside(1)], 0) is None
+    assert diagnose_hang([inside(0, 1e9), outside(1)], 0) is None
+    assert diagnose_hang([inside(0, 1e9, lenience=5), outside(1)], 0) is None
 
 
 def test_one_rank_asks_for_lenience_and_all_get_it():
     for views in ([inside(0, 17, lenience=8), inside(1, 17)], [inside(0, 17, lenience=8), outside(1)],
                   [inside(0, 17), outside(1, lenience=8)]):  # fmt: skip
-        assert judge(views, 10) is None
-    verdict = judge([inside(0, 19, lenience=8), outside(1), inside(2, 3)], 10)
+        assert diagnose_hang(views, 10) is None
+    verdict = diagnose_hang([inside(0, 19, lenience=8), outside(1), inside(2, 3)], 10)
     assert verdict is not None
     assert [view.rank for view in verdict.missing] == [1]
-    assert "(timeout 18 s)" in hang.headline(verdict)
-    assert "8 s of this timeout were added because a rank ran out of memory" in hang.text(verdict)
+    assert "(timeout 18 s)" in report.format_headline(verdict)
+    assert "8 s of this timeout were added because a rank waits for data" in report.format_report(verdict)
     assert missing([inside(0, 17), outside(1, phase="ended", lenience=8)]) == [1]  # who has ended asks for nothing
 
 
@@ -90,35 +91,40 @@ def test_one_rank_asks_for_lenience_and_all_get_it():
          "waits for data at /u/t.py:3 in main"),
     ],
 )  # fmt: skip
-def test_what_is_told_of_the_missing_one(view, told):
-    verdict = judge([inside(0, 11), view], 10)
+def test_the_report_describes_the_missing_rank(view, told):
+    verdict = diagnose_hang([inside(0, 11), view], 10)
     assert verdict is not None
-    assert hang.headline(verdict) == (
+    assert report.format_headline(verdict) == (
         "this run hangs: rank 1 of 2 is missing from all_reduce, where rank 0 has waited for 11 s (timeout 10 s)"
     )
-    assert told in hang.text(verdict)
-    json.dumps(hang.encode(verdict))
+    assert told in report.format_report(verdict)
+    json.dumps(report.encode_diagnosis(verdict))
 
 
 def test_another_order():
-    verdict = judge([inside(0, 11), inside(1, 12, operation="broadcast")], 10)
+    verdict = diagnose_hang([inside(0, 11), inside(1, 12, operation="broadcast")], 10)
     assert verdict is not None
     assert verdict.missing == ()
-    assert "all 2 ranks have waited for 12 s (timeout 10 s), but not in the same operation" in hang.text(verdict)
-    assert "rank 0 waits in all_reduce #5" in hang.text(verdict)
-    assert "rank 1 waits in broadcast #5" in hang.text(verdict)
+    assert "all 2 ranks have waited for 12 s (timeout 10 s), but not in the same operation" in report.format_report(
+        verdict
+    )
+    assert "rank 0 waits in all_reduce #5" in report.format_report(verdict)
+    assert "rank 1 waits in broadcast #5" in report.format_report(verdict)
 
 
-def test_one_that_cannot_leave_what_the_others_have_left():
-    verdict = judge([inside(0, 11, number=6), inside(1, 12)], 10)
+def test_a_rank_that_cannot_leave_an_earlier_operation():
+    verdict = diagnose_hang([inside(0, 11, number=6), inside(1, 12)], 10)
     assert verdict is not None
-    assert "not in the same operation: rank 1 cannot leave an earlier one, or their order differs" in hang.text(verdict)
+    assert (
+        "not in the same operation: rank 1 cannot leave an earlier one, or their order differs"
+        in report.format_report(verdict)
+    )
 
 
-def test_everybody_is_there():
-    verdict = judge([inside(0, 11), inside(1, 12)], 10)
+def test_all_ranks_wait_in_one_operation():
+    verdict = diagnose_hang([inside(0, 11), inside(1, 12)], 10)
     assert verdict is not None
-    assert "in the same operation: the network between them is the suspect" in hang.headline(verdict)
+    assert "in the same operation: the network between them is the suspect" in report.format_headline(verdict)
 
 
 def test_a_group_of_some_ranks():
@@ -126,7 +132,7 @@ def test_a_group_of_some_ranks():
     assert missing(views) == [1]
 
 
-def test_the_ledger_tells_before_torch():
+def test_the_ledger_has_priority_over_the_flight_recorder():
     view = inside(0, 11, group="headway", operation="objects")
     view = dataclasses.replace(view, calls=(*view.calls, CollectiveCall("0", 9, "all_gather", 11.0)))
     assert view.operation == "gather_object"
@@ -136,24 +142,24 @@ def test_the_ledger_tells_before_torch():
 def test_meeting_is_waiting():
     frame = Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 9, "init_process_group")
     waits = RankView(0, beat_age=0.1, frames=(frame, Frame("/u/t.py", 3, "main")), still_age=11)
-    verdict = judge([waits, RankView(1, beat_age=0.1, frames=(Frame("/u/t.py", 1, "main"),))], 10)
+    verdict = diagnose_hang([waits, RankView(1, beat_age=0.1, frames=(Frame("/u/t.py", 1, "main"),))], 10)
     assert verdict is not None
-    assert "missing from init_process_group" in hang.headline(verdict)
+    assert "missing from init_process_group" in report.format_headline(verdict)
 
 
 def test_excuses():
     bug = RankView(1, frames=(Frame(f"{STDLIB}/pdb.py", 3, "cmdloop"),))
-    assert hang.excuse(bug, 10) == "a debugger holds it"
-    assert hang.excuse(RankView(1, state="t"), 10) == "a debugger holds it"
+    assert hang.find_excuse(bug, 10) == "a debugger holds it"
+    assert hang.find_excuse(RankView(1, state="t"), 10) == "a debugger holds it"
     saves = RankView(1, frames=(Frame(f"{SITE}/torch/serialization.py", 3, "save"),), writing_age=1)
-    assert hang.excuse(saves, 10) == "it writes a file"
-    assert hang.excuse(dataclasses.replace(saves, writing_age=11), 10) == ""
-    assert hang.excuse(RankView(1, writing_age=0), 10) == ""
+    assert hang.find_excuse(saves, 10) == "it writes a file"
+    assert hang.find_excuse(dataclasses.replace(saves, writing_age=11), 10) == ""
+    assert hang.find_excuse(RankView(1, writing_age=0), 10) == ""
 
 
 def test_ranks_are_counted_together():
     views = [inside(rank, 11) for rank in range(6)] + [outside(6), outside(7)]
-    text = hang.headline(judge(views, 10))
+    text = report.format_headline(diagnose_hang(views, 10))
     assert "ranks 6-7 of 8 are missing from all_reduce, where ranks 0-5 have waited" in text
 
 
@@ -179,7 +185,7 @@ TABLES = st.lists(VIEWS, max_size=6).map(
 @given(TABLES, st.floats(0, 50))
 @settings(max_examples=500, deadline=None)
 def test_every_verdict_is_sound(views, timeout):
-    verdict = judge(views, timeout)
+    verdict = diagnose_hang(views, timeout)
     if verdict is None:
         return
     assert not any(view.exit_code for view in views)
@@ -192,16 +198,16 @@ def test_every_verdict_is_sound(views, timeout):
     assert all(view.excused_age > timeout for view in verdict.missing)
     # A rank that waits like the others is never accused, unless it is stopped, mute or over.
     assert all(view.wait is None or view.is_mute or view.has_ended for view in verdict.missing)
-    assert hang.text(verdict).startswith("this run hangs: ")
-    json.dumps(hang.encode(verdict))
+    assert report.format_report(verdict).startswith("this run hangs: ")
+    json.dumps(report.encode_diagnosis(verdict))
 
 
 @pytest.mark.slow
 @given(TABLES, st.floats(1, 50))
 @settings(max_examples=200, deadline=None)
 def test_more_timeout_never_finds_more(views, timeout):
-    if judge(views, timeout) is None:
-        assert judge(views, 2 * timeout) is None
+    if diagnose_hang(views, timeout) is None:
+        assert diagnose_hang(views, 2 * timeout) is None
 
 
 @pytest.mark.slow
@@ -209,7 +215,7 @@ def test_more_timeout_never_finds_more(views, timeout):
 @settings(max_examples=200, deadline=None)
 def test_a_view_travels_between_machines(views):
     for view in views:
-        back = decode(json.loads(json.dumps(encode(view))))
+        back = decode_view(json.loads(json.dumps(encode_view(view))))
         assert dataclasses.replace(back, frames=()) == dataclasses.replace(view, frames=())
         assert back.wait is None or view.wait is not None
         assert back.frames[:1] == view.frames[:1]
@@ -218,15 +224,16 @@ def test_a_view_travels_between_machines(views):
 def test_waiting_for_the_parts_of_others_is_no_collective_and_still_a_wait():
     commits = RankView(0, beat_age=0.1, phase=pulse.PARTS, phase_age=11, frames=WRITER, writing_age=11)
     writes = RankView(1, beat_age=0.1, frames=WRITER, writing_age=11, still_age=11, excused_age=11)
-    verdict = judge([commits, writes], 10)
+    verdict = diagnose_hang([commits, writes], 10)
     assert verdict is not None
     assert [view.rank for view in verdict.missing] == [1]
-    assert "rank 1 of 2 is missing from the commit of a checkpoint" in hang.headline(verdict)
-    assert "it writes a checkpoint, and no byte has moved for 11 s: its file system does not answer" in hang.text(
-        verdict
+    assert "rank 1 of 2 is missing from the commit of a checkpoint" in report.format_headline(verdict)
+    assert (
+        "it writes a checkpoint, and no byte has moved for 11 s: its file system does not answer"
+        in report.format_report(verdict)
     )
-    assert "save_state was called" not in hang.text(verdict)
-    assert hang.excuse(dataclasses.replace(commits, writing_age=1), 10) == ""
+    assert "save_state was called" not in report.format_report(verdict)
+    assert hang.find_excuse(dataclasses.replace(commits, writing_age=1), 10) == ""
 
 
 def test_a_hook_of_the_users_is_not_a_slow_disk():
@@ -240,13 +247,13 @@ def test_a_hook_of_the_users_is_not_a_slow_disk():
 def test_who_lingers():
     over = RankView(0, exit_code=0, phase="ended", phase_age=11, idle_age=11)
     stuck = RankView(1, phase="ended", phase_age=11, idle_age=11, frames=(Frame("/u/t.py", 3, "tidy"),))
-    verdict = hang.lingering([over, stuck], 10, 2)
+    verdict = hang.diagnose_lingering([over, stuck], 10, 2)
     assert verdict is not None
     assert [view.rank for view in verdict.missing] == [1]
-    text = hang.text(verdict)
+    text = report.format_report(verdict)
     assert "this run does not end: rank 1 of 2 has come to the end of the script, but not ended for 11 s" in text
     assert "is at /u/t.py:3 in tidy" in text
-    json.dumps(hang.encode(verdict))
+    json.dumps(report.encode_diagnosis(verdict))
     for calm in (
         [over, dataclasses.replace(stuck, idle_age=2)],  # an upload is at work
         [over, dataclasses.replace(stuck, phase_age=2)],
@@ -254,5 +261,5 @@ def test_who_lingers():
         [dataclasses.replace(over, exit_code=1), stuck],  # a failure, which is told as such
         [over],
     ):
-        assert hang.lingering(calm, 10, 2) is None
-    assert hang.lingering([over, stuck], 0, 2) is None
+        assert hang.diagnose_lingering(calm, 10, 2) is None
+    assert hang.diagnose_lingering([over, stuck], 0, 2) is None

@@ -2,8 +2,8 @@ import sysconfig
 
 import pytest
 
-from headway.common.callsite import Frame, is_users
-from headway.launch.watch import views
+from headway.common.callsite import Frame, is_user_file
+from headway.launch.watch import stacks, views
 
 SITE, STDLIB = sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
 
@@ -51,13 +51,13 @@ def script(tmp_path):
     ],
 )
 def test_a_condition_that_not_every_rank_passes(script, line, told):
-    found = views.condition([Frame(script, line, "train")])
+    found = stacks.find_condition([Frame(script, line, "train")])
     assert (None if found is None else (found[0].line, found[1])) == told
 
 
 def test_a_condition_of_a_caller(script):
     inner = Frame(__file__, 1, "helper")
-    found = views.condition([inner, Frame(script, 5, "train")])
+    found = stacks.find_condition([inner, Frame(script, 5, "train")])
     assert found is not None
     assert found[0] == Frame(script, 4, "train")
 
@@ -65,19 +65,19 @@ def test_a_condition_of_a_caller(script):
 @pytest.mark.parametrize("text", ["def (", "\0"])
 def test_a_file_that_is_no_python(tmp_path, text):
     (tmp_path / "x.py").write_text(text)
-    assert views.condition([Frame(str(tmp_path / "x.py"), 1, "f"), Frame("/nowhere/y.py", 3, "g")]) is None
+    assert stacks.find_condition([Frame(str(tmp_path / "x.py"), 1, "f"), Frame("/nowhere/y.py", 3, "g")]) is None
 
 
 def test_who_has_left_a_loop(script):
     waiting = [Frame(script, 5, "train"), Frame(script, 19, "<module>")]
     outside = [Frame("/elsewhere.py", 3, "finish"), Frame(script, 20, "<module>")]
-    assert views.left_loop(outside, waiting) == Frame(script, 3, "train")
+    assert stacks.find_left_loop(outside, waiting) == Frame(script, 3, "train")
     past = [Frame(script, 10, "train"), Frame(script, 19, "<module>")]
-    assert views.left_loop(past, waiting) == Frame(script, 3, "train")
+    assert stacks.find_left_loop(past, waiting) == Frame(script, 3, "train")
     same = [Frame(script, 9, "train"), Frame(script, 19, "<module>")]
-    assert views.left_loop(same, waiting) is None
-    assert views.left_loop(waiting, past) is None
-    assert views.left_loop([], waiting) is None
+    assert stacks.find_left_loop(same, waiting) is None
+    assert stacks.find_left_loop(waiting, past) is None
+    assert stacks.find_left_loop([], waiting) is None
 
 
 def test_the_main_thread_of_a_dump():
@@ -86,44 +86,45 @@ def test_the_main_thread_of_a_dump():
         'Current thread 0x02 (most recent call first):\n  File "/elsewhere/a b.py", line 12 in <lambda>\n'
         '  File "/elsewhere/train.py", line 40 in <module>\n'
     )
-    assert views.parse(text) == [
+    assert stacks.parse_main_stack(text) == [
         Frame("/elsewhere/a b.py", 12, "<lambda>"),
         Frame("/elsewhere/train.py", 40, "<module>"),
     ]
-    assert views.parse("") == []
-    assert views.parse("Thread 0x01 (most recent call first):\n...\n") == []
+    assert stacks.parse_main_stack("") == []
+    assert stacks.parse_main_stack("Thread 0x01 (most recent call first):\n...\n") == []
 
 
-def test_what_a_stack_says():
+def test_activities_are_read_from_a_stack():
     user = Frame("/elsewhere/train.py", 3, "main")
-    assert views.is_in_debugger([Frame(STDLIB + "/pdb.py", 5, "cmdloop"), user])
-    assert views.is_saving([Frame(SITE + "/torch/serialization.py", 5, "save"), user])
+    assert stacks.is_in_debugger([Frame(STDLIB + "/pdb.py", 5, "cmdloop"), user])
+    assert stacks.is_saving([Frame(SITE + "/torch/serialization.py", 5, "save"), user])
     inside = [Frame(SITE + "/torch/utils/data/dataloader.py", 5, "_try_get_data"), user]
     outside = [user, Frame(SITE + "/torch/utils/data/_utils/fetch.py", 5, "fetch"), user]
-    assert views.is_loading_data(inside)
-    assert not views.is_in_dataset(inside)
-    assert views.is_in_dataset(outside)
+    assert stacks.is_loading_data(inside)
+    assert not stacks.is_in_dataset(inside)
+    assert stacks.is_in_dataset(outside)
     meeting = [
         Frame(SITE + "/torch/distributed/distributed_c10d.py", 9, "init_process_group"),
         Frame(SITE + "/torch/distributed/c10d_logger.py", 9, "wrapper"),
         user,
     ]
-    assert views.is_meeting(meeting)
-    assert views.meeting(meeting) == "init_process_group"
-    assert not views.is_meeting([user])
-    mine = Frame("/elsewhere/headway/checkpoint/torch/utils/data/pdb.py", 3, "main")
+    assert stacks.is_meeting(meeting)
+    assert stacks.find_meeting_call(meeting) == "init_process_group"
+    assert not stacks.is_meeting([user])
+    mine = Frame("/elsewhere/headway/core/checkpoint/torch/utils/data/pdb.py", 3, "main")
     assert not any(
-        check([mine]) for check in (views.is_in_debugger, views.is_saving, views.is_loading_data, views.is_in_backward)
+        check([mine])
+        for check in (stacks.is_in_debugger, stacks.is_saving, stacks.is_loading_data, stacks.is_in_backward)
     )
 
 
-def test_a_place_is_told_as_people_write_it(tmp_path, monkeypatch):
+def test_a_place_is_formatted_for_people(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("\n  step()  \n")
     place = Frame(str(tmp_path / "train.py"), 2, "<module>")
     assert str(place) == "train.py:2"
     assert place.source == "step()"
     assert str(Frame("/other/train.py", 2, "main")) == "/other/train.py:2 in main"
-    assert is_users(place.file)
-    assert not is_users(views.__file__)
-    assert not is_users("<frozen runpy>")
+    assert is_user_file(place.file)
+    assert not is_user_file(views.__file__)
+    assert not is_user_file("<frozen runpy>")

@@ -1,4 +1,4 @@
-"""Budgets: measured here, or as the user says."""
+"""Memory budgets, measured or given by the user."""
 
 import psutil
 import pytest
@@ -12,9 +12,9 @@ from headway import (
     infer_auto_device_map,
     load_checkpoint_and_dispatch,
 )
+from headway.core.runtime import process
 from headway.errors import DeviceMapError
 from headway.offload.placement import budget
-from headway.runtime import process
 
 
 def test_text_devices_and_order():
@@ -45,18 +45,18 @@ def test_a_containers_limit_counts(tmp_path):
     for path, text in [(tmp_path / "proc/self/cgroup", "0::/\n"), *((folder / name, files[name]) for name in files)]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert budget.available_memory(tmp_path) == 500_000
+    assert budget.measure_available_memory(tmp_path) == 500_000
     (folder / "memory.max").write_text("max\n")
-    assert budget.available_memory(tmp_path) > 500_000
+    assert budget.measure_available_memory(tmp_path) > 500_000
 
 
 def test_devices():
-    assert [budget.as_device(d) for d in (1, "1", "cuda", "cuda:2", torch.device("cpu"), "disk", "mps")] == [
+    assert [budget.parse_device(d) for d in (1, "1", "cuda", "cuda:2", torch.device("cpu"), "disk", "mps")] == [
         1, 1, 0, 2, "cpu", "disk", "mps",
     ]  # fmt: skip
     for wrong in (True, -1, "gpu", 1.5, None):
         with pytest.raises(DeviceMapError, match="is not a device"):
-            budget.as_device(wrong)
+            budget.parse_device(wrong)
 
 
 class FourOfAKind:
@@ -85,15 +85,15 @@ def four(monkeypatch):
 
 
 def test_cuda_without_an_index_is_the_ranks_own(four, monkeypatch):
-    assert budget.as_device("cuda") == 0
+    assert budget.parse_device("cuda") == 0
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert get_max_memory({"cuda": 5, "cpu": 1}) == {2: 5, "cpu": 1}
-    assert budget.as_device(torch.device("cuda")) == 2
-    assert [budget.as_device(name) for name in ("cuda:0", "0", 0, "cuda:3")] == [0, 0, 0, 3]
+    assert budget.parse_device(torch.device("cuda")) == 2
+    assert [budget.parse_device(name) for name in ("cuda:0", "0", 0, "cuda:3")] == [0, 0, 0, 3]
     monkeypatch.setenv("LOCAL_RANK", "7")  # each process is shown its own devices only
-    assert budget.as_device("cuda") == 0
+    assert budget.parse_device("cuda") == 0
     four.current = 1  # the script has chosen one
-    assert budget.as_device("cuda") == 1
+    assert budget.parse_device("cuda") == 1
 
 
 def test_a_started_runtime_knows_its_device(four, monkeypatch):
@@ -102,7 +102,7 @@ def test_a_started_runtime_knows_its_device(four, monkeypatch):
     assert process.start().device == torch.device("cuda", 3)
     four.current = 1
     assert get_max_memory({"cuda": 5}) == {3: 5}
-    assert budget.as_device("xpu") == 0
+    assert budget.parse_device("xpu") == 0
 
 
 def test_a_device_with_two_budgets_is_refused():

@@ -1,4 +1,4 @@
-"""Device maps: what is placed where in real models, hand-written maps, balance, and the account."""
+"""Device maps: placement of real models, hand-written maps, balancing and the report."""
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from headway import (
     init_empty_weights,
 )
 from headway.errors import DeviceMapError
-from headway.offload.placement.device_map import DeviceMap, device_of, resolve_device_map
+from headway.offload.placement.automatic_map import resolve_device_map
+from headway.offload.placement.device_map import DeviceMap, get_device
 from tests.unit.offload.placement.models import MODELS, Chain, build, layers
 
 peer = pytest.importorskip("accelerate.utils.modeling")
@@ -33,7 +34,7 @@ def loads(model, device_map):
     for name, tensor in tensors:
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            device = device_of(device_map, name)
+            device = get_device(device_map, name)
             found[device] = found.get(device, 0) + tensor.numel() * tensor.element_size()
     return found
 
@@ -71,10 +72,10 @@ def test_real_models_fit_their_budgets(name, shares):
     assert all(held[device] <= budgets[device] for device in held if device in budgets and device != 0)
     for path, module in model.named_modules():
         if type(module).__name__ in classes:
-            assert len({device_of(found, f"{path}.{key}") for key, _ in module.named_parameters()}) == 1
+            assert len({get_device(found, f"{path}.{key}") for key, _ in module.named_parameters()}) == 1
     names = {}
     for key, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), set()).add(device_of(found, key))
+        names.setdefault(id(parameter), set()).add(get_device(found, key))
     assert all(len(devices) == 1 for devices in names.values())
     for row in found.plan.rows:
         assert row.headroom is None or row.headroom >= 0
@@ -128,7 +129,7 @@ def test_buffers_of_offloaded_layers_stay_on_the_main_device_or_go_with_them():
     assert (goes.plan.row(0).weights, goes.plan.row(0).streamed) == (20, 20)
 
 
-def test_memory_alone_runs_what_lies_on_disk():
+def test_the_cpu_runs_layers_that_are_on_disk():
     found = infer_auto_device_map(layers(10, 10, 10), {"cpu": 20})
     assert found == {"0": "cpu", "1": "disk", "2": "disk"}
     assert found.main_device == "cpu"
@@ -222,14 +223,14 @@ def test_maps_as_users_write_them():
         resolve_device_map(model, {"a": "x", "b": "y"})
 
 
-def test_tied_weights_apart_are_said(caplog):
+def test_tied_weights_on_different_devices_are_reported(caplog):
     check_device_map(Chain(1), {"embedding": "cpu", "blocks": "cpu", "head": "disk"})
     assert "embedding.weight, head.weight are one parameter, placed on 2 devices" in caplog.text
 
 
 def test_the_longest_entry_decides():
     device_map = {"": 0, "a.b": "cpu", "a.b.c": 1}
-    assert [device_of(device_map, name) for name in ("x", "a", "a.b.weight", "a.b.c.weight", "a.bc")] == [
+    assert [get_device(device_map, name) for name in ("x", "a", "a.b.weight", "a.b.c.weight", "a.bc")] == [
         0,
         0,
         "cpu",
@@ -238,7 +239,7 @@ def test_the_longest_entry_decides():
     ]
     assert DeviceMap({"a": "cpu", "b": 1, "c": 0}).main_device == 1
     with pytest.raises(DeviceMapError, match="'x' has no place"):
-        device_of({"a": 0}, "x")
+        get_device({"a": 0}, "x")
 
 
 names = st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map(".".join)
@@ -249,7 +250,7 @@ names = st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map(".".join)
 def test_cleaning_changes_no_place(entries):
     leaves = {name: device for name, device in entries.items() if not any(o.startswith(f"{name}.") for o in entries)}
     cleaned = clean_device_map(leaves)
-    assert {name: device_of(cleaned, name) for name in leaves} == leaves
+    assert {name: get_device(cleaned, name) for name in leaves} == leaves
     assert clean_device_map(cleaned) == cleaned
     assert cleaned == peer.clean_device_map(dict(leaves))
 
@@ -259,7 +260,7 @@ def test_cleaning_within_a_module():
     assert clean_device_map(device_map, "a") == {"a": 0, "b.x": 0, "b.y": 0}
 
 
-def test_the_account():
+def test_the_report_of_a_placement():
     found = infer_auto_device_map(layers(1024, 1024, 1024, 2048), {0: 5000, "cpu": 10**6}, clean_result=False)
     assert found.explain().splitlines() == [
         "device  units  weights  streaming     budget   headroom",
@@ -271,7 +272,7 @@ def test_the_account():
     assert DeviceMap({"": "cpu"}).explain() == "the whole model: cpu"
 
 
-def test_the_account_can_be_logged(caplog):
+def test_the_report_of_a_placement_can_be_logged(caplog):
     caplog.set_level("INFO")
     infer_auto_device_map(layers(10), {0: 10}, verbose=True)
     assert "headroom" in caplog.text

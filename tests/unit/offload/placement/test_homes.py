@@ -5,16 +5,9 @@ import torch
 from torch import nn
 
 from headway.errors import DeviceMapError
-from headway.offload.placement.device_map import (
-    CPU,
-    DISK,
-    DeviceMap,
-    Placement,
-    compute_device,
-    home_of,
-    resolve_device_map,
-    settle,
-)
+from headway.offload.placement.automatic_map import resolve_device_map
+from headway.offload.placement.device_map import DeviceMap
+from headway.offload.placement.homes import CPU, DISK, Placement, get_home, make_placement, resolve_compute_device
 
 MPS = torch.device("mps")
 
@@ -24,34 +17,34 @@ def model() -> nn.Module:
 
 
 def test_buffers_of_offloaded_parts_stay_where_they_run():
-    settled = settle(model(), DeviceMap({"a": "disk", "b": "cpu", "c": "disk"}))
+    settled = make_placement(model(), DeviceMap({"a": "disk", "b": "cpu", "c": "disk"}))
     assert settled.main == CPU
     buffers = ("a.running_mean", "a.running_var", "a.num_batches_tracked")
     assert {settled.homes[name] for name in buffers} == {CPU}
     assert (settled.homes["a.weight"], settled.homes["b.weight"]) == (DISK, CPU)
-    kept = settle(model(), DeviceMap({"": "disk"}), offload_buffers=True)
+    kept = make_placement(model(), DeviceMap({"": "disk"}), offload_buffers=True)
     assert {kept.homes[name] for name in buffers} == {DISK}
 
 
 def test_a_tied_tensor_has_one_home():
     tied = model()
     tied["c"].weight = tied["b"].weight
-    settled = settle(tied, DeviceMap({"a": "cpu", "b": "disk", "c": "cpu"}))
+    settled = make_placement(tied, DeviceMap({"a": "cpu", "b": "disk", "c": "cpu"}))
     assert settled.homes["b.weight"] == settled.homes["c.weight"] == DISK
 
 
 def test_the_devices_that_compute():
     settled = Placement(DeviceMap({"a": "disk", "b": "mps", "c": "cpu"}), MPS, {})
-    assert settled.devices() == {MPS}
-    assert [settled.runs_on(name) for name in "abc"] == [MPS] * 3
-    assert Placement(DeviceMap({"": "disk"}), CPU, {}).devices() == set()
+    assert settled.list_devices() == {MPS}
+    assert [settled.get_run_device(name) for name in "abc"] == [MPS] * 3
+    assert Placement(DeviceMap({"": "disk"}), CPU, {}).list_devices() == set()
 
 
 def test_what_cannot_compute_here_is_refused():
     for absent in ("disk", 99, "cuda:99"):
         with pytest.raises(DeviceMapError, match=r"^main_device=.* cannot compute here: this machine has"):
-            settle(model(), DeviceMap({"": "cpu"}), absent)
-    assert compute_device("cpu", "main_device") == home_of("cpu") == CPU
+            make_placement(model(), DeviceMap({"": "cpu"}), absent)
+    assert resolve_compute_device("cpu", "main_device") == get_home("cpu") == CPU
 
 
 @pytest.mark.parametrize("given", ["meta", {"": "meta"}])

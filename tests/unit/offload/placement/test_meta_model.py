@@ -52,7 +52,7 @@ def test_a_real_model_without_memory_has_the_same_tensors_and_ties(name, include
 
 
 class Mixed(nn.Module):
-    """Large tensors of all fates: parameter, buffer computed from another tensor, plain attribute, written in place."""
+    """Large tensors: a parameter, a computed buffer, a plain attribute, and one written in place."""
 
     def __init__(self):
         super().__init__()

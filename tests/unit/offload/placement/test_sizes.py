@@ -1,4 +1,4 @@
-"""Sizes: bytes by dtype, tied tensors once, and what the peer gives where it is right."""
+"""Sizes: bytes by dtype, tied tensors once, and agreement with Accelerate where that is correct."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from headway import (
     named_module_tensors,
 )
 from headway.errors import ConfigError
-from headway.offload.placement.sizes import CustomDtype, stored_dtype, tensor_bytes
+from headway.offload.placement.sizes import CustomDtype, count_tensor_bytes, get_stored_dtype
 from tests.unit.offload.placement.models import MODELS, Chain, build
 
 peer = pytest.importorskip("accelerate.utils.modeling")
@@ -40,9 +40,9 @@ def test_what_a_dtype_converts():
     kinds = {torch.float32: torch.float16, torch.bfloat16: torch.float16, torch.int64: torch.int64,
              torch.bool: torch.bool, torch.float8_e4m3fn: torch.float8_e4m3fn, torch.complex64: torch.complex64}  # fmt: skip
     for own, stored in kinds.items():
-        assert stored_dtype(torch.empty(1, dtype=own), torch.float16) == stored
-        assert stored_dtype(torch.empty(1, dtype=own), None) == own
-    assert tensor_bytes(torch.empty(3, device="meta"), "int4") == 2
+        assert get_stored_dtype(torch.empty(1, dtype=own), torch.float16) == stored
+        assert get_stored_dtype(torch.empty(1, dtype=own), None) == own
+    assert count_tensor_bytes(torch.empty(3, device="meta"), "int4") == 2
 
 
 @pytest.mark.parametrize("dtype", [None, "float16", "int4"])
@@ -106,7 +106,7 @@ def test_the_largest_layer():
     assert get_max_layer_size(parts, sizes, None) == (6400, ["embedding"])
 
 
-def test_quantised_tensors_count_what_they_hold():
+def test_quantized_tensors_count_their_inner_tensors():
     class Halves(torch.Tensor):
         """Looks like float32, holds int8 and a scale."""
 
@@ -133,5 +133,5 @@ def test_quantised_tensors_count_what_they_hold():
     weight = Halves(torch.ones(10, dtype=torch.int8), torch.ones(1))
     module = nn.Module()
     module.weight = nn.Parameter(weight, requires_grad=False)
-    assert tensor_bytes(weight, torch.float16) == 14
+    assert count_tensor_bytes(weight, torch.float16) == 14
     assert compute_module_sizes(module, dtype="float16")[""] == 14

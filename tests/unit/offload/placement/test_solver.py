@@ -5,7 +5,7 @@ from itertools import combinations_with_replacement, product
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from headway.offload.placement.solver import Part, balance, smallest_first, solve
+from headway.offload.placement.solver import Part, balance_loads, minimize_first_load, solve_placement
 
 DISK = 1 << 62
 
@@ -28,7 +28,7 @@ def needs_of_main(away):
 
 
 def fits_offloaded(parts, budgets, device):
-    """Is this placement (budget index, or len(budgets) for offloaded) one that runs, with its first device as the main one?"""
+    """Whether a placement can run. A part's entry is a budget index, or len(budgets) if it is offloaded."""
     used = [where for where in device if where < len(budgets)]
     if not used:
         return False
@@ -67,7 +67,7 @@ def problems(draw, ties=False, plain=False):
 def test_everything_is_on_compute_devices_whenever_a_contiguous_placement_fits(problem):
     parts, budgets = problem
     possible = any(fits_whole(parts, budgets, device) for device in contiguous(parts, len(budgets)))
-    found = solve(parts, budgets, [DISK])
+    found = solve_placement(parts, budgets, [DISK])
     assert (found is not None and not found.is_offloading) == possible
     if possible:
         assert fits_whole(parts, budgets, found.device)
@@ -86,7 +86,7 @@ def test_tied_pieces_may_go_to_any_device(problem):
         for device in product(range(len(budgets)), repeat=len(parts))
         if [device[i] for i in free] == sorted(device[i] for i in free)
     )
-    found = solve(parts, budgets, [DISK])
+    found = solve_placement(parts, budgets, [DISK])
     if possible:
         assert not found.is_offloading
         assert fits_whole(parts, budgets, found.device)
@@ -106,7 +106,7 @@ def test_offloading_keeps_as_much_on_the_devices_as_any_contiguous_placement(pro
         ),
         default=None,
     )
-    found = solve(parts, budgets, [DISK])
+    found = solve_placement(parts, budgets, [DISK])
     if found is not None:
         assert fits_offloaded(parts, budgets, found.device) or fits_whole(parts, budgets, found.device)
     if best is not None:
@@ -118,7 +118,7 @@ def test_offloading_keeps_as_much_on_the_devices_as_any_contiguous_placement(pro
 @given(problems(plain=True), st.integers(0, 300))
 def test_stores_are_filled_in_order_within_their_limits(problem, memory):
     parts, budgets = problem
-    found = solve(parts, budgets, [memory, DISK])
+    found = solve_placement(parts, budgets, [memory, DISK])
     if found is not None:
         stored = [(where, p.size) for p, where in zip(parts, found.device) if where >= len(budgets)]
         assert [where for where, _ in stored] == sorted(where for where, _ in stored)
@@ -129,7 +129,7 @@ def test_stores_are_filled_in_order_within_their_limits(problem, memory):
 @given(problems(plain=True))
 def test_no_device_is_left_empty_that_could_hold_an_offloaded_piece(problem):
     parts, budgets = problem
-    found = solve(parts, budgets, [DISK])
+    found = solve_placement(parts, budgets, [DISK])
     if found is not None and found.is_offloading:
         away = [p for p, where in zip(parts, found.device) if where >= len(budgets)]
         for d in range(found.main + 1, len(budgets)):
@@ -146,22 +146,22 @@ def test_balance_has_the_smallest_largest_load(problem):
     def largest(device):
         return max(load([p for p, where in zip(parts, device) if where == d]) for d in range(len(budgets)))
 
-    loads = balance(parts, budgets)
+    loads = balance_loads(parts, budgets)
     assert (loads is None) == (not fitting)
     if fitting:
         assert max(loads) == min(map(largest, fitting))
-        assert solve(parts, [*loads[:-1], budgets[-1]], []) is not None
+        assert solve_placement(parts, [*loads[:-1], budgets[-1]], []) is not None
 
 
 def test_balance_leaves_no_device_behind():
-    assert balance([Part(10)] * 9, [100] * 4) == [20, 20, 30, 20]
+    assert balance_loads([Part(10)] * 9, [100] * 4) == [20, 20, 30, 20]
 
 
 @settings(max_examples=120, deadline=None)
 @given(problems())
 def test_smallest_first_is_smallest(problem):
     parts, budgets = problem
-    found = smallest_first(parts, budgets)
+    found = minimize_first_load(parts, budgets)
     loads = [
         load([p for p, where in zip(parts, device) if where == 0])
         for device in contiguous(parts, len(budgets))
@@ -171,13 +171,13 @@ def test_smallest_first_is_smallest(problem):
 
 
 def test_the_case_that_left_a_device_empty():
-    found = solve([Part(k * 1000) for k in (40, 40, 160, 40, 40)], [170_000] * 3, [DISK])
+    found = solve_placement([Part(k * 1000) for k in (40, 40, 160, 40, 40)], [170_000] * 3, [DISK])
     assert found.device == [0, 0, 1, 2, 2]
 
 
 def test_a_device_that_runs_offloaded_pieces_need_not_hold_one():
     parts = [Part(10), Part(10)]
-    assert solve(parts, [12], [DISK]) is None
-    found = solve(parts, [12], [DISK], may_hold_nothing=True)
+    assert solve_placement(parts, [12], [DISK]) is None
+    found = solve_placement(parts, [12], [DISK], may_hold_nothing=True)
     assert found.device == [1, 1]
-    assert solve(parts, [9], [DISK], may_hold_nothing=True) is None
+    assert solve_placement(parts, [9], [DISK], may_hold_nothing=True) is None

@@ -6,7 +6,7 @@ from torch import nn
 
 from headway import Workload, compute_module_sizes, infer_auto_device_map, init_empty_weights
 from headway.errors import ConfigError, DeviceMapError
-from headway.offload.placement.workload import demands
+from headway.offload.placement.workload import measure_demands
 from tests.unit.offload.placement.models import MODELS, build
 
 INPUTS = {"vit": {"pixel_values": torch.empty(2, 3, 32, 32)}}
@@ -36,7 +36,7 @@ def test_a_cache_grows_with_the_workload_and_can_be_left_out():
     names = [f"model.layers.{i}" for i in range(4)]
 
     def kept(**options):
-        found = demands(model, [*names, "lm_head"], Workload(**options))
+        found = measure_demands(model, [*names, "lm_head"], Workload(**options))
         return [found[name][0] for name in names]
 
     one = kept(batch_size=1, num_tokens=16)
@@ -61,7 +61,7 @@ def test_the_plan_leaves_room_for_what_a_real_forward_keeps():
 
     model = nn.Sequential(*(Stage() for _ in range(4)))
     inputs = {"input": torch.empty(100, 8)}
-    needs = demands(model, ["0", "1", "2", "3"], Workload(inputs=inputs))
+    needs = measure_demands(model, ["0", "1", "2", "3"], Workload(inputs=inputs))
     row = 100 * 8 * 4
     # x, linear(x) and x * 2 and their sum: x of the first stage is the caller's.
     assert [needs[name][1] for name in "012"] == [3 * row, 4 * row, 4 * row]
@@ -80,18 +80,18 @@ def test_the_plan_leaves_room_for_what_a_real_forward_keeps():
 def test_modes_come_back_as_they_were():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     model[0].eval()
-    demands(model, ["0", "1"], Workload(inputs={"input": torch.ones(1, 2)}))
+    measure_demands(model, ["0", "1"], Workload(inputs={"input": torch.ones(1, 2)}))
     assert (model.training, model[0].training, model[1].training) == (True, False, True)
     assert not model[0]._forward_hooks
     assert not model[0].weight.is_meta
 
 
-def test_what_cannot_be_measured_is_said():
+def test_what_cannot_be_measured_is_reported():
     class Reads(nn.Module):
         def forward(self, input_ids):
             return input_ids.nonzero()
 
     with pytest.raises(DeviceMapError, match="Reads does not run on the meta device with input_ids"):
-        demands(Reads(), [""], Workload(1, 2))
+        measure_demands(Reads(), [""], Workload(1, 2))
     with pytest.raises(ConfigError, match="batch_size=0"):
         Workload(batch_size=0)

@@ -1,4 +1,4 @@
-"""Plans of models whose blocks repeat: a few are run, and the numbers are those of running all of them."""
+"""Plans of models with repeated blocks equal those of running all blocks."""
 
 from functools import partial
 
@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from headway import ActivationCheckpointing, ShardingOptions
-from headway.config.engines import EngineOptions
-from headway.config.mesh import parse
-from headway.forecasting.device.devices import find
+from headway.core.config.engines import EngineOptions
+from headway.core.config.mesh import parse_layout
+from headway.forecasting.device.devices import find_device
 from headway.planning.compare import plan
-from headway.planning.dry_run.trial import dry_run_rank, dry_run_repeated, treats_blocks_alike
+from headway.planning.dry_run.trial import can_repeat_blocks, dry_run_rank, dry_run_repeated
 from tests.unit.planning.models import Chain, chain_loss, config, loss, tied
 
 DEPTH = 17
@@ -20,17 +20,17 @@ DEPTH = 17
 def llama():
     from transformers import LlamaForCausalLM
 
-    from headway.planning.sources import unmasked
+    from headway.forecasting.tracing.attention_masks import skip_causal_mask
 
-    return unmasked(LlamaForCausalLM(config(num_hidden_layers=DEPTH)))
+    return skip_causal_mask(LlamaForCausalLM(config(num_hidden_layers=DEPTH)))
 
 
 def both(make, strategy, num_ranks, step, options=None, precision="no"):
     """The dry run from a few blocks, and that of all."""
-    given = step, torch.optim.AdamW, precision, options or EngineOptions(), 8, None, find("h100")
+    given = step, torch.optim.AdamW, precision, options or EngineOptions(), 8, None, find_device("h100")
 
     def run(make):
-        return dry_run_rank(make, parse(strategy).resolve(num_ranks), 0, *given)
+        return dry_run_rank(make, parse_layout(strategy).resolve(num_ranks), 0, *given)
 
     return dry_run_repeated(make, run), run(make)
 
@@ -82,7 +82,7 @@ def test_a_list_that_is_the_model_itself():
 
 
 class Widening(Chain):
-    """Its activations grow with the number of the block, so none repeats another."""
+    """Model whose activations grow with the index of the block, so that no block repeats another."""
 
     def forward(self, x):
         for layer in self.layers:
@@ -106,9 +106,11 @@ def test_blocks_that_do_not_repeat_are_run_whole():
     ],
 )
 def test_options_that_count_blocks_are_run_whole(options):
-    assert not treats_blocks_alike(options)
+    assert not can_repeat_blocks(options)
     handlers = [each for each in (options.checkpointing, options.sharding) if each is not None]
     make = partial(Chain, depth=DEPTH)
     found = plan(make, "fsdp", 8, step=chain_loss, kwargs_handlers=handlers)
-    whole = dry_run_rank(make, found.layout, 0, chain_loss, torch.optim.AdamW, options=options, device=find("h100"))
+    whole = dry_run_rank(
+        make, found.layout, 0, chain_loss, torch.optim.AdamW, options=options, device=find_device("h100")
+    )
     assert (found.activations, found.flops) == (whole.activations, sum(whole.flops.values()))

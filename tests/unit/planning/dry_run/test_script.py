@@ -1,4 +1,4 @@
-"""A user's own script, forecast up to its second update: the same memory as of its model by itself, and what stands in the way."""
+"""Forecasts of a user's script equal those of its model, and name operations that prevent them."""
 
 import json
 import os
@@ -99,7 +99,7 @@ def test_it_gets_its_own_arguments_and_its_prints_stay_out_of_the_json(tmp_path)
     assert "train.py" in found["peak_line"] or found["peak_line"] == ""
 
 
-def test_a_file_beside_it_that_is_called_as_a_module_of_pythons_does_not_keep_the_page(tmp_path):
+def test_a_neighboring_file_named_like_a_standard_module_does_no_harm(tmp_path):
     beside, page = tmp_path / "beside", tmp_path / "page.html"
     beside.mkdir()
     (beside / "html.py").write_text("raise AssertionError('of the user')")
@@ -193,7 +193,7 @@ def test_metrics_and_a_script_that_ends_by_itself(tmp_path):
     ],
     ids=["data-dependent", "no-training", "exit", "compiled"],
 )  # fmt: skip
-def test_what_stands_in_the_way_is_said(tmp_path, text, said):
+def test_operations_that_prevent_a_forecast_are_reported(tmp_path, text, said):
     ended = estimate(tmp_path, text)
     assert ended.returncode != 0
     assert said in ended.stderr

@@ -1,4 +1,4 @@
-"""Plans of pipelines and of cut sequences: what can be worked out by hand, and what is refused."""
+"""Plans of pipelines and of context parallelism, compared with numbers computed by hand."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from headway import PipelineOptions, TensorParallelOptions
-from headway.config.mesh import parse
+from headway.core.config.mesh import parse_layout
 from headway.errors import StateError, UnsupportedError
-from headway.planning.compare import compare, plan
-from headway.planning.costs import ClusterRates, StageTimeline, cost, simulate
+from headway.planning.compare import compare_layouts, plan
+from headway.planning.costs import ClusterRates, StageTimeline, compute_cost, simulate_stages
 from headway.planning.dry_run.meter import PlanEvent
-from headway.planning.sources import of_config
+from headway.planning.sources import make_config_source
 from tests.unit.planning.models import Chain, chain, chain_loss, llama, loss
 
 ROW = 24 * 4
@@ -52,7 +52,7 @@ def test_stages_by_hand():
     assert [stage.activations for stage in found.stages] == [8 * ROW, 3 * ROW, 2 * ROW, 1 * ROW]
     sent = [sum(v.num_bytes for e, v in stage.exchanges.items() if e.kind == "send") for stage in found.stages]
     assert sent == [8 * ROW, 16 * ROW, 16 * ROW, 8 * ROW]
-    assert found.shares.fullest().rank == 0
+    assert found.shares.find_fullest().rank == 0
     assert found.total == found.rank0.num_bytes + 8 * ROW
     assert found.peak > found.total  # with temporaries
     assert (found.saved.num_files, found.saved.per_rank) == (4, 3 * MATRIX)
@@ -69,10 +69,10 @@ def test_gpipe_keeps_all_micro_batches():
 
 def test_replicas_of_stages():
     found = of("1f1b", 4, ranks=8, strategy="ddp=4+pp=2")
-    assert [found.shares.of(rank).weights for rank in range(8)] == [2 * MATRIX] * 8
+    assert [found.shares.get_share(rank).weights for rank in range(8)] == [2 * MATRIX] * 8
     assert found.sent()["replicate", "all_reduce"] == pytest.approx(2 * MATRIX * 2 * 3 / 4, abs=16)
     assert [stage.share.rank for stage in found.stages] == [0, 4]
-    spent = cost(found, ClusterRates(machine_ranks=4, intra=1e3, inter=1e9, flops=1e9))
+    spent = compute_cost(found, ClusterRates(machine_ranks=4, intra=1e3, inter=1e9, flops=1e9))
     assert spent.bottleneck == "replicate"
     assert spent.seconds == pytest.approx(spent.by_axis["replicate"], rel=0.1)
 
@@ -91,7 +91,7 @@ def events(schedule, place, num, num_stages):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_bubble_of_equal_stages(schedule):
     lanes = [StageTimeline(events(schedule, place, 6, 4), place) for place in range(4)]
-    taken = simulate(lanes, lambda event: event.amount)
+    taken = simulate_stages(lanes, lambda event: event.amount)
     assert taken == 3 * (6 + 4 - 1)
     assert [lane.busy for lane in lanes] == [18] * 4
 
@@ -107,7 +107,7 @@ def test_bubbles_are_those_of_the_schedules_theory(num_stages, num):
     for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"):
         found = of(schedule, num, lambda: Chain(depth=16), num_stages, rows=num)
         lanes = [StageTimeline(stage.events, stage.share.rank) for stage in found.stages]
-        taken = simulate(lanes, lambda event: event.amount if event.kind == "compute" else 0.0)
+        taken = simulate_stages(lanes, lambda event: event.amount if event.kind == "compute" else 0.0)
         idle[schedule] = 1 - lanes[-1].busy / taken
     rest = num_stages - 1
     theory = {"gpipe": num, "1f1b": num, "interleaved": 2 * num, "zero_bubble": 6 * num, "zbv": 6 * num}
@@ -115,16 +115,16 @@ def test_bubbles_are_those_of_the_schedules_theory(num_stages, num):
     assert idle["1f1b"] > idle["interleaved"] > idle["zero_bubble"]
 
 
-def test_stages_that_wait_for_each_other_are_said():
+def test_stages_that_wait_for_each_other_are_reported():
     lanes = [StageTimeline([PlanEvent("recv", 0, "pp", (1 - rank,))], rank) for rank in range(2)]
     with pytest.raises(StateError, match="wait for each other"):
-        simulate(lanes, lambda event: 0.0)
+        simulate_stages(lanes, lambda event: 0.0)
 
 
 @pytest.mark.slow
 def test_the_bubble_is_part_of_the_cost():
     fast = ClusterRates(intra=1e30, inter=1e30, flops=1e6)
-    many, few = (cost(of("1f1b", num), fast) for num in (8, 4))
+    many, few = (compute_cost(of("1f1b", num), fast) for num in (8, 4))
     assert 0 < many.bubble < few.bubble
     assert many.seconds == pytest.approx(many.compute + many.bubble)
 
@@ -135,7 +135,7 @@ def test_a_schedule_needs_a_batch_that_can_be_cut():
 
 
 def test_too_few_blocks_are_a_reason():
-    (row,) = compare(partial(plan, chain, num_ranks=4, step=chain_loss), ["pp"]).rows
+    (row,) = compare_layouts(partial(plan, chain, num_ranks=4, step=chain_loss), ["pp"]).rows
     assert row.plan is None
     assert "too few for 4 stages" in row.reason
 
@@ -155,7 +155,7 @@ def test_stages_in_parts_of_matrices():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, max_position_embeddings=8)
-    source = of_config(config, "llama", batch=2)
+    source = make_config_source(config, "llama", batch=2)
     options = [PipelineOptions("1f1b", 2), TensorParallelOptions(sequence_parallel=True)]
     whole, cut = (
         plan(source.make, strategy, ranks, step=source.step, kwargs_handlers=options[:given])
@@ -177,7 +177,7 @@ def test_without_a_step_stages_have_weights_only():
 def test_parameters_are_shared_along_both_axes_of_cut_sequences():
     found, shards = plan(llama, "fsdp+cp=2", 4, step=loss), plan(llama, "fsdp", 4, step=loss)
     for rank in range(4):
-        assert found.shares.of(rank) == shards.shares.of(rank)
+        assert found.shares.get_share(rank) == shards.shares.get_share(rank)
     # Of four ranks that share parameters each sends three quarters, of two that share a sequence half.
     assert found.sent()["shard_cp", "all_gather"] == shards.sent()["shard", "all_gather"]
     assert found.saved == shards.saved
@@ -185,6 +185,6 @@ def test_parameters_are_shared_along_both_axes_of_cut_sequences():
     # Keys and values of two layers, 2 heads of 8 numbers, gathered in forward and again in backward.
     assert found.sent()["cp", "all_gather"] == 2 * 2 * (16 * 2 * 2 * 8 * 4) / 2
     assert found.activations < 0.7 * shards.activations
-    spent = cost(found, ClusterRates(machine_ranks=2, intra=1e3, inter=1e9, flops=1e3))
+    spent = compute_cost(found, ClusterRates(machine_ranks=2, intra=1e3, inter=1e9, flops=1e3))
     assert spent.seconds == pytest.approx(spent.compute + spent.by_axis["cp"])
-    assert not ClusterRates(machine_ranks=2).is_within_machine("shard_cp", parse("fsdp+cp=2").resolve(4))
+    assert not ClusterRates(machine_ranks=2).is_within_machine("shard_cp", parse_layout("fsdp+cp=2").resolve(4))

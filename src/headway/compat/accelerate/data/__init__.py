@@ -1,1 +1,1 @@
-"""Batches, loaders and exchange as Accelerate's functions."""
+"""Accelerate's functions and classes for batches, data loaders, samplers and collectives."""

@@ -1,10 +1,11 @@
-"""Nested batches as functions: moved, converted, joined, walked, measured, and exchanged between processes.
+"""Functions for nested batches: move, convert, concatenate and measure them, and exchange them between processes.
 
-Each exchange (gather, reduce, broadcast and the like) is checked before it moves data. `gather_for_metrics` takes, besides entries
-per sample, one value for the batch, say: TRL counts tokens and sums entropies by it. Headway's own refuses such values, since
-nothing says what they would be joined to.
+Arguments of collective operations (gather, reduce, broadcast and others) are checked before any data is moved.
+`gather_for_metrics` in this module also accepts values that do not have one entry per sample, such as one value per
+batch, because TRL counts tokens and sums entropies this way. The method of `headway.Accelerator` refuses such values.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -12,35 +13,48 @@ from typing import Any
 
 import torch
 
+from headway.compat.accelerate.constants import CannotPadNestedTensorWarning
 from headway.compat.accelerate.state import GradientState, collectives
-from headway.data.loader import PreparedLoader
-from headway.errors import CollectiveError
-from headway.runtime.collectives.checked import Collectives
-from headway.runtime.collectives.ranks import synchronize_rng_states
-from headway.runtime.collectives.tree import (
+from headway.core.data.loader import PreparedLoader
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.collectives.rng import synchronize_rng_states
+from headway.core.runtime.collectives.tree import (
     Tree,
     find_batch_size,
-    leaves,
-    like_mapping,
-    like_sequence,
+    list_leaves,
+    list_tensors,
     map_tensors,
-    tensors,
+    rebuild_mapping,
+    rebuild_sequence,
 )
+from headway.errors import CollectiveError
+
+GATHER = "_gpu_gather_one"
+"""Name of Accelerate's internal function for `gather`, which its error messages contain."""
+REDUCE = "_reduce_across_processes"
+"""Name of Accelerate's internal function for `reduce`, which its error messages contain."""
+PAD = "_pad_across_processes"
+"""Name of Accelerate's internal function for `pad_across_processes`, which its error messages contain."""
 
 
 def is_torch_tensor(tensor: object) -> bool:
-    """Is it a tensor?"""
+    """Whether an object is a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 
 def is_namedtuple(data: object) -> bool:
-    """Is it a named tuple?"""
+    """Whether an object is a named tuple."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """The items of `generator` in a container of the type of `obj` (a list, tuple or named tuple)."""
-    return like_sequence(obj, generator)
+    """Return the items of an iterable in a container of a given type.
+
+    Args:
+        obj: List, tuple or named tuple whose type is used.
+        generator: Items of the container.
+    """
+    return rebuild_sequence(obj, generator)
 
 
 def recursively_apply(
@@ -51,44 +65,67 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: object,
 ) -> Tree:
-    """Apply `func` to what `test_type` accepts in nested lists, tuples and dicts; the containers keep their types.
+    """Return nested containers with `func` applied to all leaves that `test_type` accepts.
+
+    Lists, tuples and dicts keep their types.
 
     Args:
-        func: called with each accepted leaf and the further arguments.
-        data: nested containers.
-        args, kwargs: for `func`.
-        test_type: what is a leaf for `func`; default: tensors.
-        error_on_other_type: False: other leaves pass through.
+        func: Function called with each accepted leaf, followed by `args` and `kwargs`.
+        data: Nested containers.
+        args, kwargs: Further arguments of `func`.
+        test_type: Predicate that selects leaves for `func`. Default: tensors.
+        error_on_other_type: Whether other leaves are an error. Otherwise they are returned unchanged. Default: False.
 
     Raises:
-        TypeError: another leaf, where that is an error.
+        TypeError: If `error_on_other_type` is set and there is another leaf.
     """
 
     def walk(node: Tree) -> Tree:
         if isinstance(node, tuple | list):
-            return like_sequence(node, (walk(item) for item in node))
+            return rebuild_sequence(node, (walk(item) for item in node))
         if isinstance(node, Mapping):
-            return like_mapping(node, {key: walk(value) for key, value in node.items()})
+            return rebuild_mapping(node, {key: walk(value) for key, value in node.items()})
         if test_type(node):
             return func(node, *args, **kwargs)
         if error_on_other_type:
-            name = getattr(func, "__name__", "the function")
-            raise TypeError(f"{name} got a {type(node).__name__}; give lists, tuples or dicts of what it takes")
+            # Accelerate's message, which scripts and tests match.
+            raise TypeError(
+                f"Unsupported types ({type(node)}) passed to `{getattr(func, '__name__', func)}`. Only nested list/tuple/dicts of "
+                f"objects that are valid for `{getattr(test_type, '__name__', test_type)}` should be passed."
+            )
         return node
 
     return walk(data)
 
 
+def require_tensors(data: Tree, function: str) -> None:
+    """Raise `TypeError` unless all leaves are tensors.
+
+    Args:
+        data: Argument of a collective operation, such as `gather`.
+        function: Name of Accelerate's internal function, for its error message.
+
+    Raises:
+        TypeError: If there is any other leaf, including None.
+    """
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    keep.__name__ = function
+    recursively_apply(keep, data, error_on_other_type=True)
+
+
 def send_to_device(
     tensor: Tree, device: object, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
 ) -> Tree:
-    """The same structure with every tensor on `device`; objects with a `to` method of their own move themselves.
+    """Return nested containers with all tensors moved to a device. Objects with a `to` method are moved by it.
 
     Args:
-        tensor: nested containers.
-        device: a torch.device or what makes one.
-        non_blocking: do not wait for the copies.
-        skip_keys: entries of dicts that stay where they are.
+        tensor: Nested containers of tensors.
+        device: Device, or its name or index.
+        non_blocking: Whether to copy asynchronously. Default: False.
+        skip_keys: Keys of dict entries that are not moved.
     """
     skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
 
@@ -96,26 +133,26 @@ def send_to_device(
         if hasattr(node, "to"):
             try:
                 return node.to(device, non_blocking=non_blocking)
-            except TypeError:  # a `to` of its own that knows no such option
+            except TypeError:  # a custom `to` without this option
                 return node.to(device)
         if isinstance(node, tuple | list):
-            return like_sequence(node, (walk(item) for item in node))
+            return rebuild_sequence(node, (walk(item) for item in node))
         if isinstance(node, Mapping):
             moved = {key: value if key in skipped else walk(value) for key, value in node.items()}
-            return like_mapping(node, moved)
+            return rebuild_mapping(node, moved)
         return node
 
     return walk(tensor)
 
 
 def convert_to_fp32(tensor: Tree) -> Tree:
-    """The same structure with float16 and bfloat16 tensors as float32."""
+    """Return nested containers with float16 and bfloat16 tensors converted to float32."""
     halves = (torch.float16, torch.bfloat16)
     return map_tensors(lambda leaf: leaf.float() if leaf.dtype in halves else leaf, tensor)
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., object]) -> Callable[..., Any]:
-    """Decorator: what the function returns in half precision comes back in float32."""
+    """Return a function that calls `model_forward` and converts half-precision tensors in its result to float32."""
 
     @wraps(model_forward)
     def forward(*args: object, **kwargs: object) -> Any:
@@ -125,20 +162,22 @@ def convert_outputs_to_fp32(model_forward: Callable[..., object]) -> Callable[..
 
 
 def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
-    """Join structures of one shape tensor by tensor along `dim`.
+    """Return equally structured containers of tensors, concatenated along one dimension.
 
     Args:
-        data: a list of tensors, or of nested lists, tuples and dicts of them.
-        dim: the dimension.
+        data: List of tensors, or of nested lists, tuples and dicts of tensors.
+        dim: Dimension to concatenate along. Default: 0.
 
     Raises:
-        TypeError: leaves that are not tensors, of several structures.
+        TypeError: If several structures contain leaves that are not tensors.
     """
     first = data[0]
     if isinstance(first, tuple | list):
-        return like_sequence(first, (concatenate([each[index] for each in data], dim) for index in range(len(first))))
+        return rebuild_sequence(
+            first, (concatenate([each[index] for each in data], dim) for index in range(len(first)))
+        )
     if isinstance(first, Mapping):
-        return like_mapping(first, {key: concatenate([each[key] for each in data], dim) for key in first})
+        return rebuild_mapping(first, {key: concatenate([each[key] for each in data], dim) for key in first})
     if isinstance(first, torch.Tensor):
         return torch.cat(list(data), dim=dim)
     if len(data) == 1:
@@ -149,18 +188,24 @@ def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
 def slice_tensors(
     data: Tree, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Tree:
-    """The same structure with every tensor cut to `tensor_slice`; the last two arguments are accepted and not needed."""
+    """Return nested containers with every tensor sliced along its first dimension.
+
+    Args:
+        data: Nested containers of tensors.
+        tensor_slice: Slice to take of the first dimension.
+        process_index, num_processes: Ignored, as in Accelerate.
+    """
     return map_tensors(lambda leaf: leaf[tensor_slice], data)
 
 
 def listify(data: Tree) -> Tree:
-    """The same structure with every tensor as a (nested) list of numbers."""
+    """Return nested containers with every tensor converted to a (nested) list of numbers."""
     return map_tensors(lambda leaf: (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).tolist(), data)
 
 
 def find_device(data: Tree) -> torch.device | None:
-    """Where the first tensor lies; None without one."""
-    return next((tensor.device for tensor in tensors(data)), None)
+    """Return the device of the first tensor in nested containers; None if there is no tensor."""
+    return next((tensor.device for tensor in list_tensors(data)), None)
 
 
 # -------------------------------------------------------------------- shapes
@@ -168,29 +213,38 @@ def find_device(data: Tree) -> torch.device | None:
 
 @dataclass
 class TensorInformation:
-    """A tensor without its values."""
+    """Shape and dtype of a tensor, without its values.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def is_tensor_information(tensor_info: object) -> bool:
-    """Is it a `TensorInformation`?"""
+    """Whether an object is a `TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def get_data_structure(data: Any) -> Any:
-    """The batch with a `TensorInformation` in place of each tensor."""
+    """Return nested containers with each tensor replaced by its `TensorInformation`."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
-    """The batch with the shape, a list, in place of each tensor."""
+    """Return nested containers with each tensor replaced by its shape as a list."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """The output of `get_data_structure` with an uninitialised tensor in place of each `TensorInformation`."""
+    """Return nested containers with each `TensorInformation` replaced by an uninitialized tensor.
+
+    Args:
+        data_structure: Return value of `get_data_structure`.
+    """
 
     def make(about: TensorInformation) -> torch.Tensor:
         return torch.empty(about.shape, dtype=about.dtype)
@@ -199,7 +253,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """`find_batch_size`; None if there is no tensor, or only one without rows."""
+    """Return the batch size of nested containers, or None if no tensor has a first dimension."""
     try:
         return find_batch_size(data)
     except (ValueError, TypeError):
@@ -207,17 +261,20 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def move_to_device(state: Any, device: torch.device | str) -> Any:
-    """Tensors in nested lists, tuples and dicts on a device."""
+    """Return nested lists, tuples and dicts with their tensors moved to a device."""
     return recursively_apply(lambda tensor: tensor.to(device), state)
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Is it on an XPU?"""
+    """Whether an object is a tensor on an XPU."""
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
 
 
 def verify_operation(function: Any) -> Any:
-    """The function: every exchange is checked before it moves data."""
+    """Return the function unchanged.
+
+    Accelerate's decorator of this name is not needed, because Headway checks all collectives.
+    """
     return function
 
 
@@ -229,13 +286,15 @@ TENSOR_INT_TO_DTYPE = {number: kind for kind, number in TENSOR_TYPE_TO_INT.items
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Tensors with zeros below, by Accelerate's rule, which may give more rows than `num_processes` divides.
+    """Return tensors with rows of zeros appended, as many as Accelerate's function of this name appends.
+
+    The new number of rows may not be divisible by `num_processes`.
 
     Args:
-        tensor: or nested ones.
-        batch_size: their rows.
-        num_processes: among which they are to be shared.
-        dim: the dimension that is filled from the front.
+        tensor: Tensor, or nested containers of tensors.
+        batch_size: Number of rows of the tensors.
+        num_processes: Number of processes among which the rows will be split.
+        dim: Dimension along which the values are copied to the start of the padded tensor. Default: 0.
     """
     each, rest = divmod(batch_size, num_processes)
     more = num_processes - (each or batch_size)
@@ -258,14 +317,17 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
 ) -> Any:
-    """Call a function with a batch size that fits into memory, the same on all ranks.
+    """Wrap a function so that it is called with smaller and smaller batch sizes until it does not run out of memory.
+
+    The batch size is equal on all ranks.
 
     Args:
-        function: takes the batch size first; None: a decorator is returned.
-        starting_batch_size: of the first attempt.
-        reduce_batch_size_fn: gives the next one; None: nine tenths of it (Headway's own takes half).
+        function: Function that takes the batch size as its first argument. None: return a decorator.
+        starting_batch_size: Batch size of the first attempt. Default: 128.
+        reduce_batch_size_fn: Function that returns the next smaller size. Default: 90 % of the size
+            (`headway.find_executable_batch_size` uses 50 %).
     """
-    from headway.memory import batch_size
+    from headway.core.memory import batch_size
 
     call: Any = batch_size.find_executable_batch_size
     return call(function, starting_batch_size, reduce_batch_size_fn or (lambda size: int(size * 0.9)))
@@ -275,18 +337,28 @@ def find_executable_batch_size(
 
 
 def gather(tensor: Tree) -> Tree:
-    """Every rank's tensors, concatenated along dim 0 in rank order; on one process what was given.
+    """Return tensors of all ranks, concatenated along dimension 0 in rank order.
 
-    First dimensions may differ between ranks. Nested structures keep their shape.
+    On one process the input is returned unchanged. The size of dimension 0 may differ between ranks. Nested
+    structures are kept.
+
+    Args:
+        tensor: Tensor, or nested containers of tensors.
+
+    Raises:
+        TypeError: If there are several processes and a leaf is not a tensor.
     """
-    return tensor if collectives().world_size == 1 else collectives().gather(tensor)
+    if collectives().world_size == 1:
+        return tensor
+    require_tensors(tensor, GATHER)
+    return collectives().gather(tensor)
 
 
 def gather_object(object: Any) -> Any:  # noqa: A002 - its name in Accelerate
-    """The items of every rank's list in one list, by rank; on one process what was given.
+    """Return the lists of all ranks, concatenated in rank order. On one process the input is returned unchanged.
 
     Args:
-        object: a list, tuple or set of what pickle can carry; anything else counts as one item.
+        object: List, tuple or set of objects that can be pickled. Any other object counts as one item.
     """
     if collectives().world_size == 1:
         return object
@@ -295,15 +367,18 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - its name in Accelerate
 
 
 def gather_and_cut(values: Any, is_objects: bool) -> Any:
-    """What every rank has, joined; of a loader's last round only as many entries as samples were left for it.
+    """Return the values of all ranks, concatenated.
 
-    That is wrong where a rank's entries are not its samples, but scripts count on it: a loss of each rank, for their mean.
+    In a loader's last global batch, truncate them to the number of its samples.
+
+    The truncation is wrong for values that do not have one entry per sample. But scripts depend on it, for example
+    if they gather one mean loss per rank.
 
     Args:
-        values: tensors in nested containers, or objects.
-        is_objects: gather them as objects whatever they are.
+        values: Tensors in nested containers, or objects.
+        is_objects: Whether to gather the values as objects even if all of them are tensors.
     """
-    is_objects = is_objects or not all(isinstance(each, torch.Tensor) for each in leaves(values))
+    is_objects = is_objects or not all(isinstance(each, torch.Tensor) for each in list_leaves(values))
     joined = gather_object(values) if is_objects else gather(values)
     state = GradientState()
     if not state.end_of_dataloader or state.remainder <= 0:
@@ -314,44 +389,83 @@ def gather_and_cut(values: Any, is_objects: bool) -> Any:
 
 
 def broadcast(tensor: Tree, from_process: int = 0) -> Tree:
-    """Rank `from_process`'s values into every rank's tensors, in place; the same objects come back.
+    """Copy the tensors of one rank into the tensors of all ranks, in place, and return them.
 
     Args:
-        tensor: tensors of the same shapes and dtypes on all ranks, in nested containers.
-        from_process: whose values.
+        tensor: Nested containers of tensors, with equal shapes and dtypes on all ranks.
+        from_process: Rank that sends its values. Default: 0.
+
+    Raises:
+        TypeError: If there are several processes and a leaf is not a tensor.
     """
-    for own, sent in zip(tensors(tensor), tensors(collectives().broadcast(tensor, from_process))):
+    if collectives().world_size == 1:
+        return tensor
+    require_tensors(tensor, "_gpu_broadcast_one")
+    for own, sent in zip(list_tensors(tensor), list_tensors(collectives().broadcast(tensor, from_process))):
         if own is not sent:
             own.detach().copy_(sent)
     return tensor
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Rank `from_process`'s objects into every rank's list, in place; the same list comes back.
+    """Copy the objects of one rank into the lists of all ranks, in place, and return the list.
 
     Args:
-        object_list: on every rank as long as there; what it holds elsewhere does not matter.
-        from_process: whose objects.
+        object_list: List of equal length on all ranks. Its items on receiving ranks are overwritten.
+        from_process: Rank that sends its objects. Default: 0.
     """
     object_list[:] = collectives().broadcast_object(list(object_list), from_process)
     return object_list
 
 
 def reduce(tensor: Tree, reduction: str = "mean", scale: float = 1.0) -> Tree:
-    """Combine tensors of equal shapes over ranks: "mean" (the default here), "sum", "max" or "min", times `scale`."""
+    """Return the tensors combined over all ranks. Shapes must be equal on all ranks.
+
+    Args:
+        tensor: Tensor, or nested containers of tensors.
+        reduction: "mean" (the default), "sum", "max" or "min".
+        scale: Factor by which the result is multiplied. Default: 1.
+
+    Raises:
+        TypeError: If a leaf is not a tensor.
+    """
+    require_tensors(tensor, REDUCE)
     return collectives().reduce(tensor, reduction, scale)
 
 
 def pad_across_processes(tensor: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
-    """Pad tensors along `dim` to the longest of all ranks, so that they can be gathered."""
+    """Return tensors padded along `dim` to the largest size of all ranks, so that they can be gathered.
+
+    Nested tensors are unchanged.
+
+    Args:
+        tensor: Tensor, or nested containers of tensors.
+        dim: Dimension to pad. Default: 0.
+        pad_index: Value of the padding. Default: 0.
+        pad_first: Whether to pad at the beginning. Default: False.
+
+    Raises:
+        TypeError: If a leaf is not a tensor.
+    """
+    require_tensors(tensor, PAD)
+    if any(each.is_nested for each in list_tensors(tensor)):
+        warnings.warn(
+            "Cannot pad nested tensors without more information. Leaving unprocessed.",
+            CannotPadNestedTensorWarning,
+            stacklevel=2,
+        )
+        return tensor
     return collectives().pad_across_processes(tensor, dim, pad_index, pad_first)
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """A tensor that one rank has, on every rank's device; the others give None.
+    """Copy a tensor from one rank to the devices of all ranks, and return the copy on this rank's device.
+
+    Args:
+        tensor: Tensor on the rank that sends it; None on all other ranks.
 
     Raises:
-        CollectiveError: not exactly one rank gave a tensor.
+        CollectiveError: If not exactly one rank passes a tensor.
     """
     way = collectives()
     given = [rank for rank, (has,) in enumerate(way.gather_numbers([float(tensor is not None)])) if has]
@@ -367,23 +481,28 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:
-    """Give all ranks rank 0's state of one random stream (see `synchronize_rng_states`)."""
+    """Copy rank 0's state of one random number generator to all ranks.
+
+    Args:
+        rng_type: Name of the generator, as in `synchronize_rng_states`. None: "torch".
+        generator: Generator to synchronize if `rng_type` is "generator".
+    """
     synchronize_rng_states([rng_type or "torch"], generator)
 
 
 def is_per_sample(tree: Tree, loader: PreparedLoader | None, collectives: Collectives) -> bool:
-    """Do the tensors have a row for each sample of the batch, on all ranks? Called on all.
+    """Whether the tensors have one row per sample of the batch, on all ranks. All ranks must call it.
 
     Args:
-        tree: True where it holds anything but tensors.
-        loader: whose batch it is; None: nothing is known, and any tensor with a dimension will do.
-        collectives: among the ranks.
+        tree: Nested containers. If a leaf is not a tensor, the result is True.
+        loader: Loader that the batch came from. None: any tensor with at least one dimension is accepted.
+        collectives: Collectives over the ranks.
     """
     try:
         recursively_apply(lambda tensor: tensor, tree, error_on_other_type=True)
     except TypeError:
         return True
-    fits = all(_fits(tensor, loader) for tensor in tensors(tree))
+    fits = all(_fits(tensor, loader) for tensor in list_tensors(tree))
     return fits if collectives.world_size == 1 else all(row[0] for row in collectives.gather_numbers([float(fits)]))
 
 
@@ -392,7 +511,7 @@ def _fits(tensor: torch.Tensor, loader: PreparedLoader | None) -> bool:
         return False
     if loader is None or loader.num_rows is None or tensor.shape[0] == loader.num_rows:
         return True
-    # Values repeated to the batch size in a short last batch: Headway's own cuts them and says so.
+    # Values repeated to fill a short last batch: Headway's own method cuts them and warns.
     total, counts = loader.total_batch_size, loader.valid_counts
     if not total or not counts:
         return False

@@ -1,8 +1,9 @@
-"""Accelerate's loaders: prepared by a function, without an Accelerator, or by its `prepare`, whose runs see the same batches.
+"""Accelerate's data loaders, as returned by `prepare_data_loader` and by an Accelerator with Accelerate's rules.
 
-Under `import accelerate`, a seedable order is torch's shuffling by a generator that each epoch seeds with the seed and its number.
-Without it, one process shuffles as plain torch; several share a generator, seeded once when the loader is prepared. Batches are
-fetched one ahead. What one process reads for all ranks (streams, unless `dispatch_batches=False`) ends in batches of equal size.
+Under `import accelerate`, a seedable order is torch's shuffling by a generator that each epoch seeds with the seed plus
+the epoch number. Otherwise one process shuffles like plain torch, and several processes use one generator state, seeded
+once when the loader is prepared. The next batch is fetched before the current one is returned. Iterable datasets are
+read by one process for all ranks unless `dispatch_batches=False`. Their last batches have equal size on all ranks.
 """
 
 import copy
@@ -14,38 +15,46 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from headway.compat.accelerate.state import GradientState, PartialState, remainder
-from headway.config.run import DataLoaderConfiguration
-from headway.data.build import prepare_loader
-from headway.data.feeds import State
-from headway.data.feeds.dispatch import DispatchFeed
-from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.sampling.order import LoaderGenerator, LoadingRules, RandomSource, SampleOrder, permutation
-from headway.data.sampling.position import Position
-from headway.data.sampling.shard import ShardIndex
+from headway.core.config.run import DataLoaderConfiguration
+from headway.core.data.build import prepare_loader
+from headway.core.data.choose_feed import choose_loader_class
+from headway.core.data.feeds.dispatch import DispatchFeed
+from headway.core.data.feeds.protocol import State
+from headway.core.data.loader import LoaderEvents, PreparedLoader
+from headway.core.data.sampling.loader_generator import LoaderGenerator
+from headway.core.data.sampling.order import LoadingRules, RandomSource, SampleOrder, draw_permutation
+from headway.core.data.sampling.position import Position
+from headway.core.data.sampling.shard import ShardIndex
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.training.facts import AcceleratorFacts
 from headway.errors import ConfigError, UnsupportedError
-from headway.runtime.collectives.checked import Collectives
-from headway.training.run import AcceleratorRun
 
 
 class _WholePasses(Position):
-    """Counts passes as Accelerate does: after one that was left, by `break` say, the same epoch begins again."""
+    """Position of a loader that counts epochs as Accelerate does.
+
+    If a pass is left early, the next pass belongs to the same epoch.
+    """
 
     @property
-    def following(self) -> int:
-        """The epoch after this one."""
-        return self.epoch if self._left_under and self._pinned is None else super().following
+    def next_epoch(self) -> int:
+        """Number of the epoch that the next pass reads. It is the current epoch if the last pass was left early."""
+        return self.epoch if self._left_under and self._pinned is None else super().next_epoch
 
 
 class _AcceleratesLoader(PreparedLoader):
-    """A prepared loader with the attributes of Accelerate's; scripts may build one, which shares nothing out.
+    """Prepared loader with the attributes of Accelerate's loaders.
+
+    Scripts may construct one directly. It then does not split its data among ranks.
 
     Args:
-        dataset, kwargs: for DataLoader.
-        device: where batches go; None: they stay.
-        rng_types, synchronized_generator: accepted; a loader built by hand synchronises no random streams.
-        skip_batches: how many are left out of its first pass.
-        use_stateful_dataloader: read by torchdata's loader.
-        _drop_last, _non_blocking, torch_device_mesh: accepted.
+        dataset, kwargs: Arguments of DataLoader.
+        device: Device to move batches to. None: batches are not moved.
+        rng_types, synchronized_generator: Ignored. A loader that is constructed directly synchronizes no random number
+            generators.
+        skip_batches: Number of batches to skip in its first pass. Default: 0.
+        use_stateful_dataloader: Whether torchdata's StatefulDataLoader reads the data. Default: False.
+        _drop_last, _non_blocking, torch_device_mesh: Ignored.
     """
 
     _is_accelerate_prepared = True
@@ -65,12 +74,14 @@ class _AcceleratesLoader(PreparedLoader):
         torch_device_mesh: Any = None,
         **kwargs: Any,
     ) -> None:
+        # An argument of the dispatching loader alone, which torch's DataLoader would refuse.
+        splits = bool(self._dispatches and kwargs.pop("split_batches", False))
         made = prepare_data_loader(
             DataLoader(dataset, **kwargs),
             device,
             None if self._dispatches else 1,
             None if self._dispatches else 0,
-            split_batches=bool(self._dispatches and kwargs.pop("split_batches", False)),
+            split_batches=splits,
             put_on_device=device is not None,
             rng_types=(),
             dispatch_batches=self._dispatches,
@@ -79,35 +90,55 @@ class _AcceleratesLoader(PreparedLoader):
         vars(self).update(vars(made), _num_skipped=skip_batches, rng_types=rng_types or [])
 
     @classmethod
-    def of(cls, config: DataLoaderConfiguration, *parts: Any) -> "_AcceleratesLoader":
-        """The loader that `prepare` makes of the parts of a `PreparedLoader`."""
+    def of(cls, config: DataLoaderConfiguration, **parts: Any) -> "_AcceleratesLoader":
+        """Create a loader from its components.
+
+        Args:
+            config: Loader configuration of the run.
+            parts: Keyword arguments of `PreparedLoader`.
+        """
         made = object.__new__(cls)
-        PreparedLoader.__init__(made, *parts)
-        made._config, made._position = config, _WholePasses()
+        PreparedLoader.__init__(made, **parts)
+        made._config, made.pass_position = config, _WholePasses()
         return made
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of this object only. As in Accelerate, it does not change how the loader reads its data."""
+        object.__setattr__(self, name, value)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy reads the same share of a copy of the data, from the first epoch, and takes part in no run."""
-        return _prepared, (self._source, self._config, self._shard, self.device)
+        """Return a function and its arguments for pickling. The unpickled loader starts at the first epoch."""
+        return _prepare, (self._source, self._config, self._shard, self.device)
+
+    @property  # type: ignore[misc]  # it cannot be assigned
+    def __class__(self) -> Any:
+        """Class for `isinstance` checks in scripts.
+
+        It is torchdata's StatefulDataLoader if that reads the data, else this class.
+        """
+        return choose_loader_class(self._source, self._config) if self.use_stateful_dataloader else type(self)
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
-        """The script's own."""
+        """DataLoader that the script passed to `prepare`."""
         return self._source
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Is the batch in hand, or was the one last given, the last of its pass?"""
+        """Whether the current or most recent batch is the last of its pass."""
         return self.is_last
 
     @property
     def remainder(self) -> int:
-        """Real samples of the last round over all processes where that round is incomplete, else 0; -1: not known yet."""
+        """Number of samples in the loader's last global batch if it is incomplete, without padding.
+
+        0 if the last global batch is complete, -1 if the number is not known yet.
+        """
         return -1 if self.is_fresh or self.drop_last else remainder(self)
 
     @property
     def iteration(self) -> int:
-        """The number of the pass in progress; between two, of the next one; settable."""
+        """Number of the current pass over the loader, or of the next one between passes. Can be assigned."""
         return self.epoch
 
     @iteration.setter
@@ -116,39 +147,76 @@ class _AcceleratesLoader(PreparedLoader):
 
     @property
     def gradient_state(self) -> GradientState:
-        """The windows of the Accelerator created last."""
+        """State of the accumulation windows of the Accelerator that was created last."""
         return GradientState()
 
     @property
     def skip_batches(self) -> int:
-        """How many are left out of the next pass."""
+        """Number of batches to skip in the next pass."""
         return self._num_skipped
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Does torchdata's loader read?"""
-        return type(self._feed.inner).__module__.startswith("torchdata.")
+        """Whether torchdata's StatefulDataLoader reads the data."""
+        return choose_loader_class(self._source, self._config) is not DataLoader
 
 
 class DataLoaderShard(_AcceleratesLoader):
-    """One whose ranks each read their own."""
+    """Prepared loader in which each rank reads its own shard of the data."""
 
 
 class DataLoaderDispatcher(_AcceleratesLoader):
-    """One of which Accelerate's main process reads for all."""
+    """Prepared loader whose data the main process reads for all ranks."""
 
     _dispatches = True
 
 
 class ShardRules(LoadingRules):
-    """As torch's loaders, in the classes above."""
+    """Loading rules of `prepare_data_loader`: torch's sampling, and Accelerate's loader classes for the result.
 
-    def wrap(self, config: DataLoaderConfiguration, *parts: Any) -> PreparedLoader:
-        """A loader of Accelerate's kind: one that dispatches, or one that does not."""
-        is_stream = isinstance(parts[0].dataset, IterableDataset)
-        dispatches = isinstance(parts[1], DispatchFeed) or self.spreads(config, is_stream)
+    Rank 0 reads iterable datasets for all ranks, unless `dispatch_batches=False`.
+    """
+
+    refuses_unlike_data = False
+    compares_streams = False
+
+    def should_dispatch(self, config: DataLoaderConfiguration, is_stream: bool, is_placed: bool) -> bool:
+        """Whether rank 0 reads the data for all ranks.
+
+        The value of `dispatch_batches` decides if it is set. Otherwise rank 0 reads iterable datasets whose batches
+        are moved to the device.
+
+        Args:
+            config: Loader configuration of the run.
+            is_stream: Whether the dataset is iterable.
+            is_placed: Whether batches are moved to the device.
+        """
+        if config.dispatch_batches is None:
+            return is_stream and is_placed
+        return config.dispatch_batches
+
+    def should_spread(self, is_dispatched: bool) -> bool:
+        """Whether an incomplete last global batch is split evenly among the ranks.
+
+        True if rank 0 reads the data for all ranks.
+
+        Args:
+            is_dispatched: Whether rank 0 reads the data for all ranks.
+        """
+        return is_dispatched
+
+    def wrap_loader(self, config: DataLoaderConfiguration, **parts: Any) -> PreparedLoader:
+        """Return a `DataLoaderDispatcher` if rank 0 reads for all ranks, else a `DataLoaderShard`.
+
+        Args:
+            config: Loader configuration of the run.
+            parts: Keyword arguments of `PreparedLoader`.
+        """
+        is_stream = isinstance(parts["source"].dataset, IterableDataset)
+        is_placed = parts["device"] is not None
+        dispatches = isinstance(parts["feed"], DispatchFeed) or self.should_dispatch(config, is_stream, is_placed)
         kind: type[_AcceleratesLoader] = DataLoaderDispatcher if dispatches else DataLoaderShard
-        return kind.of(config, *parts)
+        return kind.of(config, **parts)
 
 
 def prepare_data_loader(
@@ -168,22 +236,24 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> PreparedLoader:
-    """Split a loader's data across processes, as `Accelerator.prepare` does.
+    """Split a loader's data across processes, as `Accelerator.prepare` does, and return the prepared loader.
 
     Args:
-        dataloader: the loader.
-        device: where batches go, with `put_on_device`; None: this process's.
-        num_processes: among whom data are shared; None: those of the run.
-        process_index: whose share this is; None: this process's.
-        put_on_device: move batches.
-        rng_types: with "generator", or None, samplers' own generators follow rank 0's.
-        split_batches, dispatch_batches, even_batches, use_seedable_sampler, data_seed, non_blocking, use_stateful_dataloader:
-            as in `DataLoaderConfiguration`.
-        slice_fn_for_dispatch, torch_device_mesh: must be None: batches are cut by rows, and an Accelerator knows its mesh.
+        dataloader: Loader to prepare.
+        device: Device of the batches if `put_on_device` is set. None: the device of this process.
+        num_processes: Number of processes among which the data is split. None: all processes of the run.
+        process_index: Index of the process whose shard is read. None: this process.
+        put_on_device: Whether to move batches to the device. Default: False.
+        rng_types: Names of random number generators to synchronize. If it contains "generator" or is None, generators
+            in samplers get rank 0's state.
+        split_batches, dispatch_batches, even_batches, use_seedable_sampler, data_seed, non_blocking,
+            use_stateful_dataloader: As in `DataLoaderConfiguration`.
+        slice_fn_for_dispatch: Not supported. Batches are always sliced along dimension 0.
+        torch_device_mesh: Not supported. An Accelerator has its own mesh.
 
     Raises:
-        UnsupportedError: one of the last two.
-        ConfigError: another number of processes than the run's where they have to speak to one another.
+        UnsupportedError: If `slice_fn_for_dispatch` or `torch_device_mesh` is given.
+        ConfigError: If `dispatch_batches` is combined with another number of processes than the run's.
     """
     if slice_fn_for_dispatch is not None or torch_device_mesh is not None:
         raise UnsupportedError(
@@ -208,10 +278,10 @@ def prepare_data_loader(
         non_blocking=non_blocking or None,
         use_stateful_dataloader=use_stateful_dataloader,
     )
-    return _prepared(dataloader, config, shard, (device or state.device) if put_on_device else None, rng_types)
+    return _prepare(dataloader, config, shard, (device or state.device) if put_on_device else None, rng_types)
 
 
-def _prepared(
+def _prepare(
     dataloader: DataLoader[Any],
     config: DataLoaderConfiguration,
     shard: ShardIndex,
@@ -220,7 +290,7 @@ def _prepared(
 ) -> PreparedLoader:
     state = PartialState()
     is_run = shard == ShardIndex(state.process_index, state.num_processes)
-    windows = None if AcceleratorRun.latest is None else AcceleratorRun.latest.accumulation
+    windows = None if AcceleratorFacts.latest is None else AcceleratorFacts.latest.accumulation
     return prepare_loader(
         dataloader,
         shard=shard,
@@ -239,11 +309,11 @@ def _prepared(
 
 
 class SeededShuffle:
-    """torch's RandomSampler by a generator that epoch `n` seeds with `seed + n`.
+    """Sample order of torch's RandomSampler with a generator that is seeded with `seed + epoch` in each epoch.
 
     Args:
-        sampler: the user's.
-        seed: of epoch 0.
+        sampler: Original sampler.
+        seed: Seed of epoch 0.
     """
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
@@ -251,64 +321,79 @@ class SeededShuffle:
         self._seed = seed
 
     def reseed(self, seed: int) -> None:
-        """Nothing: `load_state` brings the seed of a run that is resumed."""
+        """Do nothing. In a resumed run, `load_state` restores the seed instead."""
 
-    def open(self) -> None:
-        """Nothing is drawn."""
+    def draw_ahead(self) -> None:
+        """Do nothing, because no random numbers are drawn in advance."""
 
     def draw(self, epoch: int) -> Sequence[int] | Iterator[int]:
-        """The epoch's order, sliceable where every sample comes once."""
+        """Return the sample order of an epoch. The result can be sliced if every sample occurs exactly once.
+
+        Args:
+            epoch: Number of the epoch.
+        """
         sampler, seed = self._sampler, (self._seed + epoch) % (1 << 63)
         length = len(sampler.data_source)
         if not sampler.replacement and sampler.num_samples == length:
-            return permutation(length, seed)  # type: ignore[return-value]
+            return draw_permutation(length, seed)  # type: ignore[return-value]
         return iter(_with_generator(sampler, torch.Generator().manual_seed(seed)))
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def state(self, is_running: bool) -> State:
-        """The seed."""
+        """Return the state to save in a checkpoint, which is the seed.
+
+        Args:
+            is_running: Ignored.
+        """
         return {"shuffled_by": self._seed}
 
     def load_state(self, state: State) -> None:
-        """Shuffle by the seed of the run that is resumed."""
+        """Restore the seed from a state that `state` returned."""
         self._seed = state.get("shuffled_by", self._seed)
 
 
 class AccelerateRules(ShardRules):
-    """Orders, draws and ends of streams as Accelerate's loaders have them."""
+    """Loading rules of an Accelerator that match Accelerate's sample orders, random numbers and last batches."""
 
     reads_ahead = True
     leaves_workers = True
     opens_late = True
     parts_streams = False
 
-    def order_of(self, sampler: Any, draws: RandomSource) -> SampleOrder:
-        """The order that a sampler or batch sampler stands for."""
+    def choose_order(self, sampler: Any, draws: RandomSource) -> SampleOrder:
+        """Return the sample order of a sampler or batch sampler, shuffled as by Accelerate.
+
+        Args:
+            sampler: Sampler or batch sampler of the script's DataLoader.
+            draws: Source of random numbers for the order, with the loader configuration.
+        """
         if type(sampler) is RandomSampler:
             if draws.config.use_seedable_sampler:
                 return SeededShuffle(sampler, _first_seed(draws))
             if draws.agree is not None and sampler.generator is None:
-                sampler = _with_generator(sampler, torch.Generator().manual_seed(_draw()))
+                sampler = _with_generator(sampler, torch.Generator().manual_seed(_draw_seed()))
         elif (
             draws.agree is not None
             and not draws.config.use_seedable_sampler
             and getattr(sampler, "generator", sampler) is None
         ):
             sampler = copy.copy(sampler)  # such as torch's WeightedRandomSampler
-            sampler.generator = torch.Generator().manual_seed(_draw())
-        # Seedable is only torch's own shuffling; another sampler draws from the streams that it finds.
+            sampler.generator = torch.Generator().manual_seed(_draw_seed())
+        # Only torch's own shuffling is seedable. Other samplers draw from the present RNG streams.
         config = replace(draws.config, use_seedable_sampler=False)
-        return super().order_of(sampler, replace(draws, config=config, stream=LoaderGenerator()))
+        return super().choose_order(sampler, replace(draws, config=config, stream=LoaderGenerator()))
 
-    def is_apart(self, config: DataLoaderConfiguration) -> bool:
-        """Never: torch's loader below draws its base seed, whatever orders it."""
+    def has_seeded_order(self, config: DataLoaderConfiguration) -> bool:
+        """Always False: seed and epoch alone do not determine an epoch's random numbers.
+
+        torch's DataLoader also draws a base seed for its workers from the current RNG state.
+
+        Args:
+            config: Ignored.
+        """
         return False
-
-    def spreads(self, config: DataLoaderConfiguration, is_stream: bool) -> bool:
-        """Where Accelerate's main process reads for all."""
-        return bool(config.dispatch_batches) or (is_stream and config.dispatch_batches is None)
 
 
 def _first_seed(draws: RandomSource) -> int:
@@ -317,10 +402,10 @@ def _first_seed(draws: RandomSource) -> int:
 
 
 def _with_generator(sampler: RandomSampler, generator: torch.Generator) -> RandomSampler:
-    # The sampler holds None where it follows its data's length.
+    # `_num_samples` is None if the sampler follows the length of its data.
     num_samples = sampler._num_samples
     return RandomSampler(sampler.data_source, sampler.replacement, num_samples, generator=generator)
 
 
-def _draw() -> int:
+def _draw_seed() -> int:
     return int(torch.empty((), dtype=torch.int64).random_().item())

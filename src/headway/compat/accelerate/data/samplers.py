@@ -1,6 +1,6 @@
-"""Accelerate's samplers and loaders as scripts build them by hand: shares of batches, of a stream, and what skips a beginning.
+"""Samplers and loaders of Accelerate that scripts construct directly.
 
-`prepare` uses none of them: it shares out the order of any sampler itself (`headway.data`).
+`prepare` uses none of them, because it splits the order of any sampler itself (`headway.core.data`).
 """
 
 import math
@@ -16,11 +16,11 @@ from headway.errors import ConfigError
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random order that depends only on a seed and the epoch.
+    """Random sampler whose order depends only on a seed and the epoch.
 
     Args:
-        args, kwargs: for RandomSampler.
-        data_seed: the seed; None: torch's initial one.
+        args, kwargs: Arguments of RandomSampler.
+        data_seed: Seed. None: torch's initial seed.
     """
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
@@ -36,22 +36,25 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next pass is."""
+        """Set the epoch number, which determines the order of the next pass."""
         self.epoch = epoch
 
 
 class BatchSamplerShard(BatchSampler):
-    """One process's batches of a batch sampler: whole batches in turn, or a part of each.
+    """Batch sampler that yields one process's share of another batch sampler.
+
+    The share consists of every n-th batch, or of a part of each batch.
 
     Args:
-        batch_sampler: gives the batches of all processes.
-        num_processes: among whom they are shared.
-        process_index: whose share this is.
-        split_batches: each process gets a part of each batch.
-        even_batches: the end is filled from the beginning, so that all processes get full batches and equally many.
+        batch_sampler: Batch sampler for all processes.
+        num_processes: Number of processes among which the batches are split. Default: 1.
+        process_index: Index of this process. Default: 0.
+        split_batches: Whether each process gets a part of each batch. Default: False.
+        even_batches: Whether to complete the last batches with samples from the beginning, so that all processes get
+            the same number of full batches. Default: True.
 
     Raises:
-        ConfigError: a batch size that the processes cannot split evenly.
+        ConfigError: If `split_batches` is set and the batch size cannot be divided evenly among the processes.
     """
 
     def __init__(
@@ -63,8 +66,10 @@ class BatchSamplerShard(BatchSampler):
         even_batches: bool = True,
     ) -> None:
         self.batch_sampler = batch_sampler
-        self.num_processes, self.process_index = num_processes, process_index
-        self.split_batches, self.even_batches = split_batches, even_batches
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # it may have none
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         if split_batches and (self.batch_size is None or self.batch_size % num_processes):
@@ -74,7 +79,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches of all processes."""
+        """Number of batches of all processes."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -87,9 +92,9 @@ class BatchSamplerShard(BatchSampler):
         return rounds + int(self.even_batches or self.process_index < rest)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._parts() if self.split_batches else self._whole()
+        return self._iterate_parts() if self.split_batches else self._iterate_batches()
 
-    def _parts(self) -> Iterator[list[Any]]:
+    def _iterate_parts(self) -> Iterator[list[Any]]:
         size = self.batch_size // self.num_processes
         part = slice(size * self.process_index, size * (self.process_index + 1))
         first: list[Any] | None = None
@@ -107,9 +112,9 @@ class BatchSamplerShard(BatchSampler):
     def _is_full(self, batch: list[Any]) -> bool:
         return self.batch_size is None or len(batch) == self.batch_size
 
-    def _whole(self) -> Iterator[list[Any]]:
+    def _iterate_batches(self) -> Iterator[list[Any]]:
         first: list[list[Any]] = []
-        own: list[Any] | None = None  # of the round that is under way
+        own: list[Any] | None = None  # in the current round
         last: list[Any] = []
         count = 0
         for last in self.batch_sampler:
@@ -131,10 +136,16 @@ class BatchSamplerShard(BatchSampler):
             return
         if own and self._is_full(own):
             yield own
-        yield from self._filled(first, last, count)
+        yield from self._fill_last(first, last, count)
 
-    def _filled(self, first: list[list[Any]], last: list[Any], count: int) -> Iterator[list[Any]]:
-        """This process's batch when the last round is filled up from the beginning."""
+    def _fill_last(self, first: list[list[Any]], last: list[Any], count: int) -> Iterator[list[Any]]:
+        """Yield this process's part of the last global batch, completed with samples from the beginning.
+
+        Args:
+            first: First batches of the epoch, one per process.
+            last: Last batch of the epoch, which may be incomplete.
+            count: Number of batches in the epoch.
+        """
         if self.batch_size is None:
             batches = iter(first * self.num_processes)
             for place in range(count, math.ceil(count / self.num_processes) * self.num_processes):
@@ -142,7 +153,7 @@ class BatchSamplerShard(BatchSampler):
                 if place % self.num_processes == self.process_index:
                     yield batch
             return
-        begun = 0 if self._is_full(last) else 1  # the short batch is the first to be filled
+        begun = 0 if self._is_full(last) else 1  # fill the short batch first
         rows = cycle(row for batch in first for row in batch)
         short = list(last) if begun else []
         for place in range(count - begun, math.ceil(count / self.num_processes) * self.num_processes):
@@ -153,18 +164,21 @@ class BatchSamplerShard(BatchSampler):
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """One process's samples of a stream, in blocks of a batch.
+    """Iterable dataset that yields one process's shard of another iterable dataset.
+
+    A shard consists of batches of consecutive samples.
 
     Args:
-        dataset: the stream, the same on all processes.
-        batch_size: of one process; with `split_batches`, of all together.
-        drop_last: leave an incomplete round out; else it is filled from the beginning.
-        num_processes: among whom samples are shared.
-        process_index: whose share this is.
-        split_batches: see `batch_size`.
+        dataset: Iterable dataset that yields the same samples on all processes.
+        batch_size: Batch size of one process; with `split_batches`, of all processes together. Default: 1.
+        drop_last: Whether to drop an incomplete last global batch. False (the default): fill it with samples from the
+            beginning.
+        num_processes: Number of processes among which the samples are split. Default: 1.
+        process_index: Index of this process. Default: 0.
+        split_batches: Whether `batch_size` is the size of all processes together. Default: False.
 
     Raises:
-        ConfigError: a batch size that the processes cannot split evenly.
+        ConfigError: If `split_batches` is set and the batch size cannot be divided evenly among the processes.
     """
 
     def __init__(
@@ -180,12 +194,16 @@ class IterableDatasetShard(IterableDataset[Any]):
             raise ConfigError(
                 f"split_batches with a batch size of {batch_size}; give one that {num_processes} processes can split evenly"
             )
-        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
-        self.num_processes, self.process_index, self.split_batches = num_processes, process_index, split_batches
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass, also on a dataset that has `set_epoch`."""
+        """Set the epoch of the next pass, and call `set_epoch` of the dataset if it has that method."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -213,11 +231,11 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler that skips its first batches.
+    """Batch sampler that skips its first batches in every pass.
 
     Args:
-        batch_sampler: the sampler.
-        skip_batches: how many are left out.
+        batch_sampler: Original batch sampler.
+        skip_batches: Number of batches to skip. Default: 0.
     """
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
@@ -232,7 +250,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches, those left out included."""
+        """Number of batches of the original sampler, including skipped batches."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -240,12 +258,15 @@ class SkipBatchSampler(BatchSampler):
 
 
 class SkipDataLoader(DataLoader[Any]):
-    """A DataLoader that skips its first batches in every pass; `skip_first_batches` skips once and reads nothing unnecessarily.
+    """DataLoader that reads and discards its first batches in every pass.
+
+    The function `skip_first_batches` skips them in one pass only, without reading them.
 
     Args:
-        dataset, kwargs: for DataLoader.
-        skip_batches: how many are left out.
-        use_stateful_dataloader: read by torchdata's loader, whose state is this one's.
+        dataset, kwargs: Arguments of DataLoader.
+        skip_batches: Number of batches to skip. Default: 0.
+        use_stateful_dataloader: Whether torchdata's StatefulDataLoader reads the data and provides the state. Default:
+            False.
     """
 
     def __init__(
@@ -259,11 +280,11 @@ class SkipDataLoader(DataLoader[Any]):
             self._reader = module.StatefulDataLoader(dataset, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where torchdata's loader stands."""
+        """Return the state of torchdata's StatefulDataLoader, which contains its position."""
         return self._reader.state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Load a state that `state_dict` returned into torchdata's StatefulDataLoader."""
         self._reader.load_state_dict(state_dict)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -275,6 +296,6 @@ class SkipDataLoader(DataLoader[Any]):
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """The sampler below a loader's batches; None where its batch sampler has none."""
+    """Return the sampler of a loader's batch sampler, or None if it has none."""
     holder = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
     return getattr(holder, "sampler", None)

@@ -1,1 +1,1 @@
-"""Accelerate's launcher, config file and plugins, in Headway's settings; and what scripts ask about the machine."""
+"""Accelerate's launcher, config files and plugins, translated to Headway's settings, and checks of the machine."""

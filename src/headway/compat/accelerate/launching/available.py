@@ -1,4 +1,4 @@
-"""What is installed (the `is_*_available` functions import no package) and what this machine has: GPUs and their driver."""
+"""Checks for installed packages (`is_*_available`, without importing them) and for devices and their drivers."""
 
 import subprocess
 from collections.abc import Callable
@@ -10,37 +10,37 @@ from torch.torch_version import TorchVersion
 
 from headway.common import env
 from headway.compat.accelerate.constants import STR_OPERATION_TO_FUNC
+from headway.core.runtime.device import detect_hardware
 from headway.errors import ConfigError
-from headway.runtime.device import detect
 from headway.version import __version__
 
 
 def compare_versions(library_or_version: object, operation: str, requirement_version: str) -> bool:
-    """Does a version fulfil a requirement: `compare_versions("datasets", ">=", "2.0")`?
+    """Whether a version meets a requirement, as in `compare_versions("datasets", ">=", "2.0")`.
 
     Args:
-        library_or_version: a distribution's name, whose installed version counts, or a `packaging` version.
+        library_or_version: Name of a distribution, whose installed version is compared, or a `packaging` version.
         operation: ">", ">=", "==", "!=", "<=" or "<".
-        requirement_version: the version to compare with.
+        requirement_version: Version to compare with.
 
     Raises:
-        ConfigError: another operation.
-        PackageNotFoundError: no such distribution is installed.
+        ConfigError: If the operation is unknown.
+        PackageNotFoundError: If the distribution is not installed.
     """
     if not isinstance(library_or_version, str):
-        return _fulfils(str(library_or_version), operation, requirement_version)
-    return _fulfils(_installed(library_or_version), operation, requirement_version)
+        return _meets_requirement(str(library_or_version), operation, requirement_version)
+    return _meets_requirement(_installed(library_or_version), operation, requirement_version)
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Does torch's version fulfil a requirement: `is_torch_version(">=", "2.4")`?"""
-    return _fulfils(str(torch.__version__), operation, version)
+    """Whether torch's version meets a requirement, as in `is_torch_version(">=", "2.4")`."""
+    return _meets_requirement(str(torch.__version__), operation, version)
 
 
-def _fulfils(version: str, operation: str, requirement: str) -> bool:
+def _meets_requirement(version: str, operation: str, requirement: str) -> bool:
     if operation not in STR_OPERATION_TO_FUNC:
         raise ConfigError(f"operation={operation!r}; allowed: {', '.join(STR_OPERATION_TO_FUNC)}")
-    # torch's own class compares as packaging does, which Headway does not depend on.
+    # torch's class compares like `packaging`, which is not a dependency of Headway.
     return bool(STR_OPERATION_TO_FUNC[operation](TorchVersion(version), TorchVersion(requirement)))
 
 
@@ -52,7 +52,15 @@ def _installed(distribution: str) -> str:
 
 
 def _has(package: str, minimum: str | None = None, below: str | None = None) -> bool:
-    """Is `package` installed, with a version in the range? A folder of that name in the working directory does not count."""
+    """Whether a package is installed in a version within a range.
+
+    A directory with the package's name is not sufficient.
+
+    Args:
+        package: Name of the package.
+        minimum: Lowest accepted version. None: no limit.
+        below: Lowest version that is too new. None: no limit.
+    """
     try:
         found = find_spec(package)
     except (ImportError, ValueError):
@@ -62,7 +70,9 @@ def _has(package: str, minimum: str | None = None, below: str | None = None) -> 
     if minimum is None and below is None:
         return True
     version = _installed(package)
-    return (minimum is None or _fulfils(version, ">=", minimum)) and (below is None or _fulfils(version, "<", below))
+    return (minimum is None or _meets_requirement(version, ">=", minimum)) and (
+        below is None or _meets_requirement(version, "<", below)
+    )
 
 
 _PACKAGES = """
@@ -77,7 +87,7 @@ def _probe(name: str, package: str) -> Callable[[], bool]:
         return _has(package)
 
     is_available.__name__ = is_available.__qualname__ = name
-    is_available.__doc__ = f"Is {package} installed?"
+    is_available.__doc__ = f"Return whether {package} is installed."
     return is_available
 
 
@@ -87,64 +97,64 @@ globals().update(
 
 
 def is_aim_available() -> bool:
-    """Is aim installed, below version 4?"""
+    """Whether aim is installed in a version below 4."""
     return _has("aim", below="4.0.0")
 
 
 def is_tensorboard_available() -> bool:
-    """Is tensorboard or tensorboardX installed?"""
+    """Whether tensorboard or tensorboardX is installed."""
     return _has("tensorboard") or _has("tensorboardX")
 
 
 def is_torchao_available() -> bool:
-    """Is torchao installed, 0.6.1 or later?"""
+    """Whether torchao 0.6.1 or later is installed."""
     return _has("torchao", "0.6.1")
 
 
 def is_torchdata_stateful_dataloader_available() -> bool:
-    """Is torchdata installed, 0.8.0 or later?"""
+    """Whether torchdata 0.8.0 or later is installed."""
     return _has("torchdata", "0.8.0")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Is numpy installed, `min_version` or later?"""
+    """Whether numpy is installed in version `min_version` or later."""
     return _has("numpy", min_version)
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Is bitsandbytes installed, `min_version` or later?"""
+    """Whether bitsandbytes is installed in version `min_version` or later."""
     return _has("bitsandbytes", min_version)
 
 
 def is_8bit_bnb_available() -> bool:
-    """Is bitsandbytes installed, 0.37.2 or later?"""
+    """Whether bitsandbytes 0.37.2 or later is installed."""
     return is_bnb_available("0.37.2")
 
 
 def is_4bit_bnb_available() -> bool:
-    """Is bitsandbytes installed, 0.39.0 or later?"""
+    """Whether bitsandbytes 0.39.0 or later is installed."""
     return is_bnb_available("0.39.0")
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Is bitsandbytes installed, with support for devices other than CUDA?"""
+    """Whether bitsandbytes is installed with support for devices other than CUDA."""
     return is_bnb_available() and "multi_backend" in getattr(import_module("bitsandbytes"), "features", set())
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Can Transformer Engine compute in MXFP8 here?"""
+    """Whether Transformer Engine is installed and can compute in MXFP8 on this machine."""
     if not _has("transformer_engine"):
         return False
     return bool(import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
 
 
 def is_pippy_available() -> bool:
-    """Can a model be split into pipeline stages? True if torch was built with `torch.distributed`."""
+    """Whether torch was built with `torch.distributed`, so that a model can be split into pipeline stages."""
     return torch.distributed.is_available()
 
 
 def is_weights_only_available() -> bool:
-    """True: torch.load reads tensors without running code."""
+    """Return True. Every supported version of torch can load tensors without executing code."""
     return True
 
 
@@ -152,69 +162,106 @@ def is_weights_only_available() -> bool:
 
 
 def is_cuda_available() -> bool:
-    """Can this process use a CUDA device? Checked without initialising CUDA."""
-    with env.patched({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+    """Whether this process can use a CUDA device. CUDA is not initialized."""
+    with env.patch_variables({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
         return torch.cuda.is_available()
 
 
 def is_rocm_available() -> bool:
-    """Is this torch built for ROCm, with a device?"""
+    """Whether torch was built for ROCm and a device is available."""
     return torch.version.hip is not None and torch.cuda.is_available()
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """Can this process use an Intel GPU?"""
+    """Whether this process can use an Intel GPU.
+
+    Args:
+        check_device: Ignored, because the result depends on the device in any case. Default: False.
+    """
     return torch.xpu.is_available()
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Can this process use Apple's GPU?"""
+    """Whether this process can use Apple's GPU.
+
+    Args:
+        min_version: Minimum version of torch. Default: "1.12".
+    """
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
 
 
-def _plugged(package: str, kind: str) -> bool:
-    """Is a device that a separate package adds to torch available?"""
+def _has_plugin_device(package: str, kind: str) -> bool:
+    """Whether a device can be used whose support is not part of torch but of a separate package.
+
+    Args:
+        package: Name of the package.
+        kind: Device type, which is also the name of the module that the package adds to torch.
+    """
     if not _has(package):
         return False
     try:
         import_module(package)
         return bool(getattr(torch, kind).is_available())
-    except Exception:  # the package is there, its driver is not: each fails in its own way
+    except Exception:  # without a driver, each package raises another error
         return False
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """Can this process use an Ascend NPU?"""
-    return _plugged("torch_npu", "npu")
+    """Whether this process can use an Ascend NPU.
+
+    Args:
+        check_device: Ignored. Whether the device can be used is always checked.
+    """
+    return _has_plugin_device("torch_npu", "npu")
 
 
 def is_mlu_available(check_device: bool = False) -> bool:
-    """Can this process use a Cambricon MLU?"""
-    return _plugged("torch_mlu", "mlu")
+    """Whether this process can use a Cambricon MLU.
+
+    Args:
+        check_device: Ignored. Whether the device can be used is always checked.
+    """
+    return _has_plugin_device("torch_mlu", "mlu")
 
 
 def is_musa_available(check_device: bool = False) -> bool:
-    """Can this process use a Moore Threads GPU?"""
-    return _plugged("torch_musa", "musa")
+    """Whether this process can use a Moore Threads GPU.
+
+    Args:
+        check_device: Ignored. Whether the device can be used is always checked.
+    """
+    return _has_plugin_device("torch_musa", "musa")
 
 
 def is_sdaa_available(check_device: bool = False) -> bool:
-    """Can this process use an SDAA device?"""
-    return _plugged("torch_sdaa", "sdaa")
+    """Whether this process can use an SDAA device.
+
+    Args:
+        check_device: Ignored. Whether the device can be used is always checked.
+    """
+    return _has_plugin_device("torch_sdaa", "sdaa")
 
 
 def is_neuron_available(check_device: bool = False) -> bool:
-    """Can this process use an AWS Neuron device?"""
-    return _plugged("torch_neuronx", "neuron")
+    """Whether this process can use an AWS Neuron device.
+
+    Args:
+        check_device: Ignored. Whether the device can be used is always checked.
+    """
+    return _has_plugin_device("torch_neuronx", "neuron")
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Can this process use a Gaudi device?"""
-    return _plugged("habana_frameworks.torch", "hpu") if _has("habana_frameworks") else False
+    """Whether this process can use a Gaudi device.
+
+    Args:
+        init_hccl: Ignored.
+    """
+    return _has_plugin_device("habana_frameworks.torch", "hpu") if _has("habana_frameworks") else False
 
 
 def is_habana_gaudi1() -> bool:
-    """False unless a first-generation Gaudi is here."""
+    """Whether the available Gaudi device is of the first generation."""
     if not is_hpu_available():
         return False
     experimental = import_module("habana_frameworks.torch.utils.experimental")
@@ -222,7 +269,12 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Is torch_xla installed, and if asked, for a TPU or a GPU? Headway drives neither through it."""
+    """Whether torch_xla is installed. Headway does not use it.
+
+    Args:
+        check_is_tpu: Whether its device must also be a TPU. Default: False.
+        check_is_gpu: Whether its device must also be a GPU. Default: False.
+    """
     if not _has("torch_xla") or env.get_bool("USE_TORCH_XLA") is False:
         return False
     if not (check_is_tpu or check_is_gpu):
@@ -232,7 +284,11 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Does bfloat16 arithmetic run on this machine's device?"""
+    """Whether this machine's device supports bfloat16 arithmetic.
+
+    Args:
+        ignore_tpu: Ignored.
+    """
     if is_cuda_available():
         return bool(torch.cuda.is_bf16_supported())
     if is_xpu_available():
@@ -243,22 +299,22 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Does float16 arithmetic run on this machine's device?"""
+    """Whether this machine's device supports float16 arithmetic."""
     return not is_habana_gaudi1()
 
 
 def is_fp8_available() -> bool:
-    """Is torchao installed, which Headway uses for float8?"""
+    """Whether torchao is installed, which Headway uses for float8."""
     return is_torchao_available()
 
 
 def is_torch_distributed_available() -> bool:
-    """Was torch built with torch.distributed?"""
+    """Whether torch was built with torch.distributed."""
     return torch.distributed.is_available()
 
 
 def is_xccl_available() -> bool:
-    """Was torch built with Intel's collectives?"""
+    """Whether torch was built with Intel's collectives library (XCCL)."""
     return bool(torch.distributed.distributed_c10d.is_xccl_available())
 
 
@@ -273,26 +329,29 @@ def _ask(field: str) -> list[str]:
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """The names of the NVIDIA GPUs, and how many there are; does not initialise CUDA.
+    """Return the names of the NVIDIA GPUs and their number. CUDA is not initialized.
 
     Raises:
-        ConfigError: there is no nvidia-smi.
+        ConfigError: If nvidia-smi is missing or fails.
     """
     names = [name.strip() for name in _ask("name")]
     return names, len(names)
 
 
 def get_driver_version() -> str:
-    """The NVIDIA driver's version.
+    """Return the version of the NVIDIA driver.
 
     Raises:
-        ConfigError: there is no nvidia-smi.
+        ConfigError: If nvidia-smi is missing or fails.
     """
     return _ask("driver_version")[0].strip()
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Can the GPUs reach one another directly? False for several GeForce RTX 40 with a driver that cannot, True elsewhere."""
+    """Whether the NVIDIA GPUs of this machine support direct peer-to-peer transfers.
+
+    False only if there are several GPUs, one of them is a GeForce RTX 40, and the driver is older than 550.40.
+    """
     try:
         names, count = get_gpu_info()
         driver = get_driver_version()
@@ -304,7 +363,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Does the first NVIDIA GPU support float8 (compute capability 8.9 or later)?"""
+    """Whether the first NVIDIA GPU supports float8 (compute capability 8.9 or later)."""
     try:
         major, minor = _ask("compute_cap")[0].split(".")
     except ConfigError:
@@ -313,6 +372,9 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """The kind of accelerator, and Accelerate's word for several of them: ("cuda", "MULTI_GPU"); "cuda" where there is none."""
-    kind = detect().kind
+    """Return the accelerator type and the name of Accelerate's `DistributedType` for it, such as ("cuda", "MULTI_GPU").
+
+    Without an accelerator, the result is the result for CUDA.
+    """
+    kind = detect_hardware().kind
     return ("cuda", "MULTI_GPU") if kind in ("cpu", "cuda") else (kind, f"MULTI_{kind.upper()}")

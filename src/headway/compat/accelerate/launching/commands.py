@@ -1,6 +1,6 @@
-"""Accelerate's commands as libraries call them: its config file as an object, its launcher as a parser and a function.
+"""Accelerate's command-line tools as Python functions and classes, which other libraries call.
 
-Each runs the corresponding Headway command, under Accelerate's name.
+Each function runs the corresponding Headway command under Accelerate's name.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import yaml
 
 from headway.common import atomic, env
 from headway.compat.accelerate.launching.config_file import translate
-from headway.config import files
+from headway.core.config import files
 from headway.errors import ConfigError
 
 _COMMANDS = {
@@ -26,29 +26,34 @@ _COMMANDS = {
     "merge-weights": ("merge",),
     "test": ("test",),
 }
-"""Command of `accelerate` -> what `headway` is given."""
+"""Arguments of the `headway` command for each command of `accelerate`."""
 
-default_config_file = default_json_config_file = default_yaml_config_file = str(files.default_file(env.snapshot()))
+default_config_file = default_json_config_file = default_yaml_config_file = str(
+    files.find_default_file(env.copy_variables())
+)
 
 
 class LoadedConfig:
-    """A config file's keys as attributes.
+    """Contents of a config file of Headway or Accelerate. The keys can be read as attributes.
 
     Args:
-        values: by key.
+        values: Values by key.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values)
 
     def to_dict(self) -> dict[str, Any]:
-        """All keys and their values."""
+        """Return the keys of the config file and their values as a dict."""
         return dict(self.__dict__)
 
 
 class ClusterConfig(LoadedConfig):
-    """The keys of a config file, by name; the first five in this order: compute_environment, distributed_type, mixed_precision,
-    use_cpu, debug.
+    """Configuration of a launch, under the keys of Accelerate's config files.
+
+    Args:
+        first: Values of compute_environment, distributed_type, mixed_precision, use_cpu and debug, in this order.
+        values: Values of other keys by name.
     """
 
     def __init__(self, *first: Any, **values: Any) -> None:
@@ -73,9 +78,9 @@ _RESHARDS = {
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite the section `fsdp_config` of a config file by the keys of version 2; returns `config`.
+    """Convert the section `fsdp_config` of a config file to FSDP2's keys, in place, and return `config`.
 
-    Headway reads both versions: `headway config import`.
+    Headway itself reads the keys of both versions (`headway config import`).
     """
     section = config.get("fsdp_config") or {}
     if section and section.get("fsdp_version", 1) != 2:
@@ -90,7 +95,11 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate to-fsdp2`, on its own or as one of `subparsers`."""
+    """Return the argument parser of `accelerate to-fsdp2`.
+
+    Args:
+        subparsers: Subparsers to add the command to. None: return a separate parser.
+    """
     about = "Rewrite a config file by the keys of FSDP version 2"
     parser: argparse.ArgumentParser = (
         argparse.ArgumentParser("accelerate to-fsdp2", description=about)
@@ -105,50 +114,62 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def to_fsdp2_command(args: argparse.Namespace) -> None:
-    """Rewrite a config file as `accelerate to-fsdp2` does.
+    """Rewrite a config file with FSDP2's keys, as `accelerate to-fsdp2` does.
 
     Raises:
-        ConfigError: the file does not exist or is empty, or where it should go is not said or taken.
+        ConfigError: If the file does not exist or is empty, or if the output would overwrite a file without
+            --overwrite.
     """
     output = Path(args.output_file or args.config_file)
     if not args.overwrite and (args.output_file is None or output.exists()):
         raise ConfigError(f"{output} would be written over; name another --output_file, or add --overwrite")
-    found = files.load_mapping(files.read(Path(args.config_file)), args.config_file)
+    found = files.load_mapping(files.read_config(Path(args.config_file)), args.config_file)
     atomic.write_text(output, yaml.safe_dump(convert_config_to_fsdp2(found)))
 
 
 def load_config_from_file(config_file: str | None) -> LoadedConfig:
-    """Read a config file, Headway's or Accelerate's.
+    """Return the contents of a config file of Headway or Accelerate.
 
     Args:
-        config_file: its path; None: the one that `headway config` writes.
+        config_file: Path of the file. None: the default path of `headway config`.
 
     Raises:
-        ConfigError: the file does not exist, or it is not a mapping.
+        ConfigError: If the file does not exist or does not contain a mapping.
     """
     path = Path(config_file or default_config_file)
     if not path.is_file():
         raise ConfigError(f"no config file at {path}; `headway config` writes one")
-    return LoadedConfig(files.load_mapping(files.read(path), str(path)))
+    return LoadedConfig(files.load_mapping(files.read_config(path), str(path)))
 
 
 class LaunchParser(argparse.ArgumentParser):
-    """Accepts any launcher command line unparsed: `headway launch` parses it and reports its errors."""
+    """Parser that accepts any arguments. `headway launch` parses them later and reports errors."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """All arguments in one list, `line`."""
+        """Return a namespace with all arguments, and an empty list of unknown arguments.
+
+        The list of all arguments is the namespace's attribute `line`.
+        """
         found = namespace if namespace is not None else argparse.Namespace()
         found.line = list(sys.argv[1:] if args is None else args)
         return found, []
 
 
 def launch_command_parser(subparsers: Any = None) -> LaunchParser:
-    """A parser whose result can be passed to `launch_command`."""
+    """Return a parser for the arguments of `accelerate launch`, whose result can be passed to `launch_command`.
+
+    Args:
+        subparsers: Subparsers to add the command to. None: return a separate parser.
+    """
     return LaunchParser("headway launch", add_help=False)
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Run `headway launch --as accelerate` with the arguments, and wait; if it fails, this process exits with the same code."""
+    """Run `headway launch --as accelerate` and wait for it. If it fails, exit with its exit code.
+
+    Args:
+        args: Result of the parser that `launch_command_parser` returned.
+    """
     code = _run("launch", args.line)
     if code:
         sys.exit(code)
@@ -157,51 +178,55 @@ def launch_command(args: argparse.Namespace) -> None:
 def _run(command: str, line: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="headway_") as folder:
         try:
-            line, more = with_own_file(line, Path(folder)) if command == "launch" else (line, {})
+            line, more = replace_config_file(line, Path(folder)) if command == "launch" else (line, {})
         except ConfigError as error:
             print(f"headway: error: {error}", file=sys.stderr)
             return 2
         program = [sys.executable, "-m", "headway", *_COMMANDS[command], *line]
-        return subprocess.call(program, env={**env.snapshot(), **more})
+        return subprocess.call(program, env={**env.copy_variables(), **more})
 
 
-def with_own_file(line: Sequence[str], folder: Path) -> tuple[list[str], dict[str, str]]:
-    """A launcher's command line in which Accelerate's config file is replaced by its translation.
+def replace_config_file(line: Sequence[str], folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Return a launcher's command line in which Accelerate's config file is replaced by its translation for Headway.
 
     Args:
-        line: the launcher's arguments, the script and its arguments.
-        folder: where the translation goes, if one is needed.
+        line: Arguments of the launcher, the script and its arguments.
+        folder: Directory for the translated file, if one is needed.
 
     Returns:
-        The line, and variables for the environment of what it starts.
+        New command line, and environment variables for the launched processes.
 
     Raises:
-        ConfigError: the file cannot be read, or has a key that neither library knows.
+        ConfigError: If the file cannot be read, or has a key that neither library knows.
     """
-    start, stop, named = _config_file(line)
-    values = files.load_mapping(files.read(Path(named)), named) if named else {}
+    start, stop, named = _find_config_file(line)
+    values = files.load_mapping(files.read_config(Path(named)), named) if named else {}
     if values.keys() <= set(files.KEYS):
         return list(line), {}
     if values.get("distributed_type") == "NO":
-        values["num_processes"] = 1  # Accelerate starts one, whatever the number says
+        values["num_processes"] = 1  # Accelerate starts one process for any number
     made = translate(values, named)
     for key, text in made.lines:
         if text.startswith("NOT KEPT"):
             print(f"headway: {named}: {key}: {text}", file=sys.stderr)
     path = folder / f"{Path(named).stem}_translated.yaml"
-    files.write(made.config, path)
-    # transformers' Trainer writes whole weights at the end where the file says so, and none where it does not.
+    files.write_config(made.config, path, original=named)
+    # transformers' Trainer writes full weights at the end only if this variable requests them.
     kind = (values.get("fsdp_config") or {}).get("fsdp_state_dict_type")
     return [*line[:start], "--config_file", str(path), *line[stop:]], {
         "FSDP_STATE_DICT_TYPE": str(kind)
     } if kind else {}
 
 
-def _config_file(line: Sequence[str]) -> tuple[int, int, str]:
-    """Where the launcher is told of a config file, from and to, and which; an empty name where it is not told."""
+def _find_config_file(line: Sequence[str]) -> tuple[int, int, str]:
+    """Find the option `--config_file` in a command line.
+
+    Returns:
+        Index of its first argument, index after its last argument, and its value. (0, 0, "") if it is not given.
+    """
     for index, word in enumerate(line):
         if word.endswith(".py") or word in ("-m", "--module"):
-            break  # what follows is the script's
+            break  # the rest belongs to the script
         option, _, joined = word.partition("=")
         if option.replace("-", "_") == "__config_file":
             stop = index + (1 if joined else 2)
@@ -210,7 +235,7 @@ def _config_file(line: Sequence[str]) -> tuple[int, int, str]:
 
 
 def main() -> int:
-    """What `accelerate COMMAND` does when Headway stands in for Accelerate; returns the exit code."""
+    """Run Headway's version of `accelerate COMMAND`, and return the exit code."""
     command, *line = sys.argv[1:] or ["--help"]
     if command == "to-fsdp2":
         try:
@@ -227,5 +252,5 @@ def main() -> int:
 
 
 def launch_main() -> int:
-    """What `python -m accelerate.commands.launch` does."""
+    """Run Headway's version of `python -m accelerate.commands.launch`, and return the exit code."""
     return _run("launch", sys.argv[1:])

@@ -1,6 +1,6 @@
-"""Translates a config file of Accelerate's: each key becomes a setting here, or is said to become none, and why.
+"""Translation of Accelerate's config files. Each key becomes a setting, or a report explains why it does not.
 
-Flags of other launchers that have no meaning here stand with them, and what to use in their place.
+This module also lists flags of other launchers that Headway does not have, with an alternative for each.
 """
 
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.compat.accelerate.launching.layout_words import LAYOUT_SECTIONS, explain_key
-from headway.config.launch import SETTINGS, LaunchConfig
-from headway.config.load import Value, resolve
-from headway.config.parallelism import LayoutRequest
-from headway.config.values import did_you_mean, from_file
+from headway.core.config.launch import SETTINGS, LaunchConfig
+from headway.core.config.load import Value, resolve
+from headway.core.config.parallelism import LayoutRequest
+from headway.core.config.values import check_file_value, suggest_word
 from headway.errors import ConfigError
 
 _SHARDING = "set the layout with --strategy fsdp, and see `headway launch --help-all` for its options"
@@ -39,7 +39,7 @@ _BY_ANSWER = {
     "take it out: on one machine the launcher binds a free port by itself": "standalone",
     "use --strategy": "layout",
     "use --fsdp_offload_params true": "offload_params",
-    "use -n": "num_gpus",
+    "use -n": "num_gpus devices",
     "use -n for the processes of all machines together": "nproc_per_node nproc",
     "use --num_machines": "nnodes",
     "use --machine_rank": "node_rank",
@@ -52,8 +52,14 @@ _FAMILIES = {"megatron_lm_": _MEGATRON, "fp8_": _FP8, "sagemaker_": _SAGEMAKER, 
 _OF_FILES = ("compute_environment", "distributed_type", "use_cpu", "commands", "command_file")
 
 
-def advice(name: str) -> str | None:
-    """What to use in the place of the flag or key `name`; None where no other launcher has it either."""
+def find_alternative(name: str) -> str | None:
+    """Return a sentence that names the alternative to a flag or key of another launcher that Headway does not have.
+
+    None if the name is not a flag or key of any of these launchers.
+
+    Args:
+        name: Name of the flag or key.
+    """
     plain = name.lstrip("-").replace("-", "_")
     if plain in _ONE:
         return _ONE[plain]
@@ -61,20 +67,23 @@ def advice(name: str) -> str | None:
 
 
 def explain_file_key(key: str) -> str:
-    """What to do about a key of Accelerate's, or a flag of its launcher's, in a config file of Headway's; empty for any other."""
-    if key.endswith("_config") or key in _OF_FILES or advice(key):
+    """Return a hint for a key in Headway's config file that belongs to Accelerate's config files or launch flags.
+
+    Return "" for any other key.
+    """
+    if key.endswith("_config") or key in _OF_FILES or find_alternative(key):
         return "; this looks like a file of Accelerate's: `headway config import FILE` translates it"
     said = explain_key(key)
     return "" if said is None else f": {said}"
 
 
 def refuse(flag: str) -> None:
-    """Raise where `flag` is one of another launcher.
+    """Raise `ConfigError` if a flag belongs to another launcher and Headway does not have it.
 
     Raises:
-        ConfigError: the flag is known and has no meaning here; the message says what to use.
+        ConfigError: If another launcher has the flag and Headway does not. The message names an alternative.
     """
-    text = advice(flag)
+    text = find_alternative(flag)
     if text is not None:
         raise ConfigError(f"{flag} is not a flag of `headway launch`: {text}")
 
@@ -87,29 +96,29 @@ _SAME = tuple(
     """.split()  # noqa: SIM905
 )
 _COMPILER = tuple(name for name in SETTINGS if name.startswith("dynamo_"))
-# Sections most lines of which would mean something that this version does not do.
+# Sections most of whose keys have no counterpart in Headway.
 _SECTIONS = tuple("megatron_lm_config fp8_config dynamo_config mpirun_config ipex_config".split())  # noqa: SIM905
 _RENAMED_OPTIONS = {"backward_prefetch_policy": "backward_prefetch"}
-"""What older versions of Accelerate wrote."""
+"""Current names of config file keys, by the names that older versions of Accelerate wrote."""
 _TYPES = {"NO": "one process, or as many as num_processes says", "MULTI_CPU": "processes on the CPU"}
 _PER_DEVICE = "a launch starts one process per accelerator by default"
-"""MULTI_GPU, MULTI_XPU, MULTI_NPU and the like."""
+"""Explanation in the report for the distributed types MULTI_GPU, MULTI_XPU, MULTI_NPU and similar ones."""
 
 TOGETHER = "together"
-"""Under this name stands the layout that several keys come to."""
+"""Name in the report for the layout that several keys of the file determine together."""
 
 _NOTHING: tuple[object, ...] = (None, False, "", "no", {}, [])
 
 
 @dataclass
 class Translation:
-    """What became of a foreign file.
+    """Result of translating one of Accelerate's config files.
 
     Attributes:
-        layer: the settings that it decides.
-        lines: for each of its keys, (key, what it became).
-        num_lost: keys whose meaning this version cannot keep.
-        layout: what its keys say of the layout.
+        layer: Settings that the file determines.
+        lines: Lines of the report: pairs of (key, description of its translation).
+        num_lost: Number of keys whose meaning cannot be kept.
+        layout: Layout that the keys request.
     """
 
     layer: dict[str, Value] = field(default_factory=dict)
@@ -119,51 +128,68 @@ class Translation:
 
     @property
     def config(self) -> LaunchConfig:
-        """The settings as a configuration."""
+        """Settings of the translated file as a launch configuration."""
         return resolve([self.layer]).config
 
     @property
     def num_keys(self) -> int:
-        """Keys of the file, those of its sections one by one."""
+        """Number of keys in the file, counting each key of its sections."""
         return len({key for key, _ in self.lines} - {TOGETHER})
 
-    def take(self, key: str, name: str, value: Any, origin: str) -> None:
-        """Let `key` decide the setting `name`."""
-        decided = from_file(SETTINGS[name], value, origin)
+    def set_from_key(self, key: str, name: str, value: Any, origin: str) -> None:
+        """Set one of Headway's settings from the value of a key, and add the key to the report.
+
+        Args:
+            key: Key in the file.
+            name: Name of Headway's setting.
+            value: Value in the file.
+            origin: Location of the key, for errors and reports.
+        """
+        decided = check_file_value(SETTINGS[name], value, origin)
         self.layer[name] = Value(decided, origin)
         self.lines.append((key, f"{name}: {decided!r}"))
 
-    def drop(self, key: str, reason: str) -> None:
-        """Say that `key` decides nothing, and nothing is lost by that."""
+    def report_needless(self, key: str, reason: str) -> None:
+        """Report that a key needs no setting, because Headway always behaves as the key requests.
+
+        Args:
+            key: Key in the file.
+            reason: Reason why no setting is needed.
+        """
         self.lines.append((key, f"nothing to keep: {reason}"))
 
-    def lose(self, key: str, reason: str) -> None:
-        """Say that the meaning of `key` is lost."""
+    def report_lost(self, key: str, reason: str) -> None:
+        """Report that Headway has no setting for a key, so that its meaning is lost.
+
+        Args:
+            key: Key in the file.
+            reason: Reason why Headway has no such setting.
+        """
         self.lines.append((key, f"NOT KEPT: {reason}"))
         self.num_lost += 1
 
 
 def translate(data: Mapping[str, Any], name: str) -> Translation:
-    """Translate the content of an Accelerate config file.
+    """Translate an Accelerate config file to Headway's settings, with a report for each key.
 
     Args:
-        data: its keys and values.
-        name: what errors call the file.
+        data: Keys and values of the file.
+        name: Name of the file in error messages.
 
     Raises:
-        ConfigError: a key that Accelerate's files do not have either, or a value that cannot be.
+        ConfigError: If a key is not one of Accelerate's keys, or if a value is invalid.
     """
     made = Translation()
     for key, value in data.items():
         _translate_key(made, key, value, f"file: {name} key {key}")
     decided = dict(made.layout.settings)
-    asked = made.layout.strategy()
+    asked = made.layout.find_strategy()
     if asked is not None:
         decided["strategy"] = asked
         made.lines.append((TOGETHER, f"strategy: {asked[0]!r}"))
     for setting, (found, key) in decided.items():
         origin = f"file: {name} key {key}"
-        made.layer[setting] = Value(from_file(SETTINGS[setting], found, origin), origin)
+        made.layer[setting] = Value(check_file_value(SETTINGS[setting], found, origin), origin)
     return made
 
 
@@ -172,8 +198,8 @@ def _translate_key(made: Translation, key: str, value: Any, origin: str) -> None
         _translate_type(made, str(value), origin)
     elif key == "compute_environment":
         if value == "AMAZON_SAGEMAKER":
-            raise ConfigError(f"{origin} is AMAZON_SAGEMAKER: {advice('sagemaker_')}")
-        made.drop(key, "a launch runs on the machine that it is started on")
+            raise ConfigError(f"{origin} is AMAZON_SAGEMAKER: {find_alternative('sagemaker_')}")
+        made.report_needless(key, "a launch runs on the machine that it is started on")
     elif key in LAYOUT_SECTIONS:
         _translate_layout(made, key, value, origin)
     elif key in _SECTIONS:
@@ -181,18 +207,18 @@ def _translate_key(made: Translation, key: str, value: Any, origin: str) -> None
     elif key in _RENAMED or key in _SAME:
         _translate_value(made, key, value, origin)
     elif key in ("command_file", "commands") or key.startswith("tpu_"):
-        _translate_unknown(made, key, value, str(advice("tpu")))
-    elif (text := advice(key)) is not None:
+        _translate_unknown(made, key, value, str(find_alternative("tpu")))
+    elif (text := find_alternative(key)) is not None:
         _translate_unknown(made, key, value, text)
     else:
-        hint = did_you_mean(key, [*_SAME, *_RENAMED, *_SECTIONS, *LAYOUT_SECTIONS])
+        hint = suggest_word(key, [*_SAME, *_RENAMED, *_SECTIONS, *LAYOUT_SECTIONS])
         raise ConfigError(f"{key} ({origin}) is not a key of Accelerate's config files{hint or '; take it out'}")
 
 
-def _entries(made: Translation, section: str, value: Any, origin: str) -> Mapping[str, Any]:
-    """The keys of a section; none, and a line that says so, where it is empty."""
+def _read_section(made: Translation, section: str, value: Any, origin: str) -> Mapping[str, Any]:
+    """Return the keys and values of a section of the file. If it is empty, report that and return an empty dict."""
     if value in _NOTHING:
-        made.drop(section, "empty")
+        made.report_needless(section, "empty")
         return {}
     if not isinstance(value, Mapping):
         raise ConfigError(f"{origin} must hold settings, one a line, not {value!r}")
@@ -200,25 +226,34 @@ def _entries(made: Translation, section: str, value: Any, origin: str) -> Mappin
 
 
 def _translate_layout(made: Translation, section: str, value: Any, origin: str) -> None:
-    """Keys of the layout: what each became is told at once, and decided together when the file has been read."""
+    """Add each key of a layout section of Accelerate's config file, such as `fsdp_config`, to the report.
+
+    The layout itself is determined after the entire file has been read.
+
+    Args:
+        made: Translation to which the report is added.
+        section: Name of the section.
+        value: Value of the section.
+        origin: Location of the section, for errors and reports.
+    """
     layout = made.layout
     prefix, known, read = LAYOUT_SECTIONS[section]
-    for inner, entry in _entries(made, section, value, origin).items():
+    for inner, entry in _read_section(made, section, value, origin).items():
         path = f"{section}.{inner}"
         name = str(inner).removeprefix(prefix)
         name = _RENAMED_OPTIONS.get(name, name)
         if inner == "gradient_accumulation_steps" and entry not in ("auto", None):
-            made.take(path, inner, entry, f"{origin}.{inner}")
+            made.set_from_key(path, inner, entry, f"{origin}.{inner}")
         elif entry in ("auto", None) or (entry in _NOTHING and isinstance(entry, (str, list, dict))):
-            made.drop(path, "undecided")
+            made.report_needless(path, "undecided")
         elif name not in known:
-            made.lose(path, "Accelerate's files have no such key")
+            made.report_lost(path, "Accelerate's files have no such key")
         else:
             first = len(layout.lines)
             read(layout, name, entry, path)
             made.lines += layout.lines[first:]
             if path in layout.refused:
-                made.lose(path, layout.refused[path])
+                made.report_lost(path, layout.refused[path])
 
 
 def _translate_type(made: Translation, kind: str, origin: str) -> None:
@@ -230,36 +265,41 @@ def _translate_type(made: Translation, kind: str, origin: str) -> None:
         return
     said = _TYPES.get(kind, _PER_DEVICE if kind.startswith("MULTI_") else None)
     if said is None:
-        text = advice(f"use_{kind.lower()}") or advice(kind.lower()) or advice("tpu")
-        made.lose("distributed_type", f"{kind}: {text}")
+        text = find_alternative(f"use_{kind.lower()}") or find_alternative(kind.lower()) or find_alternative("tpu")
+        made.report_lost("distributed_type", f"{kind}: {text}")
         return
-    made.drop("distributed_type", f"{kind}: {said}")
+    made.report_needless("distributed_type", f"{kind}: {said}")
     if kind == "MULTI_CPU":
-        made.take("distributed_type", "cpu", True, origin)
+        made.set_from_key("distributed_type", "cpu", True, origin)
 
 
 def _translate_section(made: Translation, key: str, value: Any, origin: str) -> None:
-    for inner, entry in _entries(made, key, value, origin).items():
+    for inner, entry in _read_section(made, key, value, origin).items():
         path = f"{key}.{inner}"
         if inner in _COMPILER and entry is not None:
-            made.take(path, inner, entry.lower() if isinstance(entry, str) else entry, f"{origin}.{inner}")
+            made.set_from_key(path, inner, entry.lower() if isinstance(entry, str) else entry, f"{origin}.{inner}")
         elif entry in _NOTHING:
-            made.drop(path, "off")
+            made.report_needless(path, "off")
         else:
-            made.lose(path, advice(str(inner)) or advice(f"{key.removesuffix('_config')}_") or "no counterpart here")
+            made.report_lost(
+                path,
+                find_alternative(str(inner))
+                or find_alternative(f"{key.removesuffix('_config')}_")
+                or "no counterpart here",
+            )
 
 
 def _translate_value(made: Translation, key: str, value: Any, origin: str) -> None:
     name = _RENAMED.get(key, key)
     if value is None or (key == "num_processes" and value == -1):
-        made.drop(key, "undecided")
+        made.report_needless(key, "undecided")
     else:
-        made.take(key, name, value, origin)
+        made.set_from_key(key, name, value, origin)
 
 
 def _translate_unknown(made: Translation, key: str, value: Any, text: str) -> None:
-    # `main` is what Accelerate writes there for everybody.
+    # Accelerate writes `main` into every file.
     if value in _NOTHING or (key, value) == ("main_training_function", "main") or key == "same_network":
-        made.drop(key, "off" if value in _NOTHING else "it changes nothing here")
+        made.report_needless(key, "off" if value in _NOTHING else "it changes nothing here")
     else:
-        made.lose(key, text)
+        made.report_lost(key, text)

@@ -1,6 +1,6 @@
-"""How Accelerate's settings for layouts are translated: one table for its launch flags, its config files and its plugins.
+"""Translation of Accelerate's layout settings, common to its launch flags, config files and plugins.
 
-Each key is served (it decides a setting), needless (it changes nothing here, and the reason is told) or refused by name.
+Each key is translated to a setting of Headway, ignored with a reason that is reported, or refused with an error.
 """
 
 from collections.abc import Callable, Mapping
@@ -8,19 +8,19 @@ from functools import partial
 from typing import Any
 
 from headway.common import env
-from headway.common.untrusted import shown, whole_number
-from headway.config.launch import OF_DEEPSPEED, ROTATIONS, WRAPPING
-from headway.config.parallelism import LayoutRequest
+from headway.common.untrusted import parse_whole_number, show_value
+from headway.core.config.launch import OF_DEEPSPEED, ROTATIONS, WRAPPING
+from headway.core.config.parallelism import LayoutRequest
 from headway.errors import ConfigError
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""FSDP version 1's layouts, in the order of torch's enumeration, from 1."""
+"""FSDP1's sharding strategies, in the order of torch's enumeration `ShardingStrategy`, whose values start at 1."""
 _STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _AXES = {"dp_replicate_size": "replicate", "dp_shard_size": "shard", "cp_size": "cp", "tp_size": "tp"}
 
 _ALIASES = {"cpu_offload": "offload_params", "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap"}
-"""The plugin's fields by the names of the flags."""
+"""Names of launch flags, by the names of the corresponding fields of FullyShardedDataParallelPlugin."""
 
 _NEEDLESS = {
     "use_orig_params": "FSDP2 always keeps the model's own parameters",
@@ -34,13 +34,16 @@ _NEEDLESS = {
     "optim_state_dict_config": "checkpoints are sharded and can be loaded under any layout",
 }
 _CHECKED = {"state_dict_type": "state_dict_config", "backward_prefetch": "forward_prefetch"}
-"""Further keys that change nothing, for the reason of another, but whose values are checked."""
+"""FSDP options that have no effect, but whose values are checked.
+
+Each is mapped to the key in `_NEEDLESS` with the reason why it has no effect.
+"""
 _REFUSED = {
     "ignored_modules": (
         "name the frozen modules that should stay whole: Accelerator(kwargs_handlers=[ShardingOptions(ignored=(...))])"
     ),
     "param_init_fn": (
-        "a model on the meta device is initialised by its modules' reset_parameters(); give those classes one"
+        "a model on the meta device is initialized by its modules' reset_parameters(); give those classes one"
     ),
 }
 _NEEDLESS_OF_DEEPSPEED = {
@@ -58,30 +61,30 @@ _REFUSED_OF_DEEPSPEED = {
     "deepspeed_moe_layer_cls_names": "mixtures of experts are partitioned like other layers; leave it out",
 }
 DEEPSPEED_KEYS = ("zero_stage", *OF_DEEPSPEED, *_NEEDLESS_OF_DEEPSPEED, *_REFUSED_OF_DEEPSPEED)
-"""Options of DeepSpeed that this table knows."""
+"""All options of DeepSpeed that can be translated."""
 
 
 # -------------------------------------------------------------------- FSDP
 
 
 def read_fsdp(request: LayoutRequest, name: str, value: Any, key: str | None = None) -> None:
-    """Read one option of FSDP.
+    """Add one FSDP option to a layout request.
 
     Args:
-        request: takes what it asks for.
-        name: without "fsdp_", or a field of FullyShardedDataParallelPlugin.
-        value: text of a command line, a value of a file, or what the plugin was given.
-        key: how it is called where it was written.
+        request: Layout request to change.
+        name: Name of the option without "fsdp_", or of a field of FullyShardedDataParallelPlugin.
+        value: Text of a command line, a value of a config file, or a value of the plugin.
+        key: Name of the option in messages. None: "fsdp_" plus the name.
 
     Raises:
-        ConfigError: a value that Accelerate does not have either.
+        ConfigError: If the option is unknown, or if the value is invalid in Accelerate, too.
     """
     key = key or f"fsdp_{name}"
     name = _ALIASES.get(name, name)
     if name in _NEEDLESS:
-        request.ignore(key, _NEEDLESS[name])
+        request.ignore_key(key, _NEEDLESS[name])
     elif name in _REFUSED:
-        request.refuse(key, _REFUSED[name])
+        request.refuse_key(key, _REFUSED[name])
     elif name in _READERS:
         _READERS[name](request, value, key)
     else:
@@ -91,50 +94,50 @@ def read_fsdp(request: LayoutRequest, name: str, value: Any, key: str | None = N
 def _read_version(request: LayoutRequest, value: Any, key: str) -> None:
     if str(value) not in ("1", "2"):
         raise ConfigError(f"{key}={value!r}; allowed: 1, 2")
-    request.ignore(key, f"Headway uses FSDP2{', and accepts the keys of FSDP1' if str(value) == '1' else ''}")
+    request.ignore_key(key, f"Headway uses FSDP2{', and accepts the keys of FSDP1' if str(value) == '1' else ''}")
 
 
 def _read_sharding(request: LayoutRequest, value: Any, key: str) -> None:
-    word = _word(value, SHARDING, key, first=1)
+    word = _find_word(value, SHARDING, key, first=1)
     layout = "ddp" if word == "NO_SHARD" else "hsdp" if word.startswith("HYBRID") else "fsdp"
     request.use_shards(key, layout)
     request.lines.append((key, f"strategy: {layout!r}"))
     if word in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
-        request.take("fsdp_reshard_after_forward", False, key)
+        request.request_setting("fsdp_reshard_after_forward", False, key)
 
 
 def _read_reshard(request: LayoutRequest, value: Any, key: str) -> None:
-    truth = False if str(getattr(value, "name", value)).upper() == "NO_RESHARD" else _truth(value)
+    truth = False if str(getattr(value, "name", value)).upper() == "NO_RESHARD" else _parse_bool(value)
     if truth is None:
         _read_sharding(request, value, key)
     else:
-        request.take("fsdp_reshard_after_forward", truth, key)
+        request.request_setting("fsdp_reshard_after_forward", truth, key)
 
 
 def _read_offload(request: LayoutRequest, value: Any, key: str) -> None:
-    kind = type(value).__name__  # torch's own classes, which are not imported here
-    offloads = _truth(getattr(value, "offload_params", value))
+    kind = type(value).__name__  # torch's classes, which are not imported here
+    offloads = _parse_bool(getattr(value, "offload_params", value))
     truth = {"CPUOffloadPolicy": True, "OffloadPolicy": False}.get(kind, offloads)
     if truth is None:
         raise ConfigError(f"{key}={value!r}; give True or False")
-    request.take("fsdp_offload_params", truth, key)
+    request.request_setting("fsdp_offload_params", truth, key)
 
 
 def _read_policy(request: LayoutRequest, value: Any, key: str) -> None:
     if not callable(value):
-        word = _word(value, tuple(each.upper() for each in WRAPPING), key).lower()
-        request.take("fsdp_auto_wrap_policy", word, key)
+        word = _find_word(value, tuple(each.upper() for each in WRAPPING), key).lower()
+        request.request_setting("fsdp_auto_wrap_policy", word, key)
         return
     keywords = getattr(value, "keywords", {})
     classes = getattr(value, "_module_classes", None) or keywords.get("transformer_layer_cls")
     name = "transformer_auto_wrap_policy" if classes else getattr(getattr(value, "func", value), "__name__", "")
     known = {"transformer_auto_wrap_policy": WRAPPING[0], "size_based_auto_wrap_policy": WRAPPING[1]}
     if name not in known:
-        request.refuse(
+        request.refuse_key(
             key, "custom policies are not supported; name the blocks' classes in transformer_cls_names_to_wrap"
         )
         return
-    request.take("fsdp_auto_wrap_policy", known[name], key)
+    request.request_setting("fsdp_auto_wrap_policy", known[name], key)
     if classes:
         _read_classes(request, sorted(kind.__name__ for kind in classes), key)
     elif keywords.get("min_num_params"):
@@ -143,32 +146,32 @@ def _read_policy(request: LayoutRequest, value: Any, key: str) -> None:
 
 def _read_classes(request: LayoutRequest, value: Any, key: str) -> None:
     names = [str(name) for name in value] if isinstance(value, (list, tuple, set)) else str(value).split(",")
-    request.take("fsdp_transformer_layer_cls_to_wrap", ",".join(name.strip() for name in names), key)
+    request.request_setting("fsdp_transformer_layer_cls_to_wrap", ",".join(name.strip() for name in names), key)
 
 
 def _read_min_params(request: LayoutRequest, value: Any, key: str) -> None:
     if number := _number(value, key, 0):
-        request.take("fsdp_min_num_params", number, key)
+        request.request_setting("fsdp_min_num_params", number, key)
     else:
-        request.ignore(key, "no size: blocks are detected")
+        request.ignore_key(key, "no size: blocks are detected")
 
 
 def _read_truth(setting: str, request: LayoutRequest, value: Any, key: str) -> None:
-    truth = _truth(value)
+    truth = _parse_bool(value)
     if truth is None:
         raise ConfigError(f"{key}={value!r}; give true or false")
-    request.take(setting, truth, key)
+    request.request_setting(setting, truth, key)
 
 
 def _read_state_dict(request: LayoutRequest, value: Any, key: str) -> None:
-    word = _word(value, _STATE_DICTS, key, first=1)
+    word = _find_word(value, _STATE_DICTS, key, first=1)
     whole = "; save_model() writes whole weights" if word == "FULL_STATE_DICT" else ""
-    request.ignore(key, f"{_NEEDLESS['state_dict_config']}{whole}")
+    request.ignore_key(key, f"{_NEEDLESS['state_dict_config']}{whole}")
 
 
 def _read_prefetch(request: LayoutRequest, value: Any, key: str) -> None:
-    _word(value, _PREFETCHES, key, first=1)
-    request.ignore(key, _NEEDLESS["forward_prefetch"])
+    _find_word(value, _PREFETCHES, key, first=1)
+    request.ignore_key(key, _NEEDLESS["forward_prefetch"])
 
 
 def _read_precision(request: LayoutRequest, value: Any, key: str) -> None:
@@ -181,7 +184,7 @@ def _read_precision(request: LayoutRequest, value: Any, key: str) -> None:
         if name not in (*known, "buffer_dtype"):
             raise ConfigError(f"{key} has {name!r}; allowed: {', '.join(known)}")
         if dtype is not None and name == "buffer_dtype":
-            request.ignore(f"{key}.buffer_dtype", "buffers keep their own")
+            request.ignore_key(f"{key}.buffer_dtype", "buffers keep their own")
         elif dtype is not None:
             request.dtypes[name] = dtype
             request.lines.append((key, f"{name}: {dtype}"))
@@ -202,7 +205,7 @@ _READERS: Mapping[str, Callable[[LayoutRequest, Any, str], None]] = {
     "mixed_precision_policy": _read_precision,
 }
 FSDP_KEYS = (*_READERS, *_NEEDLESS, *_REFUSED)
-"""Options of FSDP that this table knows, without "fsdp_"."""
+"""All options of FSDP that can be translated. The names lack the prefix "fsdp_"."""
 
 
 # -------------------------------------------------------------------- sizes
@@ -212,25 +215,31 @@ SIZE_KEYS = (
     *(*_AXES, "cp_backend", "cp_comm_strategy", "sp_size", "sp_backend", "sp_seq_length"),
     *("sp_seq_length_is_variable", "sp_attn_implementation"),
 )
-"""Keys of a parallelism_config, without their prefix."""
+"""Keys of the config file section `parallelism_config`, without the prefix "parallelism_config_"."""
 
 
 def read_size(request: LayoutRequest, name: str, value: Any, key: str | None = None) -> None:
-    """Read one key of a ParallelismConfig, without its prefix.
+    """Add one key of the config file section `parallelism_config` to a layout request.
+
+    Args:
+        request: Layout request to change.
+        name: Key without "parallelism_config_".
+        value: Text of a command line, a value of a config file, or a value of the plugin.
+        key: Name of the key in messages. None: "parallelism_config_" plus `name`.
 
     Raises:
-        ConfigError: a size that is not a number of processes.
+        ConfigError: If the key is unknown or the size is not a number of processes.
     """
     key = key or f"parallelism_config_{name}"
     if name == "cp_backend":
-        _word(value, ("TORCH",), key)
-        request.ignore(key, "there is no other backend than torch")
+        _find_word(value, ("TORCH",), key)
+        request.ignore_key(key, "there is no other backend than torch")
     elif name == "cp_comm_strategy":
-        request.take(name, _word(value, tuple(map(str.upper, ROTATIONS)), key).lower(), key)
+        request.request_setting(name, _find_word(value, tuple(map(str.upper, ROTATIONS)), key).lower(), key)
     elif name.startswith("sp_") and (name != "sp_size" or _number(value, key, 1) == 1):
-        request.ignore(key, "DeepSpeed's sequence parallelism is not supported")
+        request.ignore_key(key, "DeepSpeed's sequence parallelism is not supported")
     elif name == "sp_size":
-        request.refuse(
+        request.refuse_key(
             key,
             "DeepSpeed's sequence parallelism (Ulysses) is not supported; if activations are too large, checkpoint them "
             "(--activation_checkpointing), or use tensor parallelism's own (docs/tensor_parallel.md)",
@@ -245,20 +254,26 @@ def read_size(request: LayoutRequest, name: str, value: Any, key: str | None = N
 
 
 def read_deepspeed(request: LayoutRequest, name: str, value: Any, key: str | None = None) -> None:
-    """Read one option of DeepSpeed.
+    """Add one DeepSpeed option to a layout request.
+
+    Args:
+        request: Layout request to change.
+        name: Name of the option.
+        value: Text of a command line, or a value of a config file.
+        key: Name of the option in messages. None: `name`.
 
     Raises:
-        ConfigError: a value that Accelerate does not have either.
+        ConfigError: If the option is unknown, or if the value is invalid in Accelerate, too.
     """
     key = key or name
     if name in _NEEDLESS_OF_DEEPSPEED:
-        request.ignore(key, _NEEDLESS_OF_DEEPSPEED[name])
-    elif name in _REFUSED_OF_DEEPSPEED and (_truth(value) is False or str(value).lower() == "none"):
-        request.ignore(key, "off")
+        request.ignore_key(key, _NEEDLESS_OF_DEEPSPEED[name])
+    elif name in _REFUSED_OF_DEEPSPEED and (_parse_bool(value) is False or str(value).lower() == "none"):
+        request.ignore_key(key, "off")
     elif name in _REFUSED_OF_DEEPSPEED:
-        request.refuse(key, _REFUSED_OF_DEEPSPEED[name])
+        request.refuse_key(key, _REFUSED_OF_DEEPSPEED[name])
     elif str(value).lower() in ("none", "auto"):
-        request.ignore(key, "undecided")
+        request.ignore_key(key, "undecided")
     elif name == "zero_stage":
         stage = _number(value, key, 0)
         if stage not in (1, 2, 3):
@@ -269,13 +284,13 @@ def read_deepspeed(request: LayoutRequest, name: str, value: Any, key: str | Non
         request.lines.append((key, f"strategy: 'zero{stage}'"))
     elif name == "gradient_clipping":
         try:
-            request.take(name, float(value), key)
+            request.request_setting(name, float(value), key)
         except (TypeError, ValueError):
             raise ConfigError(f"{key}={value!r}; give a number") from None
     elif name in ("offload_optimizer_device", "offload_param_device"):
-        request.take(name, _word(value, ("CPU", "NVME"), key).lower(), key)
+        request.request_setting(name, _find_word(value, ("CPU", "NVME"), key).lower(), key)
     elif name in OF_DEEPSPEED:
-        request.take(name, str(value), key)
+        request.request_setting(name, str(value), key)
     else:
         raise ConfigError(f"{key} is not a DeepSpeed option; remove it")
 
@@ -285,11 +300,14 @@ LAYOUT_SECTIONS: Mapping[str, tuple[str, tuple[str, ...], Callable[..., None]]] 
     "parallelism_config": ("parallelism_config_", SIZE_KEYS, read_size),
     "deepspeed_config": ("", DEEPSPEED_KEYS, read_deepspeed),
 }
-"""Sections of Accelerate's files that say how the model is spread: what stands before each key, the keys, their reader."""
+"""Sections of Accelerate's config files that describe the layout.
+
+Each entry has the prefix of the section's keys, the known keys, and the function that reads one key.
+"""
 
 
 def explain_key(key: str) -> str | None:
-    """What to say of a launch flag of Accelerate's that stands in a config file of Headway's; None of any other key."""
+    """Return a hint if a key in Headway's config file is one of Accelerate's launch flags for layouts, else None."""
     name = key.removeprefix("fsdp_")
     if key in ("use_fsdp", "fsdp_version", "fsdp_sharding_strategy"):
         return "write strategy: fsdp, or hsdp=8"
@@ -304,8 +322,8 @@ def explain_key(key: str) -> str | None:
     return _REFUSED.get(name) if key != name else None
 
 
-def _truth(value: Any) -> bool | None:
-    """A truth value in whatever spelling; None where it is none."""
+def _parse_bool(value: Any) -> bool | None:
+    """Return a value such as True, "yes" or "false" as a boolean. None if it is not a boolean."""
     if isinstance(value, bool):
         return value
     try:
@@ -314,19 +332,30 @@ def _truth(value: Any) -> bool | None:
         return None
 
 
-def _word(value: Any, allowed: tuple[str, ...], key: str, first: int = 0) -> str:
-    """One of the words: itself in any case, torch's enumeration member, or a number where they are counted from `first`."""
+def _find_word(value: Any, allowed: tuple[str, ...], key: str, first: int = 0) -> str:
+    """Return the allowed word that corresponds to a value.
+
+    Args:
+        value: Word in upper or lower case, a member of one of torch's enumerations, or a number.
+        allowed: Allowed words in upper case.
+        key: Name of the option in messages.
+        first: Number that means the first allowed word; the next number means the second word. 0 (the
+            default): numbers are not accepted.
+
+    Raises:
+        ConfigError: If the value is none of the allowed words.
+    """
     word = str(getattr(value, "name", value)).strip().upper()
-    number = whole_number(word)
+    number = parse_whole_number(word)
     if number is not None and first and first <= number < first + len(allowed):
         return allowed[number - first]
     if word not in allowed:
-        raise ConfigError(f"{key}={shown(str(value))}; allowed: {', '.join(allowed)}")
+        raise ConfigError(f"{key}={show_value(str(value))}; allowed: {', '.join(allowed)}")
     return word
 
 
 def _number(value: Any, key: str, least: int) -> int:
-    number = whole_number(str(value).strip())
+    number = parse_whole_number(str(value).strip())
     if number is None or number < least:
-        raise ConfigError(f"{key}={shown(value)}; give a whole number, {least} or more")
+        raise ConfigError(f"{key}={show_value(value)}; give a whole number, {least} or more")
     return number

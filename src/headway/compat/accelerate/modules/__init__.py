@@ -1,1 +1,1 @@
-"""Modules and models as Accelerate's functions and hooks handle them."""
+"""Accelerate's functions and hooks for modules and models."""

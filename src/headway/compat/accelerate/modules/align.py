@@ -1,25 +1,26 @@
-"""Moving a module's weights to where it runs, for one forward or for a block of your code; and attaching that to a model's modules.
+"""Hooks that move a module's weights to its execution device for one forward or for a `with` block.
 
-For code that is written against single hooks. `dispatch_model` does the same for whole models, reading ahead; what is here
-brings weights when they are wanted. Outside of a forward a module holds real values wherever they can be held without
-memory (in host memory, or mapped from a file), and what is written to a copy goes home.
+They serve code that attaches Accelerate's hooks to modules itself. `dispatch_model` moves the weights of entire models
+and loads them ahead of their use; these hooks load weights on demand. Outside of a forward, a module contains its
+weights if that needs no device memory, because they are in host memory or a mapped file. If a forward changes the copy
+of a weight, the change is copied back.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import update_wrapper
-from typing import Any, Generic, ParamSpec
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, cast
 
 import torch
 from torch import nn
 
 from headway.compat.accelerate.modules.hooks import ModelHook, add_hook_to_module
-from headway.offload.execution import device_stream_of
+from headway.core.runtime.collectives.tree import list_tensors, to_device
+from headway.core.weights.names import TensorLocation, iterate_own_locations, map_locations
+from headway.offload.execution import find_device_stream
 from headway.offload.offload_folder import OffloadedWeightsLoader, PrefixedDataset
-from headway.offload.placement.device_map import home_of
-from headway.runtime.collectives.tree import tensors, to_device
-from headway.weights.names import TensorLocation, own_places, places_of
+from headway.offload.placement.homes import get_home
 
 Where = torch.device | str | int
 Tied = dict[int, dict[torch.device, torch.Tensor]]
@@ -27,11 +28,14 @@ Tied = dict[int, dict[torch.device, torch.Tensor]]
 
 @dataclass
 class PlacedCopy:
-    """A tensor whose copy hangs in its module.
+    """Copy of a tensor that temporarily replaces it in its module.
 
     Attributes:
-        home: what hung there before.
-        version: of the copy when it came; None where torch counts none.
+        place: Location of the tensor in its module.
+        name: Name of the tensor.
+        home: Original tensor, which was in the module before.
+        copy: Tensor that is in the module now.
+        version: torch's version counter of the copy when it was placed. None for inference tensors, which have none.
     """
 
     place: TensorLocation
@@ -45,35 +49,47 @@ class PlacedCopy:
 
 
 def _device(where: Where) -> torch.device:
-    found = home_of(where) if isinstance(where, int) else torch.device(where)
+    found = get_home(where) if isinstance(where, int) else torch.device(where)
     assert isinstance(found, torch.device)
-    return torch.device("cpu") if found.type == "cpu" else found  # a tensor's device is never "cpu:0"
+    return torch.device("cpu") if found.type == "cpu" else found  # tensors never report "cpu:0"
 
 
 def _own_places(module: nn.Module, recurse: bool, has_buffers: bool) -> dict[str, TensorLocation]:
-    found = places_of(module) if recurse else {place.leaf: place for place in own_places(module)}
+    found = map_locations(module) if recurse else {place.leaf: place for place in iterate_own_locations(module)}
     return {name: place for name, place in found.items() if place.is_parameter or has_buffers}
 
 
-def _in_place_of(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The value as what hangs in the place of `old`: a parameter where that is one."""
+def _wrap_like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return `value` as a parameter if `old` is one. Otherwise return it unchanged."""
     return nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
 
 
-def _copied(home: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy to hang in the home's place; one that learns stays tied to its home, so that gradients come there."""
+def _copy_tensor(home: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of a tensor on a device, which can replace the tensor in its module.
+
+    A trainable copy stays in the autograd graph, so that gradients reach the original.
+    """
     if home.requires_grad and torch.is_grad_enabled():
         return home.to(device, copy=True)
-    return _in_place_of(home, home.detach().to(device, copy=True))
+    return _wrap_like(home, home.detach().to(device, copy=True))
 
 
-def _hang(
+def _place_copies(
     places: Mapping[str, TensorLocation],
     homes: Mapping[str, torch.Tensor],
     device: torch.device,
     tied: Tied | None = None,
 ) -> list[PlacedCopy]:
-    """Hang copies of what is elsewhere; a tensor with several names is copied once."""
+    """Replace a module's tensors that are on other devices by copies on `device`, and return the copies.
+
+    A tensor with several names is copied once.
+
+    Args:
+        places: Locations of the tensors by name.
+        homes: Original tensors by name.
+        device: Device of the copies.
+        tied: Existing copies of tied tensors, by data pointer and device. Default: None.
+    """
     uses: list[PlacedCopy] = []
     made: dict[int, torch.Tensor] = {}
     for name, place in places.items():
@@ -81,7 +97,7 @@ def _hang(
         copy = home
         if home.device != device:
             known = None if tied is None else tied.get(home.data_ptr(), {}).get(device)
-            copy = made[id(home)] if id(home) in made else known if known is not None else _copied(home, device)
+            copy = made[id(home)] if id(home) in made else known if known is not None else _copy_tensor(home, device)
             made[id(home)] = copy
             if tied is not None:
                 tied.setdefault(home.data_ptr(), {})[device] = copy
@@ -93,9 +109,14 @@ def _hang(
 
 
 def write_home(home: torch.Tensor, use: PlacedCopy) -> None:
-    """What was written to the copy in the meantime goes where it came from."""
+    """Copy a tensor from the execution device back to the original tensor, if it has changed.
+
+    Args:
+        home: Original tensor.
+        use: Copy that may have changed.
+    """
     is_changed = use.version is not None and use.copy._version != use.version
-    # Batch normalisation writes its running statistics past torch's count of versions.
+    # Batch normalization updates its running statistics without incrementing torch's version counter.
     is_changed = is_changed or (use.place.module.training and not use.place.is_parameter)
     if is_changed and home is not use.copy and not (use.copy.is_meta or home.is_meta):
         with torch.no_grad():
@@ -103,20 +124,20 @@ def write_home(home: torch.Tensor, use: PlacedCopy) -> None:
 
 
 class AlignDevicesHook(ModelHook):
-    """Moves a module's inputs and weights to the device that it runs on.
+    """Hook that moves a module's inputs and weights to its execution device.
 
     Args:
-        execution_device: where the forward runs; None: nothing is moved.
-        offload: weights come there for each forward only; otherwise they move there once, when the hook is attached.
-        io_same_device: the result goes back to where the first input was.
-        weights_map: {name in the module: tensor} with the weights' values. None: the module's own, in host memory. Those
-            of a dict or an OffloadedWeightsLoader hang in the module between forwards; of any other mapping, meta tensors do,
-            and it is asked at each forward.
-        offload_buffers: buffers come and go as well.
-        place_submodules: also the weights of all modules inside.
-        skip_keys: keyword arguments that are not moved.
-        tied_params_map: {data_ptr: {device: copy}}, shared by several hooks: a tensor that several modules use within each
-            other is copied once.
+        execution_device: Device of the forward. None: nothing is moved.
+        offload: Whether weights are moved for each forward only. False (the default): once, when the hook is attached.
+        io_same_device: Whether to move the output to the device of the first input. Default: False.
+        weights_map: Values of the weights by name in the module. Default: the module's own weights, moved to host
+            memory. If it is a dict or an OffloadedWeightsLoader, the module contains these values between forwards. Any
+            other mapping is read at each forward, and the module has meta tensors between forwards.
+        offload_buffers: Whether buffers are offloaded too. Default: False.
+        place_submodules: Whether to also move the weights of all submodules. Default: False.
+        skip_keys: Names of keyword arguments that are not moved.
+        tied_params_map: Copies by data pointer and device, shared by several hooks. Nested modules that share a tensor
+            then use one copy.
     """
 
     def __init__(
@@ -150,66 +171,71 @@ class AlignDevicesHook(ModelHook):
         )
 
     @property
-    def _is_held(self) -> bool:
-        """Are the values in the module between forwards?"""
+    def _keeps_weights(self) -> bool:
+        """Whether the module contains its weights between forwards. Otherwise it has meta tensors at these times."""
         base = self.weights_map
         while isinstance(base, PrefixedDataset):
             base = base.dataset
         return base is None or isinstance(base, dict | OffloadedWeightsLoader)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the weights to the device, or back to their place."""
+        """Move the module's weights to the execution device, or offload them. Return the module."""
         places = self.note_devices(module)
         moved: dict[int, torch.Tensor] = {}
         for name, place in places.items():
             old = place.tensor
             is_offloaded = self.offload and (place.is_parameter or self.offload_buffers)
             if id(old) not in moved:
-                moved[id(old)] = self._at_home(name, old) if is_offloaded else self._settled(old)
+                moved[id(old)] = (
+                    self._offload_tensor(name, old) if is_offloaded else self._move_to_execution_device(old)
+                )
             if moved[id(old)] is not old:
                 place.put(moved[id(old)])
         return module
 
     def note_devices(self, module: nn.Module) -> dict[str, TensorLocation]:
-        """Note and return where the module's weights are, which is where they go when the hook is removed."""
+        """Record the devices of the module's weights, and return the locations of the weights.
+
+        `detach_hook` moves the weights back to the recorded devices.
+        """
         places = _own_places(module, self.place_submodules, True)
         self.original_devices = {name: place.tensor.device for name, place in places.items()}
         return places
 
-    def _settled(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _move_to_execution_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.execution_device is None or tensor.device == _device(self.execution_device):
             return tensor
         if self.offload and tensor.is_meta:
-            return tensor  # a buffer that somebody else will fill
-        return _in_place_of(tensor, tensor.detach().to(_device(self.execution_device)))
+            return tensor  # a buffer that other code fills later
+        return _wrap_like(tensor, tensor.detach().to(_device(self.execution_device)))
 
-    def _at_home(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _offload_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         stored = None
         if self.weights_map is not None:
-            stored = self.weights_map[name] if self._is_held else tensor.detach().to("meta")
-        # Embeddings that were resized get the hook of the old ones, whose values are not theirs.
+            stored = self.weights_map[name] if self._keeps_weights else tensor.detach().to("meta")
+        # Resized embeddings inherit the hook of the old ones, whose stored values do not fit.
         if stored is not None and stored.shape == tensor.shape:
             value = stored
         else:
             value = tensor if tensor.device.type in ("cpu", "meta") else tensor.detach().cpu()
         if value is tensor or not isinstance(tensor, nn.Parameter):
             return value
-        return _in_place_of(tensor, value.detach())
+        return _wrap_like(tensor, value.detach())
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Weights and inputs to the device."""
+        """Move weights and inputs to the execution device, and return the inputs."""
         if self.io_same_device:
-            first = next(tensors((args, kwargs)), None)
+            first = next(list_tensors((args, kwargs)), None)
             self.input_device = None if first is None else first.device
         if self.execution_device is None:
             self._uses.append([])
             return args, kwargs
         device = _device(self.execution_device)
         uses: list[PlacedCopy] = []
-        if self.offload and not any(self._uses):  # within itself, its copies hang already
+        if self.offload and not any(self._uses):  # in a recursive call, the copies are already in place
             places = _own_places(module, self.place_submodules, self.offload_buffers)
             homes = {name: self._value(name, place) for name, place in places.items()}
-            uses = _hang(places, homes, device, self.tied_params_map)
+            uses = _place_copies(places, homes, device, self.tied_params_map)
         self._uses.append(uses)
         skipped = {self.skip_keys} if isinstance(self.skip_keys, str) else set(self.skip_keys or ())
         kept = {name: value for name, value in kwargs.items() if name in skipped}
@@ -217,13 +243,16 @@ class AlignDevicesHook(ModelHook):
         return to_device(args, device), {**to_device(moved, device), **kept}
 
     def _value(self, name: str, place: TensorLocation) -> torch.Tensor:
-        if self._is_held:
+        if self._keeps_weights:
             return place.tensor
         assert self.weights_map is not None
-        return _in_place_of(place.tensor, self.weights_map[name])
+        return _wrap_like(place.tensor, self.weights_map[name])
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Weights back to their place, the result to the input's device."""
+        """Move offloaded weights out of the module again, and return the output.
+
+        If `io_same_device` is set, the output is moved to the device of the first input.
+        """
         for use in self._uses.pop() if self._uses else []:
             write_home(use.home, use)
             if use.place.tensor is not use.home:
@@ -235,40 +264,44 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Offloaded weights return to their former devices; those that had no values keep the ones they got."""
+        """Move offloaded weights back to their original devices, and return the module.
+
+        Weights that were meta tensors when the hook was attached keep the values that they have now.
+        """
         if self.offload:
             for name, place in _own_places(module, self.place_submodules, self.offload_buffers).items():
                 value, device = self._value(name, place), self.original_devices.get(name, torch.device("meta"))
                 if device.type != "meta" and value.device != device:
-                    value = _in_place_of(value, value.detach().to(device))
+                    value = _wrap_like(value, value.detach().to(device))
                 if value is not place.tensor:
                     place.put(value)
         return module
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Are the module's own weights stored elsewhere and moved to where it runs for its forward?
+    """Whether the module's own weights are stored elsewhere and copied to the execution device for its forward.
 
-    True for modules with an offloading AlignDevicesHook, and for those of a dispatched model whose weights are copied to a
-    device ahead of use. Weights that are used where they lie (a mapped file, on a CPU) are not offloaded in this sense.
+    True for modules with an offloading AlignDevicesHook, and for modules of a dispatched model whose weights are copied
+    to a device ahead of use. Weights that are used where they are, such as a mapped file on a CPU, are not offloaded.
     """
     hook = getattr(module, "_hf_hook", None)
-    return (isinstance(hook, AlignDevicesHook) and hook.offload) or device_stream_of(module) is not None
+    return (isinstance(hook, AlignDevicesHook) and hook.offload) or find_device_stream(module) is not None
 
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Where | None = None) -> Iterator[None]:
-    """Move the module's own parameters to a device for the block, and back afterwards.
+    """Return a context manager that moves a module's own parameters to a device. They are moved back afterwards.
 
-    What is written to them in the block is kept, also where they are offloaded.
+    Changes to the parameters within the context are kept, even if they are offloaded.
 
     Args:
-        module: its parameters, not those of modules inside it.
-        execution_device: None: where the module runs (by its hook or its dispatched model), if that is known.
+        module: Module whose parameters are moved. Parameters of its submodules are not.
+        execution_device: Device within the context. None: the device on which the module runs, according to its hook or
+            its dispatched model, if known.
     """
     hook = getattr(module, "_hf_hook", None)
     own = hook if isinstance(hook, AlignDevicesHook) and hook.offload else None
-    stream = device_stream_of(module)
+    stream = find_device_stream(module)
     if execution_device is None and own is not None:
         execution_device = own.execution_device
     elif execution_device is None and stream is not None:
@@ -278,8 +311,8 @@ def align_module_device(module: nn.Module, execution_device: Where | None = None
         return
     places = _own_places(module, False, False)
     homes = {name: own._value(name, place) if own is not None else place.tensor for name, place in places.items()}
-    with torch.no_grad():  # copies to look at and to write to are not part of a graph
-        uses = _hang(places, homes, _device(execution_device))
+    with torch.no_grad():  # these copies are read and written, not trained
+        uses = _place_copies(places, homes, _device(execution_device))
     try:
         yield
     finally:
@@ -296,7 +329,15 @@ Given = ParamSpec("Given")
 
 
 def _walk(module: nn.Module, whole: list[str] | None, prefix: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
-    """(name, module, is it one of the classes `whole`?), each module once, and nothing inside a whole one."""
+    """Yield each module once, as a tuple of (name, module, whether its class is in `whole`).
+
+    Submodules of a module whose class is in `whole` are left out.
+
+    Args:
+        module: Root of the modules.
+        whole: Names of classes whose submodules are left out.
+        prefix: Name of the root. Default: "".
+    """
     seen: set[int] = set()
     stack = [(prefix, module)]
     while stack:
@@ -315,30 +356,45 @@ def _walk(module: nn.Module, whole: list[str] | None, prefix: str = "") -> Itera
 
 
 Hooked = Iterator[tuple[nn.Module, AlignDevicesHook, bool]]
-"""Modules and their hooks, and whether a hook that is there already stays beside the new one. Whoever takes a pair attaches it
-before taking the next: what follows looks at it."""
+"""Iterator over tuples of (module, hook, whether to keep an existing hook).
+
+Attach each hook before taking the next item, because the iteration checks which modules have hooks.
+"""
 
 
-class HookAttacher(Generic[Given]):
-    """Decorates what gives hooks: a call attaches them to their modules; `hooks` gives them, to be attached as they come."""
+class HookAttacher(Protocol[Given]):
+    """Protocol of a function that attaches hooks to modules.
 
-    def __init__(self, hooks: Callable[Given, Hooked]) -> None:
-        self.hooks = hooks
-        update_wrapper(self, hooks)
+    Its attribute `hooks` is the generator function that yields the hooks without attaching them.
+    """
 
-    def __reduce__(self) -> str:
-        return self.hooks.__name__
+    hooks: Callable[Given, Hooked]
 
-    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> None:
-        for module, hook, is_added in self.hooks(*args, **kwargs):
+    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> None: ...
+
+
+def make_attacher(hooks: Callable[Given, Hooked]) -> HookAttacher[Given]:
+    """Return a function that attaches the hooks that a generator function yields.
+
+    Args:
+        hooks: Generator function that yields tuples of (module, hook, whether to keep an existing hook).
+    """
+
+    @wraps(hooks)
+    def attach(*args: Given.args, **kwargs: Given.kwargs) -> None:
+        for module, hook, is_added in hooks(*args, **kwargs):
             add_hook_to_module(module, hook, append=is_added)
+
+    made = cast(HookAttacher[Given], attach)
+    made.hooks = hooks
+    return made
 
 
 def _has_tensors(module: nn.Module) -> bool:
     return any(t is not None for t in (*module._parameters.values(), *module._buffers.values()))
 
 
-@HookAttacher
+@make_attacher
 def attach_align_device_hook(
     module: nn.Module,
     execution_device: Where | None = None,
@@ -350,15 +406,15 @@ def attach_align_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: Tied | None = None,
 ) -> Hooked:
-    """Attach an AlignDevicesHook to every module inside that has parameters or buffers of its own.
+    """Attach an AlignDevicesHook to the module and to every submodule that has its own parameters or buffers.
 
     Args:
-        module: the root of the modules.
-        execution_device, offload, offload_buffers, skip_keys, tied_params_map: as for AlignDevicesHook.
-        weights_map: by the names of the whole model.
-        module_name: the root's name in the whole model.
-        preload_module_classes: classes whose modules use the weights of modules inside them without calling those: where
-            weights are offloaded, all of theirs come in together.
+        module: Root of the modules.
+        execution_device, offload, offload_buffers, skip_keys, tied_params_map: As in AlignDevicesHook.
+        weights_map: Values of the weights by their full names in the model.
+        module_name: Name of the root in the model. Default: "".
+        preload_module_classes: Names of classes that use weights of their submodules without calling these submodules.
+            With `offload`, all their weights are moved together.
     """
     for name, each, is_whole in _walk(module, preload_module_classes if offload else None, module_name):
         if _has_tensors(each) or is_whole:
@@ -375,7 +431,7 @@ def attach_align_device_hook(
             yield each, hook, True
 
 
-@HookAttacher
+@make_attacher
 def attach_execution_device_hook(
     module: nn.Module,
     execution_device: Where,
@@ -383,22 +439,22 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: Tied | None = None,
 ) -> Hooked:
-    """Attach a hook that moves inputs and weights to a device to every module inside that holds weights and has no hook yet.
+    """Attach a hook that moves inputs and weights to a device, to each module that has weights and no hook yet.
 
     Args:
-        module: the root of the modules.
-        execution_device: where they run.
-        skip_keys, tied_params_map: as for AlignDevicesHook.
-        preload_module_classes: modules of these classes get a hook, those inside them none.
+        module: Root of the modules.
+        execution_device: Device of the forwards.
+        skip_keys, tied_params_map: As in AlignDevicesHook.
+        preload_module_classes: Class names of modules whose submodules get no hook.
     """
-    holding = _holding(module)
+    holding = _find_holders(module)
     for _, each, _ in _walk(module, preload_module_classes):
         if id(each) in holding and not hasattr(each, "_hf_hook"):
             yield each, AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map), False
 
 
-def _holding(root: nn.Module) -> set[int]:
-    """The ids of modules that hold tensors, themselves or further inside."""
+def _find_holders(root: nn.Module) -> set[int]:
+    """Return the IDs of the modules that contain tensors, directly or in submodules."""
     named = dict(root.named_modules(remove_duplicate=False))
     found: set[int] = set()
     for name, module in named.items():
@@ -411,7 +467,7 @@ def _holding(root: nn.Module) -> set[int]:
     return found
 
 
-@HookAttacher
+@make_attacher
 def attach_align_device_hook_on_blocks(
     module: nn.Module,
     execution_device: Where | Mapping[str, Where] | None = None,
@@ -423,14 +479,17 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: Tied | None = None,
 ) -> Hooked:
-    """Attach hooks to the blocks of a model: each block runs on its device, with its weights there or offloaded.
+    """Attach hooks to a model's blocks.
+
+    Each block runs on its own device, and its weights are on that device or offloaded.
 
     Args:
-        module: the model.
-        execution_device: one for all, or {name of a block: device}; "" is the model itself.
-        offload: one for all, or {name of a block: are its weights offloaded?}.
-        weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map: as for attach_align_device_hook.
-        module_name: the module's name in the whole model.
+        module: Model.
+        execution_device: Device of all blocks, or devices by block name. "" is the model itself.
+        offload: Whether the weights of all blocks are offloaded, or booleans by block name. Default: False.
+        weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map: As in
+            attach_align_device_hook.
+        module_name: Full name of the module in the model. Default: "".
     """
     shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
     offloading: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Dtypes for scripts: layerwise casting from a small storage dtype, autocast, gradient scalers, outputs as float32."""
+"""Dtype helpers for scripts: layerwise casting, autocast, gradient scalers and float32 outputs."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -13,20 +13,20 @@ from headway.compat.accelerate.data.batches import convert_to_fp32
 from headway.compat.accelerate.modules.align import PlacedCopy, write_home
 from headway.compat.accelerate.modules.hooks import ModelHook, add_hook_to_module
 from headway.compat.accelerate.state import AcceleratorState
-from headway.runtime.device import detect
-from headway.weights.names import places_of
+from headway.core.runtime.device import detect_hardware
+from headway.core.weights.names import map_locations
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Stores a module's floating-point weights in one dtype, and replaces them with copies in another for each forward.
+    """Hook that stores a module's floating-point weights in one dtype and runs each forward with copies in another.
 
-    The stored weights stay: they are not cast back, unless the copy was written to. Gradients of weights that learn come to
-    the stored ones.
+    After a forward, the copies are discarded. A copy is cast back to the stored weight only if the forward changed it.
+    Gradients of trainable weights are accumulated in the stored weights.
 
     Args:
-        storage_dtype: between forwards.
-        compute_dtype: in forwards.
-        non_blocking: do not wait for casts.
+        storage_dtype: Dtype of the weights between forwards.
+        compute_dtype: Dtype of the weights in forwards.
+        non_blocking: Whether to cast asynchronously.
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
@@ -36,13 +36,13 @@ class LayerwiseCastingHook(ModelHook):
         self._uses: list[list[PlacedCopy]] = []
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Cast the weights to the storage dtype."""
+        """Cast the module's weights to the storage dtype, and return the module."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the weights with copies in the compute dtype."""
+        """Replace the module's weights with copies in the compute dtype, and return the arguments unchanged."""
         uses = []
-        for name, place in places_of(module).items():
+        for name, place in map_locations(module).items():
             home = place.tensor
             if home.is_floating_point() and home.dtype != self.compute_dtype:
                 uses.append(PlacedCopy(place, name, home, self._cast(home)))
@@ -57,7 +57,7 @@ class LayerwiseCastingHook(ModelHook):
         return nn.Parameter(copy.detach(), requires_grad=home.requires_grad)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Put the stored weights back."""
+        """Restore the module's stored weights, and return the output unchanged."""
         for use in self._uses.pop() if self._uses else []:
             write_home(use.home, use)
             use.place.put(use.home)
@@ -75,13 +75,13 @@ def attach_layerwise_casting_hooks(
     """Attach a LayerwiseCastingHook to every linear layer and convolution.
 
     Args:
-        module: the model, or a part of it.
-        storage_dtype: of the weights between forwards, such as torch.float8_e4m3fn.
-        compute_dtype: of the weights in forwards, such as torch.bfloat16.
-        skip_modules_pattern: regular expressions, or one; a module whose name one of them finds something in is left as it is,
-            with all inside.
-        skip_modules_classes: so are modules of these classes.
-        non_blocking: do not wait for casts.
+        module: Model, or a part of it.
+        storage_dtype: Dtype of the weights between forwards, such as torch.float8_e4m3fn.
+        compute_dtype: Dtype of the weights in forwards, such as torch.bfloat16.
+        skip_modules_pattern: One or more regular expressions. Modules whose names contain a match are skipped, with
+            all their submodules.
+        skip_modules_classes: Classes of modules to skip, with all their submodules.
+        non_blocking: Whether to cast asynchronously. Default: False.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
     waiting = [("", module)]
@@ -102,11 +102,11 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: Any = None
 ) -> AbstractContextManager[Any]:
-    """torch.autocast in the run's precision, or nothing.
+    """Return torch.autocast with the run's precision, or a context manager without effect.
 
     Args:
-        native_amp: False: nothing.
-        autocast_kwargs: an `AutocastKwargs`.
+        native_amp: Whether to use autocast. Default: False.
+        autocast_kwargs: Options of autocast, an `AutocastKwargs`.
     """
     if not native_amp:
         return nullcontext()
@@ -116,30 +116,32 @@ def get_mixed_precision_context_manager(
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:
-    """A gradient scaler for this machine's accelerator ("cuda" where there is none), or for sharded gradients.
+    """Return a gradient scaler for this machine's accelerator ("cuda" if there is none).
 
     Args:
-        distributed_type: DistributedType.FSDP for sharded ones.
-        kwargs: for the scaler.
+        distributed_type: DistributedType.FSDP for a scaler that supports sharded gradients.
+        kwargs: Arguments of the scaler.
     """
     if distributed_type == DistributedType.FSDP:
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
         return ShardedGradScaler(**kwargs)
-    kind = detect().kind
+    kind = detect_hardware().kind
     return torch.amp.GradScaler("cuda" if kind == "cpu" else kind, **kwargs)
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> Any:
-    """A gradient scaler for parameters that `fully_shard` has sharded: torch's usual one."""
+    """Return a gradient scaler for parameters that `fully_shard` has sharded. It is torch's usual GradScaler."""
     return get_grad_scaler(**kwargs)
 
 
 class ConvertOutputsToFp32:
-    """A forward function whose half-precision outputs are converted; it can be pickled where the function can.
+    """Callable that runs a forward function and converts half-precision outputs to float32.
+
+    It can be pickled if the function can be pickled.
 
     Args:
-        model_forward: the function.
+        model_forward: Function to wrap.
     """
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
@@ -149,5 +151,5 @@ class ConvertOutputsToFp32:
         update_wrapper(self, model_forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
+        """Return the function's result, with half-precision tensors converted to float32."""
         return convert_to_fp32(self.model_forward(*args, **kwargs))

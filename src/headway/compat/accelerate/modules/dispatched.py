@@ -1,8 +1,8 @@
-"""dispatch_model and related functions under Accelerate's name: Headway places and runs the model; its modules show hooks.
+"""Accelerate's dispatch_model and related functions, with Accelerate's hooks on models that Headway runs.
 
-PEFT, diffusers and transformers read `module._hf_hook`: where the module runs, whether its weights are offloaded. The hooks
-shown here are real: they work when they are called or attached to another module. But they are not registered, because
-Headway's own runtime loads the weights during the forward, ahead of their use.
+PEFT, diffusers and transformers read `module._hf_hook` to learn where a module runs and whether its weights are
+offloaded. These hooks work if a library calls them or attaches them to another module. But they are not registered on
+the dispatched modules, because Headway's own runtime loads weights ahead of their use in the forward.
 """
 
 import sys
@@ -24,14 +24,16 @@ from headway.compat.accelerate.modules.align import (
 )
 from headway.compat.accelerate.modules.greedy_map import get_balanced_memory, infer_auto_device_map, prefixes
 from headway.compat.accelerate.modules.hooks import remove_hook_from_module, show_hook
+from headway.core.training.prepared.dispatched import EXECUTION
+from headway.core.weights.names import map_locations
 from headway.errors import DeviceMapError
 from headway.log import get_logger
-from headway.offload import EXECUTION, dispatch
+from headway.offload import dispatch
 from headway.offload.offload_folder import INDEX, OffloadedWeightsLoader, read_offload_index
+from headway.offload.placement.automatic_map import STRATEGIES
 from headway.offload.placement.budget import Device, check_presence
-from headway.offload.placement.device_map import STRATEGIES, DeviceMap
+from headway.offload.placement.device_map import DeviceMap
 from headway.offload.placement.sizes import Dtype
-from headway.weights.names import places_of
 
 log = get_logger(__name__)
 
@@ -53,24 +55,25 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Headway's dispatch_model; modules show hooks where Accelerate attaches some.
+    """Place a model's parts on devices, and set `_hf_hook` on the modules to which Accelerate attaches hooks.
 
     Args:
-        device_map: {name of a module or tensor: device}. It is checked by the current value of
-            `accelerate.big_modeling.check_device_map`; tensors that the check lets it leave out stay where they are.
-        others: as for `headway.dispatch_model`.
+        model: Model to dispatch.
+        device_map: Devices by names of modules or tensors. It is checked by the current value of
+            `accelerate.big_modeling.check_device_map`. Tensors that the check allows to be missing are not moved.
+        others: The other parameters are those of `headway.dispatch_model`.
     """
-    _clear(model)
+    _remove_dispatch_hooks(model)
     if offload_index is None and offload_dir is not None:
-        offload_index = _written_before(model, offload_dir)
+        offload_index = _read_existing_index(model, offload_dir)
     dispatch.dispatch_model(
-        model, _completed(model, device_map), main_device, state_dict, offload_dir, offload_index, offload_buffers, skip_keys,
+        model, _complete_map(model, device_map), main_device, state_dict, offload_dir, offload_index, offload_buffers, skip_keys,
         preload_module_classes, force_hooks,
     )  # fmt: skip
     if isinstance(device_map, Mapping):
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     is_mapped = state_dict is not None or offload_index is not None or offload_dir is not None
-    _show(model, main_device, is_mapped, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+    _show_mapped_hooks(model, main_device, is_mapped, offload_buffers, skip_keys, preload_module_classes, force_hooks)
     return model
 
 
@@ -91,13 +94,17 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Headway's load_checkpoint_and_dispatch; modules show hooks where Accelerate attaches some.
+    """Load a checkpoint into a model, place its modules on devices, and set `_hf_hook` where Accelerate attaches hooks.
+
+    The parameters that are not listed are those of `headway.load_checkpoint_and_dispatch`.
 
     Args:
-        device_map: "auto" and its like give Accelerate's maps.
-        others: as for `headway.load_checkpoint_and_dispatch`.
+        model: Model to load, on the meta device or not.
+        checkpoint: File or directory of the checkpoint.
+        device_map: Devices by names of modules or tensors. "auto", "balanced" and similar strategies create
+            Accelerate's maps.
     """
-    _clear(model)
+    _remove_dispatch_hooks(model)
     if isinstance(device_map, str) and device_map in STRATEGIES:
         check_presence(max_memory)
         if device_map != "sequential":
@@ -106,13 +113,15 @@ def load_checkpoint_and_dispatch(
             )
         device_map = infer_auto_device_map(model, max_memory, no_split_module_classes, dtype)
     dispatch.load_checkpoint_and_dispatch(
-        model, checkpoint, _completed(model, device_map), max_memory, no_split_module_classes, offload_folder, offload_buffers,
+        model, checkpoint, _complete_map(model, device_map), max_memory, no_split_module_classes, offload_folder, offload_buffers,
         dtype, offload_state_dict, skip_keys, preload_module_classes, force_hooks, strict, full_state_dict, broadcast_from_rank0,
     )  # fmt: skip
     if isinstance(device_map, Mapping):
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     if device_map is not None:
-        _show(model, None, offload_folder is not None, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+        _show_mapped_hooks(
+            model, None, offload_folder is not None, offload_buffers, skip_keys, preload_module_classes, force_hooks
+        )
     return model
 
 
@@ -123,14 +132,18 @@ def cpu_offload(
     state_dict: Weights | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Headway's cpu_offload; modules show the hooks that Accelerate attaches.
+    """Keep a model's weights in host memory, and copy them to the device in the forward.
+
+    Modules get the attribute `_hf_hook`, as in Accelerate.
 
     Args:
-        execution_device: None: where the model is, if that is an accelerator; else this process's accelerator.
-        others: as for `headway.cpu_offload`.
+        model: Model to offload.
+        execution_device: Device of the forward. None: the model's device if it is an accelerator, else this process's
+            accelerator.
+        others: The other parameters are those of `headway.cpu_offload`.
     """
     device = _execution_device(model, execution_device)
-    _clear(model)
+    _remove_dispatch_hooks(model)
     dispatch.cpu_offload(model, device, offload_buffers, state_dict, preload_module_classes)
     _show_offloaded(model, device, offload_buffers, preload_module_classes)
     return model
@@ -143,14 +156,19 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Headway's disk_offload; modules show the hooks that Accelerate attaches.
+    """Keep a model's weights on disk, and copy them to the device in the forward.
+
+    Modules get the attribute `_hf_hook`, as in Accelerate.
 
     Args:
-        execution_device: None: where the model is, if that is an accelerator; else this process's accelerator.
-        others: as for `headway.disk_offload`.
+        model: Model to offload.
+        offload_dir: Directory for the weights.
+        execution_device: Device of the forward. None: the model's device if it is an accelerator, else this process's
+            accelerator.
+        others: The other parameters are those of `headway.disk_offload`.
     """
     device = _execution_device(model, execution_device)
-    _clear(model)
+    _remove_dispatch_hooks(model)
     dispatch.disk_offload(model, offload_dir, device, offload_buffers, preload_module_classes)
     _show_offloaded(model, device, offload_buffers, preload_module_classes)
     return model
@@ -167,20 +185,25 @@ def _execution_device(model: nn.Module, given: Where | None) -> Where | None:
     return first
 
 
-def _written_before(model: nn.Module, folder: str | Path) -> Index | None:
-    """What a library wrote to the folder for this model: entries of tensors whose values are only there."""
+def _read_existing_index(model: nn.Module, folder: str | Path) -> Index | None:
+    """Return the entries of an offload folder's index for the model's meta tensors. None if there are none.
+
+    Args:
+        model: Model whose meta tensors are looked up.
+        folder: Folder with offloaded weights.
+    """
     if not (Path(folder) / INDEX).is_file():
         return None
     index = read_offload_index(folder)
-    empty = (name for name, place in places_of(model).items() if place.tensor.is_meta)
+    empty = (name for name, place in map_locations(model).items() if place.tensor.is_meta)
     return {name: index[name] for name in empty if name in index} or None
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Where]) -> None:
-    """Warn of names that are no submodule's.
+    """Warn about names in a device map that are not submodules of the model.
 
     Raises:
-        DeviceMapError: tensors of the state dict that no entry covers.
+        DeviceMapError: If no entry covers a tensor of the state dict.
     """
     modules = dict(model.named_modules())
     if unknown := [name for name in device_map if name not in modules]:
@@ -195,14 +218,18 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Where]) -> None:
         )
 
 
-def _completed(model: nn.Module, device_map: Any) -> Any:
-    """A map for Headway, without unknown names and with what the check lets it leave out; libraries replace that check."""
+def _complete_map(model: nn.Module, device_map: Any) -> Any:
+    """Return a device map in the form that Headway's functions accept.
+
+    Unknown names are removed, and tensors that Accelerate's check allows to be missing are added. The check is the
+    current value of `accelerate.big_modeling.check_device_map`, which libraries may replace.
+    """
     if not isinstance(device_map, Mapping):
         return device_map
     module = sys.modules.get("accelerate.big_modeling")
     check = check_device_map if module is None else module.check_device_map
     check(model, device_map)
-    places, modules = places_of(model), dict(model.named_modules())
+    places, modules = map_locations(model), dict(model.named_modules())
     left_out: dict[str, Where] = {
         name: place.tensor.device if place.tensor.device.type != "meta" else torch.device("cpu")
         for name, place in places.items()
@@ -215,14 +242,14 @@ def _is_covered(name: str, device_map: Mapping[str, Where]) -> bool:
     return any(prefix in device_map for prefix in prefixes(name))
 
 
-def _clear(model: nn.Module) -> None:
-    """Remove what an earlier dispatch attached, including to submodules; other hooks stay."""
+def _remove_dispatch_hooks(model: nn.Module) -> None:
+    """Remove the hooks of an earlier dispatch from the model and its submodules. Other hooks are kept."""
     for module in list(model.modules()):
         if EXECUTION in vars(module):
             remove_hook_from_module(module, recurse=True)
 
 
-def _show(
+def _show_mapped_hooks(
     model: nn.Module,
     main_device: Where | None,
     is_mapped: bool,
@@ -249,7 +276,7 @@ def _show(
         skip_keys=skip_keys,
         preload_module_classes=preload,
     )
-    _hang(shown)
+    _show_hooks(shown)
 
 
 def _show_offloaded(model: nn.Module, device: Where | None, offload_buffers: bool, preload: list[str] | None) -> None:
@@ -258,10 +285,12 @@ def _show_offloaded(model: nn.Module, device: Where | None, offload_buffers: boo
         device = torch.accelerator.current_accelerator()
     show_hook(model, AlignDevicesHook(io_same_device=True), append=True)
     weights = OffloadedWeightsLoader(model.state_dict())
-    _hang(attach_align_device_hook.hooks(model, device, True, weights, offload_buffers, preload_module_classes=preload))
+    _show_hooks(
+        attach_align_device_hook.hooks(model, device, True, weights, offload_buffers, preload_module_classes=preload)
+    )
 
 
-def _hang(shown: Hooked) -> None:
+def _show_hooks(shown: Hooked) -> None:
     for module, hook, is_added in shown:
         hook.note_devices(module)
         show_hook(module, hook, append=is_added)
@@ -271,7 +300,10 @@ def _hang(shown: Hooked) -> None:
 
 
 def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, Any]:
-    """The weights of a model with offloaded parts, in host memory; tensors without values are left out with a warning."""
+    """Return the weights of a model with offloaded parts, in host memory.
+
+    Meta tensors whose values are not stored anywhere are left out with a warning.
+    """
     state: dict[str, Any] = {}
     missing = set()
     for path, module in model.named_modules():
@@ -294,13 +326,13 @@ def get_state_dict_from_offload(
     state_dict: dict[str, Any],
     device_to_put_offload: int | str | torch.device = "cpu",
 ) -> dict[str, Any]:
-    """Put a module's weights into `state_dict` where that has their names; those of an offloaded one come to the device.
+    """Update the entries of a state dict that belong to a module with the module's weights, and return the state dict.
 
     Args:
-        module: whose.
-        module_name: of one of its parameters.
-        state_dict: by full names; changed, and returned.
-        device_to_put_offload: where offloaded weights go.
+        module: Module whose weights are read.
+        module_name: Full name of one of its parameters.
+        state_dict: State dict with full names. Changed in place. Names that it does not contain are not added.
+        device_to_put_offload: Device for weights of an offloaded module. Default: "cpu".
     """
     root = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):

@@ -1,8 +1,9 @@
-"""infer_auto_device_map by Accelerate's rule: devices in order, each filled as far as it goes, and never returned to.
+"""`infer_auto_device_map` by Accelerate's greedy rule, which fills one device after the other.
 
-Its sizes and balanced budgets are Accelerate's too. The first accelerator and the CPU keep room for the largest layer that is
-still to be placed. A module that does not fit is split, or the next device's turn comes. Headway's own maps
-(`headway.infer_auto_device_map`) put more on accelerators.
+The rule never returns to an earlier device. Module sizes and balanced memory budgets are computed as in Accelerate.
+The first accelerator and the CPU reserve space for the largest layer that is still to be placed. A module that does not
+fit is split, or placed on the next device. The device maps of `headway.infer_auto_device_map` use more of the
+accelerators' memory.
 """
 
 from collections import Counter
@@ -15,28 +16,34 @@ from torch import nn
 from headway.compat.accelerate.modules.models import get_module_leaves, get_module_size_with_ties
 from headway.log import get_logger
 from headway.offload.placement import sizes
-from headway.offload.placement.budget import Device, as_device, get_max_memory
+from headway.offload.placement.budget import Device, get_max_memory, parse_device
 from headway.offload.placement.device_map import clean_device_map
 from headway.offload.placement.sizes import (
     Dtype,
-    as_dtype,
-    class_names,
+    collect_class_names,
     find_tied_parameters,
     get_max_layer_size,
     named_module_tensors,
+    parse_dtype,
 )
 
 _KEPT = ("torch.uint", "torch.int", "torch.bool")
-"""Kinds of dtype that loading does not convert."""
+"""Prefixes of the names of dtypes that are not converted when a model is loaded."""
 
 
 def dtype_byte_size(dtype: Any) -> int | float:
-    """Bytes of one element; of a truth value an eighth, as Accelerate has it, although torch takes a whole byte."""
+    """Return the size of one element of a dtype in bytes.
+
+    A boolean counts as an eighth of a byte, as in Accelerate, although torch uses one byte.
+    """
     return 1 / 8 if dtype == torch.bool else sizes.dtype_byte_size(dtype)
 
 
 def prefixes(name: str) -> list[str]:
-    """The names of the modules around a tensor or module, from "", the model, to its own."""
+    """Return the names of all modules that contain a module or tensor, followed by its own name.
+
+    "layers.0.weight" becomes ["", "layers", "layers.0", "layers.0.weight"], in which "" is the model.
+    """
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) + 1)]
 
@@ -47,16 +54,17 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Dtype] | None = None,
     buffers_only: bool = False,
 ) -> Counter[str]:
-    """Bytes of every module and tensor by name; "" is the whole model.
+    """Return the size in bytes of every module and tensor, by name. "" is the model.
 
     Args:
-        model: on any device, the meta device included.
-        dtype: what the model will be loaded with; a tensor of a narrower type keeps its own.
-        special_dtypes: {tensor name: dtype} that come before `dtype`.
-        buffers_only: leave parameters out.
+        model: Model on any device, including the meta device.
+        dtype: Dtype that the model will be loaded with. Tensors of a narrower dtype keep their dtype. None: the current
+            dtypes.
+        special_dtypes: Dtypes of single tensors by name, which override `dtype`.
+        buffers_only: Whether to leave out parameters. Default: False.
     """
-    special = {name: dtype_byte_size(as_dtype(kind)) for name, kind in (special_dtypes or {}).items()}
-    width = None if dtype is None else dtype_byte_size(as_dtype(dtype))
+    special = {name: dtype_byte_size(parse_dtype(kind)) for name, kind in (special_dtypes or {}).items()}
+    width = None if dtype is None else dtype_byte_size(parse_dtype(dtype))
     found: Counter[str] = Counter()
     for name, tensor in model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True):
         own = dtype_byte_size(tensor.dtype)
@@ -70,7 +78,13 @@ def compute_module_sizes(
 def compute_module_total_buffer_size(
     model: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None
 ) -> int:
-    """Bytes of all buffers; the arguments are those of compute_module_sizes."""
+    """Return the size of all buffers of a model in bytes.
+
+    Args:
+        model: Model on any device, including the meta device.
+        dtype: Dtype that the model will be loaded with. None: the current dtypes.
+        special_dtypes: Dtypes of single tensors by name, which override `dtype`.
+    """
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
 
 
@@ -82,14 +96,16 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, Dtype] | None = None,
     low_zero: bool = False,
 ) -> dict[Device, int]:
-    """Budgets that spread a model evenly over the accelerators, each with room for a layer more; the last keeps its own.
+    """Return a memory budget in bytes for each device, so that the model is spread evenly over the accelerators.
+
+    Each budget includes space for one more layer. The last accelerator keeps its full budget.
 
     Args:
-        model: on any device, the meta device included.
-        max_memory: as of get_max_memory.
-        no_split_module_classes: class names of modules whose parts must lie on one device.
-        dtype, special_dtypes: as of compute_module_sizes.
-        low_zero: leave as little as possible on device 0, for generation.
+        model: Model on any device, including the meta device.
+        max_memory: Memory limits by device, as in get_max_memory.
+        no_split_module_classes: Class names of modules that must not be split over several devices.
+        dtype, special_dtypes: As in compute_module_sizes.
+        low_zero: Whether to use device 0 as little as possible, for generation. Default: False.
     """
     budgets = get_max_memory(max_memory)
     accelerators = [device for device, size in budgets.items() if device not in ("cpu", "disk") and size > 0]
@@ -101,7 +117,10 @@ def get_balanced_memory(
         if max_memory is None and indices:
             budgets[indices[0]] = int(0.9 * budgets[indices[0]])
     found = compute_module_sizes(model, dtype, special_dtypes)
-    share = int(found[""] // (len(accelerators) - low_zero) + int(1.25 * _room(model, found, no_split_module_classes)))
+    share = int(
+        found[""] // (len(accelerators) - low_zero)
+        + int(1.25 * _compute_reserve(model, found, no_split_module_classes))
+    )
     for device in indices[:-1]:
         if not (low_zero and device == 0):
             budgets[device] = min(share, budgets[device])
@@ -111,9 +130,18 @@ def get_balanced_memory(
     return budgets
 
 
-def _room(model: nn.Module, found: Counter[str], whole: Iterable[str] | str | None) -> int:
-    """The largest of: the first module of each class that stays whole, and the mean of the modules without children."""
-    modules, names, first = dict(model.named_modules()), class_names(whole), dict[str, int]()
+def _compute_reserve(model: nn.Module, found: Counter[str], whole: Iterable[str] | str | None) -> int:
+    """Return the number of bytes to reserve on a device for one more layer.
+
+    It is the larger of two sizes: that of the largest module whose class is in `whole`, and the mean size of modules
+    without children. Of each class in `whole`, only the first module is measured.
+
+    Args:
+        model: Model whose layers are placed.
+        found: Sizes of modules and tensors in bytes, by name.
+        whole: Class names of modules that must not be split over several devices.
+    """
+    modules, names, first = dict(model.named_modules()), collect_class_names(whole), dict[str, int]()
     for name, size in found.items():
         kind = type(modules.get(name)).__name__
         if name and kind in names:
@@ -126,7 +154,7 @@ def _room(model: nn.Module, found: Counter[str], whole: Iterable[str] | str | No
 log = get_logger(__name__)
 
 Item = tuple[str, Any]
-"""A name, and a module or tensor."""
+"""Pair of a name and a module or tensor."""
 
 
 def infer_auto_device_map(
@@ -140,23 +168,28 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, Device]:
-    """Place the model's modules on devices, first devices first, as Accelerate does.
+    """Return a device map that fills the devices in order with the model's modules, as Accelerate does.
 
     Args:
-        model: on any device, the meta device included.
-        max_memory: as of get_max_memory.
-        no_split_module_classes: class names of modules whose parts must lie on one device.
-        dtype: what the model will be loaded with.
-        special_dtypes: {tensor name: dtype} that come before `dtype`.
-        verbose: log each placement.
-        clean_result: one entry for a module that lies on one device as a whole.
-        offload_buffers: accepted: buffers change no map.
-        fallback_allocation: on a device that nothing was put on, put the first module that fits, wherever it stands.
+        model: Model on any device, including the meta device.
+        max_memory: Memory limits by device, as in get_max_memory.
+        no_split_module_classes: Class names of modules that must not be split over several devices.
+        dtype: Dtype that the model will be loaded with. None: the current dtypes.
+        special_dtypes: Dtypes of single tensors by name, which override `dtype`.
+        verbose: Whether to log the device map. Default: False.
+        clean_result: Whether to replace the entries of a module's parts by one entry if all are on one device. Default:
+            True.
+        offload_buffers: Ignored. Buffers do not change the map.
+        fallback_allocation: Whether to search the whole model for a module that fits if a device is still empty.
+            Default: False.
+
+    Returns:
+        Devices by the names of modules and tensors.
     """
-    whole = list(class_names(no_split_module_classes))
+    whole = list(collect_class_names(no_split_module_classes))
     sizes = compute_module_sizes(model, dtype, special_dtypes)
-    # Of balanced budgets with masks in them, which take a bit for each entry: no whole bytes.
-    fractions = {as_device(key): size for key, size in (max_memory or {}).items() if isinstance(size, float)}
+    # Balanced budgets can be fractions of bytes, because boolean masks count an eighth of a byte per element.
+    fractions = {parse_device(key): size for key, size in (max_memory or {}).items() if isinstance(size, float)}
     greedy = _Greedy(model, {**get_max_memory(max_memory), **fractions}, whole, sizes, fallback_allocation)
     greedy.run()
     if verbose:
@@ -164,8 +197,11 @@ def infer_auto_device_map(
     return clean_device_map(greedy.placed) if clean_result else greedy.placed
 
 
-def _children(name: str, module: Any) -> list[Item]:
-    """What a module is split into: its own parameters, then its children."""
+def _list_children(name: str, module: Any) -> list[Item]:
+    """Return the parts into which a module can be split, as pairs of (name, module or parameter).
+
+    Its own parameters come first, then its child modules.
+    """
     parts = [*module.named_parameters(recurse=False), *module.named_children()]
     return [(f"{name}.{each}", value) for each, value in parts]
 
@@ -175,7 +211,9 @@ class _Greedy:
         self, model: nn.Module, budgets: dict[Device, Any], whole: list[str], sizes: Mapping[str, int], falls_back: bool
     ) -> None:
         self.placed: dict[str, Device] = {}
-        self._sizes, self._whole, self._falls_back = sizes, whole, falls_back
+        self._sizes = sizes
+        self._whole = whole
+        self._falls_back = falls_back
         self._tied = find_tied_parameters(model)
         self._queue: list[Item] = [
             *model.named_parameters(recurse=False),
@@ -191,28 +229,28 @@ class _Greedy:
         self._measure()
 
     def _measure(self) -> None:
-        """The largest layer that is still to be placed."""
+        """Compute the size of the largest layer that has not been placed yet, for which space is reserved."""
         modules = [(name, each) for name, each in self._queue if isinstance(each, nn.Module)]
         self._room, self._largest = get_max_layer_size(modules, dict(self._sizes), self._whole)
 
     def run(self) -> None:
-        """Place everything."""
+        """Assign a device to every module and tensor that has not been placed yet."""
         while self._queue:
             name, module = self._queue.pop(0)
             self._largest = [each for each in self._largest if each != name and not each.startswith(f"{name}.")]
             if not self._largest:
                 self._measure()
-            self._treat(name, module)
+            self._place_item(name, module)
 
-    def _treat(self, name: str, module: Any) -> None:
+    def _place_item(self, name: str, module: Any) -> None:
         device = self._devices[0]
         room = self._room if device in self._keeps_room else 0
         limit = self._limits[device]
         free = None if limit is None else limit - room - self._used[device]
-        ties = self._ties(name)
+        ties = self._find_ties(name)
         size, names, partners = get_module_size_with_ties(ties, self._sizes[name], self._sizes, self._queue)
         if free is None or size <= free:
-            self._put(name, names, size, device)
+            self._assign(name, names, size, device)
         elif not (
             (ties and self._sizes[name] <= free and self._split_partner(name, module, names, partners))
             or (self._sizes[name] >= free and self._split(name, module))
@@ -222,8 +260,8 @@ class _Greedy:
             self._devices.pop(0)
             self._queue.insert(0, (name, module))
 
-    def _ties(self, name: str) -> list[str]:
-        """The tensors outside that are those of tensors inside."""
+    def _find_ties(self, name: str) -> list[str]:
+        """Return the names of tensors outside of a module that are tied to tensors inside it."""
         found = []
         for group in self._tied:
             outside = [each for each in group if f"{name}." not in f"{each}."]
@@ -231,7 +269,7 @@ class _Greedy:
                 found += outside
         return found
 
-    def _put(self, name: str, partners: list[str], size: int, device: Device) -> None:
+    def _assign(self, name: str, partners: list[str], size: int, device: Device) -> None:
         self._used[device] += size
         for each in (name, *partners):
             self.placed[each] = device
@@ -244,7 +282,7 @@ class _Greedy:
     def _split(self, name: str, module: Any) -> bool:
         if self._is_whole(module):
             return False
-        self._queue = [*_children(name, module), *self._queue]
+        self._queue = [*_list_children(name, module), *self._queue]
         self._measure()
         return True
 
@@ -252,7 +290,7 @@ class _Greedy:
         for other, partner in zip(names, partners):
             if not self._is_whole(partner):
                 at = next(index for index, item in enumerate(self._queue) if item[0] == other)
-                rest = [*self._queue[:at], *_children(other, partner), *self._queue[at + 1 :]]
+                rest = [*self._queue[:at], *_list_children(other, partner), *self._queue[at + 1 :]]
                 self._queue = [(name, module), *rest]
                 self._measure()
                 return True
@@ -262,25 +300,25 @@ class _Greedy:
         limit = self._limits[device]
         if not self._falls_back or self._used[device] or limit is None:
             return False
-        # What is in hand is not among those that are searched.
+        # The current module is not in the queue that is searched.
         spare = limit - max(self._room, size)
-        found = self._first_that_fits(spare) if spare >= 0 else None
+        found = self._find_first_fitting(spare) if spare >= 0 else None
         if found is None:
             return False
         for parent in prefixes(found)[1:-1]:
             at = next((index for index, item in enumerate(self._queue) if item[0] == parent), None)
             if at is not None:
-                self._queue[at : at + 1] = _children(parent, self._queue[at][1])
+                self._queue[at : at + 1] = _list_children(parent, self._queue[at][1])
         at = next(index for index, item in enumerate(self._queue) if item[0] == found)
         self._queue = [self._queue.pop(at), (name, module), *self._queue]
         return True
 
-    def _first_that_fits(self, limit: float) -> str | None:
+    def _find_first_fitting(self, limit: float) -> str | None:
         search = list(self._queue)
         while search:
             name, module = search.pop(0)
-            if get_module_size_with_ties(self._ties(name), self._sizes[name], self._sizes, search)[0] <= limit:
+            if get_module_size_with_ties(self._find_ties(name), self._sizes[name], self._sizes, search)[0] <= limit:
                 return name
             if not self._is_whole(module):
-                search = [*_children(name, module), *search]
+                search = [*_list_children(name, module), *search]
         return None

@@ -1,74 +1,81 @@
-"""Hooks on modules: objects with pre_forward and post_forward, registered with torch and never in place of a forward."""
+"""Module hooks with the methods pre_forward and post_forward, built on torch's hooks.
+
+They never replace a module's forward method.
+"""
 
 from typing import Any
 
 import torch
 from torch import nn
 
-from headway.offload import EXECUTION
-from headway.runtime.collectives.tree import to_device
-from headway.runtime.transfers import move
+from headway.core.runtime.collectives.tree import to_device
+from headway.core.runtime.moving import move_module
+from headway.core.training.prepared.dispatched import EXECUTION
 
 
 class ModelHook:
-    """Runs before and after a module's forward. Derive from it and attach with add_hook_to_module().
+    """Base class of hooks that run before and after a module's forward. Attach them with add_hook_to_module().
 
     Attributes:
-        no_grad: run the forward under torch.no_grad().
+        no_grad: Whether to run the forward under torch.no_grad(). Default: False.
     """
 
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called once when attached."""
+        """Prepare the module when the hook is attached, and return it."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gets the arguments of the forward and returns those to use."""
+        """Return the arguments to use for the forward."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Gets the forward's result and returns the one to use. After an error in the forward it gets None."""
+        """Return the output to use. `output` is None if the forward raised an error."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called once when removed."""
+        """Restore the module when the hook is removed, and return it."""
         return module
 
 
 class SequentialHook(ModelHook):
-    """Several hooks, one after the other, in both directions in the order given."""
+    """Sequence of hooks that run in the given order, both before and after the forward.
+
+    Args:
+        hooks: Hooks to run, in order.
+    """
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Attach all."""
+        """Initialize the module for all hooks in order, and return the module."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Each gets what the one before it returned."""
+        """Return the arguments of the forward, passed through all hooks in order."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Each gets what the one before it returned."""
+        """Return the output of the forward, passed through all hooks in order."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Detach all."""
+        """Restore the module for all hooks in order, and return the module."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
 
 
 class _Attached:
-    """One hook on one module: torch's handles and the contexts that are open."""
+    """Registration of one hook on one module, with torch's handles and the no_grad contexts of running forwards."""
 
     def __init__(self, module: nn.Module, hook: ModelHook) -> None:
         self.hook = hook
@@ -92,17 +99,21 @@ class _Attached:
         return self.hook.post_forward(module, output)
 
     def remove(self) -> None:
-        """Unregister the hook from torch."""
+        """Unregister the hook from the module's forward."""
         for handle in self._handles:
             handle.remove()
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Attach a hook; `module._hf_hook` is the hook in force.
+    """Attach a hook to a module and return the module.
+
+    The attribute `module._hf_hook` is then this hook. With `append`, if the module already has a hook, the attribute
+    is a `SequentialHook` of the existing hook and this one.
 
     Args:
-        hook: what to attach.
-        append: keep the present hook and run this one after it; False replaces it.
+        module: Module to attach the hook to.
+        hook: Hook to attach.
+        append: Whether to keep an existing hook and run the new one after it. False (the default): replace it.
     """
     present, added = getattr(module, "_hf_hook", None), hook
     if present is not None:
@@ -118,10 +129,14 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def show_hook(module: nn.Module, hook: ModelHook, append: bool = False) -> None:
-    """Show a hook as a module's `_hf_hook` without calling it in forwards: something else does its work.
+    """Set a module's `_hf_hook` without registering the hook for forwards.
+
+    It is used if Headway's runtime already moves the weights, and other libraries only read the attribute.
 
     Args:
-        append: a hook that is there already stays, and goes on being called.
+        module: Module that gets the attribute.
+        hook: Hook to set.
+        append: Whether to keep an existing hook, which is still called. False (the default): remove it.
     """
     present = getattr(module, "_hf_hook", None)
     if present is not None and append:
@@ -139,15 +154,16 @@ def _detach(module: nn.Module) -> None:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Remove the hook that add_hook_to_module() attached.
+    """Remove the hook that add_hook_to_module() attached, and return the module.
 
     Args:
-        recurse: from all modules inside as well, and what dispatch_model() attached to the module or to one inside.
+        module: Module to remove the hook from.
+        recurse: Whether to also remove hooks from all submodules, including those of dispatch_model(). Default: False.
     """
     for each in list(module.modules()) if recurse else [module]:
         execution = vars(each).get(EXECUTION) if recurse else None
         if execution is not None:
-            execution.remove()
+            execution.remove_hooks()
         hook = getattr(each, "_hf_hook", None)
         _detach(each)
         if hook is not None:
@@ -156,16 +172,16 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Remove the hooks of a module and of all modules inside it."""
+    """Remove the hooks of a module and of all its submodules."""
     remove_hook_from_module(module, recurse=True)
 
 
 class CpuOffload(ModelHook):
-    """Keeps a whole model on the CPU until its forward begins; then it moves to the device, and stays there.
+    """Hook that keeps a model on the CPU until its forward. The model then moves to the device and stays there.
 
     Args:
-        execution_device: where the forward runs; None: the first accelerator, else the CPU.
-        prev_module_hook: of the model that was used before; it goes back to the CPU first.
+        execution_device: Device of the forward. None: the first accelerator, else the CPU.
+        prev_module_hook: Hook of the model that ran before this one. That model is moved back to the CPU first.
     """
 
     def __init__(
@@ -179,31 +195,36 @@ class CpuOffload(ModelHook):
         self.prev_module_hook = prev_module_hook
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """To the CPU."""
-        move(module, torch.device("cpu"))
+        """Move the model to the CPU, and return it."""
+        move_module(module, torch.device("cpu"))
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Offload the previous model, then move this one and the arguments to its device."""
+        """Move the previous model to the CPU, then this one and its inputs to the device. Return the inputs."""
         if self.prev_module_hook is not None:
             self.prev_module_hook.offload()
-        move(module, self.execution_device)
+        move_module(module, self.execution_device)
         return to_device(args, self.execution_device), to_device(kwargs, self.execution_device)
 
 
 class UserCpuOffloadHook:
-    """A model and its CpuOffload: what cpu_offload_with_hook() hands out."""
+    """Handle for a model with a CpuOffload hook, returned by cpu_offload_with_hook().
+
+    Args:
+        model: Model with the hook.
+        hook: Hook of the model.
+    """
 
     def __init__(self, model: nn.Module, hook: CpuOffload) -> None:
         self.model = model
         self.hook = hook
 
     def offload(self) -> None:
-        """Move the model back to the CPU now."""
+        """Move the model back to the CPU."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Remove the hook from the model; the model stays where it is."""
+        """Remove the hook from the model. The model is not moved."""
         remove_hook_from_module(self.model)
 
 
@@ -212,16 +233,18 @@ def cpu_offload_with_hook(
     execution_device: torch.device | str | int | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a whole model on the CPU until its forward; it stays on the device until the hook's `offload()`.
+    """Keep a model on the CPU until its forward. It then stays on the device until the hook's `offload()` is called.
 
-    For models used one after the other, some of them several times in a row.
+    It is for models that are used one after the other, some of them several times in a row.
 
     Args:
-        execution_device: where it runs; None: the first accelerator, else the CPU.
-        prev_module_hook: of the model used before, which goes back to the CPU when this one's forward begins.
+        model: Model to offload.
+        execution_device: Device of the forward. None: the first accelerator, else the CPU.
+        prev_module_hook: Hook of the model that ran before this one. That model is moved back to the CPU when this
+            model's forward begins.
 
     Returns:
-        the model, and a hook with `offload()` and `remove()`.
+        The model, and a hook with the methods `offload()` and `remove()`.
     """
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)

@@ -1,4 +1,4 @@
-"""Models for scripts: unwrapping, naming and measuring their parts, setting tensors, those that share memory, and files."""
+"""Model helpers for scripts: unwrap and measure models, set tensors, read and write weights."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from headway.compat.accelerate.state import collectives
+from headway.core.weights.export import save_object
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
-from headway.weights.export import save_object
 
 log = get_logger(__name__)
 
@@ -21,13 +21,15 @@ log = get_logger(__name__)
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """The user's own module out of DDP, DataParallel or FSDP1 of the user's making; what prepare() gave back is that already.
+    """Return the user's own module, without DDP, DataParallel or FSDP1 wrappers.
+
+    A model that Headway prepared has no wrapper, and is returned unchanged.
 
     Args:
-        model: a module.
-        keep_fp32_wrapper: accepted for the name's sake: outputs are never converted.
-        keep_torch_compile: False: also take off torch.compile's wrapper.
-        recursive: also unwrap its submodules, in place.
+        model: Model, wrapped or not.
+        keep_fp32_wrapper: Ignored, because Headway does not wrap a model's forward to convert outputs.
+        keep_torch_compile: Whether to keep torch.compile's wrapper. Default: True.
+        recursive: Whether to also unwrap submodules, in place. Default: False.
     """
     compiled = model if "_orig_mod" in getattr(model, "_modules", ()) else None  # what torch.compile(model) returned
     inner = model._orig_mod if compiled is not None else model
@@ -43,7 +45,7 @@ def extract_model_from_parallel(
 
 
 def _wraps(model: Any) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a model of it cannot be there before
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # before its import, no such model can exist
     kinds: tuple[type, ...] = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     if fsdp is not None:
         kinds += (fsdp.FullyShardedDataParallel,)
@@ -51,28 +53,31 @@ def _wraps(model: Any) -> bool:
 
 
 def is_peft_model(model: Any) -> bool:
-    """Is it a PeftModel, wrapped or not? peft is not imported to know: no such model could be there without it."""
+    """Whether the model is a PeftModel, wrapped or not.
+
+    The check does not import peft. If peft has not been imported, no such model can exist.
+    """
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel)
 
 
 def model_has_dtensor(model: torch.nn.Module) -> bool:
-    """Is one of its parameters a DTensor?"""
+    """Whether any parameter of the model is a DTensor."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and any(isinstance(each, tensor.DTensor) for each in model.parameters())
 
 
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type | None:
-    """The class called `name` among the module's and its submodules'; None where there is none."""
+    """Return the class with the name `name` among the module and its submodules, or None if there is none."""
     return next((type(each) for each in module.modules() if type(each).__name__ == name), None)
 
 
 def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = False) -> list[Any]:
-    """The model's modules, children before their parents; the model comes last.
+    """Return all modules of a model, children before their parents. The model itself is last.
 
     Args:
-        model: a module.
-        return_fqns: pairs of name and module instead.
+        model: Model to traverse.
+        return_fqns: Whether to return pairs of (name, module) instead of modules. Default: False.
     """
     waiting: list[tuple[str, torch.nn.Module]] = [("", model)]
     ordered = []
@@ -94,21 +99,23 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Put a parameter or buffer on `device`, with `value` where one is given; a parameter stays a parameter of its class.
+    """Move a parameter or buffer to a device, optionally with a new value. A parameter keeps its class.
 
     Args:
-        module: the module, or one above it.
-        tensor_name: the tensor's name from there, "encoder.0.weight" say.
-        device: where it goes.
-        value: its new value; needed where it has none yet (meta device).
-        dtype: of the value; None: that of the tensor there. Whole numbers and truth values keep theirs.
-        fp16_statistics: bitsandbytes' statistics, kept with the parameter as `SCB`.
-        tied_params_map: values by where they lie, and the copies of them that are on devices already: such a one is used.
-        non_blocking: do not wait for the copy.
-        clear_cache: accepted for the name's sake: emptying the cache for each tensor only costs time.
+        module: Module that contains the tensor, itself or in a submodule.
+        tensor_name: Name of the tensor relative to the module, such as "encoder.0.weight".
+        device: Device to move it to.
+        value: New value. Required if the tensor is on the meta device.
+        dtype: Dtype of the value. None: the tensor's current dtype. Integers and booleans keep their dtype.
+        fp16_statistics: Statistics of bitsandbytes, stored as the parameter's attribute `SCB`.
+        tied_params_map: Existing copies of tied tensors, by data pointer and device. Such a copy is used instead of a
+            new one.
+        non_blocking: Whether to copy asynchronously. Default: False.
+        clear_cache: Ignored, because emptying the CUDA cache for each tensor would only cost time.
 
     Raises:
-        ConfigError: no such tensor, a value of another shape, or none for a tensor without memory.
+        ConfigError: If there is no such tensor, if the value has another shape, or if a tensor on the meta device gets
+            no value.
     """
     owner, _, name = tensor_name.rpartition(".")
     try:
@@ -157,13 +164,13 @@ SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
 
 def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write an object with torch.save (or a dict of tensors with safetensors), from the main process only.
+    """Write an object with torch.save, or a dict of tensors as safetensors, on the main process only.
 
     Args:
-        obj: the object.
-        f: the file.
-        save_on_each_node: from the first process of every machine.
-        safe_serialization: with safetensors.
+        obj: Object to write.
+        f: Path of the file.
+        save_on_each_node: Whether the first process of every machine writes the file. Default: False.
+        safe_serialization: Whether to write safetensors. Default: False.
     """
     runtime = collectives().runtime
     if runtime.is_local_main_process if save_on_each_node else runtime.is_main_process:
@@ -171,12 +178,14 @@ def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serializ
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """torch.load, which runs no code of the file's (`weights_only=True`) unless told so; numpy arrays may be in it.
+    """Return the contents of a file that torch.save wrote.
+
+    By default, no code in the file is executed (`weights_only=True`). NumPy arrays are accepted.
 
     Args:
-        f: a file or its path.
-        map_location: where tensors go.
-        kwargs: for torch.load.
+        f: File or path.
+        map_location: Device for tensors, as in torch.load.
+        kwargs: Arguments of torch.load.
     """
     kinds = [type(numpy.dtype(kind)) for kind in ("uint8", "uint32", "int32", "int64", "float32", "float64", "bool")]
     reconstruct: Any = numpy.empty(0).__reduce__()[0]
@@ -185,14 +194,14 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def load_state_dict(checkpoint_file: str | Path, device_map: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of a weights file by name, safetensors or torch's own.
+    """Return the tensors of a weights file by name, from safetensors or torch's format.
 
     Args:
-        checkpoint_file: the file.
-        device_map: a map whose parts lie on one device: tensors go there. None: the CPU.
+        checkpoint_file: Path of the file.
+        device_map: Device map with a single device, to which the tensors are loaded. None: the CPU.
 
     Raises:
-        UnsupportedError: a map over several devices.
+        UnsupportedError: If the map contains several devices.
     """
     devices = set((device_map or {"": "cpu"}).values())
     if len(devices) > 1:
@@ -211,12 +220,12 @@ def load_state_dict(checkpoint_file: str | Path, device_map: dict[str, Any] | No
 
 
 def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """The names of buffers that state dicts leave out.
+    """Return the names of buffers that are not part of the state dict.
 
     Args:
-        module: whose.
-        recurse: also those of its submodules.
-        fqns: with the submodules' names before them.
+        module: Module that has the buffers.
+        recurse: Whether to include buffers of its submodules. Default: False.
+        fqns: Whether to return names that include those of the submodules, as in "encoder.mask". Default: False.
     """
     own = set(module._non_persistent_buffers_set)
     if recurse:
@@ -226,49 +235,65 @@ def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, f
 
 
 def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
-    """The names that are not parents of others, "" left out."""
+    """Return the names that are not parents of other names, such as "a.b" but not "a". The name "" is left out."""
     names = list(module_sizes)
     parents = {name.rpartition(".")[0] for name in names}
     return [name for name in names if name and name not in parents]
 
 
 def is_repeated_blocks(module: torch.nn.Module) -> bool:
-    """Is it a ModuleList of one class?"""
+    """Whether the module is a ModuleList whose items all have the same class."""
     return isinstance(module, torch.nn.ModuleList) and len({type(each) for each in module}) == 1
 
 
 def has_repeated_blocks(module: torch.nn.Module) -> bool:
-    """Is there such a list in it?"""
+    """Whether the module contains a ModuleList whose items all have the same class."""
     return any(is_repeated_blocks(each) for each in module.modules())
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Are they the same, "cuda" being "cuda:0"?"""
+    """Whether two devices are equal. "cuda" and "cuda:0" are equal."""
     return first_device.type == second_device.type and (
         first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
     )
 
 
 def find_first_last_linear_layers(model: torch.nn.Module) -> tuple[str | None, str | None]:
-    """The names of the first and the last Linear; None where there is none."""
+    """Return the names of the first and the last linear layer, or None for both if there is none."""
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
 
 
 def filter_linear_layers(module: torch.nn.Module, fqn: str, layers_to_filter: Iterable[str | None]) -> bool:
-    """May float8 take this layer: none of `layers_to_filter`, and if Linear, with sizes that 16 divides?"""
+    """Whether a layer may be converted to float8.
+
+    It must not be in `layers_to_filter`. If it is a linear layer, both its sizes must be divisible by 16.
+
+    Args:
+        module: Layer.
+        fqn: Name of the layer in the model.
+        layers_to_filter: Names of layers that are not converted.
+    """
     if isinstance(module, torch.nn.Linear) and (module.in_features % 16 or module.out_features % 16):
         return False
     return fqn not in layers_to_filter
 
 
 def filter_first_and_last_linear_layers(module: torch.nn.Module, fqn: str) -> bool:
-    """The same for the first and last Linear of `module` itself; give `filter_linear_layers` names to leave out a model's."""
+    """Whether a layer may be converted to float8. False for the first and the last linear layer in `module`.
+
+    It is also False for a linear layer whose sizes are not both divisible by 16. To exclude the first and last layer
+    of a whole model, pass their names to `filter_linear_layers`.
+
+    Args:
+        module: Layer, or a module that contains linear layers.
+        fqn: Name of the layer.
+    """
     return filter_linear_layers(module, fqn, find_first_last_linear_layers(module))
 
 
 def has_ao_layers(model: torch.nn.Module) -> bool:
-    """Has torchao converted one of its layers to float8?"""
+    """Whether torchao has converted any layer of the model to float8."""
     return any(type(each).__module__.startswith("torchao.float8") for each in model.modules())
 
 
@@ -278,16 +303,19 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[tuple[str, torch.nn.Module]],
 ) -> tuple[int, list[str], list[torch.nn.Module]]:
-    """A module's bytes with those of the modules that share parameters with it, and the names and modules of these.
+    """Return the size of a module together with the modules that share parameters with it.
 
     Args:
-        tied_params: the shared parameters of other modules.
-        module_size: its own bytes.
-        module_sizes: of modules and parameters by name.
-        modules_to_treat: where the others are among.
+        tied_params: Names of the shared parameters in other modules.
+        module_size: Size of the module itself in bytes.
+        module_sizes: Sizes of modules and parameters in bytes, by name.
+        modules_to_treat: Pairs of (name, module) among which the other modules are searched.
+
+    Returns:
+        Total size in bytes, names of the other modules, and the other modules.
     """
     found = {}
-    for tied in tied_params:  # where Accelerate finds no module, it raises IndexError
+    for tied in tied_params:  # if there is no such module, Accelerate raises IndexError
         item = next((each for each in modules_to_treat if tied.startswith(f"{each[0]}.")), None)
         if item is not None:
             found[tied] = item
@@ -296,19 +324,19 @@ def get_module_size_with_ties(
 
 
 def get_parameter_device(parameter: torch.nn.Module) -> torch.device:
-    """Where a module's first parameter is."""
+    """Return the device of a module's first parameter."""
     return next(iter(parameter.parameters())).device
 
 
 def check_tied_parameters_in_config(model: torch.nn.Module) -> bool:
-    """Does a transformers model's configuration tie its embeddings?"""
+    """Whether the configuration of a transformers model ties its input and output embeddings."""
     config = getattr(model, "config", None)
     ties = getattr(config, "tie_word_embeddings", False) and hasattr(model, "get_output_embeddings")
     return bool(ties and model.get_output_embeddings() is not None)  # type: ignore[operator]
 
 
 def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]) -> None:
-    """Warn of tied parameters that a map puts on different devices."""
+    """Warn about tied parameters that a device map places on different devices."""
     for names in tied_params:
         places = {name: _place(name, device_map) for name in names}
         if len(set(places.values())) > 1:
@@ -322,20 +350,26 @@ def _place(name: str, device_map: Mapping[str, Any]) -> Any:
 
 
 def check_os_kernel() -> None:
-    """Nothing: what it warns of is Linux before 5.5, which torch does not run on."""
+    """Do nothing. Accelerate warns about Linux kernels before 5.5, on which current versions of torch do not run."""
 
 
 # -------------------------------------------------------------------- tensors that share memory
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """What is the same for tensors over the same memory: device, address, bytes."""
+    """Return a tuple of (device, address, bytes) that identifies a tensor's storage.
+
+    Tensors that share a storage have equal tuples.
+    """
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict for safetensors: contiguous, one name for each piece of memory; the other names are dropped with a warning."""
+    """Return a state dict that safetensors can store, with contiguous tensors and only one name per storage.
+
+    Other names of a shared storage are left out with a warning.
+    """
     kept: dict[str, Any] = {}
     seen: dict[Any, str] = {}
     left_out = []
@@ -352,11 +386,13 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
 
 def retie_parameters(model: torch.nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Make each group of names one parameter again: the first that has memory.
+    """Tie parameters again that were separated when a model was loaded.
+
+    In each group, all parameters are replaced by the first one that is not on the meta device.
 
     Args:
-        model: the model.
-        tied_params: what `find_tied_parameters` gave before they came apart.
+        model: Model with the parameters.
+        tied_params: Groups of names that `find_tied_parameters` returned before the parameters were separated.
     """
     for group in tied_params:
         places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in group]

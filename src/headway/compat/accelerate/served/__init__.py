@@ -1,1 +1,1 @@
-"""Which of Accelerate's names are served, from where, and how `import accelerate` finds them."""
+"""Tables of Accelerate's names, their lookup, and import finders for Accelerate's module paths."""

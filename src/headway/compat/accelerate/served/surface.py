@@ -1,4 +1,7 @@
-"""How each public name of Accelerate is served, and which of them a script uses, by its source. Nothing here imports torch."""
+"""Report on Accelerate's public names: which of them Headway provides, and which of them a script uses.
+
+Nothing in this module imports torch.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import headway
-from headway.compat.accelerate.served.names import (
+from headway.compat.accelerate.served.tables import (
     AS_ACCELERATE,
     DIFFERENT,
     MODULES_AS_ACCELERATE,
@@ -21,12 +24,12 @@ Status = Literal["served", "differs", "not served", "unknown"]
 
 @dataclass(frozen=True)
 class Answer:
-    """How one name is served.
+    """Description of how Headway provides one name of Accelerate.
 
     Attributes:
-        name: Accelerate's; with "Accelerator." before a member of it.
-        status: "served", "differs", "not served", or "unknown": not a public name of Accelerate 1.15.
-        note: the difference, or what to use instead; empty if it is served as in Accelerate.
+        name: Name in Accelerate. Names of Accelerator members start with "Accelerator.".
+        status: "served", "differs", "not served", or "unknown" for names that are not public in Accelerate 1.15.
+        note: The difference, or an alternative. Empty if the name behaves as in Accelerate.
     """
 
     name: str
@@ -34,8 +37,12 @@ class Answer:
     note: str = ""
 
 
-def answer(name: str) -> Answer:
-    """How `name`, a public name, a module ("utils.dataclasses") or a member ("Accelerator.step"), is served."""
+def describe_name(name: str) -> Answer:
+    """Return a description of whether and how Headway provides one name of Accelerate.
+
+    Args:
+        name: Public name, module ("utils.dataclasses") or member ("Accelerator.step").
+    """
     if name in REFUSED:
         return Answer(name, "not served", REFUSED[name])
     if name.startswith("Accelerator."):
@@ -54,28 +61,29 @@ def answer(name: str) -> Answer:
 
 @dataclass(frozen=True)
 class NameInScript:
-    """One of Accelerate's names in a script.
+    """Name of Accelerate that a script uses, with the line of its first use.
 
     Attributes:
-        name: without `accelerate.` and its modules; a module by its path, and a member as "Accelerator.step".
-        line: where it stands first.
+        name: Name without `accelerate.` and module names. A module is given by its path, and a member as
+            "Accelerator.step".
+        line: Number of the line of the first use.
     """
 
     name: str
     line: int
 
 
-def uses(source: str | bytes) -> list[NameInScript]:
-    """Every name of Accelerate that a source imports, or reads from an imported module, each once.
+def list_used_names(source: str | bytes) -> list[NameInScript]:
+    """Return the Accelerate names that a script imports or reads from an imported module, without duplicates.
 
-    Members of the Accelerator are listed where they are refused and the object was made under a name of the script:
-    `accelerator = Accelerator(...)`; and arguments, as "slice_fn_for_dispatch=", where no call takes them.
+    Members of `Accelerator` are listed only if Headway does not support them, and only for objects that the script
+    assigned to a name. Keyword arguments that Headway does not support are listed as in "slice_fn_for_dispatch=".
 
     Args:
-        source: Python.
+        source: Python source.
 
     Raises:
-        SyntaxError: it is not.
+        SyntaxError: If the source is not valid Python.
     """
     nodes = list(ast.walk(ast.parse(source)))
     found: dict[str, int] = {}
@@ -83,7 +91,7 @@ def uses(source: str | bytes) -> list[NameInScript]:
     kinds: set[str] = set()  # what the script calls the class
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            for name, bound, module in _imported(node):
+            for name, bound, module in _list_imported(node):
                 if module is not None:
                     modules[bound] = module
                 if name:
@@ -91,7 +99,7 @@ def uses(source: str | bytes) -> list[NameInScript]:
                     if name == "Accelerator":
                         kinds.add(bound)
     if modules or kinds:
-        for name, line in _read_names(nodes, modules, set(_objects(nodes, kinds, modules))):
+        for name, line in _read_names(nodes, modules, set(_find_objects(nodes, kinds, modules))):
             found.setdefault(name, line)
     return sorted((NameInScript(name, line) for name, line in found.items()), key=lambda use: (use.line, use.name))
 
@@ -99,11 +107,11 @@ def uses(source: str | bytes) -> list[NameInScript]:
 def _read_names(nodes: list[ast.AST], modules: dict[str, str], objects: set[str]) -> Iterator[tuple[str, int]]:
     for node in nodes:
         if isinstance(node, ast.Attribute):
-            read = _read(node, modules)
+            read = _find_read_name(node, modules)
             if read is not None:
                 yield read, node.lineno
             member = f"Accelerator.{node.attr}"
-            if member in REFUSED and _dotted(node.value) in objects:
+            if member in REFUSED and _format_dotted(node.value) in objects:
                 yield member, node.lineno
         elif isinstance(node, ast.Call):
             for argument in node.keywords:
@@ -115,8 +123,11 @@ def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def _dotted(node: ast.expr) -> str:
-    """`self.accelerator` as text; empty for anything but names and attributes."""
+def _format_dotted(node: ast.expr) -> str:
+    """Return an expression of names and attributes as text, such as "self.accelerator".
+
+    Return "" for any other expression.
+    """
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -124,8 +135,11 @@ def _dotted(node: ast.expr) -> str:
     return ".".join(reversed([*parts, node.id])) if isinstance(node, ast.Name) else ""
 
 
-def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, str | None]]:
-    """Of each imported thing: the name used ("" for the package), what the script calls it, and the module that it is, if any."""
+def _list_imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, str | None]]:
+    """Yield a tuple of (Accelerate's name, name in the script, module path) for each object that a statement imports.
+
+    Accelerate's name is "" for the package. The module path is None if the object is not a module.
+    """
     if isinstance(node, ast.Import):
         for each in node.names:
             package, _, module = each.name.partition(".")
@@ -145,9 +159,16 @@ def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, str
             yield inner if is_module else each.name, each.asname or each.name, inner if is_module else None
 
 
-def _read(node: ast.Attribute, modules: dict[str, str]) -> str | None:
-    """What `accelerate.utils.gather` reads; None where the attribute is not read from a module of Accelerate, or is a module."""
-    first, *parts = _dotted(node).split(".")
+def _find_read_name(node: ast.Attribute, modules: dict[str, str]) -> str | None:
+    """Return the name of Accelerate that an expression such as `accelerate.utils.gather` reads.
+
+    None if the attribute is a module or does not belong to a module of Accelerate.
+
+    Args:
+        node: Expression that reads an attribute.
+        modules: Module of Accelerate by its name in the script.
+    """
+    first, *parts = _format_dotted(node).split(".")
     if first not in modules:
         return None
     path = modules[first]
@@ -160,14 +181,14 @@ def _read(node: ast.Attribute, modules: dict[str, str]) -> str | None:
     return None
 
 
-def _objects(nodes: list[ast.AST], kinds: set[str], modules: dict[str, str]) -> Iterator[str]:
+def _find_objects(nodes: list[ast.AST], kinds: set[str], modules: dict[str, str]) -> Iterator[str]:
     for node in nodes:
         value = getattr(node, "value", None)
         if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(value, ast.Call):
             continue
         made = value.func
         is_named = isinstance(made, ast.Name) and made.id in kinds
-        if is_named or (isinstance(made, ast.Attribute) and _read(made, modules) == "Accelerator"):
+        if is_named or (isinstance(made, ast.Attribute) and _find_read_name(made, modules) == "Accelerator"):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if name := _dotted(target):
+                if name := _format_dotted(target):
                     yield name

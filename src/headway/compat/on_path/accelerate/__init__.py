@@ -1,5 +1,5 @@
-"""What `import accelerate` finds where this folder is on the path: Headway's own modules take the name over."""
+"""Package `accelerate` on `sys.path` that replaces Accelerate: importing it provides Headway's modules instead."""
 
-from headway.compat.accelerate.served.names import take_over
+from headway.compat.accelerate.served.finder import take_over
 
 take_over()

@@ -25,7 +25,7 @@ def test_containers_keep_their_types():
 
 
 def test_other_leaves_are_an_error_where_asked():
-    with pytest.raises(TypeError, match="abs got a str"):
+    with pytest.raises(TypeError, match=r"Unsupported types .<class 'str'>. passed to `abs`"):
         batches.recursively_apply(abs, ["a"], error_on_other_type=True)
     assert batches.recursively_apply(len, ["abc"], test_type=lambda leaf: isinstance(leaf, str)) == [3]
 

@@ -5,18 +5,18 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 
-from headway.compat.accelerate.data.loaders import AccelerateRules, SeededShuffle
-from headway.config.run import DataLoaderConfiguration
-from headway.data.build import prepare_loader
-from headway.data.loader import LoaderEvents
-from headway.data.sampling.order import LoadingRules, SamplerOrder
-from headway.data.sampling.shard import ShardIndex
-from tests.unit.data.fakes import Numbers, Stream, on_ranks
+from headway.compat.accelerate.data.loaders import AccelerateRules, DataLoaderDispatcher, SeededShuffle
+from headway.core.config.run import DataLoaderConfiguration
+from headway.core.data.build import prepare_loader
+from headway.core.data.loader import LoaderEvents
+from headway.core.data.sampling.order import LoadingRules, SamplerOrder
+from headway.core.data.sampling.shard import ShardIndex
+from tests.unit.core.data.fakes import Numbers, Stream, on_ranks
 
 
-def prepare(loader, shard=ShardIndex(0, 1), collectives=None, rules=None, **config):
+def prepare(loader, shard=ShardIndex(0, 1), collectives=None, rules=None, device=None, **config):
     return prepare_loader(
-        loader, shard=shard, config=DataLoaderConfiguration(**config), device=None, collectives=collectives,
+        loader, shard=shard, config=DataLoaderConfiguration(**config), device=device, collectives=collectives,
         events=LoaderEvents(), seed=99, rules=rules or AccelerateRules(),
     )  # fmt: skip
 
@@ -101,7 +101,7 @@ def test_other_samplers_draw_from_the_streams_that_they_find():
     prepared = prepare(DataLoader(Numbers(9), batch_size=3, sampler=sampler), use_seedable_sampler=True)
     assert isinstance(prepared._feed.order, SamplerOrder)
     assert epoch(prepared) == expected
-    assert not AccelerateRules().is_apart(config)
+    assert not AccelerateRules().has_seeded_order(config)
 
 
 @pytest.mark.parametrize(("rules", "num_ahead"), [(AccelerateRules(), 1), (LoadingRules(), 0)], ids=["theirs", "ours"])
@@ -117,7 +117,13 @@ def test_a_batch_is_fetched_before_the_one_in_hand_is_done_with(rules, num_ahead
 def test_a_stream_ends_in_batches_of_equal_size_where_accelerates_main_process_reads_it(is_dispatched, expected):
     def on_rank(rank, collectives):
         loader = DataLoader(Stream(13), batch_size=4)
-        prepared = prepare(loader, ShardIndex(rank, 2), collectives, dispatch_batches=is_dispatched)
+        device = torch.device("cpu")  # without one Accelerate does not dispatch
+        prepared = prepare(loader, ShardIndex(rank, 2), collectives, device=device, dispatch_batches=is_dispatched)
         return [batch.tolist() for batch in prepared][-1]
 
     assert on_ranks(2, on_rank) == expected
+
+
+def test_a_dispatcher_made_by_hand_takes_split_batches():
+    loader = DataLoaderDispatcher(list(range(8)), split_batches=True, batch_size=4)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -8,7 +8,7 @@ from packaging import version
 
 import headway
 from headway.compat.accelerate.launching import available
-from headway.compat.accelerate.served.names import SERVED
+from headway.compat.accelerate.served.tables import SERVED
 from headway.errors import ConfigError
 
 # A setting of Accelerate's; what it does with pipelines; and one with arguments.

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.compat.accelerate.launching import commands
-from headway.compat.accelerate.launching.commands import with_own_file
-from headway.config.files import parse
+from headway.compat.accelerate.launching.commands import replace_config_file
+from headway.core.config.files import parse_config, read_file_layer
 from headway.errors import ConfigError
 
 THEIRS = """compute_environment: LOCAL_MACHINE
@@ -22,7 +22,7 @@ fsdp_config:
 
 
 def settings(path):
-    return {name: value.value for name, value in parse(open(path, "rb").read(), str(path)).items()}
+    return {name: value.value for name, value in parse_config(open(path, "rb").read(), str(path)).items()}
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -30,7 +30,7 @@ def test_accelerates_file_is_translated(tmp_path, joined):
     file = tmp_path / "theirs.yaml"
     file.write_text(THEIRS)
     told = [f"--config-file={file}"] if joined else ["--config_file", str(file)]
-    line, more = with_own_file(["--cpu", *told, "--debug", "train.py", "--config_file", "the script's"], tmp_path)
+    line, more = replace_config_file(["--cpu", *told, "--debug", "train.py", "--config_file", "the script's"], tmp_path)
     assert line[:2] == ["--cpu", "--config_file"]
     assert line[3:] == ["--debug", "train.py", "--config_file", "the script's"]
     assert settings(line[2]).items() >= {"num_processes": 4, "strategy": "fsdp"}.items()
@@ -41,25 +41,25 @@ def test_headways_file_stays(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text("num_processes: 2\n")
     line = ["--config_file", str(file), "train.py"]
-    assert with_own_file(line, tmp_path) == (line, {})
+    assert replace_config_file(line, tmp_path) == (line, {})
 
 
 def test_what_follows_the_script_is_its_own(tmp_path):
     for line in (["train.py", "--config_file", "missing.yaml"], ["-m", "train", "--config_file", "missing.yaml"]):
-        assert with_own_file(line, tmp_path) == (line, {})
+        assert replace_config_file(line, tmp_path) == (line, {})
 
 
 def test_a_file_of_one_process_starts_one(tmp_path):
     file = tmp_path / "single.yaml"
     file.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 8\n")
-    line, _ = with_own_file(["--config_file", str(file), "train.py"], tmp_path)
+    line, _ = replace_config_file(["--config_file", str(file), "train.py"], tmp_path)
     assert settings(line[1])["num_processes"] == 1
 
 
 def test_a_key_that_is_lost_is_said(tmp_path, capsys):
     file = tmp_path / "theirs.yaml"
     file.write_text("distributed_type: MEGATRON_LM\nmegatron_lm_config:\n  megatron_lm_tp_degree: 2\n")
-    with_own_file(["--config_file", str(file), "train.py"], tmp_path)
+    replace_config_file(["--config_file", str(file), "train.py"], tmp_path)
     assert "megatron_lm_config" in capsys.readouterr().err
 
 
@@ -67,7 +67,7 @@ def test_an_unknown_key_is_an_error(tmp_path):
     file = tmp_path / "theirs.yaml"
     file.write_text("num_proceses: 2\n")
     with pytest.raises(ConfigError, match="num_proceses"):
-        with_own_file(["--config_file", str(file), "train.py"], tmp_path)
+        replace_config_file(["--config_file", str(file), "train.py"], tmp_path)
 
 
 SECTIONS = st.dictionaries(
@@ -98,3 +98,15 @@ def test_a_file_is_rewritten_for_version_two(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [*line, "--overwrite"])
     assert commands.main() == 0
     assert yaml.safe_load(source.read_text()) == wanted
+
+
+def test_origins_name_the_users_file_and_not_its_translation(tmp_path):
+    file = tmp_path / "my accelerate.yaml"
+    file.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\nmixed_precision: bf16\n")
+    line, _ = replace_config_file(["--config_file", str(file), "train.py"], tmp_path)
+    layer = read_file_layer(line[1], {})
+    assert {value.origin for value in layer.values()} == {f"file: {file} (translated) key {key}" for key in layer}
+    assert layer["mixed_precision"].value == "bf16"
+    own = tmp_path / "own.yaml"
+    own.write_text("num_processes: 2\n")
+    assert read_file_layer(str(own), {})["num_processes"].origin == f"file: {own} key num_processes"

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from headway.compat.accelerate.launching.config_file import translate
-from headway.config.launch import LaunchConfig
+from headway.core.config.launch import LaunchConfig
 from headway.errors import ConfigError
 
 # What the peer's `config` writes for a machine with eight GPUs.

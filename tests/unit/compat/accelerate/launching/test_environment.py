@@ -8,7 +8,7 @@ import pytest
 import headway
 from headway.common import optional
 from headway.compat.accelerate.launching import environment
-from headway.config.files import file_layer
+from headway.core.config.files import read_file_layer
 from headway.errors import ConfigError, OptionalDependencyMissing
 
 
@@ -65,7 +65,7 @@ def test_a_config_file_that_launch_reads(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
     path = environment.write_basic_config("BF16")
     assert path == tmp_path / "default_config.yaml"
-    assert file_layer(None, os.environ)["mixed_precision"].value == "bf16"
+    assert read_file_layer(None, os.environ)["mixed_precision"].value == "bf16"
     assert environment.write_basic_config() is False
     assert "already exists" in capsys.readouterr().out
     assert environment.write_basic_config(save_location=tmp_path / "inner" / "other.yaml").exists()

@@ -9,9 +9,9 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolic
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from headway.compat.accelerate.launching.layout_words import DEEPSPEED_KEYS, FSDP_KEYS, SIZE_KEYS, read_fsdp, read_size
-from headway.config.launch import SETTINGS
-from headway.config.parallelism import LayoutRequest
-from headway.config.values import from_file
+from headway.core.config.launch import SETTINGS
+from headway.core.config.parallelism import LayoutRequest
+from headway.core.config.values import check_file_value
 from headway.errors import ConfigError
 
 
@@ -83,7 +83,7 @@ def test_what_is_served(name, value, wanted):
     assert settings(found) == wanted
     assert found.refused == {}
     for setting, decided in wanted.items():  # and the config file takes it back
-        assert from_file(SETTINGS[setting], decided, "") == decided
+        assert check_file_value(SETTINGS[setting], decided, "") == decided
 
 
 @pytest.mark.parametrize(
@@ -135,18 +135,18 @@ def test_what_cannot_be(name, value, told):
 def test_sizes_and_sharding_together():
     found = LayoutRequest()
     found.use_shards("--use_fsdp")
-    assert found.strategy() == ("fsdp", "--use_fsdp")
+    assert found.find_strategy() == ("fsdp", "--use_fsdp")
     read_fsdp(found, "sharding_strategy", "HYBRID_SHARD")
-    assert found.strategy()[0] == "hsdp"
+    assert found.find_strategy()[0] == "hsdp"
     for name, size in {"dp_replicate_size": 2, "dp_shard_size": "4", "tp_size": 1, "cp_size": 1}.items():
         read_size(found, name, size)
-    text, keys = found.strategy()
+    text, keys = found.find_strategy()
     assert (text, keys) == ("ddp=2+fsdp=4", "parallelism_config_dp_replicate_size, parallelism_config_dp_shard_size")
 
 
 def test_two_layouts_at_once():
     with pytest.raises(ConfigError, match="ask for different layouts"):
-        read(sharding_strategy="NO_SHARD", reshard_after_forward="HYBRID_SHARD").strategy()
+        read(sharding_strategy="NO_SHARD", reshard_after_forward="HYBRID_SHARD").find_strategy()
     with pytest.raises(
         ConfigError, match="says fsdp_reshard_after_forward=False, but fsdp_reshard_after_forward says True"
     ):
@@ -155,4 +155,4 @@ def test_two_layouts_at_once():
     found.use_shards("fsdp_plugin")
     read_size(found, "tp_size", 8)
     with pytest.raises(ConfigError, match="no processes are left to shard across"):
-        found.strategy()
+        found.find_strategy()

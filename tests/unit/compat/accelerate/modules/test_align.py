@@ -33,7 +33,7 @@ needs_peer = pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reas
 def copies(monkeypatch):
     """Everything is copied, as if the CPU that it runs on were another device; tells what was."""
     made = []
-    original = align._hang
+    original = align._place_copies
 
     def hang(places, homes, device, tied=None):
         class Elsewhere:
@@ -46,10 +46,10 @@ def copies(monkeypatch):
             copy = home.detach().clone()
             return nn.Parameter(copy, requires_grad=home.requires_grad) if isinstance(home, nn.Parameter) else copy
 
-        monkeypatch.setattr(align, "_copied", copied)
+        monkeypatch.setattr(align, "_copy_tensor", copied)
         return original(places, homes, Elsewhere(), tied)
 
-    monkeypatch.setattr(align, "_hang", hang)
+    monkeypatch.setattr(align, "_place_copies", hang)
     return made
 
 
@@ -218,12 +218,12 @@ def test_what_is_written_in_the_block_is_kept(copies):
 
 def test_a_streamed_model_says_so_and_aligns():
     """Copies within host memory stand for a device."""
-    from headway.offload.execution import _Enter
-    from headway.weights.names import TensorLocation
+    from headway.core.weights.names import TensorLocation
+    from headway.offload.execution import _LoadWeights
 
     module = nn.Linear(2, 2)
     stream = DeviceStream([[TensorLocation(module, "weight", True)]], torch.device("cpu"), 1, transport=object())
-    module.register_forward_pre_hook(_Enter(stream, 0))
+    module.register_forward_pre_hook(_LoadWeights(stream, 0))
     assert has_offloaded_params(module)
     with align_module_device(module):
         assert module.weight.device == stream.device

@@ -15,7 +15,7 @@ from headway.compat.accelerate.modules.hooks import (
     add_hook_to_module,
     remove_hook_from_module,
 )
-from headway.offload import EXECUTION
+from headway.core.training.prepared.dispatched import EXECUTION
 
 
 @pytest.fixture

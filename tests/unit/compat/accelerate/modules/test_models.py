@@ -12,7 +12,7 @@ import headway
 from headway import init_empty_weights, set_module_tensor_to_device
 from headway.compat.accelerate.modules import models
 from headway.errors import ConfigError, UnsupportedError
-from headway.training.transforms import compiling
+from headway.extras import compiling
 
 
 def test_a_model_comes_out_of_its_wrappers():

@@ -8,7 +8,9 @@ import sys
 import pytest
 
 import headway
-from headway.compat.accelerate.served import names
+from headway.compat.accelerate.served.advice import ImportAdvisor
+from headway.compat.accelerate.served.finder import AccelerateFinder
+from headway.compat.accelerate.served.tables import MODULES
 from headway.errors import NotServed
 
 
@@ -66,8 +68,8 @@ def test_reading_what_is_not_served_is_an_attribute_error():
 
 @pytest.mark.parametrize("place", ["headway", "headway.utils"])
 def test_an_unknown_name_is_pythons_own_error(place):
-    with pytest.raises(ImportError, match="cannot import name 'set_sede'"):
-        exec(f"from {place} import set_sede")
+    with pytest.raises(ImportError, match="cannot import name 'nothing_like_it'"):
+        exec(f"from {place} import nothing_like_it")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("headway.utilities")
 
@@ -80,22 +82,41 @@ def test_commands_and_test_helpers_are_named():
 
 
 def test_the_finder_leaves_other_packages_alone():
-    found = names.AccelerateFinder("headway", names.MODULES, names.find)
+    found = AccelerateFinder()
     assert found.find_spec("torch.utils", None) is None
-    assert found.find_spec("headwaylike.utils", None) is None
+    assert found.find_spec("acceleratelike.utils", None) is None
+    assert found.find_spec("accelerate.optimisers", None) is None
+    found = ImportAdvisor("headway", MODULES)
     assert found.find_spec("headway.cli", None) is None
-    assert [type(each).__name__ for each in sys.meta_path].count("AccelerateFinder") == 1
-    names.install()
-    assert [type(each).__name__ for each in sys.meta_path].count("AccelerateFinder") == 1
+    assert found.find_spec("headwaylike.pippy_forward", None) is None
+
+
+def test_the_advisor_is_installed_once():
+    for _ in range(2):
+        assert not hasattr(headway, "pippy_forward")
+    assert [type(each).__name__ for each in sys.meta_path].count("ImportAdvisor") == 1
+
+
+def test_each_module_is_a_file():
+    for name in MODULES:
+        module = importlib.import_module(f"headway.{name}")
+        assert module.__file__.endswith(("__init__.py", f"{name.rpartition('.')[2]}.py"))
+        assert "set_seed" in dir(module)
+        assert module.set_seed is headway.set_seed
 
 
 def test_importing_headway_makes_none_of_them():
-    code = "import sys, headway; print([n for n in sys.modules if n.startswith('headway.')]); import headway.utils"
+    code = "import sys; kept = list(sys.meta_path); import headway"
+    code += (
+        "; print([n for n in sys.modules if n.startswith('headway.')] + (sys.meta_path != kept) * ['headway.utils'])"
+    )
+    code += "; import headway.utils; assert sys.meta_path == kept"
     ran = subprocess.run([sys.executable, "-c", code + "; print('torch' in sys.modules)"], capture_output=True, text=True,
                          env={"PYTHONPATH": ":".join(filter(None, sys.path))})  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     first, is_heavy = ran.stdout.splitlines()
     assert "headway.utils" not in first
+    assert "headway.compat" not in first
     assert is_heavy == "False"
 
 

@@ -19,8 +19,8 @@ from headway.compat.accelerate.accelerator import AccelerateAccelerator
 from headway.compat.accelerate.data import batches
 from headway.compat.accelerate.launching import available
 from headway.compat.accelerate.modules import casting, models
-from headway.compat.accelerate.served.names import find_as_accelerate
-from headway.config.values import KwargsHandler
+from headway.compat.accelerate.served.as_accelerate import find_as_accelerate
+from headway.core.config.values import KwargsHandler
 from headway.errors import HeadwayError, UnsupportedError
 
 FACTS = sorted(name for name in vars(constants) if name.isupper() and not name.startswith("_"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.launch.stand_in import FOLDER, VERSION, variables
+from headway.launch.stand_in import FOLDER, VERSION, make_variables
 
 INSTALL = "from headway.compat import install_as_accelerate; install_as_accelerate()\n"
 
@@ -92,7 +92,7 @@ def test_it_reaches_spawned_workers(tmp_path):
 
 
 def test_the_environment_alone_is_enough(tmp_path):
-    assert said(WHO, tmp_path, **variables({}))[1] == VERSION
+    assert said(WHO, tmp_path, **make_variables({}))[1] == VERSION
 
 
 def test_a_version_gate_is_passed_without_the_real_package(tmp_path):
@@ -103,7 +103,11 @@ from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 print(version("accelerate"), find_spec("accelerate").origin, *packages_distributions()["accelerate"])
 """
-    assert said(code, tmp_path, **variables({})) == [VERSION, str(FOLDER / "accelerate" / "__init__.py"), "accelerate"]
+    assert said(code, tmp_path, **make_variables({})) == [
+        VERSION,
+        str(FOLDER / "accelerate" / "__init__.py"),
+        "accelerate",
+    ]
 
 
 @pytest.mark.slow
@@ -132,7 +136,7 @@ def test_twice_is_once(tmp_path):
 
 
 def test_the_path_that_was_there_stays(tmp_path):
-    assert variables({"PYTHONPATH": f"/a{os.pathsep}{FOLDER}{os.pathsep}/b"})["PYTHONPATH"] == os.pathsep.join(
+    assert make_variables({"PYTHONPATH": f"/a{os.pathsep}{FOLDER}{os.pathsep}/b"})["PYTHONPATH"] == os.pathsep.join(
         [str(FOLDER), "/a", "/b"]
     )
 
@@ -149,5 +153,5 @@ def test_the_module_path_of_the_launcher_runs(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(WHO)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | variables({}))
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | make_variables({}))
     assert ended.stdout.split()[1:] == [VERSION], ended.stderr

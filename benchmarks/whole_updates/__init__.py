@@ -1,0 +1,1 @@
+"""Benchmark of optimizers that update whole matrices on sharded models."""

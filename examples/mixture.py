@@ -1,0 +1,228 @@
+"""A GPT trained on a mixture of Python, C++ and prose, packed, and continued on another number of processes.
+
+    python examples/mixture.py                             one process is killed, two continue, and the losses are compared
+    headway launch --cpu -n 2 examples/mixture.py --train  only train, on two processes
+
+The three sources come with Python and torch: the standard library, torch's C++ headers, and Python's help texts. The share
+of Python falls from 80 % to 40 % in the middle of the run. Samples of different lengths are packed into sequences, in
+which no document sees another. The log has the loss of each source.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from headway import Accelerator, Mixture, PackedDataset, PackingCollator, ProjectConfiguration, SourceLosses, set_seed
+
+LENGTH = 256
+"""Bytes per sequence."""
+
+# ------------------------------------------------------------------------------------------------------------- data
+
+
+def read_texts(num_files: int) -> dict[str, list[str]]:
+    """Return the texts of each source, in an order that is equal in every process."""
+    from pydoc_data.topics import topics
+
+    python, headers = Path(sysconfig.get_paths()["stdlib"]), Path(torch.__file__).parent / "include" / "c10"
+    files = {"python": sorted(python.glob("*.py")), "c++": sorted(headers.rglob("*.h"))}
+    texts = {name: [path.read_text(errors="replace") for path in paths[:num_files]] for name, paths in files.items()}
+    return {**texts, "prose": [topics[name] for name in sorted(topics)[:num_files]]}
+
+
+def split_text(text: str) -> list[torch.Tensor]:
+    """Return a text's paragraphs as bytes, each with a zero byte at its end. Long paragraphs are cut."""
+    found = []
+    for part in re.split(r"\n\s*\n", text):
+        content = part.strip("\n").encode()[: LENGTH - 1]
+        if len(content) > 8:
+            found.append(torch.tensor([*content, 0]))
+    return found
+
+
+def build_data(num_files: int, samples_per_update: int, num_updates: int) -> tuple[Mixture, PackedDataset]:
+    """Return the mixture, and the sequences into which it is packed."""
+    sources = {
+        name: [{"input_ids": sample} for text in texts for sample in split_text(text)]
+        for name, texts in read_texts(num_files).items()
+    }
+    mixture = Mixture(
+        sources,
+        weights={
+            0: {"python": 0.8, "c++": 0.1, "prose": 0.1},
+            num_updates // 2: {"python": 0.4, "c++": 0.3, "prose": 0.3},
+        },
+        samples_per_update=samples_per_update,
+        num_samples=samples_per_update * num_updates,
+        seed=1,
+    )
+    # Windows of a few updates, so that the weights of an update apply to its sequences.
+    return mixture, PackedDataset(mixture, LENGTH, window=8 * samples_per_update)
+
+
+# ------------------------------------------------------------------------------------------------------------ model
+
+
+class Block(nn.Module):
+    """Attention within documents and a feed-forward layer, each on normalized inputs and added to the stream."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.before_attention, self.before_feed = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.join = nn.Linear(width, width, bias=False)
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        heads = self.query_key_value(self.before_attention(x)).view(rows, length, 3, self.num_heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        x = x + self.join(mixed.transpose(1, 2).reshape(rows, length, width))
+        return x + self.feed(self.before_feed(x))
+
+
+class GPT(nn.Module):
+    """Bytes, their positions in their documents and the mask of the documents -> logits of the next byte."""
+
+    def __init__(self, width: int = 96, num_layers: int = 3, num_heads: int = 4) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> torch.Tensor:
+        x = self.embed(input_ids) + self.place(position_ids)
+        for block in self.blocks:
+            x = block(x, attention_mask)
+        return self.head(self.norm(x))
+
+
+# ------------------------------------------------------------------------------------------------------------ train
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train, from the newest checkpoint if there is one."""
+    set_seed(0)
+    project = ProjectConfiguration(str(args.out), str(args.out), automatic_checkpoint_naming=True, total_limit=2)
+    # An update always has 8 sequences, on any number of processes.
+    accelerator = Accelerator(cpu=args.cpu or None, project_config=project, global_batch_size=8)
+    mixture, packed = build_data(args.files, args.samples_per_update, args.updates)
+    model = GPT()
+    model, optimizer, loader = accelerator.prepare(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=2e-3),
+        DataLoader(packed, batch_size=4, collate_fn=PackingCollator("mask"), drop_last=True),
+    )
+    losses = SourceLosses(accelerator, mixture.names)
+    accelerator.print(f"{len(packed)} sequences of {LENGTH} bytes, {packed.plan.padding_share:.1%} of them padding")
+    accelerator.resume()
+    accelerator.init_trackers("mixture")
+    for _ in accelerator.epochs(1):
+        for batch in loader:
+            labels, sources = batch.pop("labels")[:, 1:], batch.pop("source")[:, 1:]
+            with accelerator.accumulate(model):
+                logits = model(**batch)[:, :-1]
+                each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")  # 0 at labels of -100
+                count = (labels != -100).sum()
+                accelerator.backward(each.sum() / count, weight=count)
+                losses.add(each, sources, mask=labels != -100)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients and accelerator.num_updates % args.save_every == 0:
+                values = losses.compute()
+                accelerator.log(values, step=accelerator.num_updates)
+                accelerator.print(accelerator.num_updates, *(f"{name} {value:.4f}" for name, value in values.items()))
+                accelerator.save_state()  # after compute(), so that no loss waits to be logged
+            if accelerator.num_updates == args.kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+    if accelerator.is_main_process:
+        weights = {name: parameter.double().sum().item() for name, parameter in model.named_parameters()}
+        (args.out / "weights.json").write_text(json.dumps(weights))
+    accelerator.end_training()
+
+
+# ---------------------------------------------------------------------------------------------- stop and continue
+
+
+def launch(num_processes: int, *options: str) -> int:
+    """Train in processes of their own, and return the exit code."""
+    command = [
+        sys.executable,
+        "-m",
+        "headway",
+        "launch",
+        "--cpu",
+        "-n",
+        str(num_processes),
+        __file__,
+        "--train",
+        "--cpu",
+    ]
+    return subprocess.run([*command, *options]).returncode
+
+
+def compare_runs(args: argparse.Namespace) -> None:
+    """Kill a run on one process, continue it on two, and compare it with an undisturbed run."""
+    sizes = [
+        f"--{name.replace('_', '-')}={getattr(args, name)}"
+        for name in ("updates", "samples_per_update", "files", "save_every")
+    ]
+    whole, stopped = args.out / "undisturbed", args.out / "stopped"
+    if launch(1, *sizes, f"--out={whole}"):
+        raise SystemExit("the undisturbed run failed")
+    if not launch(1, *sizes, f"--out={stopped}", f"--kill-at={args.kill_at}"):
+        raise SystemExit("the run that was to be killed has ended by itself")
+    if launch(2, *sizes, f"--out={stopped}"):
+        raise SystemExit("the continued run failed")
+    expected, found = (json.loads((folder / "weights.json").read_text()) for folder in (whole, stopped))
+    distance = max(abs(expected[name] - found[name]) for name in expected)
+    print(
+        f"killed at update {args.kill_at} on 1 process, continued on 2: the sums of the weights differ by {distance:.1e}"
+    )
+    print(f"one page of both: headway report {whole} {stopped}")
+    if distance > 1e-2:
+        raise SystemExit("the continued run is another one")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=160, help="updates for which there is data (default: 160)")
+    parser.add_argument(
+        "--samples-per-update", type=int, default=15, help="paragraphs per update, on average (default: 15)"
+    )
+    parser.add_argument("--files", type=int, default=60, help="files per source (default: 60)")
+    parser.add_argument("--save-every", type=int, default=10, help="updates between checkpoints (default: 10)")
+    parser.add_argument("--kill-at", type=int, help="update at which the run kills itself (default: none)")
+    parser.add_argument("--train", action="store_true", help="only train")
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU")
+    parser.add_argument("--out", type=Path, default=Path("runs/mixture"), help="folder (default: runs/mixture)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    if args.train:
+        train(args)
+    else:
+        args.kill_at = args.kill_at or args.updates // 2 + 3
+        compare_runs(args)
+
+
+if __name__ == "__main__":
+    main()

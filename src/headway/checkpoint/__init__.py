@@ -1,1 +1,0 @@
-"""Weights on disk."""

@@ -1,1 +1,0 @@
-"""The checkpoint format: the manifest, its values, and the files' bytes."""

@@ -1,1 +1,0 @@
-"""A checkpoint's files read, verified, and put back into objects."""

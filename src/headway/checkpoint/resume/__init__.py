@@ -1,1 +1,0 @@
-"""Checkpoints of an Accelerator: what is saved, when it is taken up, and the methods that do it."""

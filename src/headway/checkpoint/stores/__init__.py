@@ -1,1 +1,0 @@
-"""Checkpoints in object stores: committed by one conditional request, and read in the ranges that a rank needs."""

@@ -1,0 +1,93 @@
+"""Accelerate's launch flags for layouts. The help does not show them. Each is translated, ignored or refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from headway.cli.options import (
+    GroupedOption,
+)
+from headway.compat.accelerate.launching import layout_words
+from headway.core.config.launch import SETTINGS
+from headway.core.config.load import COMMAND_LINE, Value
+from headway.core.config.mesh import ENGINES
+from headway.core.config.parallelism import LayoutRequest
+from headway.errors import ConfigError
+
+_SWITCHES = ("use_fsdp", "use_parallelism_config", "use_deepspeed")
+
+_ONLY_OF_PLUGINS = (
+    "limit_all_gathers param_init_fn state_dict_config optim_state_dict_config mixed_precision_policy".split()  # noqa: SIM905
+)
+
+VALUE_FLAGS = (
+    *(f"fsdp_{key}" for key in layout_words.FSDP_KEYS if key not in _ONLY_OF_PLUGINS),
+    *(f"parallelism_config_{key}" for key in layout_words.SIZE_KEYS),
+    *layout_words.DEEPSPEED_KEYS,
+)
+
+
+def make_foreign_options() -> list[click.Parameter]:
+    """Return hidden options for those flags of Accelerate that do not correspond to a setting of Headway."""
+    return [
+        *(GroupedOption([f"--{name}"], is_flag=True, default=None, hidden=True) for name in _SWITCHES),
+        *(GroupedOption([f"--{name}"], hidden=True) for name in VALUE_FLAGS if name not in SETTINGS),
+    ]
+
+
+def translate_foreign_flags(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Value], tuple[str, ...]]:
+    """Translate Accelerate's flags for layouts to Headway's settings.
+
+    Args:
+        given: Values parsed by click, by flag; None if a flag was not given.
+
+    Returns:
+        The remaining flags, the settings from Accelerate's flags, and notes on flags without effect.
+
+    Raises:
+        ConfigError: If a flag is not supported, a value is invalid, or two flags contradict each other.
+    """
+    mine = {name: value for name, value in given.items() if name in _SWITCHES or name in VALUE_FLAGS}
+    others = {name: value for name, value in given.items() if name not in mine}
+    read = LayoutRequest()
+    for name, value in mine.items():
+        if value is None:
+            continue
+        if name == "use_fsdp":
+            read.use_shards("--use_fsdp")
+        elif name == "use_deepspeed":
+            read.use_deepspeed("--use_deepspeed")
+        elif name in layout_words.DEEPSPEED_KEYS:
+            layout_words.read_deepspeed(read, name, value, f"--{name}")
+        elif name.startswith("fsdp_"):
+            layout_words.read_fsdp(read, name.removeprefix("fsdp_"), value, f"--{name}")
+        elif name != "use_parallelism_config":
+            layout_words.read_size(read, name.removeprefix("parallelism_config_"), value, f"--{name}")
+    for key, reason in read.refused.items():
+        raise ConfigError(f"{key}: {reason}")
+    layer = {name: Value(value, f"{COMMAND_LINE}: {key}") for name, (value, key) in read.settings.items()}
+    asked = read.find_strategy()
+    if asked is not None:
+        _check_agreement(others.get("strategy"), asked)
+        if others.get("strategy") is None:
+            layer["strategy"] = Value(asked[0], f"{COMMAND_LINE}: {asked[1]}")
+    return others, layer, ((f"without effect: {'; '.join(read.ignored)}",) if read.ignored else ())
+
+
+def _check_agreement(typed: str | None, asked: tuple[str, str]) -> None:
+    """Raise an error if Accelerate's flags and `--strategy` request contradicting layouts.
+
+    `--use_fsdp --strategy fsdp+tp=2` do not contradict each other; `--use_fsdp --strategy ddp` do.
+
+    Args:
+        typed: Layout given by `--strategy`, or None.
+        asked: Pair of the layout that Accelerate's flags request and the text of these flags.
+    """
+    text, keys = asked
+    if typed is None or text == typed:
+        return
+    by_deepspeed = text == "deepspeed" and typed.lower() in ENGINES
+    by_shards = text == "fsdp" and ("fsdp" in typed.lower() or "hsdp" in typed.lower())
+    if not by_deepspeed and not by_shards:
+        raise ConfigError(f"--strategy {typed} contradicts {text} from {keys}; remove one of them")

@@ -1,0 +1,63 @@
+"""Options common to `headway estimate` and `headway plan`."""
+
+from typing import Any
+
+import click
+
+from headway.cli.options import GroupedOption, make_option
+from headway.core.config.foreign_words import explain_precision
+
+POSITIVE = click.IntRange(min=1)
+
+_OPTIMIZERS = (
+    "adamw, adam, sgd, momentum, adagrad, rmsprop, adafactor, adamw8bit, adamw4bit, muon or none.  [default: adamw]"
+)
+
+_PRECISIONS = ("no", "bf16", "fp16")
+
+
+class PrecisionChoice(click.Choice):  # type: ignore[type-arg]
+    """click type for a precision. Its error message explains the words that other libraries use for precisions."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the precision. If it is not allowed, fail with an error that lists the allowed values."""
+        if str(value).lower() not in _PRECISIONS and (hint := explain_precision(value, _PRECISIONS)):
+            self.fail(f"{value!r} is not one of {', '.join(_PRECISIONS)}{hint}", param, ctx)
+        return str(super().convert(value, param, ctx))
+
+
+_OF_MODELS = {
+    "batch_size": ("N", "Samples of a micro-batch, on each data shard.  [default: 1]", POSITIVE),
+    "sequence": ("N", "Tokens per sample.  [default: what the model allows, up to 4096", POSITIVE),
+    "optimizer": ("NAME", _OPTIMIZERS, str),
+    "mixed_precision": ("no|bf16|fp16", "Precision of the forward pass.  [default: no]", PrecisionChoice(_PRECISIONS)),
+    "activation_checkpointing": (None, "Keep only the inputs of blocks; recompute the rest in backward.", None),
+    "ranks": ("N", "Processes of the run.", POSITIVE),
+    "strategy": ("LAYOUT", "ddp, fsdp, hsdp=8, tp, fsdp+tp=2 ...", str),
+    "machine_ranks": ("N", "Ranks on one machine.  [default: 8]", POSITIVE),
+    "budget": ("SIZE", "Memory that each process may take, such as 20GiB.", str),
+}
+
+EARLIER_NAMES = {
+    "accumulation": "gradient_accumulation_steps",
+    "precision": "mixed_precision",
+    "batch": "batch_size",
+    "checkpoint_activations": "activation_checkpointing",
+    "memory": "budget",
+    "num_tokens": "sequence",
+    "recompute": "activation_checkpointing",
+}
+"""Earlier names of options of `estimate` and `plan`, accepted until the next release."""
+
+
+def make_model_option(name: str, group: str, more: str = "", **settings: Any) -> GroupedOption:
+    """Create an option that several commands about models share.
+
+    Args:
+        name: Flag.
+        group: Heading of the help page.
+        more: Text that is appended to the option's help text. Default: "".
+        settings: Further arguments of click.Option.
+    """
+    metavar, text, kind = _OF_MODELS[name]
+    return make_option(f"--{name}", metavar, group, text + more, kind, **settings)

@@ -1,0 +1,129 @@
+"""`headway plan`: memory and traffic of each rank for any layout and number of ranks, computed without GPUs."""
+
+import json
+from functools import partial
+from typing import Any
+
+import click
+
+from headway.cli.model_options import EARLIER_NAMES, POSITIVE, make_model_option
+from headway.cli.options import JSON, GroupedCommand, GroupedOption, format_examples, make_option
+from headway.cli.progress import show_progress
+from headway.common.text import format_bytes, format_number, parse_bytes
+from headway.core.config.activation_checkpointing import ActivationCheckpointing
+from headway.core.config.mesh import parse_layout
+from headway.core.config.parallelism import SCHEDULES, PipelineOptions
+from headway.errors import ConfigError
+from headway.planning.model_types import check_model_name
+
+_ABOUT_PLAN = """Show what training MODEL takes on N ranks, for each layout, starting with the cheapest that fits.
+
+MODEL is a folder with a transformers `config.json`, the path of such a file, a transformers model type ("llama"), or
+`module:function`: a function that returns a model, or a model and a step (model -> loss). The model is prepared as in a run, but
+without allocating its tensors and without other processes.
+"""
+
+_EPILOG_PLAN = format_examples(
+    "headway plan llama/ --ranks 64                                    common layouts",
+    "headway plan llama/ --ranks 16384 --strategy fsdp --strategy hsdp=8 --budget 80GB",
+    "headway plan models:build --ranks 256 --strategy fsdp             one layout in full",
+)
+
+
+def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **given: Any) -> None:
+    for text in strategy:
+        parse_layout(text)  # an invalid layout is an error; one that does not divide the ranks is a row
+    check_model_name(model)
+    memory = parse_bytes(given["budget"]) if given["budget"] is not None else None
+    # Imported here so that the help does not wait for torch.
+    from headway.planning.compare import compare_layouts, comparison_as_dict, list_candidates, plan, tabulate
+    from headway.planning.costs import ClusterRates
+    from headway.planning.optimizers import resolve_optimizer
+    from headway.planning.outcome import describe_plan
+    from headway.planning.sources import find_source
+
+    source = find_source(model, given["batch_size"], given["sequence"])
+    cluster = ClusterRates(
+        given["machine_ranks"], given["intra"] * 1e9, given["inter"] * 1e9, given["flops"] * 1e12, memory
+    )
+    show_progress()
+    # An optimizer that is wrong for every layout raises an error instead of becoming a row.
+    resolve_optimizer(given["optimizer"])
+    planned = partial(
+        plan,
+        source.make,
+        num_ranks=ranks,
+        step=source.step,
+        optimizer=given["optimizer"],
+        precision=given["mixed_precision"],
+        tokens=source.tokens,
+        kwargs_handlers=[
+            PipelineOptions(given["schedule"], given["microbatches"]),
+            *([ActivationCheckpointing()] if given["activation_checkpointing"] else []),
+        ],
+        machine_ranks=cluster.machine_ranks,
+    )
+    found = compare_layouts(
+        planned, strategy or list_candidates(ranks, cluster.machine_ranks, source.has_plan), cluster
+    )
+    if len(strategy) == 1 and found.rows[0].plan is None:
+        raise ConfigError(found.rows[0].reason)
+    if as_json:
+        click.echo(json.dumps(comparison_as_dict(found), indent=1))
+        return
+    lines = [
+        f"{source.title}; {source.batch} per data shard; {given['optimizer']}; mixed precision {given['mixed_precision']}",
+        f"{ranks:,} ranks, {cluster.machine_ranks} per machine, {_describe_cluster(cluster)}",
+        "",
+    ]
+    if len(found.rows) == 1 and (row := found.rows[0]).plan is not None:
+        lines += describe_plan(row.plan, row.cost) + ([f"does not fit: {row.reason}"] if row.reason else [])
+    else:
+        lines += tabulate(found)
+    for line in lines:
+        click.echo(line)
+
+
+def _describe_cluster(cluster: Any) -> str:
+    memory = "" if cluster.memory is None else f"; {format_bytes(cluster.memory)} of memory per rank"
+    return (
+        f"{format_number(cluster.intra / 1e9)} GB/s per rank within and {format_number(cluster.inter / 1e9)} GB/s between machines, "
+        f"{format_number(cluster.flops / 1e12)} TFLOP/s{memory}"
+    )
+
+
+_SCHEDULE = "Order of micro-batches in layouts with pp.  [default: gpipe]"
+
+_MICROBATCHES = "Parts of a batch in layouts with pp.  [default: 2 per stage, at most one per sample]"
+
+
+def _make_rate_option(name: str, metavar: str, default: float, text: str) -> GroupedOption:
+    above_0 = click.FloatRange(min=0, min_open=True)
+    return make_option(name, metavar, "Cluster", f"{text}  [default: {default:g}]", above_0, default=default)
+
+
+plan = GroupedCommand(
+    "plan",
+    callback=_plan,
+    aliases=EARLIER_NAMES,
+    params=[
+        click.Argument(["model"], metavar="MODEL"),
+        make_model_option("ranks", "Run", required=True),
+        make_model_option("strategy", "Run", "; several may be given.  [default: common layouts]", multiple=True),
+        make_model_option("batch_size", "Run", default=1),
+        make_model_option("sequence", "Run", "]"),
+        make_model_option("optimizer", "Run", default="adamw"),
+        make_model_option("mixed_precision", "Run", default="no"),
+        make_model_option("activation_checkpointing", "Run"),
+        make_option("--schedule", "|".join(SCHEDULES), "Run", _SCHEDULE, SCHEDULES, default="gpipe"),
+        make_option("--microbatches", "N", "Run", _MICROBATCHES, POSITIVE),
+        make_model_option("machine_ranks", "Cluster", default=8),
+        _make_rate_option("--intra", "GB/S", 300.0, "Bandwidth of a rank within its machine."),
+        _make_rate_option("--inter", "GB/S", 40.0, "Bandwidth of a rank to other machines."),
+        _make_rate_option("--flops", "TFLOPS", 400.0, "TFLOP/s that a rank achieves in practice, not the peak."),
+        make_model_option("budget", "Cluster", " Layouts that need more do not fit."),
+        JSON,
+    ],
+    help=_ABOUT_PLAN,
+    epilog=_EPILOG_PLAN,
+)

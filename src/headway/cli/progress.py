@@ -1,0 +1,37 @@
+"""Progress of a command: shows Headway's info messages on one line, each replacing the previous one."""
+
+import logging
+import sys
+
+import click
+
+
+class _Status(logging.StreamHandler):  # type: ignore[type-arg]  # it cannot be subscripted in Python 3.10
+    """Log handler that overwrites the previous message on the terminal."""
+
+    terminator = ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the message with a prefix that clears the line."""
+        return f"\r\x1b[K{super().format(record)}"
+
+    def close(self) -> None:
+        """Clear the line and close the handler."""
+        self.stream.write("\r\x1b[K")
+        super().close()
+
+
+def show_progress() -> None:
+    """Show the info messages of Headway's modules until the command ends."""
+    logger = logging.getLogger("headway")
+    handler = _Status() if sys.stderr.isatty() else logging.StreamHandler()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+
+    def end() -> None:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        handler.close()
+
+    click.get_current_context().call_on_close(end)

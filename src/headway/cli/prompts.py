@@ -1,0 +1,86 @@
+"""Prompts on a terminal: with menus if questionary is installed, else as plain lines."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import click
+
+from headway.common import optional
+
+
+class Question(Protocol):
+    """Interface of a question to the user, with its text, its default and the check of an answer."""
+
+    @property
+    def text(self) -> str:
+        """Text of the question."""
+
+    @property
+    def default(self) -> str:
+        """Suggested answer."""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Allowed answers. Empty if any text is allowed."""
+
+    def find_problem(self, answer: str) -> str | None:
+        """Return a message about an invalid answer, or None if the answer is valid."""
+
+
+def choose_prompt() -> Callable[[Question], str]:
+    """Return the function that asks one question: with menus if questionary is installed, else with plain lines."""
+    return ask_with_menu if optional.is_available("questionary") else ask_with_lines
+
+
+def ask_with_menu(question: Question) -> str:
+    """Ask a question with questionary, and return a valid answer.
+
+    Raises:
+        click.Abort: If the user presses Ctrl-C.
+    """
+    questionary = optional.require("questionary", "menus need", "headway[config]")
+    if question.choices:
+        answer = questionary.select(question.text, choices=list(question.choices), default=question.default).ask()
+    else:
+        check = lambda text: question.find_problem(text) or True  # noqa: E731  (questionary wants a callable)
+        answer = questionary.text(question.text, default=question.default, validate=check).ask()
+    if answer is None:
+        raise click.Abort
+    return str(answer)
+
+
+def ask_with_lines(question: Question) -> str:
+    """Ask a question with plain lines, and return a valid answer. A choice is typed as its number or its first word.
+
+    Raises:
+        click.Abort: If the user presses Ctrl-C, or the input ends.
+    """
+    if not question.choices:
+        return str(
+            click.prompt(question.text, default=question.default, value_proc=lambda text: _check(question, text))
+        )
+    click.echo(question.text)
+    for number, choice in enumerate(question.choices, 1):
+        click.echo(f"  {number}  {choice}")
+    default = str(question.choices.index(question.default) + 1)
+    return str(
+        click.prompt(
+            "Number", default=default, value_proc=lambda text: _check(question, _resolve_choice(question, text))
+        )
+    )
+
+
+def _resolve_choice(question: Question, typed: str) -> str:
+    """Return the choice with the typed number or first word, or the typed text if there is none."""
+    text = typed.strip()
+    if text.isdecimal() and 1 <= int(text) <= len(question.choices):
+        return question.choices[int(text) - 1]
+    named = [choice for choice in question.choices if text and choice.partition(":")[0] == text]
+    return named[0] if named else text
+
+
+def _check(question: Question, answer: str) -> str:
+    problem = question.find_problem(answer)
+    if problem is not None:
+        raise click.UsageError(problem)  # click prints it and asks again
+    return answer

@@ -1,0 +1,173 @@
+"""Checks of `headway test` on every rank, which compare a distributed run with plain PyTorch on one process."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway.accelerator import Accelerator
+from headway.core.config.run import DataLoaderConfiguration
+from headway.core.runtime.collectives.rng import synchronize_rng_states
+from headway.core.runtime.seed import set_seed
+
+_NUM_ROWS = 37  # a prime, so that nothing divides evenly
+
+_BATCH = 4
+
+
+def _make_data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(_NUM_ROWS, 6, generator=generator)
+    return inputs, inputs.sum(1, keepdim=True)
+
+
+def _make_model() -> torch.nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def _require(is_true: bool, what: str) -> None:
+    if not is_true:
+        raise AssertionError(what)
+
+
+def _gather_whole(tensor: torch.Tensor) -> torch.Tensor:
+    gather = getattr(tensor, "full_tensor", None)
+    whole: torch.Tensor = tensor if gather is None else gather()
+    return whole
+
+
+def check_collectives(accelerator: Accelerator) -> str:
+    """Raise AssertionError if a collective of the Accelerator returns a wrong result.
+
+    Otherwise return a text for the report. The checked methods are gather, reduce, pad_across_processes and
+    gather_objects, with each rank's number as input.
+    """
+    rank, count = accelerator.process_index, accelerator.num_processes
+    rows = torch.full((rank + 1,), rank, device=accelerator.device)
+    wanted = [r for r in range(count) for _ in range(r + 1)]
+    _require(accelerator.gather(rows).tolist() == wanted, "gather lost or reordered rows")
+    _require(accelerator.pad_across_processes(rows).shape[0] == count, "pad_across_processes missed the longest rank")
+    total = accelerator.reduce(torch.tensor([float(rank)], device=accelerator.device), "sum").item()
+    _require(total == count * (count - 1) / 2, "reduce added up wrongly")
+    _require(accelerator.collectives.gather_objects(f"rank {rank}")[-1] == f"rank {count - 1}", "objects were mixed up")
+    return f"gather, pad, reduce and objects over {count} ranks"
+
+
+def check_data(accelerator: Accelerator) -> str:
+    """Raise AssertionError if an epoch misses or repeats a sample, or if two epochs have one order.
+
+    Returns:
+        Description of the successful check, for the report.
+    """
+    loader = DataLoader(TensorDataset(torch.arange(_NUM_ROWS)), batch_size=_BATCH, shuffle=True)
+    prepared = accelerator.prepare_data_loader(loader)
+    epochs = []
+    for _ in range(2):
+        rows = [accelerator.gather_for_metrics(batch[0]).tolist() for batch in prepared]
+        epochs.append([row for step in rows for row in step])
+    _require(all(sorted(epoch) == list(range(_NUM_ROWS)) for epoch in epochs), "samples were lost or repeated")
+    _require(epochs[0] != epochs[1], "two epochs came in one order")
+    return f"{_NUM_ROWS} samples exactly once in each of 2 epochs"
+
+
+def check_gradient(accelerator: Accelerator) -> str:
+    """Raise AssertionError if the gradient of an accumulation window with micro-batches of different sizes is wrong.
+
+    The gradient over all ranks must equal that of all data in one batch.
+
+    Returns:
+        Description of the successful check, for the report.
+    """
+    inputs, targets = _make_data()
+    whole = _make_model()
+    torch.autograd.backward(mse_loss(whole(inputs), targets))
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=_BATCH)
+    model = accelerator.prepare_model(_make_model())
+    prepared = accelerator.prepare_data_loader(loader)
+    prepared.even_batches = False  # repeated rows would count in the loss
+    accelerator.gradient_accumulation_steps = len(prepared)
+    for batch, wanted in prepared:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(batch), wanted))
+    tolerance = 1e-5 if accelerator.mixed_precision == "no" else 5e-2
+    scale = accelerator.precision.get_gradient_scale()
+    errors = {}
+    for (name, parameter), reference in zip(model.named_parameters(), whole.parameters()):
+        assert parameter.grad is not None
+        assert reference.grad is not None
+        found = (
+            _gather_whole(parameter.grad).cpu().float() / scale
+        )  # gathering sharded gradients is a collective, so all ranks run it
+        errors[name] = (found - reference.grad).abs().max().item()
+    for name, error in errors.items():
+        _require(error <= tolerance, f"the gradient of {name} is off by {error:.2g}")
+    return f"a window of {len(prepared)} micro-batches on {accelerator.num_processes} ranks = one batch of {_NUM_ROWS}"
+
+
+def check_random_streams(accelerator: Accelerator) -> str:
+    """Raise AssertionError if ranks draw equal numbers with `device_specific` seeds.
+
+    Raise it also if they draw different numbers after `synchronize_rng_states`.
+
+    Returns:
+        Description of the successful check, for the report.
+    """
+    set_seed(3, device_specific=True)
+    own = accelerator.collectives.gather_objects(torch.rand(1).item())
+    num_streams = accelerator.strategy.data_shard.count  # ranks that read the same shard draw equal numbers
+    _require(len(set(own)) == num_streams, "device_specific seeds gave two ranks one stream")
+    synchronize_rng_states(["torch"])
+    _require(len(set(accelerator.collectives.gather_objects(torch.rand(1).item()))) == 1, "streams stayed different")
+    return "ranks differ with device_specific, agree after synchronization"
+
+
+def check_metrics(accelerator: Accelerator) -> str:
+    """Raise AssertionError if `gather_for_metrics` loses or repeats samples of a padded last batch.
+
+    Returns:
+        Description of the successful check, for the report.
+    """
+    inputs, _ = _make_data()
+    prepared = accelerator.prepare_data_loader(DataLoader(TensorDataset(inputs), batch_size=_BATCH))
+    seen = [accelerator.gather_for_metrics(batch[0]) for batch in prepared]
+    _require(torch.equal(torch.cat(seen).cpu(), inputs), "gathered rows differ from the data")
+    return f"{_NUM_ROWS} rows back in the data's order"
+
+
+_CHECKS: list[Callable[[Accelerator], str]] = [
+    check_collectives,
+    check_data,
+    check_gradient,
+    check_random_streams,
+    check_metrics,
+]
+
+
+def check_setup() -> bool:
+    """Run every check on every rank and print the results. Return True if no check failed on any rank."""
+    started = time.monotonic()
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(data_seed=0))
+    accelerator.print(
+        f"{accelerator.num_processes} processes, {accelerator.device.type}, precision {accelerator.mixed_precision}"
+    )
+    num_failed = 0
+    for check in _CHECKS:
+        begun, problem, result = time.monotonic(), "", ""
+        try:
+            result = check(accelerator)
+        except AssertionError as error:
+            problem = f"rank {accelerator.process_index}: {error}"
+        accelerator.free_memory()
+        problems = [text for text in accelerator.collectives.gather_objects(problem) if text]
+        num_failed += bool(problems)
+        name = check.__name__.removeprefix("check_").replace("_", " ")
+        verdict = "FAILED " + "; ".join(problems) if problems else f"ok     {result}"
+        accelerator.print(f"  {name:15} {verdict} ({time.monotonic() - begun:.2f} s)")
+    word = "all checks passed" if not num_failed else f"{num_failed} of {len(_CHECKS)} checks failed"
+    accelerator.print(f"{word} in {time.monotonic() - started:.1f} s")
+    accelerator.end_training()
+    return not num_failed

@@ -1,0 +1,224 @@
+"""`headway verify`: run a script's first updates several times, and compare what the runs computed."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from headway.cli.launch import merge_settings
+from headway.cli.options import (
+    CONFIG_FILE,
+    JSON,
+    GroupedCommand,
+    format_examples,
+    make_option,
+    make_setting_options,
+    read_command_line_layer,
+)
+from headway.common import env
+from headway.core.config.launch import SETTINGS
+from headway.errors import ConfigError
+
+PROOFS = ("repeat", "processes", "layout", "samples", "resume", "out_of_memory", "learning", "leaks", "memory", "data")
+"""Names of all proofs (checks of a script) for `--only` and `--skip`, in the order of the table that is printed."""
+
+_ABOUT = """Prove on SCRIPT itself that its training can be trusted, before the long run.
+
+The first updates of SCRIPT run several times in a scratch folder: on one process and on several, killed and resumed, with an
+out-of-memory error. Each line of the table is one proof: PASS, FAIL with the place and the likely cause, or NOT CHECKED with
+the reason. The exit code is 0 only if no proof failed.
+"""
+
+_EPILOG = format_examples(
+    "headway verify train.py --lr 3e-4              two processes are compared with one",
+    "headway verify -n 4 --strategy fsdp train.py   and the layout with one process",
+    "headway verify --as accelerate train.py        a script written for Accelerate",
+    "headway verify --only resume --resume_args '--resume runs/last' train.py",
+)
+
+
+def _verify(**given: Any) -> None:
+    options = make_options(**given)
+    done = subprocess.run([sys.executable, "-m", "headway.verify", json.dumps(options)], check=False)
+    click.get_current_context().exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
+
+
+def make_options(
+    script: str,
+    script_args: tuple[str, ...],
+    config_file: str | None = None,
+    only: str | None = None,
+    skip: str | None = None,
+    updates: int = 6,
+    time_limit: float = 60.0,
+    device: str | None = None,
+    resume_args: str | None = None,
+    as_json: bool = False,
+    **given: Any,
+) -> dict[str, Any]:
+    """Return the options of `python -m headway.verify` as values for JSON.
+
+    Args:
+        script: Path or module.
+        script_args: Arguments of the script.
+        config_file: Path of the config file. Default: the default one, if it exists.
+        only: Proofs to make, separated by commas. Default: all.
+        skip: Proofs to leave out, separated by commas. Default: none.
+        updates: Updates of each run. Default: 6.
+        time_limit: Seconds that each run may take. Default: 60.
+        device: Name of the device of the full run, for a forecast of its memory. Default: no such forecast.
+        resume_args: Arguments to add to the script's own when it is started again after a kill. Default: none.
+        as_json: Whether to print JSON. Default: False.
+        given: Values of the command line by setting; None if a flag was not given.
+
+    Raises:
+        ConfigError: If settings contradict each other, or the script does not exist.
+    """
+    # Imported here so that the help does not wait for them.
+    from headway.launch import machine
+    from headway.launch.plan import Program, make_plan
+    from headway.launch.run import check_program
+
+    typed = {name: value.value for name, value in read_command_line_layer(given).items()}
+    is_module = bool(typed.get("module"))
+    # Runs work in a scratch folder.
+    script = script if is_module else os.path.abspath(script)
+    program = Program(script, script_args, "module" if is_module else "script")
+    check_program(program)
+    if device and device.lower() != "this":
+        from headway.forecasting.device import devices
+
+        devices.find_device(device)  # report an unknown name before anything runs
+    if typed.get("no_python"):
+        raise ConfigError("verify reads what a Python script trains; leave --no_python out")
+    if typed.get("num_machines", 1) > 1:
+        raise ConfigError("verify runs on one machine; leave --num_machines out")
+    environment = env.copy_variables()
+    here = machine.inspect_machine(environment)
+    num_processes, is_on_cpu, notes = _choose_processes(typed, here)
+    layout = [name for name in typed if SETTINGS[name].group == "Layout"]
+
+    def order(count: int, *, has_layout: bool = False, program: Program = program) -> dict[str, Any]:
+        left_out = () if has_layout else layout
+        chosen = {name: value for name, value in given.items() if name not in left_out}
+        chosen.update(num_processes=str(count), cpu=True if is_on_cpu else chosen.get("cpu"))
+        resolved = merge_settings(chosen, config_file, False, environment, {})
+        planned = make_plan(resolved, program, here, environment, None, ())
+        return {
+            "argv": list(planned.argv),
+            "variables": dict(planned.additions),
+            "program": [program.kind, program.target, *program.args],
+            "num_processes": count,
+        }
+
+    orders = {"one": order(1), "several": order(num_processes)}
+    if layout:
+        orders["layout"] = order(num_processes, has_layout=True)
+    if not is_module:
+        for name, target in (("forecast", "cpu" if is_on_cpu or not here.device_ids else "this"), ("full", device)):
+            if target:
+                estimate = ("estimate", "--script", script, "--device", target, "--json", "--", *script_args)
+                orders[name] = order(1, program=Program("headway", estimate, "module"))
+    return {
+        "orders": orders,
+        "is_forked": is_on_cpu or not here.device_ids,
+        "num_processes": num_processes,
+        "layout_name": str(typed.get("strategy", "")) or ("the layout" if layout else ""),
+        "num_updates": updates,
+        "time_limit": time_limit,
+        "resume_args": shlex.split(resume_args or ""),
+        "proofs": _choose_proofs(only, skip),
+        "notes": notes,
+        "is_json": as_json,
+    }
+
+
+def _choose_processes(typed: dict[str, Any], here: Any) -> tuple[int, bool, list[str]]:
+    """Return the number of processes to compare with one, whether they use the CPU, and remarks about the choice.
+
+    Args:
+        typed: Settings of the command line.
+        here: Description of this machine.
+    """
+    devices = len(here.device_ids)
+    is_on_cpu = bool(typed.get("cpu"))
+    chosen = typed.get("num_processes") or (devices if devices > 1 else 2)
+    if chosen < 2:
+        raise ConfigError("verify compares one process with several: give -n 2 or more, or leave -n out")
+    notes = []
+    if not is_on_cpu and devices < chosen:
+        is_on_cpu = True
+        if devices:
+            notes.append(
+                f"{chosen} processes need {chosen} devices, and this machine has {devices}: all runs use the CPU"
+            )
+    return chosen, is_on_cpu, notes
+
+
+def _choose_proofs(only: str | None, skip: str | None) -> list[str]:
+    chosen = _split_words(only, "--only") or list(PROOFS)
+    left_out = _split_words(skip, "--skip")
+    return [word for word in PROOFS if word in chosen and word not in left_out]
+
+
+def _split_words(text: str | None, flag: str) -> list[str]:
+    from headway.core.config.values import suggest_word
+
+    words = [word.strip().replace("-", "_") for word in (text or "").split(",") if word.strip()]
+    for word in words:
+        if word not in PROOFS:
+            hint = suggest_word(word, list(PROOFS)) or f"; there are {', '.join(PROOFS)}"
+            raise ConfigError(f"{flag} {word!r} is not a proof{hint}")
+    return words
+
+
+command = GroupedCommand(
+    "verify",
+    callback=_verify,
+    params=[
+        make_option("--only", "WORDS", "Proofs", f"Proofs to make, separated by commas: {', '.join(PROOFS)}."),
+        make_option("--skip", "WORDS", "Proofs", "Proofs to leave out, separated by commas."),
+        make_option(
+            "--updates", "N", "Proofs", "Updates of each run.  [default: 6]", click.IntRange(3, 100), default=6
+        ),
+        make_option(
+            "--time_limit",
+            "SECONDS",
+            "Proofs",
+            "Time that each run may take.  [default: 60]",
+            click.FloatRange(1),
+            default=60.0,
+        ),
+        make_option(
+            "--device",
+            "NAME",
+            "Proofs",
+            "Also forecast the memory of the full run on this GPU: h100, rtx-4090 ..., as for headway estimate.",
+        ),
+        make_option(
+            "--resume_args",
+            "ARGS",
+            "Proofs",
+            "Arguments to add to those of SCRIPT when it is started again, such as '--resume_from_checkpoint latest'.",
+        ),
+        JSON,
+        *make_setting_options(),
+        CONFIG_FILE,
+        click.Argument(["script"], metavar="SCRIPT", type=click.Path()),
+        click.Argument(
+            ["script_args"],
+            metavar="[ARGS]...",
+            nargs=-1,
+            type=click.UNPROCESSED,
+            shell_complete=lambda ctx, param, typed: [CompletionItem(typed, type="file")],
+        ),
+    ],
+    help=_ABOUT,
+    epilog=_EPILOG,
+    context_settings={"allow_interspersed_args": False},
+)

@@ -1,0 +1,91 @@
+"""Memory limits of this process's Linux control group, version 1 or 2, such as a container or a SLURM job."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.common.system_files import read_system_file
+
+_NO_LIMIT = 1 << 60
+"""Bytes from which a reported limit means "no limit", because version 1 reports a huge number then."""
+
+
+@dataclass(frozen=True)
+class ControlGroup:
+    """Linux control group (cgroup) of processes.
+
+    Its values are read from the kernel at each access; memory is in bytes.
+
+    Attributes:
+        folder: Folder of the group's control files.
+        is_unified: Whether the group uses version 2 of Linux control groups (cgroup v2).
+    """
+
+    folder: Path
+    is_unified: bool
+
+    @property
+    def limit(self) -> int | None:
+        """Memory limit in bytes. None if unlimited."""
+        found = self._number("memory.max" if self.is_unified else "memory.limit_in_bytes")
+        return None if found is None or found >= _NO_LIMIT else found
+
+    @property
+    def used(self) -> int | None:
+        """Memory in use in bytes, including the page cache. None if the kernel does not report it."""
+        return self._number("memory.current" if self.is_unified else "memory.usage_in_bytes")
+
+    @property
+    def peak(self) -> int | None:
+        """Peak memory in bytes. None if the kernel does not report it."""
+        return self._number("memory.peak" if self.is_unified else "memory.max_usage_in_bytes")
+
+    @property
+    def reclaimable(self) -> int:
+        """Bytes of page cache that the kernel frees when processes need memory."""
+        # In version 1 only the total includes child groups.
+        return self._count("memory.stat", "inactive_file" if self.is_unified else "total_inactive_file") or 0
+
+    @property
+    def num_kills(self) -> int | None:
+        """Number of the group's processes that the out-of-memory killer has killed.
+
+        None if the kernel does not report it.
+        """
+        return self._count("memory.events" if self.is_unified else "memory.oom_control", "oom_kill")
+
+    @property
+    def available_bytes(self) -> int | None:
+        """Bytes that can still be allocated. None if unlimited."""
+        limit, used = self.limit, self.used
+        return None if limit is None or used is None else max(0, limit - used + self.reclaimable)
+
+    def _number(self, name: str) -> int | None:
+        text = read_system_file(self.folder / name).strip()
+        return int(text) if text.isdecimal() else None
+
+    def _count(self, name: str, key: str) -> int | None:
+        found = re.search(rf"^{key} (\d+)", read_system_file(self.folder / name), re.MULTILINE)
+        return int(found[1]) if found else None
+
+
+def list_control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
+    """Yield this process's control group for memory, then its parents. Yield nothing if there are no control groups.
+
+    Args:
+        root: Folder that contains the folders `proc` and `sys`. Default: "/".
+    """
+    mounted = root / "sys/fs/cgroup"
+    for line in read_system_file(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        is_unified = (number, controllers) == ("0", "")
+        if not is_unified and "memory" not in controllers.split(","):
+            continue
+        base = mounted if is_unified else mounted / "memory"
+        # Inside a container the path may be the host's, which is not mounted. Then `base` is the group itself.
+        folder = base / path.lstrip("/")
+        while folder != base.parent:
+            if folder.is_dir():
+                yield ControlGroup(folder, is_unified)
+            folder = folder.parent

@@ -1,0 +1,125 @@
+"""HMACs that prove that a message was sent by a process of this run, and the secret with which they are computed.
+
+Messages from the network may contain anything. The HMAC is checked before the message is parsed.
+"""
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from headway.common import env
+from headway.common.untrusted import escape_text, read_regular_file
+from headway.errors import CheckpointError, ConfigError
+
+SHORTEST_SECRET, LONGEST_SECRET = 16, 4096
+"""Minimum and maximum length of a secret, in bytes."""
+
+PROOF_SIZE = 32
+"""Length of an HMAC in characters. An HMAC has 128 bits, written in hexadecimal so that it fits into a line of text."""
+
+
+def read_secret(file: str | None = None) -> bytes:
+    """Return the secret that the user set for the run, or b"" if there is none.
+
+    Args:
+        file: Path given by `--secret`. Without it, the variable HEADWAY_SECRET is read.
+
+    Raises:
+        ConfigError: If the file cannot be read, or the secret is too short.
+    """
+    if file is None:
+        origin, secret = env.SECRET, (env.get(env.SECRET) or "").strip().encode()
+    else:
+        origin = f"--secret {escape_text(file)}"
+        try:
+            secret = read_regular_file(Path(file).expanduser(), LONGEST_SECRET).strip()
+        except CheckpointError as error:
+            raise ConfigError(f"--secret: {error}") from error
+    if (secret or file is not None) and len(secret) < SHORTEST_SECRET:
+        raise ConfigError(
+            f"the secret of {origin} has {len(secret)} bytes and must have at least {SHORTEST_SECRET}, such as `openssl "
+            "rand -hex 16` prints"
+        )
+    return secret
+
+
+class UnsealedCounter:
+    """Counter of messages that were dropped because they had no valid HMAC of this run. The first one is reported.
+
+    Args:
+        say: Function that prints a sentence, called for the first dropped message only.
+
+    Attributes:
+        num_dropped: Number of dropped messages: lines, values of a store, and connections.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.num_dropped = 0
+
+    def describe_total(self) -> str:
+        """Return a sentence with the total number of dropped messages, or "" if at most one was dropped."""
+        if self.num_dropped <= 1:
+            return ""
+        return f"{self.num_dropped} lines, values and connections of others were dropped in all"
+
+    def count_message(self, what: str) -> None:
+        """Count one dropped message.
+
+        Args:
+            what: Description of the message, such as "a line from 10.0.0.9".
+        """
+        self.num_dropped += 1
+        if self.num_dropped == 1:
+            self._say(
+                f"{escape_text(what)} does not prove to be of this run: dropped, as all like it will be (docs/security.md)"
+            )
+
+
+class Seal:
+    """Computes HMACs for messages of this run, and rejects received messages without a valid one.
+
+    Args:
+        secret: The run's secret. If empty, HMACs detect messages of other runs, but not an attacker.
+        strangers: Counter for messages without a valid HMAC.
+    """
+
+    def __init__(self, secret: bytes, strangers: UnsealedCounter) -> None:
+        self._secret = secret
+        self.strangers = strangers
+
+    def derive(self, salt: str) -> str:
+        """Return a secret derived from the run's secret and `salt`, in hexadecimal."""
+        import hmac  # imported here because it loads OpenSSL, which most commands do not need
+
+        return hmac.digest(self._secret, salt.encode(), "sha256").hex()
+
+    def seal_message(self, place: str, content: bytes) -> bytes:
+        """Return the content prefixed with its HMAC, which is valid for `place` only.
+
+        Args:
+            place: Name of the key or connection that the message is for.
+            content: Message to authenticate.
+        """
+        return self._compute_proof(place, content) + content
+
+    def open_message(self, place: str, sealed: bytes) -> bytes | None:
+        """Return the content of a message if its HMAC is valid for `place`, else None.
+
+        This method does not count invalid messages. The caller counts them.
+
+        Args:
+            place: Name of the key or connection that the message is for.
+            sealed: Message as `seal_message` returned it.
+        """
+        import hmac
+
+        content = sealed[PROOF_SIZE:]
+        return content if hmac.compare_digest(sealed[:PROOF_SIZE], self._compute_proof(place, content)) else None
+
+    def _compute_proof(self, place: str, content: bytes) -> bytes:
+        import hmac
+
+        name = place.encode()
+        proof = hmac.digest(self._secret, struct.pack("<H", len(name)) + name + content, "sha256")
+        return proof[: PROOF_SIZE // 2].hex().encode()

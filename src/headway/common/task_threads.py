@@ -1,0 +1,112 @@
+"""Threads that run tasks in the order of submission and end with their `with` block."""
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import NamedTuple
+
+
+class _Task(NamedTuple):
+    number: int
+    call: Callable[[], None]
+    is_limited: bool
+
+
+class TaskThreads:
+    """Pool of threads that run tasks within a `with` block. All tasks have ended when the block is left.
+
+    After an error, later tasks are skipped. `submit` and `wait` raise the error of the earliest failed task.
+
+    An executor of `concurrent.futures` refuses tasks once the interpreter has begun to exit. A background save may
+    still be running then, so these are plain threads.
+
+    Args:
+        num_threads: Number of threads. Fewer are used if the system cannot start that many.
+        name: Name of the threads.
+        max_waiting: Number of submitted tasks that may be unfinished. `submit` blocks until there are fewer.
+    """
+
+    def __init__(self, num_threads: int, name: str, max_waiting: int) -> None:
+        self._tasks: queue.Queue[_Task | None] = queue.Queue()
+        self._free = threading.Semaphore(max_waiting)
+        self._numbers = itertools.count()
+        self._errors: list[tuple[int, BaseException]] = []
+        self._is_stopped = False
+        self._num_threads = num_threads
+        self._name = name
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> "TaskThreads":
+        for _ in range(self._num_threads):
+            thread = threading.Thread(target=self._run_tasks, name=self._name)
+            try:
+                thread.start()
+            except RuntimeError:  # a limit on processes or memory
+                if not self._threads:
+                    raise
+                break
+            self._threads.append(thread)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._is_stopped = kind is not None
+        for _thread in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+        if kind is None:
+            self.check()
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Queue a task. Blocks while too many submitted tasks are unfinished.
+
+        Raises:
+            BaseException: If an earlier task has failed, its error.
+        """
+        self._free.acquire()
+        self._tasks.put(_Task(next(self._numbers), call, is_limited=True))
+        self.check()
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Queue a task without waiting, whatever the number of unfinished tasks. A running task may call this."""
+        self._tasks.put(_Task(next(self._numbers), call, is_limited=False))
+
+    def wait(self) -> None:
+        """Wait for all tasks.
+
+        Raises:
+            BaseException: If a task has failed, its error.
+        """
+        self._tasks.join()
+        self.check()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a task has failed, or the block was left by an error. Long tasks check this in order to end early."""
+        return self._is_stopped or bool(self._errors)
+
+    def check(self) -> None:
+        """Raise the error of the earliest failed task, if there is one.
+
+        Raises:
+            BaseException: If a task has failed, its error.
+        """
+        if self._errors:
+            raise min(self._errors, key=lambda failed: failed[0])[1]
+
+    def _run_tasks(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            number, is_limited = task.number, task.is_limited
+            try:
+                if not self.has_failed:
+                    task.call()
+            except BaseException as error:  # raised by the thread that waits for the tasks
+                self._errors.append((number, error))
+            finally:
+                del task  # it may hold a large tensor, which the next `get` would keep alive
+                if is_limited:
+                    self._free.release()
+                self._tasks.task_done()
+        self._tasks.task_done()

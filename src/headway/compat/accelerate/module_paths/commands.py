@@ -1,0 +1,6 @@
+"""Module `headway.commands`. Importing it raises an error with an alternative to Accelerate's commands."""
+
+from headway.compat.accelerate.served.advice import explain_name
+from headway.errors import ImportNotServed
+
+raise ImportNotServed(explain_name("commands"), name=__name__)

@@ -1,0 +1,5 @@
+"""Module `headway.memory_utils`, which provides the names of `accelerate.memory_utils`."""
+
+from headway.compat.accelerate.served.views import serve
+
+__getattr__, __dir__ = serve(__name__)

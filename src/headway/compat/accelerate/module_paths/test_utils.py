@@ -1,0 +1,6 @@
+"""Module `headway.test_utils`. Importing it raises an error with an alternative to Accelerate's test helpers."""
+
+from headway.compat.accelerate.served.advice import explain_name
+from headway.errors import ImportNotServed
+
+raise ImportNotServed(explain_name("test_utils"), name=__name__)

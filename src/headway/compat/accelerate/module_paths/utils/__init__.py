@@ -1,0 +1,8 @@
+"""Module `headway.utils`, which provides the names of `accelerate.utils`."""
+
+from headway.compat.accelerate.served.views import serve
+
+# The module of this name is imported here, so that a later import of it does not hide the function.
+from .tqdm import tqdm as tqdm
+
+__getattr__, __dir__ = serve(__name__)

@@ -1,0 +1,79 @@
+"""Error messages for names of Accelerate that Headway does not provide."""
+
+import sys
+from collections.abc import Container, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from headway.compat.accelerate.served.tables import MEMBERS, MODULES, NAMES
+from headway.errors import ImportNotServed
+
+
+def explain_name(name: str) -> str | None:
+    """Return the error message for a name of Accelerate that Headway does not provide; None for any other name."""
+    why = NAMES.get(name)
+    return None if why is None else f"headway has no {name!r}: {why}"
+
+
+def explain_member(name: str) -> str | None:
+    """Return the error message for a member of Accelerate's Accelerator that Headway does not provide.
+
+    Return None for any other name.
+    """
+    why = MEMBERS.get(name)
+    return None if why is None else f"Headway's Accelerator has no {name!r}: {why}"
+
+
+class ImportAdvisor(MetaPathFinder):
+    """Import finder that finds no modules, but raises a helpful error for names that Headway does not provide.
+
+    Args:
+        package: "headway" or "accelerate".
+        modules: Modules of the package, without its name, from which scripts import names.
+
+    Attributes:
+        sentences: Error messages by name, for names that Accelerate does not have either.
+    """
+
+    def __init__(self, package: str, modules: Container[str]) -> None:
+        self.package = package
+        self.sentences: dict[str, str] = {}
+        self._modules = modules
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return None, so that the next finder is tried. Raise an error for a name that Headway does not provide.
+
+        Raises:
+            ImportNotServed: If it is a name of Accelerate that Headway does not provide.
+        """
+        package, _, name = fullname.partition(".")
+        owner, _, last = name.rpartition(".")
+        if package != self.package or not (not owner or owner in self._modules):
+            return None
+        sentence = explain_name(last) or self.sentences.get(last)
+        if sentence is None:
+            return None
+        raise ImportNotServed(sentence, name=fullname)
+
+
+def explain_failed_imports(name: str, sentence: str) -> None:
+    """Install an import finder that gives advice if a script imports a name from `headway` that does not exist.
+
+    If a package has no attribute NAME, Python looks for a module with this name, and reports only that there is none.
+    `__getattr__` cannot raise the ImportError itself, because `hasattr` must return False. So the first request for a
+    missing name installs the finder. Programs that use only existing names never have it.
+
+    Args:
+        name: Name that was requested.
+        sentence: Message of the error for this name.
+    """
+    advisor = next(
+        (each for each in sys.meta_path if isinstance(each, ImportAdvisor) and each.package == "headway"), None
+    )
+    if advisor is None:
+        advisor = ImportAdvisor("headway", MODULES)
+        sys.meta_path.append(advisor)
+    advisor.sentences[name] = sentence

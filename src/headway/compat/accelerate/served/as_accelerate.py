@@ -1,0 +1,73 @@
+"""Lookup of names in the package `accelerate` when Headway replaces Accelerate.
+
+This module is separate from `names.py`, because it imports `headway`, and `headway` imports `names.py`.
+"""
+
+from functools import cache
+from importlib import import_module
+from typing import Any, NoReturn
+
+import headway
+from headway.compat.accelerate.served.advice import explain_name
+from headway.compat.accelerate.served.tables import AS_ACCELERATE
+from headway.errors import NotServed
+
+
+def find_as_accelerate(name: str) -> Any:
+    """Return the object `accelerate.NAME` when Headway replaces Accelerate.
+
+    For a name that Headway does not provide, return a placeholder that raises NotServed when it is used.
+
+    Raises:
+        AttributeError: If Accelerate has no such name either.
+    """
+    if name in AS_ACCELERATE:
+        place, own = AS_ACCELERATE[name]
+        return getattr(import_module(place), own)
+    try:
+        return getattr(headway, name)
+    except AttributeError as error:
+        sentence = explain_name(name)
+        if sentence is not None:
+            return make_refused(name, sentence)  # so that a script that only imports the name still runs
+        raise AttributeError(f"module 'accelerate', served by Headway, has no attribute {name!r}", name=name) from error
+
+
+_FUNCTIONS = ("GatheredParameters",)
+"""Names of functions of Accelerate that begin with a capital letter, as class names do."""
+
+
+class Refused(type):
+    """Metaclass of placeholders for classes of Accelerate that Headway does not provide.
+
+    Scripts can import the placeholders. Calling or subclassing one raises `NotServed`.
+    """
+
+    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
+        """Raise `NotServed` with advice about an alternative.
+
+        Raises:
+            NotServed: Always. The message names an alternative.
+        """
+        raise NotServed(cls.__doc__ or cls.__name__)
+
+
+@cache
+def make_refused(name: str, sentence: str) -> Any:
+    """Return the placeholder for a name that Headway does not provide. Equal arguments return the identical object.
+
+    The placeholder is a function if Accelerate's object is a function, else a class.
+
+    Args:
+        name: Name in Accelerate.
+        sentence: Message of the error that the placeholder raises.
+    """
+    if name[:1].isupper() and name not in _FUNCTIONS:
+        return Refused(name, (), {"__doc__": sentence, "__module__": "accelerate"})
+
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise NotServed(sentence)
+
+    refuse.__name__ = refuse.__qualname__ = name
+    refuse.__doc__, refuse.__module__ = sentence, "accelerate"
+    return refuse

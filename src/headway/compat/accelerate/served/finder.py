@@ -1,0 +1,154 @@
+"""Replacement of the package `accelerate`, by an import finder at the beginning of `sys.meta_path`.
+
+A directory at the front of `sys.path` contains a package `accelerate` of a few lines, which calls `take_over`, and the
+metadata of a distribution `accelerate` for version checks. It takes precedence over the real package, which need not be
+installed. `headway launch --as accelerate` and `install_as_accelerate` add this directory. `import headway` does not.
+
+The finder creates modules without files, whose names are looked up in `headway`. Nothing in this module imports torch.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import Any
+
+from headway.common import env
+from headway.compat.accelerate.served.advice import ImportAdvisor
+from headway.compat.accelerate.served.as_accelerate import find_as_accelerate
+from headway.compat.accelerate.served.tables import MODULES_AS_ACCELERATE, SERVED, SURFACE, TOP
+from headway.errors import ConfigError
+from headway.launch.stand_in import FOLDER, VERSION, make_variables
+from headway.version import __version__
+
+
+class AccelerateModule(ModuleType):
+    """Module of Accelerate whose names are looked up in Headway.
+
+    Attributes that scripts assign are stored in the module.
+
+    Args:
+        name: Full name of the module, such as "accelerate.utils".
+    """
+
+    def __init__(self, name: str) -> None:
+        package, _, inner = name.partition(".")
+        super().__init__(name, f"Accelerate's `{inner or package}`, served by Headway.")
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__all__":
+            return [each for each in dir(self) if not each.startswith("_")]
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        inner = f"{self.__name__}.{name}".partition(".")[2]
+        if inner in MODULES_AS_ACCELERATE and name not in SERVED:
+            return import_module(f"{self.__name__}.{name}")
+        return find_as_accelerate(name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # The import system sets the module `accelerate.utils.tqdm` on `accelerate.utils`, where `tqdm` must stay the function.
+        if not (isinstance(value, AccelerateModule) and name in SERVED):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        inner = self.__name__.partition(".")[2]
+        # A package also has the names of its modules: `accelerate.utils` has those of `accelerate.utils.operations`.
+        owners = [each for each in SURFACE if each == inner or each.startswith(f"{inner}.")] if inner else []
+        shown = {name for owner in owners for name in SURFACE[owner]}
+        inside = f"{inner}." if inner else ""
+        shown |= {each.removeprefix(inside) for each in MODULES_AS_ACCELERATE if each.startswith(inside)}
+        return sorted({*super().__dir__(), *(each for each in shown if "." not in each), *(() if inner else TOP)})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # cloudpickle and dill know modules by their exact class, and would pickle this one as any object.
+        return import_module, (self.__name__,)
+
+
+class AccelerateFinder(ImportAdvisor, InspectLoader):
+    """Import finder for the modules of `accelerate`. It raises an error for names that Headway does not provide."""
+
+    def __init__(self) -> None:
+        super().__init__("accelerate", MODULES_AS_ACCELERATE)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module of Accelerate, or None if Headway does not provide it.
+
+        Raises:
+            ImportNotServed: If `fullname` is a name of Accelerate that Headway does not provide.
+        """
+        package, _, name = fullname.partition(".")
+        if package == self.package and name in MODULES_AS_ACCELERATE:
+            is_package = any(other.startswith(f"{name}.") for other in MODULES_AS_ACCELERATE)
+            return ModuleSpec(fullname, self, is_package=is_package)
+        return super().find_spec(fullname, path, target)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return an empty module whose names are looked up on access."""
+        return AccelerateModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module an empty `__path__`, so that its submodules are looked up by name. No code runs."""
+        if module.__name__ == "accelerate.memory_utils":
+            warnings.warn(
+                "memory_utils has been reorganized to utils.memory. Import `find_executable_batchsize` from the main `__init__`: "
+                "`from accelerate import find_executable_batch_size` to avoid this warning.",
+                FutureWarning,
+                stacklevel=2,
+            )
+        module.__path__ = []
+
+    def get_source(self, fullname: str) -> None:
+        """Return None, because a module of this finder has no source file."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the code that `python -m MODULE` runs. It runs the corresponding Headway command."""
+        own = "headway.compat.accelerate.launching.commands"
+        word = "launch_main" if fullname.endswith(".launch") else "main"
+        return compile(f"import sys; from {own} import {word}; sys.exit({word}())", f"<{fullname}>", "exec")
+
+
+def install_finder() -> ModuleType:
+    """Make Accelerate's modules importable from `accelerate`, and return the package `accelerate`.
+
+    The finder takes precedence over any other package with this name. Further calls do not install it again.
+    """
+    # Compared by name, because a test may have imported this file a second time.
+    if not any(type(each).__name__ == AccelerateFinder.__name__ for each in sys.meta_path):
+        sys.meta_path.insert(0, AccelerateFinder())
+    return AccelerateModule("accelerate")
+
+
+def install_as_accelerate() -> None:
+    """Make `import accelerate` import Headway, in this process and in all processes that it starts.
+
+    Accelerate need not be installed. If it is, it is hidden. A second call has no effect. `headway launch --as
+    accelerate` has this effect without a change to the script.
+
+    Raises:
+        ConfigError: If the real Accelerate is already imported, perhaps by a library that uses it.
+    """
+    loaded = sys.modules.get("accelerate")
+    if loaded is not None and not isinstance(loaded, AccelerateModule):
+        raise ConfigError(
+            f"install_as_accelerate() came too late: Accelerate {getattr(loaded, '__version__', '')} has already been imported from "
+            f"{getattr(loaded, '__file__', 'an unknown place')}; call it before importing anything that uses Accelerate "
+            "(transformers, peft, diffusers, ...), or start the script with `headway launch --as accelerate`"
+        )
+    sys.path[:] = [str(FOLDER), *(each for each in sys.path if each != str(FOLDER))]
+    env.apply_changes(make_variables(env.copy_variables()))
+
+
+def take_over() -> None:
+    """Replace the package `accelerate` that is being imported with the package that `install_finder` returns."""
+    found = sys.modules.get("accelerate")
+    module = install_finder()
+    module.__dict__.update({"__version__": VERSION, "__headway_version__": __version__, "__path__": []})
+    if isinstance(found, ModuleType):
+        for name in ("__file__", "__spec__", "__loader__", "__package__"):
+            module.__dict__[name] = getattr(found, name, None)
+    sys.modules["accelerate"] = module

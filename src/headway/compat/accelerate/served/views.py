@@ -1,0 +1,37 @@
+"""Name lookup in modules such as `headway.utils`, for scripts whose imports were changed from Accelerate to Headway.
+
+The folder `headway/compat/accelerate/module_paths` contains one small file for each of these modules. It is part of
+the search path of the package `headway`, so Python finds them like any other module.
+"""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from headway.compat.accelerate.served.tables import MODULES
+
+
+def serve(name: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the functions `__getattr__` and `__dir__` for a module that provides names of `headway`.
+
+    Args:
+        name: Full name of the module, such as "headway.utils".
+    """
+    # Only in packages does Python look for a module if an imported name is missing, which `explain_failed_imports` needs.
+    vars(sys.modules[name]).setdefault("__path__", [])
+    inner = name.partition(".")[2]
+
+    def read_name(attribute: str) -> Any:
+        if attribute == "__all__":
+            return [each for each in list_names() if not each.startswith("_")]
+        if attribute.startswith("__"):
+            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+        if f"{inner}.{attribute}" in MODULES:
+            return import_module(f"{name}.{attribute}")
+        return getattr(sys.modules["headway"], attribute)
+
+    def list_names() -> list[str]:
+        return dir(sys.modules["headway"])
+
+    return read_name, list_names

@@ -1,1 +1,0 @@
-"""Typed settings and where each one came from; torch-free."""

@@ -1,0 +1,31 @@
+"""Private names of torch that checkpoints use, each with the reason and a possible replacement.
+
+A test checks that all names exist in the installed torch. `Module._buffers` and `Module._parameters` are used directly,
+without a name in this module. Subclasses and hooks of torch's own packages rely on these dicts, and only they can
+replace a tensor without calling `__setattr__` of the user's class.
+"""
+
+import torch
+
+make_per_tensor_quantized = torch._make_per_tensor_quantized_tensor
+make_per_channel_quantized = torch._make_per_channel_quantized_tensor
+"""Function that rebuilds a per-channel quantized tensor from its integer codes.
+
+torch's public functions would quantize the values again, and could round differently.
+"""
+
+foreach_copy_ = torch._foreach_copy_
+"""Function that copies many tensors with one kernel per group. There is no public function on lists of tensors."""
+
+
+def read_version(tensor: torch.Tensor) -> int:
+    """Return the tensor's version counter, which increases with each in-place change. There is no public counter."""
+    return tensor._version
+
+
+def read_sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the indices and values of a sparse COO tensor.
+
+    The public methods raise an error if the tensor is not coalesced.
+    """
+    return [tensor._indices(), tensor._values()]

@@ -1,0 +1,63 @@
+"""Convert NumPy arrays and scalars to bytes with a JSON description of their dtype, without pickle."""
+
+from typing import Any
+
+import numpy
+
+from headway.errors import CheckpointError
+
+
+def describe_dtype(dtype: numpy.dtype[Any]) -> Any:
+    """Return a description of a dtype, as in NumPy's own files: text or a list of fields.
+
+    Raises:
+        CheckpointError: If the dtype cannot be rebuilt from a description.
+    """
+    described = numpy.lib.format.dtype_to_descr(dtype)
+    # NumPy writes "<i8" for both long and long long if they have one size: then use the type's own character code.
+    if isinstance(described, str) and build_dtype(described).type is not dtype.type:
+        described = dtype.byteorder + dtype.char
+    if dtype.hasobject or build_dtype(described) != dtype:
+        raise CheckpointError(f"of the dtype {dtype!r}, which cannot be made again from a description")
+    return described
+
+
+def build_dtype(described: Any) -> numpy.dtype[Any]:
+    """Return the dtype that a description specifies.
+
+    Args:
+        described: Text or list of fields, as `describe_dtype` returns it. It is untrusted.
+
+    Raises:
+        CheckpointError, LookupError, TypeError, ValueError: If the description is invalid, or its dtype holds Python
+            objects.
+    """
+    dtype: numpy.dtype[Any] = numpy.lib.format.descr_to_dtype(described)
+    if dtype.hasobject:
+        raise CheckpointError(f"an array of dtype {described!r} holds Python objects, which a checkpoint cannot")
+    return dtype
+
+
+def read_values(value: Any) -> Any:
+    """Return the values of an array or scalar as bytes, without the padding between fields of a structured dtype."""
+    return (
+        [read_values(value[name]) for name in value.dtype.names] if value.dtype.names is not None else value.tobytes()
+    )
+
+
+def build_array(dtype: numpy.dtype[Any], shape: Any, raw: bytes) -> numpy.ndarray[Any, Any]:
+    """Return an array with the given bytes as values, in C order.
+
+    Args:
+        dtype: Dtype of the array.
+        shape: Shape of the array.
+        raw: Bytes of its values.
+
+    Raises:
+        CheckpointError, TypeError: If the number of bytes does not match the dtype and the shape.
+    """
+    made: numpy.ndarray[Any, Any] = numpy.ndarray(tuple(shape), dtype, bytearray(raw) or bytearray(dtype.itemsize))
+    if made.nbytes != len(raw):
+        raise CheckpointError(f"the manifest has {len(raw)} bytes for an array of {made.nbytes}")
+    copy: numpy.ndarray[Any, Any] = made.copy()
+    return copy

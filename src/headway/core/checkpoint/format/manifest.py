@@ -1,0 +1,410 @@
+"""Manifest of a checkpoint, format version 3: its content, and how it is written and checked.
+
+A checkpoint is a folder of safetensors files and one `manifest.json`; it exists when the manifest does. The manifest
+lists every tensor by its logical name (e.g. `model/0/` and the name in the model without wrappers), with its global
+shape, its dtype and its chunks. A chunk is a rectangular block of the tensor that is stored in one file. The manifest
+lists every file with its length and one XXH3-128 hash per piece, which is 16 MiB of the file. It also holds the names
+of tied tensors and, as JSON, all state that is not a tensor::
+
+    {"format": "headway checkpoint", "version": 3, "sha256": <of content>, "content": {
+       "tensors": {name: {"shape", "dtype", "chunks": [{"offsets", "shape", "file", "key"}]
+                                         or "grid": {"sizes", "file", "parts"}}},
+       "files": {file: {"bytes", "xxh3_128": [one per piece], "piece"?}},
+       "aliases": {name: name}, "state": ..., "about": ...}}
+
+The hashes detect accidental damage: bad sectors, incomplete copies, mixed-up files. They do not protect against an
+attacker, because anyone with write access can also write a matching manifest. Hashes per piece allow several threads to
+read one file. If ranks read ranges over a network, pieces are smaller ("piece" is then their number of bytes), so that
+verification reads little more than a rank needs. Grids (`ChunkGrid`) describe tensors that are split regularly, with
+one chunk written by each of many ranks.
+"""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from headway.common.garbage import pause_garbage_collection
+from headway.common.object_path import ObjectPath
+from headway.common.untrusted import UNREADABLE, read_regular_file
+from headway.core.checkpoint.format.chunks import MOST, ChunkGrid, ChunkGridReader, read_count, read_counts
+from headway.core.checkpoint.format.chunks import TensorChunk as Chunk
+from headway.core.checkpoint.format.foreign import MANIFEST as MANIFEST
+from headway.core.checkpoint.format.foreign import explain_path
+from headway.errors import CheckpointError
+
+FORMAT, VERSION = "headway checkpoint", 3
+ALGORITHM, TITLE = "xxh3_128", "XXH3-128"
+"""Hash algorithm for files: its key in the manifest (`ALGORITHM`) and its name in messages (`TITLE`)."""
+
+PIECE = 16 * 2**20
+"""Bytes of a file that one hash covers, on a disk. Object stores may use less."""
+
+MAX_BYTES = 256 * 2**20
+"""Maximum length of a manifest in bytes, for writing and reading. Parsing it takes several times that much memory."""
+
+_MAX_AXES, _MAX_CUT = 64, 6
+_NAMES_BY_BYTES = {
+    16: "complex128",
+    8: "float64 int64 uint64 complex64",
+    4: "float32 int32 uint32 complex32",
+    2: "float16 bfloat16 int16 uint16 bits16",
+    1: "int8 uint8 bool float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 "
+    "bits8 bits1x8 bits2x4 bits4x2 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7",
+}
+ITEM_BYTES = {name: size for size, names in _NAMES_BY_BYTES.items() for name in names.split()}
+"""Bytes per element, by the name of the torch dtype, for all dtypes that a checkpoint may contain."""
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """File of a checkpoint that has been written, with its length and hashes.
+
+    Attributes:
+        name: File name, relative to the checkpoint's folder.
+        num_bytes: Length in bytes.
+        digests: Hexadecimal hash of each piece of the file, in order.
+        piece: Number of bytes that one hash covers. The last piece may be shorter.
+    """
+
+    name: str
+    num_bytes: int
+    digests: tuple[str, ...]
+    piece: int = PIECE
+
+    def pieces(self) -> list[tuple[int, int, str]]:
+        """Return a triple of (offset, length, hash) for each part of the file that one hash covers."""
+        starts = range(0, max(1, self.num_bytes), self.piece)
+        return [(start, min(self.piece, self.num_bytes - start), digest) for start, digest in zip(starts, self.digests)]
+
+    def encode(self) -> dict[str, Any]:
+        """Return the manifest's entry for the file as JSON values."""
+        piece = {} if self.piece == PIECE else {"piece": self.piece}
+        return {"bytes": self.num_bytes, ALGORITHM: list(self.digests), **piece}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Manifest entry of a tensor.
+
+    Attributes:
+        shape: Shape of the full tensor.
+        dtype: Name of its torch dtype, such as "float32".
+        chunks: Blocks of the tensor that are each stored in one file, as a list or a `ChunkGrid`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: Sequence[Chunk]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor's values in bytes."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def encode(self) -> dict[str, Any]:
+        """Return the entry as JSON values."""
+        about = {"shape": list(self.shape), "dtype": self.dtype}
+        if isinstance(self.chunks, ChunkGrid):
+            return {**about, "grid": self.chunks.encode()}
+        return {**about, "chunks": [dict(vars(chunk)) for chunk in self.chunks]}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of a checkpoint's `manifest.json`.
+
+    Attributes:
+        tensors: Entries by logical name, such as `model/0/` plus the name in the model.
+        files: Written files by file name.
+        aliases: Names of tied tensors, each mapped to the name of the tensor that holds their values.
+        state: All state that is not a tensor, as `values.encode_value` returns it.
+        about: Counters, world size and versions, for programs that inspect a checkpoint before loading it.
+    """
+
+    tensors: Mapping[str, TensorEntry]
+    files: Mapping[str, WrittenFile]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """Return the bytes of `manifest.json`. The result is cached.
+
+        Raises:
+            CheckpointError: If the content cannot be written as JSON, or is too long.
+        """
+        return self._data
+
+    def read_back(self) -> "Manifest":
+        """Return the manifest as a load would decode it from the encoded bytes. The result is cached.
+
+        Raises:
+            CheckpointError: If a load would refuse the bytes.
+        """
+        return self._read
+
+    def does_round_trip(self) -> bool:
+        """Whether decoding the encoded bytes returns exactly this manifest again.
+
+        Parts that `decode` does not interpret, such as the state, are compared by their hash.
+
+        Raises:
+            CheckpointError: If a load would refuse the bytes.
+        """
+        back = self.read_back()
+        return (back.tensors, back.files, back.aliases) == (self.tensors, self.files, self.aliases)
+
+    @cached_property
+    def _read(self) -> "Manifest":
+        return Manifest.decode(self._data)
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "tensors": {name: entry.encode() for name, entry in self.tensors.items()},
+            "files": {name: written.encode() for name, written in self.files.items()},
+            "aliases": dict(self.aliases),
+            "state": dict(self.state),
+            "about": dict(self.about),
+        }
+
+    @cached_property
+    @pause_garbage_collection()
+    def _data(self) -> bytes:
+        content = self._content()
+        try:
+            sha256 = vars(self)["sha256"] = vars(self).get("sha256") or _digest(content)
+            whole = {"format": FORMAT, "version": VERSION, "sha256": sha256, "content": content}
+            # Without `indent`, which disables the C encoder of Python's json: 10,000 parameters took seconds.
+            data = (json.dumps(whole, separators=(",", ":"), allow_nan=False) + "\n").encode()
+        except (ValueError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"the state cannot be written as JSON: {type(error).__name__}: {error}") from error
+        if len(data) > MAX_BYTES:
+            raise CheckpointError(
+                f"the manifest would have {len(data):,} bytes, where {MAX_BYTES:,} are the most; let state_dict() return long "
+                "lists of numbers as tensors or arrays"
+            )
+        return data
+
+    @classmethod
+    @pause_garbage_collection()
+    def decode(cls, data: bytes, where: str = MANIFEST) -> "Manifest":
+        """Decode and check the bytes of a `manifest.json`.
+
+        Args:
+            data: Bytes of the file.
+            where: Path of the file, for messages.
+
+        Raises:
+            CheckpointError: If the bytes are not a manifest, have another format version, or are damaged.
+        """
+        try:
+            whole = json.loads(data)
+            if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+                raise CheckpointError(f"{where} is not a manifest of a Headway checkpoint")
+            version = whole.get("version")
+            if version != VERSION:
+                raise CheckpointError(f"{where} is of version {version!r} of the format; this Headway reads {VERSION}")
+            content = whole.get("content")
+            if _digest(content) != whole.get("sha256"):
+                raise CheckpointError(f"{where} is damaged: its content is not what was written (SHA-256 differs)")
+            found = _read_content(content)
+            vars(found)["sha256"] = whole["sha256"]
+            return found
+        except CheckpointError:
+            raise
+        except (*UNREADABLE, RecursionError) as error:
+            raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
+
+    @cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the content, in hexadecimal. Checkpoints with equal values have equal content."""
+        return _digest(self._content())
+
+    def moved(self, folder: str) -> "Manifest":
+        """Return a copy of the manifest in which all files are in a subfolder.
+
+        Args:
+            folder: Name of the subfolder.
+        """
+
+        def entry(known: TensorEntry) -> TensorEntry:
+            chunks = known.chunks
+            if isinstance(chunks, ChunkGrid):
+                chunks = ChunkGrid(chunks.key, chunks.sizes, f"{folder}/{chunks.file}", chunks.parts)
+            else:
+                chunks = tuple(replace(each, file=f"{folder}/{each.file}") for each in chunks)
+            return replace(known, chunks=chunks)
+
+        files = {f"{folder}/{name}": replace(each, name=f"{folder}/{name}") for name, each in self.files.items()}
+        return replace(self, tensors={name: entry(each) for name, each in self.tensors.items()}, files=files)
+
+    def num_bytes(self) -> int:
+        """Return the total length in bytes of all files except the manifest."""
+        return sum(written.num_bytes for written in self.files.values())
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    ).hexdigest()
+
+
+def _read_content(content: Any) -> Manifest:
+    files = {_file_name(name): _read_file(name, entry) for name, entry in content["files"].items()}
+    grids = ChunkGridReader(files)
+    tensors = {name: _read_entry(name, entry, files, grids) for name, entry in content["tensors"].items()}
+    _check_shared_bytes(tensors, files)
+    aliases = {str(name): str(target) for name, target in content["aliases"].items()}
+    for name, target in aliases.items():
+        if target not in tensors or name in tensors:
+            raise CheckpointError(
+                f"the tied name {name!r} stands for {target!r}, which is not a tensor of its own here"
+            )
+    state, about = content["state"], content["about"]
+    if not isinstance(state, dict) or not isinstance(about, dict):
+        raise CheckpointError("the manifest's state and about must be objects")
+    return Manifest(tensors, files, aliases, state, about)
+
+
+def _read_file(name: str, entry: dict[str, Any]) -> WrittenFile:
+    num_bytes, found, piece = read_count(entry["bytes"]), entry[ALGORITHM], read_count(entry.get("piece", PIECE), 1)
+    digests, num_pieces = tuple(found) if isinstance(found, list) else (), max(1, -(-num_bytes // piece))
+    if len(digests) != num_pieces or not set(map(type, digests)) <= {str}:
+        raise CheckpointError(f"the manifest has {len(digests)} hashes of {name!r}, which has {num_pieces} pieces")
+    return WrittenFile(name, num_bytes, digests, piece)
+
+
+def _read_entry(
+    name: str, entry: dict[str, Any], files: Mapping[str, WrittenFile], grids: ChunkGridReader
+) -> TensorEntry:
+    if entry["dtype"] not in ITEM_BYTES:
+        raise CheckpointError(f"the tensor {name!r} is of the unknown dtype {entry['dtype']!r}")
+    shape = _decode_shape(entry["shape"], ITEM_BYTES[entry["dtype"]])
+    if "grid" in entry:
+        return TensorEntry(shape, entry["dtype"], grids.read(name, entry["grid"], shape))
+    chunks = tuple(map(_read_chunk, entry["chunks"]))
+    for chunk in chunks:
+        if chunk.file not in files:
+            raise CheckpointError(f"the tensor {name!r} lies in {chunk.file!r}, which the manifest does not list")
+    if len(chunks) == 1 and chunks[0].shape == shape and chunks[0].offsets == (0,) * len(shape):
+        return TensorEntry(shape, entry["dtype"], chunks)  # most tensors have one chunk
+    for chunk in chunks:
+        fits = len(chunk.offsets) == len(chunk.shape) == len(shape) and all(
+            start + size <= total for start, size, total in zip(chunk.offsets, chunk.shape, shape)
+        )
+        if not fits:
+            raise CheckpointError(f"a chunk of {name!r} at {chunk.offsets} of {chunk.shape} lies outside {shape}")
+    if not _do_chunks_cover(chunks, shape):
+        raise CheckpointError(f"the chunks of {name!r} do not make up its shape {shape}")
+    return TensorEntry(shape, entry["dtype"], chunks)
+
+
+def _read_chunk(entry: Any) -> Chunk:
+    file, key = entry["file"], entry["key"]
+    for name in (file, key):
+        if not isinstance(name, str):
+            raise CheckpointError(f"the manifest has {name!r} where a name belongs")
+    return Chunk(read_counts(entry["offsets"]), read_counts(entry["shape"]), file, key)
+
+
+def _decode_shape(value: Any, item_bytes: int) -> tuple[int, ...]:
+    """Return a decoded shape, after checking that a tensor of this shape has fewer than 2^63 bytes, as torch requires.
+
+    Args:
+        value: Shape in the manifest.
+        item_bytes: Bytes per element.
+    """
+    shape = read_counts(value)
+    # An empty tensor has a size too: its strides are products of the other dims.
+    if len(shape) > _MAX_AXES or prod(filter(None, shape)) * item_bytes > MOST:
+        raise CheckpointError(
+            f"the manifest has a tensor of {len(shape)} axes and {prod(shape)} values, which cannot be"
+        )
+    return shape
+
+
+def _do_chunks_cover(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
+    """Whether the chunks cover each element of a tensor exactly once. Every chunk must be inside the tensor's shape.
+
+    The corners of all chunks are counted with alternating signs. The counts equal those of the full tensor's corners if
+    and only if the chunks cover it exactly once. The time is proportional to the number of chunks.
+    """
+    boxes = [chunk for chunk in chunks if prod(chunk.shape)]
+    if len(boxes) <= 1:
+        return sum(prod(box.shape) for box in boxes) == prod(shape)
+    cut = [axis for axis, size in enumerate(shape) if any(box.shape[axis] != size for box in boxes)]
+    if len(cut) > _MAX_CUT:
+        raise CheckpointError(f"a tensor is cut along {len(cut)} axes, where {_MAX_CUT} are the most")
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = Chunk((0,) * len(shape), tuple(shape), "", "")
+    for box, times in [(whole, -1), *((box, 1) for box in boxes)]:
+        ends = [((box.offsets[axis], 1), (box.offsets[axis] + box.shape[axis], -1)) for axis in cut]
+        for corner in product(*ends):
+            corners[tuple(place for place, _ in corner)] += times * prod(sign for _, sign in corner)
+    return not any(corners.values())
+
+
+def _check_shared_bytes(tensors: Mapping[str, TensorEntry], files: Mapping[str, WrittenFile]) -> None:
+    """Raise `CheckpointError` if two chunks share bytes of a file.
+
+    Without sharing, reading allocates at most the total size of the files. Chunks of grids have unique names and
+    files by construction, so only their total size is checked.
+    """
+    room = {name: written.num_bytes for name, written in files.items()}
+    taken: set[tuple[str, str]] = set()
+    in_grids = {name for name, entry in tensors.items() if isinstance(entry.chunks, ChunkGrid)}
+    if sum(tensors[name].num_bytes for name in in_grids) > sum(room.values()):
+        raise CheckpointError("the manifest places more bytes in its files than they have")
+    for name, entry in tensors.items():
+        if name in in_grids:
+            continue
+        for chunk in entry.chunks:
+            if (chunk.file, chunk.key) in taken or chunk.key in in_grids:
+                raise CheckpointError(f"the manifest uses {chunk.key!r} in {chunk.file!r} for two tensors")
+            taken.add((chunk.file, chunk.key))
+            room[chunk.file] -= prod(chunk.shape) * ITEM_BYTES[entry.dtype]
+            if room[chunk.file] < 0:
+                raise CheckpointError(
+                    f"the manifest places more in {chunk.file!r} than its {files[chunk.file].num_bytes:,} bytes hold"
+                )
+
+
+def _file_name(name: str) -> str:
+    parts = PurePosixPath(name).parts
+    is_inside = parts and name == "/".join(parts) and not name.startswith("/") and ".." not in parts
+    if not is_inside or name == MANIFEST or "\0" in name:
+        raise CheckpointError(f"the manifest names the file {name!r}, which does not lie in its folder")
+    os.fsencode(name)  # raises ValueError for an impossible file name
+    return name
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and return the manifest of a checkpoint, without opening its other files.
+
+    Args:
+        folder: Folder of the checkpoint.
+
+    Raises:
+        CheckpointError: If the folder has no manifest, or a damaged one.
+    """
+    path = folder / MANIFEST
+    if isinstance(path, ObjectPath):
+        found = path.client.get_cached(path.key)
+        if found is None:
+            raise CheckpointError(explain_path(folder))
+        return Manifest.decode(found[0], str(path))
+    if not os.path.lexists(path):
+        raise CheckpointError(explain_path(folder))
+    try:
+        data = read_regular_file(path, MAX_BYTES)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder} is not a committed checkpoint: {error}") from error
+    return Manifest.decode(data, str(path))

@@ -1,0 +1,463 @@
+"""Tensors in checkpoint files: convert any layout to dense tensors and back; write, hash, verify and map files.
+
+Sparse and quantized tensors are split into dense ones. Tensors that a checkpoint cannot hold are refused.
+
+Files hold the values of a tensor in row-major order. Its stride is saved, too. In another memory layout, sums and
+matrix products round differently, and a resumed run would not be bit-identical.
+
+Files are in safetensors format. They are hashed piece by piece while they are written, verified when complete, and
+read by memory map. A piece is the part of a file that one hash covers.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from headway.common.object_path import ObjectPath
+from headway.common.untrusted import open_regular_file
+from headway.core.checkpoint import _torch
+from headway.core.checkpoint.format.manifest import PIECE, WrittenFile
+from headway.core.weights.files import StoredTensor
+from headway.core.weights.parallel_writer import ParallelWriter, RangedFile
+from headway.core.weights.pieces import ShardPiece, get_local_part, is_dtensor, replace_local
+from headway.core.weights.shards import (
+    CODES,
+    TensorSpec,
+    get_dtype_name,
+    get_raw_bytes,
+    read_header,
+    view_as_bits,
+    write_file,
+)
+from headway.errors import CheckpointError
+
+_COMPRESSED: dict[str, tuple[str, str]] = {
+    "sparse_csr": ("crow_indices", "col_indices"),
+    "sparse_bsr": ("crow_indices", "col_indices"),
+    "sparse_csc": ("ccol_indices", "row_indices"),
+    "sparse_bsc": ("ccol_indices", "row_indices"),
+}
+_SCHEMES = (torch.per_tensor_affine, torch.per_channel_affine)
+
+
+def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a dense tensor in new memory."""
+    return view_as_bits(tensor).clone().view(tensor.dtype)
+
+
+def is_uninitialized(tensor: torch.Tensor) -> bool:
+    """Whether a tensor belongs to a lazy module whose first forward has not yet determined the tensor's shape."""
+    return isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+
+
+def explain_refusal(tensor: torch.Tensor) -> str | None:
+    """Return the reason why a checkpoint cannot hold a tensor, with advice. Return None if it can hold the tensor."""
+    kind = type(tensor)
+    if is_uninitialized(tensor):
+        return "a parameter without values yet (of a lazy module): run one forward before the save"
+    if tensor.is_nested:
+        return "a nested tensor: save what unbind() returns"
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return (
+            f"a {kind.__module__}.{kind.__qualname__}, which keeps its values elsewhere: save the plain tensors in it"
+        )
+    if tensor.is_meta:
+        return "a tensor of the meta device, which has no values: load or initialize it before the save"
+    if any(getattr(tensor, "names", ())):
+        return "a tensor with named dimensions, which would be lost: save tensor.rename(None)"
+    if tensor.is_quantized:
+        scheme = _scheme(tensor)
+        is_held = scheme in _SCHEMES and tensor.dtype in (torch.qint8, torch.quint8, torch.qint32)
+        return None if is_held else f"a quantized tensor of {tensor.dtype} with {scheme or 'no scale'}: save its parts"
+    if tensor.layout not in (torch.strided, torch.sparse_coo) and _layout(tensor) not in _COMPRESSED:
+        return f"a {tensor.layout} tensor: save tensor.to_dense()"
+    return None
+
+
+def _scheme(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.qscheme()
+    except RuntimeError:  # e.g. made by torch.empty
+        return None
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is strided and not quantized. Its values in row-major order then represent it completely."""
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return str(tensor.layout).removeprefix("torch.")
+
+
+def split_into_dense(tensor: torch.Tensor) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Split a sparse or quantized plain tensor into dense tensors.
+
+    Returns:
+        Pair of (description that `join_from_dense` needs, dense tensors).
+    """
+    if tensor.is_quantized:
+        values, dtype = tensor.int_repr(), get_dtype_name(tensor.dtype)
+        if tensor.qscheme() == torch.per_tensor_affine:
+            about = {"scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
+            return {"layout": "quantized", "dtype": dtype, **about}, [values]
+        about = {"axis": tensor.q_per_channel_axis()}
+        scales = [values, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
+        return {"layout": "quantized", "dtype": dtype, **about}, scales
+    shape, layout = list(tensor.shape), _layout(tensor)
+    if tensor.layout is torch.sparse_coo:
+        parts = _torch.read_sparse_parts(tensor)
+        return {"layout": layout, "shape": shape, "is_coalesced": tensor.is_coalesced()}, parts
+    outer, inner = _COMPRESSED[layout]
+    return {"layout": layout, "shape": shape}, [getattr(tensor, outer)(), getattr(tensor, inner)(), tensor.values()]
+
+
+def join_from_dense(about: Mapping[str, Any], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rebuild a tensor from the description and the dense tensors that `split_into_dense` returned.
+
+    Args:
+        about: Description of the tensor.
+        parts: Dense tensors.
+
+    Raises:
+        CheckpointError, RuntimeError, LookupError, TypeError, ValueError: If the arguments are not results of
+            `split_into_dense`.
+    """
+    layout = about["layout"]
+    if layout == "quantized":
+        values, dtype = parts[0], getattr(torch, about["dtype"])
+        if len(parts) == 1:
+            make: Callable[..., torch.Tensor] = _torch.make_per_tensor_quantized
+            made = make(values, about["scale"], about["zero_point"])
+        else:
+            made = _torch.make_per_channel_quantized(values, parts[1], parts[2], about["axis"])
+        if made.dtype != dtype:
+            raise CheckpointError(f"the manifest says {dtype} of a quantized tensor of {made.dtype}")
+        return made
+    shape = torch.Size(about["shape"])
+    if layout == "sparse_coo":
+        return torch.sparse_coo_tensor(
+            parts[0], parts[1], shape, is_coalesced=about["is_coalesced"] or None, check_invariants=True
+        )
+    if layout not in _COMPRESSED:
+        raise CheckpointError(f"the manifest says {layout!r} of a tensor's layout, which is unknown")
+    outer, inner, values = parts
+    return torch.sparse_compressed_tensor(
+        outer, inner, values, shape, layout=getattr(torch, layout), check_invariants=True
+    )
+
+
+# -------------------------------------------------------------------- strides
+
+_MOST_HOLES, _MOST_HOLE_BYTES = 16, 16 * 2**20
+"""Limits for views with gaps between their elements. A view that exceeds them is saved without its stride.
+
+A view may span `_MOST_HOLES` times the memory of its elements, or `_MOST_HOLE_BYTES` bytes. The larger of the two
+limits applies. Without a limit, a manifest could claim unbounded memory.
+"""
+
+
+def get_saved_stride(tensor: Any) -> list[int] | None:
+    """Return the stride that a checkpoint records for a tensor, so that a load can restore it.
+
+    Return None if the tensor is in row-major order. If the gaps of a view exceed the limits, return a stride without
+    gaps.
+
+    Args:
+        tensor: Strided tensor or DTensor. For a DTensor, the result is the stride of the full tensor. The dims of each
+            shard are ordered in memory as in that stride.
+    """
+    if isinstance(tensor, ShardPiece):
+        return None
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    if tensor.is_contiguous() and 0 not in shape and 1 not in shape:
+        return None  # the usual case, checked first
+    if is_dtensor(tensor) or not _is_bounded(shape, stride, tensor.element_size()):
+        stride = _make_dense_stride(shape, stride)
+    return None if stride == _make_dense_stride(shape) else list(stride)
+
+
+def set_stride(tensor: Any, stride: Sequence[int]) -> Any:
+    """Return a tensor with the given stride and equal values.
+
+    A tensor that already has the stride is returned unchanged.
+
+    Args:
+        tensor: Dense tensor or DTensor. Other objects are returned unchanged.
+        stride: One number per dim, as `get_saved_stride` returns it.
+
+    Raises:
+        CheckpointError: If the stride does not fit the shape, or takes too much memory.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return tensor  # a shard of another engine has no stride
+    wanted, shape = tuple(stride), tuple(tensor.shape)
+    is_sound = len(wanted) == len(shape) and all(type(each) is int and 0 <= each < 2**62 for each in wanted)
+    if not is_sound or not _is_bounded(shape, wanted, tensor.element_size()):
+        raise CheckpointError(f"the manifest has the stride {list(stride)!r} of a tensor of shape {shape}")
+    if tuple(tensor.stride()) == wanted:
+        return tensor
+    if is_dtensor(tensor):
+        local = get_local_part(tensor)
+        return replace_local(tensor, set_stride(local, _make_dense_stride(tuple(local.shape), wanted)), wanted)
+    made = torch.empty_strided(shape, wanted, dtype=tensor.dtype, device=tensor.device)
+    target, values = view_as_bits(made), view_as_bits(tensor.detach())
+    for dim, (size, step) in enumerate(zip(shape, wanted)):
+        if step == 0 and size > 1:  # as expand() makes it: torch refuses to write one element several times
+            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    target.copy_(values)
+    return made
+
+
+def _make_dense_stride(shape: Sequence[int], like: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return a stride without gaps between elements, with dims in the order of the stride `like`.
+
+    Args:
+        shape: Shape of the tensor.
+        like: Stride that determines the order of dims. Default: None, row-major order.
+    """
+    dims = range(len(shape)) if like is None else sorted(range(len(shape)), key=lambda dim: -like[dim])
+    made, step = [0] * len(shape), 1
+    for dim in reversed(dims):
+        made[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(made)
+
+
+def _is_bounded(shape: Sequence[int], stride: Sequence[int], item_bytes: int) -> bool:
+    """Whether the memory that a tensor's elements span is within the limits for gaps between them.
+
+    Args:
+        shape: Shape of the tensor.
+        stride: Stride of the tensor.
+        item_bytes: Bytes per element.
+    """
+    if not prod(shape):
+        return True
+    span = 1 + sum((size - 1) * step for size, step in zip(shape, stride))
+    return span <= max(_MOST_HOLES * prod(shape), _MOST_HOLE_BYTES // item_bytes)
+
+
+# -------------------------------------------------------------------- files
+
+_BLOCK = 1024 * 1024
+"""Bytes per read. A block of this size stays in the processor's cache until it is hashed."""
+_PIECES, _MOST_PIECES = [2**power for power in range(14, 24)], 2**18
+"""Limits for hashes of files in object stores.
+
+`_PIECES`: possible numbers of bytes per hash. `_MOST_PIECES`: maximum number of hashes in all files with one name
+pattern.
+"""
+_LATER = {"C64", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+"""Dtypes that safetensors added after version 2 of the checkpoint format was fixed. They are stored as bytes."""
+
+
+def get_stored_spec(dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
+    """Return the dtype and shape with which a file stores a tensor.
+
+    A dtype that the file format lacks is stored as bytes. Then only the manifest contains the original dtype.
+    """
+    if CODES.get(dtype, "C64") in _LATER:
+        return TensorSpec((prod(shape) * dtype.itemsize,), torch.uint8)
+    return TensorSpec(tuple(shape), dtype)
+
+
+def write_shard(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], num_files: int = 1) -> WrittenFile:
+    """Write tensors to a file, flush it to the disk by fsync, and return its length and hashes.
+
+    Tensors on a device and tensors that are not contiguous are copied to host memory, one at a time. For an object
+    store, one part of the upload per thread is also in memory.
+
+    Args:
+        path: File to write.
+        tensors: Pairs of (name, values).
+        num_files: Number of files that all ranks write with this name pattern. In object stores, a piece (the bytes
+            that one hash covers) has 8 KiB per such file, at least 16 KiB. A rank then reads few bytes beyond its own.
+            All these files together have at most 2^18 pieces. Default: 1.
+
+    Raises:
+        OSError: If the disk is full or not writable.
+    """
+    specs = {name: get_stored_spec(tensor.dtype, tensor.shape) for name, tensor in tensors}
+    piece = _choose_piece(specs.values(), num_files) if isinstance(path, ObjectPath) else PIECE
+    digests = PieceHashes(piece)
+    write_file(path, specs, _list_values(specs, tensors), passing=digests.update, is_forced=True)
+    return digests.written(path.name)
+
+
+def _choose_piece(specs: Iterable[TensorSpec], num_files: int) -> int:
+    """Return the number of bytes that one hash covers in a file in an object store.
+
+    `write_shard` documents the rule.
+    """
+    most = max(1, _MOST_PIECES // num_files)
+    total = sum(spec.num_bytes for spec in specs)
+    return next((size for size in _PIECES if size >= 2**13 * num_files and total <= size * most), PIECE)
+
+
+def _list_values(
+    specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors:
+        yield name, tensor if specs[name].dtype == tensor.dtype else get_raw_bytes(tensor)
+
+
+def write_shards(
+    folder: Path, files: Mapping[str, Sequence[tuple[str, torch.Tensor]]], num_files: int = 1
+) -> list[WrittenFile]:
+    """Write files as `write_shard` does, from several threads, and check each header with `check_header`.
+
+    `ParallelWriter` documents how much memory this takes.
+
+    Args:
+        folder: Folder of the files.
+        files: Pairs of (name, values), by file.
+        num_files: Number of files that all ranks write with one name pattern, as in `write_shard`. Default: 1.
+
+    Raises:
+        OSError: If the disk is full or not writable.
+        CheckpointError: If a load would refuse the header of a written file.
+    """
+    written: dict[str, tuple[RangedFile, int]] = {}
+    with ParallelWriter() as writer:
+        for name, tensors in files.items():
+            path = folder / name
+            specs = {key: get_stored_spec(tensor.dtype, tensor.shape) for key, tensor in tensors}
+            piece = _choose_piece(specs.values(), num_files) if isinstance(path, ObjectPath) else PIECE
+            prove = partial(_prove_written, tensors)
+            values = _list_values(specs, tensors)
+            written[name] = writer.write(path, specs, values, piece=piece, is_forced=True, on_written=prove), piece
+    return [WrittenFile(name, file.num_bytes, tuple(file.digests), piece) for name, (file, piece) in written.items()]
+
+
+def _prove_written(tensors: Sequence[tuple[str, torch.Tensor]], file: RangedFile) -> None:
+    check_header(file.path, tensors)
+
+
+class PieceHashes:
+    """Hasher of a file that is written in order. Each hash covers one piece of the file.
+
+    Args:
+        piece: Number of bytes that one hash covers.
+    """
+
+    def __init__(self, piece: int = PIECE) -> None:
+        self._piece = piece
+        self._current = xxhash.xxh3_128()
+        self._digests: list[str] = []
+        self._length = 0
+
+    def update(self, view: memoryview) -> None:
+        """Hash the next bytes of the file."""
+        while view:
+            if self._length and self._length % self._piece == 0:
+                self._next()
+            part = view[: self._piece - self._length % self._piece]
+            self._current.update(part)
+            self._length += len(part)
+            view = view[len(part) :]
+
+    def _next(self) -> None:
+        self._digests.append(self._current.hexdigest())
+        self._current = xxhash.xxh3_128()
+
+    def written(self, name: str) -> WrittenFile:
+        """Return the manifest's entry for the file, with its length and hashes.
+
+        Call it after the last byte has been hashed.
+
+        Args:
+            name: File name, relative to the checkpoint's folder.
+        """
+        self._next()
+        return WrittenFile(name, self._length, tuple(self._digests), self._piece)
+
+
+def hash_file(path: Path, name: str) -> WrittenFile:
+    """Hash a file that a hook has written, flush it to the disk by fsync, and return its length and hashes.
+
+    Args:
+        path: File to read.
+        name: File name, relative to the checkpoint's folder.
+
+    Raises:
+        CheckpointError: If the path is not a regular file. Reading another kind of file, such as a pipe, might never
+            end.
+    """
+    digests = PieceHashes()
+    view = memoryview(bytearray(_BLOCK))
+    with open_regular_file(path) as file:
+        if not isinstance(path, ObjectPath):
+            os.fsync(file.fileno())
+        while count := file.readinto(view):  # type: ignore[attr-defined]
+            digests.update(view[:count])
+    return digests.written(name)
+
+
+def check_header(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise `CheckpointError` if the header of a written file does not list the given tensors as a load expects them.
+
+    The values are not read back.
+
+    Args:
+        path: Written file.
+        tensors: Pairs of (name, values) that the file should hold.
+
+    Raises:
+        CheckpointError: If a load would refuse the header.
+    """
+    with open_regular_file(path) as file:
+        stored, _ = read_header(file, path)
+    for name, tensor in tensors:
+        if name not in stored or stored[name][0] != get_stored_spec(tensor.dtype, tensor.shape):
+            raise CheckpointError(f"{path} was written and does not hold {name!r} as it is")
+
+
+def get_view(
+    stored: Mapping[str, StoredTensor], path: Path, name: str, dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
+    """Return a tensor of a mapped file as a view, or as a copy if its dtype is stored as bytes.
+
+    Args:
+        stored: Tensors of the mapped file, by key.
+        path: Path of the file, for messages.
+        name: Key of the tensor in the file.
+        dtype: Expected dtype.
+        shape: Expected shape.
+
+    Raises:
+        CheckpointError: If the file has no tensor under that key, or one of another dtype or shape.
+    """
+    check_spec(stored.get(name), dtype, shape, path, name)
+    tensor = stored[name].tensor()
+    # Bytes may begin anywhere in the file, a dtype's values may not.
+    return tensor if tensor.dtype == dtype else tensor.clone().view(dtype).reshape(tuple(shape))
+
+
+def check_spec(found: TensorSpec | None, dtype: torch.dtype, shape: Sequence[int], path: Path, name: str) -> None:
+    """Raise `CheckpointError` if a file's header does not match the manifest's entry of a tensor.
+
+    Args:
+        found: Dtype and shape in the header, or None if the header lacks the tensor.
+        dtype: Dtype in the manifest.
+        shape: Shape in the manifest.
+        path: Path of the file, for messages.
+        name: Key of the tensor.
+
+    Raises:
+        CheckpointError: If the header lacks the tensor, or its dtype or shape differs.
+    """
+    if found is None:
+        raise CheckpointError(f"{path} lacks the tensor {name!r} that the manifest places there")
+    wanted = get_stored_spec(dtype, shape)
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        raise CheckpointError(
+            f"{path}: {name} is {found.dtype} of {found.shape}, where the manifest has {dtype} of {tuple(shape)}"
+        )

@@ -1,0 +1,36 @@
+"""Conversion of texts and tensor names to forms that JSON and safetensors headers can hold."""
+
+import base64
+import re
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Pattern of lone surrogates. Some JSON parsers refuse them, and decode two adjacent ones as one character."""
+_ESCAPED = re.compile(r"[\ud800-\udfff\x00]|\\(?=u[0-9a-f]{4})")
+"""Pattern of the characters in a name that need an escape, and of backslashes that look like the start of an escape."""
+
+
+def is_plain(text: str) -> bool:
+    """Whether JSON can represent a text. It can if the text contains no lone surrogates."""
+    return _SURROGATE.search(text) is None
+
+
+def encode_base64(text: str) -> str:
+    """Return the Base64 encoding of a string, which may contain lone surrogates."""
+    return base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
+
+
+def decode_base64(text: str) -> str:
+    """Return the text that `encode_base64` has encoded.
+
+    Raises:
+        ValueError: If the text was not written by `encode_base64`.
+    """
+    return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
+
+
+def to_logical_name(name: str) -> str:
+    r"""Return the name under which a tensor is saved. Lone surrogates and NUL are escaped as \\uXXXX.
+
+    Different names stay different, because a backslash that looks like the start of such an escape is escaped too.
+    """
+    return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", name)

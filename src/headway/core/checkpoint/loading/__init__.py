@@ -1,0 +1,1 @@
+"""Loading checkpoints: read and verify the files, and restore the objects from them."""

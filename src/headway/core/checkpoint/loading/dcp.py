@@ -1,0 +1,119 @@
+"""Weights in torch.distributed.checkpoint's format: write them, and read them without executing pickles.
+
+A folder in this format stores its index, `.metadata`, as a pickle. It is read by an unpickler that accepts only the
+torch classes which the index needs. Tensors are read by torch with `weights_only`. Other objects in the folder are
+skipped.
+"""
+
+import pickle
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from headway.common.text import join_names
+from headway.errors import CheckpointError
+
+TABLE = ".metadata"
+"""Name of the file with the index of a folder in this format."""
+_TABLE = "torch.distributed.checkpoint.metadata"
+_NAMES = {
+    (_TABLE, "Metadata"), (_TABLE, "MetadataIndex"), (_TABLE, "StorageMeta"), (_TABLE, "TensorStorageMetadata"),
+    (_TABLE, "BytesStorageMetadata"), (_TABLE, "ChunkStorageMetadata"), (_TABLE, "TensorProperties"),
+    (_TABLE, "_MEM_FORMAT_ENCODING"), ("collections", "OrderedDict"), ("builtins", "set"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"), ("torch", "Size"),
+    ("torch", "device"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
+}  # fmt: skip
+_OF_MODELS = ("model", "module", "state_dict", "app")
+
+
+class _TableUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        value = getattr(torch, name, None) if module == "torch" else None
+        is_dtype = isinstance(value, torch.dtype | torch.layout | torch.memory_format)
+        if is_dtype or (module, name) in _NAMES:
+            return super().find_class(module, name)
+        raise CheckpointError(
+            f"{TABLE} names {module}.{name}, which no metadata file needs: the file is damaged or malicious"
+        )
+
+
+class _SafeReader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / TABLE
+        try:
+            with path.open("rb") as file:
+                found = _TableUnpickler(file).load()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        if not isinstance(found, Metadata):
+            raise CheckpointError(f"{path} holds a {type(found).__name__}, not a checkpoint's metadata")
+        found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+def write_folder(named: Iterable[tuple[str, Any]], folder: Path) -> list[Path]:
+    """Write tensors under their names in torch.distributed.checkpoint's format.
+
+    They can be read with `torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=folder)`.
+
+    Args:
+        named: Pairs of (name, tensor). Tensors that are not in memory yet are assembled. All are in memory at once.
+        folder: Folder to write. It is created if missing.
+
+    Returns:
+        The written files.
+    """
+    tensors = {name: each if isinstance(each, torch.Tensor) else each.whole() for name, each in named}
+    save(tensors, storage_writer=FileSystemWriter(folder, overwrite=True), no_dist=True)
+    return sorted(file for file in folder.iterdir() if file.name == TABLE or file.suffix == ".distcp")
+
+
+def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) for each tensor of a model in a folder, one at a time. Names are those in the model.
+
+    If the state was saved as `{"model": model.state_dict(), ...}` (or under "module", "state_dict" or "app"), only
+    that entry is read. If it was saved as a flat state dict of one model, all tensors are read.
+
+    Args:
+        folder: Folder in torch.distributed.checkpoint's format.
+
+    Raises:
+        CheckpointError: If the folder cannot be read, or if it has several entries and none is a model.
+    """
+    reader = _SafeReader(folder)
+    table = reader.read_metadata()
+    shapes = {name: each for name, each in table.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
+    for key, name in _map_model_names(shapes, table.planner_data or {}).items():
+        part = {key: torch.empty(shapes[key].size, dtype=shapes[key].properties.dtype)}
+        try:
+            load(part, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
+        except Exception as error:
+            raise CheckpointError(f"{key} in {folder} cannot be read: {type(error).__name__}: {error}") from error
+        yield name, part[key]
+
+
+def _map_model_names(keys: Iterable[str], paths: dict[str, Any]) -> dict[str, str]:
+    """Return, for each tensor name in the folder, the tensor's name in the model."""
+    found = {key: tuple(map(str, paths.get(key, (key,)))) for key in keys}
+    if all(len(path) == 1 for path in found.values()):
+        return {key: key for key in found}
+    for word in _OF_MODELS:
+        inside = {key: path[1:] for key, path in found.items() if path[0] == word and len(path) > 1}
+        # A `Stateful` of torch's tutorials is {"app": {"model": ..., "optim": ...}}.
+        nested = {key: path[1:] for key, path in inside.items() if path[0] == "model" and len(path) > 1}
+        if inside:
+            return {key: ".".join(path) for key, path in (nested or inside).items()}
+    parts = sorted({path[0] for path in found.values()})
+    raise CheckpointError(
+        f"none of the parts {join_names(parts, 5)} is a model; expected one of {', '.join(_OF_MODELS)}"
+    )

@@ -1,0 +1,257 @@
+"""Find and read checkpoints on all ranks together, and copy them to machines whose disks lack them.
+
+A machine with an empty disk, for example a replacement for a lost one, receives the checkpoint from a machine that
+has it. The files are sent in blocks of 16 MiB, flushed to the disk, committed as in a save, and verified.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from headway.common.garbage import pause_garbage_collection
+from headway.core.checkpoint import folders
+from headway.core.checkpoint.format.manifest import Manifest, read_manifest
+from headway.core.checkpoint.format.values import set_saved_strides
+from headway.core.checkpoint.loading.compiled_names import rename_compiled
+from headway.core.checkpoint.loading.files import TargetLayout, read_state, verify_checkpoint
+from headway.core.checkpoint.loading.reading import verify_share
+from headway.core.checkpoint.state import CollectedState
+from headway.core.checkpoint.stores.disk import write_forced
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.process import ProcessRuntime
+from headway.errors import CheckpointDamaged, CheckpointError
+
+_PIECE = 16 * 2**20
+
+
+def copy_to_machines(
+    folder: Path,
+    holders: Sequence[bool],
+    is_lead: bool,
+    collectives: Collectives,
+    files: Sequence[Collection[str]] | None = None,
+) -> None:
+    """Copy a checkpoint, or some of its files, to the machines that lack it. Every rank must call it.
+
+    Args:
+        folder: Folder of the checkpoint on this rank's disk.
+        holders: For each rank, whether its disk has the checkpoint.
+        is_lead: Whether this rank writes the received files to its machine's disk.
+        collectives: Collectives over all ranks.
+        files: For each rank, the checkpoint's files on its disk. Default: None, each disk that has the checkpoint has
+            all its files.
+
+    Raises:
+        CheckpointError: On every rank, if any rank fails to read or to write.
+    """
+    source = holders.index(True)
+    is_source = collectives.rank == source
+    manifest: Manifest = collectives.broadcast_object(read_manifest(folder) if is_source else None, source)
+    nonce = collectives.broadcast_object(secrets.token_hex(8), source)
+    staging = folders.find_store(folder).staging(nonce)
+    held_files = [set(files[rank] if files else manifest.files) if has else set() for rank, has in enumerate(holders)]
+    own = held_files[collectives.rank]
+    is_receiver = is_lead and not (holders[collectives.rank] and own >= manifest.files.keys())
+    failures: list[str] = []
+
+    def attempt(act: Callable[..., Any], *given: Any) -> Any:
+        """Call a function with the given arguments, unless an earlier step has failed. Record its error."""
+        try:
+            return None if failures else act(*given)
+        except (OSError, CheckpointError) as error:
+            failures.append(f"{type(error).__name__}: {error}")
+            return None
+
+    for name in own if is_receiver else ():
+        attempt(_link, folder / name, staging / name)
+    for name, written in manifest.files.items():
+        has = [name in each for each in held_files]
+        if all(has):
+            continue
+        source = has.index(True)
+        is_source = collectives.rank == source
+        pieces = _pieces(folder / name)
+        for start in range(0, max(1, written.num_bytes), _PIECE):
+            piece = collectives.broadcast_object(attempt(next, pieces, b"") or b"" if is_source else b"", source)
+            if is_receiver and name not in own:
+                attempt(_append, staging / name, piece, start == 0)
+    if is_receiver:
+        attempt(_commit_received, staging, folder, manifest)
+        shutil.rmtree(staging, ignore_errors=True)
+    errors_of_ranks = collectives.gather_objects(next(iter(failures), None))
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors_of_ranks) if text is not None]
+    if failed:
+        raise CheckpointError(f"{folder} could not be handed on to a machine without it: " + "; ".join(failed))
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            yield piece
+
+
+def _link(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.link(source, target)
+
+
+def _append(path: Path, piece: bytes, is_first: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_forced(path, piece, "wb" if is_first else "ab")
+
+
+def _commit_received(staging: Path, folder: Path, manifest: Manifest) -> None:
+    """Commit the received files as a checkpoint, then compare every byte with the hashes."""
+    staging.mkdir(parents=True, exist_ok=True)  # missing if no file was sent
+    folders.commit_checkpoint(staging, folder, manifest)
+    verify_checkpoint(folder)
+
+
+class CheckpointReader:
+    """Finds, verifies and reads checkpoints for one Accelerator, on all ranks together.
+
+    Args:
+        runtime: Runtime of this process.
+        collectives: Collectives over all ranks.
+    """
+
+    def __init__(self, runtime: ProcessRuntime, collectives: Collectives) -> None:
+        self._runtime = runtime
+        self._collectives = collectives
+        self._verified: tuple[Path, str] | None = None
+        self._damaged: dict[str, str] = {}
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the numbers that the ranks pass. Every rank must call it.
+
+        Ranks pass different checkpoint numbers if their machines hold different checkpoints.
+        """
+        return int(self._collectives.reduce_numbers([number], "max")[0])
+
+    def find_first_valid(self, parent: Path, candidates: Sequence[Path]) -> tuple[Path | None, list[str]]:
+        """Return the first candidate that passes verification on every machine. Every rank must call it.
+
+        The checkpoint is then copied to machines whose disks have none of the candidates.
+
+        Args:
+            parent: Folder that holds the checkpoints.
+            candidates: Checkpoints on this rank's disk, in order of preference.
+
+        Returns:
+            Pair of (folder of the checkpoint or None, one message for each candidate that failed verification).
+
+        Raises:
+            CheckpointError: On every rank, if the checkpoint could not be copied to a machine that lacks it.
+        """
+        reasons: list[str] = []
+        everywhere = self._gather_held_checkpoints(candidates)
+        holders = [bool(each) for each in everywhere]
+        for name, _ in _list_common([each for each in everywhere if each]):
+            problem = self._agree_on_problem(parent / name, holders[self._runtime.rank], all(holders))
+            if problem is None:
+                if not all(holders):
+                    copy_to_machines(parent / name, holders, self._runtime.local_rank == 0, self._collectives)
+                return parent / name, reasons
+            reasons.append(problem)
+        return None, reasons
+
+    def _gather_held_checkpoints(self, candidates: Sequence[Path]) -> list[list[tuple[str, str]]]:
+        """Return the candidates on the disks of all ranks, in order of preference. Every rank must call it.
+
+        Returns:
+            For each rank, pairs of (name, manifest hash).
+        """
+        own: list[tuple[str, str]] = []
+        for folder in candidates:
+            try:
+                own.append((folder.name, read_manifest(folder).sha256))
+            except CheckpointError as error:
+                own.append((folder.name, f"damaged: {error}"))
+        return self._collectives.gather_objects(own)
+
+    def _agree_on_problem(self, folder: Path, is_held: bool, is_everywhere: bool) -> str | None:
+        """Return the reason why a checkpoint fails verification, or None. All ranks return the same text.
+
+        One rank per machine reads all files. If the checkpoint has sharded tensors and is on all disks, each rank
+        reads some of the files instead.
+
+        Args:
+            folder: Folder of the checkpoint.
+            is_held: Whether this rank's disk has the checkpoint.
+            is_everywhere: Whether the disks of all ranks have it.
+        """
+        problem: str | None = None
+        try:
+            manifest = read_manifest(folder) if is_held else None
+            if manifest is not None and manifest.sha256 in self._damaged:
+                raise CheckpointError(self._damaged[manifest.sha256])
+            store = folders.find_store(folder)
+            if store.verifies_on_read:
+                problem = store.absent(manifest) if manifest is not None and self._runtime.rank == 0 else None
+                manifest = None
+            is_shared = manifest is not None and any(len(each.chunks) > 1 for each in manifest.tensors.values())
+            if manifest is not None and is_shared and is_everywhere:
+                # Copies on other machines are verified when each rank reads its part of them.
+                verify_share(folder, manifest, self._runtime.rank, self._collectives.world_size)
+            elif manifest is not None and self._runtime.local_rank == 0:
+                self._verified = folder, verify_checkpoint(folder, manifest).sha256
+        except CheckpointError as error:
+            problem = str(error)
+        found = [text for text in self._collectives.gather_objects(problem) if text is not None]
+        return found[0] if found else None
+
+    @pause_garbage_collection()
+    def read(self, path: Path, placing: TargetLayout | None = None) -> tuple[Manifest, CollectedState]:
+        """Return a checkpoint's manifest and state, verified against the hashes. Weights are views of its files.
+
+        Args:
+            path: Folder of the checkpoint.
+            placing: Layout of this run. Of sharded tensors, each rank reads only its shards. Default: None, nothing is
+                sharded.
+
+        Raises:
+            CheckpointError: On every rank, if any rank cannot find or read the checkpoint.
+            CheckpointDamaged: On every rank, if the checkpoint is damaged. Later searches for the newest checkpoint
+                skip it.
+        """
+        result: tuple[Manifest, CollectedState] | None = None
+        failure: tuple[str, bool] | None = None
+        sha256 = ""
+        try:
+            folder = folders.find_store(path).locate()
+            manifest = read_manifest(folder)
+            sha256 = manifest.sha256
+            manifest = rename_compiled(manifest)
+            is_known, self._verified = self._verified == (folder, sha256), None
+            tensors, owned = read_state(folder, manifest, self._runtime.local_rank == 0 and not is_known, placing)
+            set_saved_strides(manifest.state, tensors)
+            result = manifest, CollectedState(tensors, dict(manifest.aliases), dict(manifest.state), owned)
+        except CheckpointError as error:
+            failure = str(error), isinstance(error, CheckpointDamaged)
+        outcomes = self._collectives.gather_objects((failure, sha256))
+        failures = [each for each, _ in outcomes if each is not None]
+        text = "; ".join(sorted({text for text, _ in failures}))
+        if failures and all(is_damage for _, is_damage in failures):
+            self._damaged |= {own: text for each, own in outcomes if each is not None}
+            raise CheckpointDamaged(text)
+        if failures:
+            raise CheckpointError(text)
+        if len({own for _, own in outcomes}) > 1:
+            raise CheckpointError(f"{path} is not the same checkpoint on every rank (manifest hashes differ)")
+        assert result is not None
+        return result
+
+
+def _list_common(everywhere: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, str]]:
+    """Return the checkpoints that all disks have, in the first disk's order.
+
+    Damaged checkpoints are included, so that they are reported.
+
+    Args:
+        everywhere: For each disk, pairs of (name, manifest hash).
+    """
+    first = everywhere[0] if everywhere else ()
+    return [pair for pair in first if all(pair in each or pair[1].startswith("damaged") for each in everywhere)]

@@ -1,0 +1,285 @@
+"""Read a checkpoint's files on several threads, and compare each piece with its hash.
+
+A piece is the part of a file that one hash covers. Each piece is hashed while it is in the processor's cache. Files are
+read, not mapped. A bad sector in a mapped file would kill the process, while a read raises an error.
+"""
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import xxhash
+
+from headway.common.untrusted import open_regular_file
+from headway.core.checkpoint.format.manifest import TITLE, Manifest, WrittenFile
+from headway.core.checkpoint.format.tensors import check_spec
+from headway.core.checkpoint.stores.threads import run_in_order
+from headway.core.weights.shards import StoredPlaces, find_dtype, read_header
+from headway.errors import CheckpointDamaged, CheckpointError
+
+_BLOCK = 1024 * 1024
+"""Bytes per read. A block of this size stays in the processor's cache until it is hashed."""
+
+_MAX_READERS = 8
+
+
+@dataclass(frozen=True)
+class ReadBuffer:
+    """Memory into which a range of a file is read.
+
+    Attributes:
+        start: Offset in the file at which the range begins.
+        memory: Memory to fill.
+    """
+
+    start: int
+    memory: memoryview
+
+
+def read_files(
+    folder: Path,
+    files: Sequence[WrittenFile],
+    places: Mapping[str, Sequence[ReadBuffer]] | None = None,
+    is_verified: bool = True,
+) -> None:
+    """Read entire files and compare every byte with the hashes. Takes 1 MiB of memory per thread.
+
+    Args:
+        folder: Folder of the files.
+        files: Files to read, with their hashes.
+        places: Buffers to fill, by file name, ordered by offset. Default: None, the bytes are not kept.
+        is_verified: Whether to compare the bytes with the hashes. False: only files with buffers are read. Default:
+            True.
+
+    Raises:
+        CheckpointError: If a file differs from its entry. The message contains the first such file.
+    """
+    wanted = [written for written in files if is_verified or written.name in (places or {})]
+    for written in wanted:
+        check_file(folder / written.name, written)
+    _read_pieces(folder, [(written, written.pieces()) for written in wanted], places, is_verified)
+
+
+def verify_ranges(folder: Path, manifest: Manifest, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+    """Verify the hashes of all pieces of files that contain the given byte ranges.
+
+    A piece is the part of a file that one hash covers. Other pieces are not read.
+
+    Args:
+        folder: Folder of the checkpoint.
+        manifest: Manifest with the hashes.
+        ranges: Byte ranges by file, as pairs of (begin, end).
+
+    Raises:
+        CheckpointError: If a file differs from the manifest. The message contains the first such file.
+    """
+    wanted = [
+        (manifest.files[file], [piece for piece in manifest.files[file].pieces() if _meets(piece, found)])
+        for file, found in sorted(ranges.items())
+    ]
+    for written, _ in wanted:
+        check_file(folder / written.name, written)
+    _read_pieces(folder, wanted)
+
+
+def verify_share(folder: Path, manifest: Manifest, index: int, count: int) -> None:
+    """Verify a fraction of a checkpoint's hashes, so that several callers can divide the work.
+
+    Each hash covers a piece of a file. The caller with a given `index` verifies every `count`-th piece.
+
+    Args:
+        folder: Folder of the checkpoint.
+        manifest: Manifest with the hashes.
+        index: Index of the caller, from 0.
+        count: Number of callers among which all pieces are divided.
+
+    Raises:
+        CheckpointError: If a file differs from the manifest. The message contains the first such file.
+    """
+    every = [(written, piece) for written in manifest.files.values() for piece in written.pieces()]
+    share = every[index::count]
+    for written in dict.fromkeys(written for written, _ in share):
+        check_file(folder / written.name, written)
+    _read_pieces(folder, [(written, [piece]) for written, piece in share])
+
+
+def _read_pieces(
+    folder: Path,
+    wanted: Sequence[tuple[WrittenFile, Sequence[tuple[int, int, str]]]],
+    places: Mapping[str, Sequence[ReadBuffer]] | None = None,
+    is_verified: bool = True,
+) -> None:
+    """Read pieces of files on several threads. The lengths of the files must have been checked.
+
+    Args:
+        folder: Folder of the files.
+        wanted: Pairs of (file, pieces to read). A piece is a triple of (offset, length, hash).
+        places: Buffers to fill, by file name, ordered by offset. Default: None, the bytes are not kept.
+        is_verified: Whether to compare each piece with its hash. Default: True.
+    """
+    # In order, so that the error always names the first bad file.
+    tasks = (
+        partial(_read_piece, folder / written.name, written, piece, (places or {}).get(written.name, ()), is_verified)
+        for written, pieces in wanted
+        for piece in pieces
+    )
+    run_in_order(tasks, max(1, min(_MAX_READERS, os.cpu_count() or 1)))
+
+
+def _meets(piece: tuple[int, int, str], ranges: Sequence[tuple[int, int]]) -> bool:
+    start, length, _ = piece
+    return any(begin < start + max(1, length) and end > start for begin, end in ranges)
+
+
+def check_file(path: Path, written: WrittenFile) -> None:
+    """Raise `CheckpointError` unless the path is a regular file of the length that was written.
+
+    Raises:
+        CheckpointError: If the path is not a regular file, or has another length.
+    """
+    with open_regular_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    if size != written.num_bytes:
+        raise CheckpointError(
+            f"{path} has {size} bytes; {written.num_bytes} were written. It is truncated, or another file"
+        )
+
+
+def _read_piece(
+    path: Path, written: WrittenFile, piece: tuple[int, int, str], places: Sequence[ReadBuffer], is_verified: bool
+) -> None:
+    start, length, wanted = piece
+    digest = xxhash.xxh3_128()
+    try:
+        with open_regular_file(path) as file:
+            for offset, view in _iterate_targets(start, start + length, places):
+                if os.preadv(file.fileno(), [view], offset) != len(view):
+                    raise CheckpointError(f"{path} became shorter while it was read")
+                if is_verified:
+                    digest.update(view)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if is_verified and digest.hexdigest() != wanted:
+        raise CheckpointDamaged(
+            f"{path} is damaged: its bytes {start:,} to {start + length:,} are not those written ({TITLE} differs)"
+        )
+
+
+def _iterate_targets(start: int, end: int, places: Sequence[ReadBuffer]) -> Iterator[tuple[int, memoryview]]:
+    """Yield the memory into which to read a range of a file, block by block.
+
+    The memory is part of a buffer if one covers the offset. Otherwise it is a scratch block that is reused.
+
+    Args:
+        start: Offset in the file at which the range begins.
+        end: Offset at which the range ends.
+        places: Buffers of the file, ordered by offset.
+
+    Yields:
+        Pairs of (offset in the file, memory).
+    """
+    spare = memoryview(bytearray(_BLOCK))
+    # the first buffer that ends after `start`
+    low = bisect_right(places, start, key=lambda place: place.start + len(place.memory))
+    offset = start
+    while offset < end:
+        place = places[low] if low < len(places) else None
+        if place is None or offset < place.start:
+            count = min(_BLOCK, end - offset, _BLOCK if place is None else place.start - offset)
+            yield offset, spare[:count]
+        else:
+            first = offset - place.start
+            count = min(_BLOCK, end - offset, len(place.memory) - first)
+            yield offset, place.memory[first : first + count]
+            low += first + count == len(place.memory)
+        offset += count
+
+
+def read_owned(
+    folder: Path, manifest: Manifest, names: Sequence[str], is_verified: bool, is_part: bool = False
+) -> dict[str, torch.Tensor]:
+    """Read tensors into new memory and return them by name. Each tensor must consist of a single chunk.
+
+    Args:
+        folder: Folder of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        names: Names of the tensors.
+        is_verified: Whether to compare every file of the checkpoint with its hashes first.
+        is_part: Whether to skip files that hold none of the tensors. Default: False.
+
+    Raises:
+        CheckpointError: If a file differs from the manifest, or lacks what the manifest lists.
+    """
+    needed = {chunk.file for name in names for chunk in manifest.tensors[name].chunks}
+    files = [written for written in manifest.files.values() if not is_part or written.name in needed]
+    for written in files:
+        check_file(folder / written.name, written)
+    try:
+        found, places = _allocate(folder, manifest, names)
+    except CheckpointError:
+        if is_verified:  # most likely damage, for which this raises a clearer error
+            read_files(folder, files)
+        raise
+    wanted = [written for written in files if is_verified or written.name in places]
+    _read_pieces(folder, [(written, written.pieces()) for written in wanted], places, is_verified)
+    return found
+
+
+def _allocate(
+    folder: Path, manifest: Manifest, names: Sequence[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, list[ReadBuffer]]]:
+    """Return uninitialized tensors by name, and buffers that are views of their memory, by file name."""
+    found: dict[str, torch.Tensor] = {}
+    places: dict[str, list[ReadBuffer]] = {}
+    headers: dict[str, StoredPlaces] = {}
+    paths: dict[str, Path] = {}
+    for name in names:
+        entry = manifest.tensors[name]
+        chunk = entry.chunks[0]
+        if chunk.file not in headers:
+            paths[chunk.file] = folder / chunk.file
+            headers[chunk.file] = read_file_header(paths[chunk.file])
+        dtype = find_dtype(entry.dtype)
+        start = find_tensor_offset(headers[chunk.file], paths[chunk.file], chunk.key, dtype, entry.shape)
+        tensor = found[name] = torch.empty(entry.shape, dtype=dtype)
+        if tensor.numel():
+            flat = tensor.reshape(-1).view(torch.uint8)
+            places.setdefault(chunk.file, []).append(ReadBuffer(start, memoryview(flat.numpy())))  # type: ignore[arg-type]
+    for each in places.values():
+        each.sort(key=lambda place: place.start)
+    return found, places
+
+
+def read_file_header(path: Path) -> StoredPlaces:
+    """Return the dtype, shape and offset of each tensor in a file, from its safetensors header.
+
+    Raises:
+        CheckpointError: If the file breaks a rule of the format, or cannot be read.
+    """
+    with open_regular_file(path) as file:
+        try:
+            return read_header(file, path)[0]
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def find_tensor_offset(header: StoredPlaces, path: Path, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Return the file offset of a tensor's values, after comparing its dtype and shape with the manifest's.
+
+    Args:
+        header: Header of the file.
+        path: Path of the file, for messages.
+        key: Key of the tensor in the file.
+        dtype: Dtype in the manifest.
+        shape: Shape in the manifest.
+
+    Raises:
+        CheckpointError: If the file lacks the tensor, or its dtype or shape differs.
+    """
+    spec, start = header.get(key, (None, 0))
+    check_spec(spec, dtype, shape, path, key)
+    return start

@@ -1,0 +1,598 @@
+"""Restore objects from a saved state, all or nothing: everything is checked before anything is changed.
+
+Steps that run the user's code may still fail. They run first, each with an undo step. Weights are copied last, because
+they have been checked completely, and undoing the copy would need a second copy of all weights.
+
+Before a load, `find_misfits` compares a model's saved tensors with its own, and `describe_casts` lists the dtypes that
+will be cast. After a failure, changes are undone in reverse order, and each undo step runs even if another fails.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+
+from headway.common.garbage import pause_garbage_collection
+from headway.core.checkpoint.format.tensors import copy_tensor, get_saved_stride, is_dense, is_uninitialized, set_stride
+from headway.core.checkpoint.format.text import to_logical_name
+from headway.core.checkpoint.format.values import decode_value, encode_value, map_items
+from headway.core.checkpoint.loading.device_copies import copy_pairs, move_state
+from headway.core.checkpoint.loading.files import iterate_pairs
+from headway.core.checkpoint.state import (
+    CollectedState,
+    StatefulObjects,
+    decode_optimizer,
+    find_optimizer_misfits,
+    has_torch_form,
+    is_extra,
+    is_weight,
+    list_devices,
+    load_optimizer,
+    map_parameter_names,
+    undo_optimizer,
+)
+from headway.core.training.prepared.optimizer import find_low_bit_extension
+from headway.core.weights.compiled import get_bare_submodule
+from headway.core.weights.pieces import get_local_part, is_dtensor
+from headway.core.weights.shards import get_dtype_name, get_raw_bytes, is_bit_identical, view_as_bits
+from headway.errors import CheckpointError
+
+
+class LoadRollback:
+    """Undo steps for the changes that a load has made so far."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[str, Callable[[], Any]]] = []
+
+    def add(self, what: str, back: Callable[[], Any]) -> None:
+        """Add an undo step. It must be called before the change is made.
+
+        Args:
+            what: Name of the object that will be changed, for messages.
+            back: Function that undoes the change.
+        """
+        self._steps.append((what, back))
+
+    def run(self) -> list[str]:
+        """Run all undo steps, last first, and return one message for each that failed."""
+        problems = []
+        while self._steps:
+            what, back = self._steps.pop()
+            try:
+                back()
+            except Exception as error:  # the other steps must run too
+                problems.append(f"{what} ({type(error).__name__}: {error})")
+        return problems
+
+
+def copy_state(state: Any) -> Callable[[], Any]:
+    """Copy a state, and return a function that rebuilds it. Later changes of the original do not affect the copy.
+
+    Tensors are copied to host memory.
+    """
+    kept = _keep(state)
+    return lambda: _back(kept)
+
+
+def is_same_state(one: Any, other: Any) -> bool:
+    """Whether two states have bit-identical values. False if a state contains a value that a checkpoint cannot hold."""
+    encoded = []
+    for state in (one, other):
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            encoded.append((encode_value(state, "", tensors), tensors))
+        except CheckpointError:
+            return False
+    (first, mine), (second, theirs) = encoded
+    return bool(first == second) and all(
+        tensor.dtype == theirs[name].dtype
+        and torch.equal(get_raw_bytes(get_local_part(tensor)), get_raw_bytes(get_local_part(theirs[name])))
+        for name, tensor in mine.items()
+    )
+
+
+class _TensorValue:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._device = tensor.device
+        self._needs_grad = tensor.requires_grad and tensor.is_leaf
+        self._is_parameter = isinstance(tensor, torch.nn.Parameter)
+        plain = view_as_bits(tensor.detach())
+        self._stride = get_saved_stride(tensor)
+        self._dtype = tensor.dtype
+        self._copy = plain.clone() if tensor.device.type == "cpu" else plain.cpu()
+
+    def back(self) -> torch.Tensor:
+        tensor = self._copy.to(self._device).view(self._dtype)
+        if self._stride is not None:
+            tensor = set_stride(tensor, self._stride)
+        if self._is_parameter:
+            return torch.nn.Parameter(tensor, self._needs_grad)
+        return tensor.requires_grad_() if self._needs_grad else tensor
+
+
+def _keep(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.Tensor):
+        if is_dtensor(value):
+            return value.detach().clone()
+        return _TensorValue(value) if is_dense(value) and not value.is_meta else value
+    if isinstance(value, numpy.ndarray):
+        return value.copy()
+    return map_items(_keep, value)
+
+
+def _back(value: Any) -> Any:
+    return value.back() if isinstance(value, _TensorValue) else map_items(_back, value)
+
+
+def _collect_own_tensors(own: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {to_logical_name(prefix + name): value for name, value in own.items() if is_weight(name, value)}
+
+
+def collect_saved_tensors(found: CollectedState, prefix: str) -> dict[str, Any]:
+    """Return a model's saved weights by logical name. Tied weights occur under each of their names.
+
+    Args:
+        found: Saved state.
+        prefix: Prefix of the model's logical names, such as `model/0/`.
+    """
+    saved = {name: tensor for name, tensor in found.tensors.items() if name.startswith(prefix)}
+    for name, target in found.aliases.items():
+        if name.startswith(prefix) and target in found.tensors:
+            saved[name] = found.tensors[target]
+    return {name: tensor for name, tensor in saved.items() if not is_extra(name)}
+
+
+@dataclass(frozen=True)
+class ModelMatch:
+    """A model's own weights, paired with the weights that a checkpoint has for it.
+
+    Attributes:
+        index: Index of the model.
+        model: Model without wrappers.
+        exported: Values of the model's state dict, by name.
+        own: The model's own weights by logical name, such as `model/0/` plus the name in the model.
+        saved: Saved weights by logical name. Tied weights occur under each of their names.
+    """
+
+    index: int
+    model: torch.nn.Module
+    exported: dict[str, Any]
+    own: dict[str, Any]
+    saved: dict[str, Any]
+
+
+def match_models(parts: StatefulObjects, found: CollectedState) -> list[ModelMatch]:
+    """Return the models to load, each paired with its saved weights. The state dict of each model is exported once.
+
+    Args:
+        parts: Objects that should load the state.
+        found: Saved state.
+    """
+    matches = []
+    for index, model in parts.list_chosen():
+        prefix, exported = f"model/{index}/", dict(parts.export(model))
+        matches.append(
+            ModelMatch(
+                index,
+                model,
+                exported,
+                own=_collect_own_tensors(exported, prefix),
+                saved=collect_saved_tensors(found, prefix),
+            )
+        )
+    return matches
+
+
+def find_model_misfits(match: ModelMatch, found: CollectedState) -> list[str]:
+    """Return one message for each saved tensor of a model that does not fit the model's own tensor. Nothing is changed.
+
+    Args:
+        match: The model's own and saved weights.
+        found: Saved state.
+
+    Raises:
+        CheckpointError: If the saved extra state cannot be decoded.
+    """
+    prefix = f"model/{match.index}/"
+    saved, mine = match.saved, match.own
+    problems = []
+    for name in mine.keys() - saved.keys():
+        near = get_close_matches(name, saved.keys() - mine.keys(), 1)
+        problems.append(
+            f"{name} is not in the checkpoint" + (f"; it has {near[0].removeprefix(prefix)}" if near else "")
+        )
+    problems += [f"{name} is in the checkpoint, the model has none" for name in saved.keys() - mine.keys()]
+    for name in mine.keys() & saved.keys():
+        problem = find_misfit(mine[name], saved[name])
+        if problem is not None:
+            problems.append(f"{name} {problem}")
+    return sorted(problems + _find_extra_misfits(match.model, match.exported, found, match.index))
+
+
+def find_misfit(own: Any, saved: Any) -> str | None:
+    """Return the reason why saved values cannot be copied into a model's own tensor, or None if they can.
+
+    The shapes of the full tensors are compared. Of a sharded tensor, only the values of this rank's shard are checked.
+
+    Args:
+        own: Tensor or shard of the model.
+        saved: Saved tensor, in memory or in files.
+    """
+    here = get_local_part(own)
+    if is_uninitialized(here):
+        return "has no shape yet (of a lazy module): run one forward before the load"
+    if tuple(own.shape) != tuple(saved.shape):
+        return f"has the shape {tuple(own.shape)}, the checkpoint's {tuple(saved.shape)}"
+    if here.is_meta:
+        return "lies on the meta device, which has no memory: let the model be made before the load"
+    if here.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made in torch.inference_mode(), and cannot be changed: make the model outside of it"
+    return next(
+        (problem for pair in iterate_pairs(own, saved) if (problem := _find_part_misfit(*pair)) is not None), None
+    )
+
+
+def _find_part_misfit(own: torch.Tensor, saved: torch.Tensor) -> str | None:
+    problem = None if own.dtype == saved.dtype else _find_cast_problem(own.dtype, saved)
+    if problem is not None:
+        return problem
+    narrow, value = _remove_repeats(own, saved)
+    if value is None or not _fits_overlaps(narrow, value):
+        return "has elements that share memory (as expand() makes them), and other values were saved for them"
+    return None
+
+
+def _find_cast_problem(dtype: torch.dtype, saved: torch.Tensor) -> str | None:
+    """Return the reason why saved values cannot be cast to another dtype, or None if they can.
+
+    They cannot if the cast would change the kind of number, such as float to integer, or if a value is out of range.
+    """
+    message = f"is of {dtype}, the checkpoint's of {saved.dtype}"
+    is_castable = view_as_bits(saved) is saved and view_as_bits(torch.empty(0, dtype=dtype)).dtype == dtype
+    if not is_castable or not torch.can_cast(saved.dtype, dtype) or dtype is torch.bool:
+        return message
+    cast = saved.to(dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        # Compared in float32 at the least: small formats have no isfinite.
+        is_lost = bool((_wide(saved).isfinite() & ~_wide(cast).isfinite()).any())
+    else:
+        is_lost = not torch.equal(cast.to(saved.dtype), saved) or bool(((cast < 0) != (saved < 0)).any())
+    return f"{message}, and holds values that are too large for it" if is_lost else None
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    is_small = tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4
+    return tensor.float() if is_small else tensor
+
+
+def _remove_repeats(own: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Reduce the repeated dims (stride 0) of an expanded tensor to size 1, and the saved values to the same shape.
+
+    Args:
+        own: Tensor, as `expand` may have made it.
+        saved: Saved values of the tensor's shape.
+
+    Returns:
+        Pair of (reduced tensor, reduced saved values). The values are None if they differ along a repeated dim.
+    """
+    value = saved
+    for dim, (size, stride) in enumerate(zip(own.shape, own.stride())):
+        if stride == 0 and size > 1:
+            own, first = own.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+            if not is_bit_identical(first.expand_as(value), value):
+                return own, None
+            value = first
+    return own, value
+
+
+def _fits_overlaps(own: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a tensor can hold given values although several of its elements may share an address.
+
+    It can if the values of all elements that share an address are equal.
+    """
+    if not own.numel() or own.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(own):
+        return True
+    like = view_as_bits(torch.empty_strided(own.shape, own.stride(), dtype=value.dtype))
+    return is_bit_identical(like.copy_(view_as_bits(value)), value)
+
+
+def copy_saved_values(own: torch.Tensor, saved: torch.Tensor) -> None:
+    """Copy saved values into a model's own tensor, whose elements may share memory.
+
+    Call it only if `find_misfit` has returned None for the two tensors.
+
+    Args:
+        own: Tensor of the model.
+        saved: Saved values.
+    """
+    narrow, value = _remove_repeats(own, saved)
+    assert value is not None  # otherwise find_misfits() has refused it
+    if narrow.dtype == value.dtype:
+        narrow, value = view_as_bits(narrow), view_as_bits(value)
+    narrow.copy_(value)
+
+
+# -------------------------------------------------------------------- extra state; sparse and quantized tensors
+
+
+def _collect_parts(own: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
+    """Return a model's own tensors that are not dense, by logical name without the prefix of the model.
+
+    Args:
+        own: The model's exported state, by name.
+        prefix: Prefix of the model, such as `model/0/`.
+    """
+    return {
+        to_logical_name(prefix + name).removeprefix(prefix): value
+        for name, value in own.items()
+        if isinstance(value, torch.Tensor) and not is_dense(value) and not is_extra(name)
+    }
+
+
+def decode_extras(found: CollectedState, index: int, source: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return a model's saved values that are not weights (extra state, sparse and quantized tensors), by name.
+
+    Args:
+        found: Saved state.
+        index: Index of the model.
+        source: Saved tensors by logical name, or copies of them that a model may keep.
+
+    Raises:
+        CheckpointError: If a value cannot be decoded.
+    """
+    prefix = f"model/{index}/"
+    values = {name.removeprefix(prefix): source[name] for name in source if name.startswith(prefix) and is_extra(name)}
+    return values | {name: decode_value(value, source) for name, value in found.state["extra"][index].items()}
+
+
+def _find_extra_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: CollectedState, index: int) -> list[str]:
+    prefix = f"model/{index}/"
+    saved, mine = decode_extras(found, index, found.tensors), _collect_parts(own, prefix)
+    names = {to_logical_name(prefix + name).removeprefix(prefix): name for name in own}
+    problems = []
+    for name, tensor in mine.items():
+        value = saved.get(name)
+        if _find_holder(model, names[name]) is None:
+            problems.append(f"{prefix}{name} is a {_described(tensor)} that the model keeps under another name")
+        elif not isinstance(value, torch.Tensor):
+            problems.append(f"{prefix}{name} is not in the checkpoint")
+        elif _described(value) != _described(tensor):
+            problems.append(f"{prefix}{name} is {_described(tensor)}, the checkpoint's {_described(value)}")
+    extras = {to_logical_name(prefix + name).removeprefix(prefix) for name in own if is_extra(name)}
+    lost = saved.keys() - mine.keys() - extras
+    return problems + [f"{prefix}{name} is in the checkpoint, the model has none" for name in lost]
+
+
+def _described(tensor: torch.Tensor) -> str:
+    kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+    scheme = f", {tensor.qscheme()}" if tensor.is_quantized else ""
+    return f"{kind} of {tensor.dtype} and {tuple(tensor.shape)}{scheme}"
+
+
+def load_extras(
+    own: Mapping[str, Any], values: Mapping[str, Any], model: torch.nn.Module, index: int, undo: LoadRollback
+) -> None:
+    """Load a model's extra state and its sparse and quantized tensors. Loading extra state runs the user's code.
+
+    Args:
+        own: The model's exported state, by name.
+        values: Values that `decode_extras` returned.
+        model: Model without wrappers, which is changed.
+        index: Index of the model.
+        undo: Rollback to which an undo step is added before each change.
+    """
+    prefix = f"model/{index}/"
+    for name in own:
+        key = to_logical_name(prefix + name).removeprefix(prefix)
+        if key not in values:
+            continue
+        if is_extra(name):
+            owner: Any = get_bare_submodule(model, name.rpartition(".")[0])
+            before = copy_state(own[name])
+            undo.add(prefix + key, lambda owner=owner, before=before: owner.set_extra_state(before()))  # type: ignore[misc]
+            owner.set_extra_state(values[key])
+        else:
+            _replace_tensor(model, name, values[key], prefix + key, undo)
+
+
+def _find_holder(model: torch.nn.Module, name: str) -> dict[str, Any] | None:
+    """Return the dict of parameters or buffers that contains a tensor. None if the model has no tensor of this name."""
+    path, _, last = name.rpartition(".")
+    try:
+        owner = get_bare_submodule(model, path)
+    except AttributeError:
+        return None
+    return next((held for held in (owner._parameters, owner._buffers) if held.get(last) is not None), None)
+
+
+def _replace_tensor(
+    model: torch.nn.Module, name: str, value: torch.Tensor, description: str, undo: LoadRollback
+) -> None:
+    """Replace a sparse or quantized tensor of a model by a saved one.
+
+    The tensor cannot be changed in place, because the saved values may need a different amount of memory.
+    """
+    tensors, last = _find_holder(model, name), name.rpartition(".")[2]
+    assert tensors is not None  # otherwise find_misfits() has refused it
+    old = tensors[last]
+    if isinstance(old, torch.nn.Parameter):
+        undo.add(description, partial(setattr, old, "data", old.data))
+        old.data = value.to(old.device)
+    else:
+        undo.add(description, partial(tensors.__setitem__, last, old))
+        tensors[last] = value.to(old.device)
+
+
+def find_misfits(
+    parts: StatefulObjects, found: CollectedState, matches: Sequence[ModelMatch] | None = None
+) -> list[str]:
+    """Return one message for each reason why a saved state does not fit the objects that should load it.
+
+    Nothing is changed. The saved state must have been checked by `resume.saved`, so that it has one list for each
+    kind of object.
+
+    Args:
+        parts: Objects that should load the state.
+        found: Saved state.
+        matches: Result of `match_models`. Default: None, `match_models` is called.
+    """
+    problems: list[str] = []
+    count = len(found.state["extra"])
+    if count != len(parts.models):
+        advice = "" if parts.models else ": prepare() comes before"
+        return [f"{count} models were saved, {len(parts.models)} are prepared{advice}"]
+    for match in match_models(parts, found) if matches is None else matches:
+        problems += find_model_misfits(match, found)
+    count = len(found.state["optimizer"])
+    if count != len(parts.optimizers):
+        problems.append(f"{count} optimizers were saved, {len(parts.optimizers)} are prepared")
+    names = map_parameter_names(parts.models)
+    for index, (optimizer, entry) in enumerate(zip(parts.optimizers, found.state["optimizer"])):
+        problems += find_optimizer_misfits(optimizer, names, entry, index)
+    for kind, objects in parts.others.items():
+        count = len(found.state.get(kind, ()))
+        if count != len(objects):
+            problems.append(f"{count} states of kind {kind!r} were saved, there are {len(objects)} such objects now")
+    return problems
+
+
+def describe_casts(matches: Sequence[ModelMatch]) -> list[str]:
+    """Return one message for each kind of dtype cast, such as float32 to bfloat16, that loading the models requires.
+
+    Args:
+        matches: Result of `match_models`, in which `find_misfits` has found no problem.
+    """
+    counted: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+    first: dict[tuple[torch.dtype, torch.dtype], str] = {}
+    for match in matches:
+        for name, own in match.own.items():
+            saved = match.saved[name]
+            if saved.dtype != own.dtype:
+                counted[saved.dtype, own.dtype] += 1
+                first.setdefault((saved.dtype, own.dtype), name)
+    return [
+        f"{first[saved, own]}{f' and {count - 1} more tensors' if count > 1 else ''}: "
+        f"{get_dtype_name(saved)} -> {get_dtype_name(own)}"
+        for (saved, own), count in counted.items()
+    ]
+
+
+class _OwnedTensors(Mapping[str, torch.Tensor]):
+    """Mapping of saved tensors by name, for objects that may keep them.
+
+    Views of mapped files are copied on access, because they are read-only and keep the file open.
+    """
+
+    def __init__(self, found: CollectedState) -> None:
+        self._found = found
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._found.tensors[name]
+        return tensor if name in self._found.owned else copy_tensor(tensor)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found.tensors)
+
+    def __len__(self) -> int:
+        return len(self._found.tensors)
+
+
+@pause_garbage_collection()
+def restore_objects(
+    parts: StatefulObjects,
+    found: CollectedState,
+    more: Callable[[LoadRollback], None] | None = None,
+    agree: Callable[[str | None], Iterable[str]] | None = None,
+) -> None:
+    """Restore the objects from a saved state that fits them.
+
+    Args:
+        parts: Objects to change.
+        found: Saved state. `find_misfits` must have found no problem with it.
+        more: Function that changes all other state that the load restores. It is given the rollback, and adds an undo
+            step before each change. Default: None.
+        agree: Function that sends this rank's failure or None to all ranks, and returns the failures of all ranks.
+            Default: None, there are no other ranks.
+
+    Raises:
+        CheckpointError: If a `load_state_dict` failed on any rank. All changes were undone, or the message names the
+            objects whose changes could not be undone.
+    """
+    undo, failure, cause = LoadRollback(), None, None
+    try:
+        _restore_objects(parts, found, undo)
+        if more is not None:
+            more(undo)
+    except Exception as error:
+        failure, cause = f"{type(error).__name__}: {error}", error
+    except BaseException:
+        undo.run()
+        raise
+    failures = list(agree(failure)) if agree is not None else [failure] if failure else []
+    if failures:
+        left = undo.run()
+        told = f"but this could not be put back, so end the run: {'; '.join(left)}" if left else "nothing was changed"
+        raise CheckpointError(f"a state could not be taken up ({'; '.join(failures)}); {told}") from cause
+    try:
+        # Exported again: loading the other objects may have run code that replaced a model's tensors.
+        with torch.no_grad():
+            matches = match_models(parts, found)
+            own = ((tensor, match.saved[name]) for match in matches for name, tensor in match.own.items())
+            copy_pairs((pair for tensor, saved in own for pair in iterate_pairs(tensor, saved)), copy_saved_values)
+        parts.settle()
+    except Exception as error:
+        raise CheckpointError(
+            f"the weights could not be copied to the end ({type(error).__name__}: {error}): the model is in between, so end the run"
+        ) from error
+
+
+def _restore_objects(parts: StatefulObjects, found: CollectedState, undo: LoadRollback) -> None:
+    tensors, names = _OwnedTensors(found), map_parameter_names(parts.models)
+    others = [
+        (obj, decode_value(value, tensors), f"{kind} {index}")
+        for kind, objects in parts.others.items()
+        for index, (obj, value) in enumerate(zip(objects, found.state[kind]))
+    ]
+    states = [
+        decode_optimizer(optimizer, names, entry, tensors)
+        for optimizer, entry in zip(parts.optimizers, found.state["optimizer"])
+    ]
+    for optimizer, state in zip(parts.optimizers, states):
+        if has_torch_form(optimizer, state) and find_low_bit_extension(optimizer) is None:
+            move_state(state["state"], list_devices(optimizer))
+    extras = [decode_extras(found, index, tensors) for index, _ in parts.list_chosen()]
+    for obj, state, told in others:
+        undo.add(told, partial(restore_object, obj, copy_state(obj.state_dict())))
+        obj.load_state_dict(state)
+    for index, (optimizer, state) in enumerate(zip(parts.optimizers, states)):
+        undo.add(f"optimizer {index}", undo_optimizer(optimizer))
+        if not has_torch_form(optimizer, state):  # the wrapped optimizer is changed in place
+            undo.add(
+                f"what optimizer {index} wraps", partial(restore_object, optimizer, copy_state(optimizer.state_dict()))
+            )
+        load_optimizer(optimizer, state)
+    for (index, model), values in zip(parts.list_chosen(), extras):
+        if values:
+            load_extras(dict(parts.export(model)), values, model, index, undo)
+
+
+def restore_object(obj: Any, before: Callable[[], Any]) -> None:
+    """Load the state that an object had before a failed load.
+
+    Args:
+        obj: Object with `state_dict` and `load_state_dict`.
+        before: Function that returns the former state, from `copy_state`.
+    """
+    try:
+        obj.load_state_dict(before())
+    except Exception:
+        # An object that refuses every state has most likely changed nothing.
+        if not is_same_state(obj.state_dict(), before()):
+            raise

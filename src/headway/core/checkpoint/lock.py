@@ -1,0 +1,189 @@
+"""Lock that lets only one run write to a checkpoint directory, with a record of its owner.
+
+A process that finds a lock asks the kernel whether the owner is alive. This works only if both are on one machine that
+has not been restarted since. Otherwise the process waits to see whether the lock's modification time changes. A living
+owner touches the lock every few seconds. An owner that does not counts as dead. Reading a checkpoint needs no lock.
+
+`stores.folder_lock` implements the lock as a file on a disk. In an object store, the lock is an object that is created
+and changed only by conditional requests (`headway.integrations.object_store.lock`).
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.common.untrusted import escape_text
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+BEAT, SILENCE = 5.0, 30.0
+"""Times in seconds that show whether the owner of a lock is alive.
+
+`BEAT`: time between two touches of a lock by its owner. `SILENCE`: time without a touch, after which the owner
+counts as dead.
+"""
+IN_USE = "is in use by another run"
+TAKEN = "was taken by another run while this one did not respond"
+
+
+@dataclass(frozen=True)
+class LockOwner:
+    """Process that holds the lock of a checkpoint directory.
+
+    Attributes:
+        run: ID of the run. A resumed run keeps it.
+        start: ID of this launch of the run. It is the same on all machines. Each resume has a new one.
+        script: Name of the script that the process runs.
+        host: Host name.
+        machine: Boot ID plus PID namespace, unique per machine; "" if unknown.
+        pid: Process ID in that PID namespace.
+        born: Start time of the process in the kernel's clock ticks.
+        since: UTC time at which the process took the lock.
+    """
+
+    run: str
+    start: str
+    script: str
+    host: str
+    machine: str
+    pid: int
+    born: str
+    since: str
+
+    def __str__(self) -> str:
+        return escape_text(f"run {self.run} ({self.script}, process {self.pid} on {self.host}, since {self.since})")
+
+    @classmethod
+    def describe_this_process(cls, run: str, start: str) -> "LockOwner":
+        """Return a `LockOwner` that describes this process."""
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        script = os.path.basename(sys.argv[0] or "python")
+        return cls(
+            run, start, script, socket.gethostname(), _machine(), os.getpid(), _read_start_time(os.getpid()), now
+        )
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the owner is this process."""
+        here = LockOwner.describe_this_process(self.run, self.start)
+        return (self.host, self.machine, self.pid, self.born) == (here.host, here.machine, here.pid, here.born)
+
+    @property
+    def is_alive(self) -> bool | None:
+        """Whether the owner's process is alive. None if this is unknown, because it may run on another machine.
+
+        If it is unknown, only further touches of the lock show that the owner is alive.
+        """
+        return _read_start_time(self.pid) == self.born if self.machine and self.machine == _machine() else None
+
+
+class PlaceLock(ABC):
+    """Base class of the locks of a checkpoint directory. A lock is a file or an object next to the directory.
+
+    The constructor takes the lock.
+
+    Args:
+        folder: Directory to lock.
+        run: ID of the run, as in `LockOwner`.
+        start: ID of this launch of the run, as in `LockOwner`.
+
+    Raises:
+        CheckpointError: If another run holds the lock.
+    """
+
+    _path: Any
+
+    def __init__(self, folder: Path, run: str, start: str) -> None:
+        self.start = start
+        self._run = run
+        self._folder = folder
+        self._path = folder.with_name(f"{folder.name}.lock")
+        self._pid = os.getpid()
+        self._over = threading.Event()
+        self._take()
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `CheckpointError` if another run has taken the lock.
+
+        Raises:
+            CheckpointError: If another run has taken the lock, because this run did not touch it for too long.
+        """
+
+    def release(self) -> None:
+        """Release the lock, so that other runs can take it. Does nothing in a forked child process."""
+        if os.getpid() == self._pid and not self._over.is_set():
+            self._over.set()
+            self._remove()
+
+    @abstractmethod
+    def _take(self) -> None:
+        """Create the lock file or object if no other run holds it."""
+
+    @abstractmethod
+    def _remove(self) -> None:
+        """Remove the lock file or object if it still belongs to this run."""
+
+    def _is_own(self, text: bytes) -> bool:
+        """Whether a lock's content has the ID of this launch of the run. Any machine of the run may have written it."""
+        holder = read_holder(text)
+        return holder is not None and holder.start == self.start
+
+    def _describe_holder(self, text: bytes, what: str) -> str:
+        holder = read_holder(text)
+        whose = f"its lock file {self._path.name} names nobody ({len(text)} bytes, as after a full disk)"
+        return (
+            f"{self._folder} {what}: {whose if holder is None else holder}. Two runs in one folder would remove and load each "
+            "other's checkpoints; end that one, or give this one another project_dir"
+        )
+
+    def _warn(self, text: bytes) -> None:
+        log.warning("%s; waiting %g s for a sign of life", self._describe_holder(text, "was last used by"), SILENCE)
+
+
+def read_holder(text: bytes) -> LockOwner | None:
+    """Return the owner that is recorded in the content of a lock.
+
+    Return None if the content is incomplete or was not written by Headway.
+    """
+    try:
+        found = dict(json.loads(text))
+        found.pop("beat", None)
+        owner = LockOwner(**found)
+    except (ValueError, TypeError):
+        return None
+    return owner if type(owner.pid) is int else None
+
+
+def is_holder_alive(text: bytes) -> bool | None:
+    """Whether the owner recorded in a lock's content is alive and is not this process.
+
+    None if this is unknown, because the owner may run on another machine or the content is not readable.
+    """
+    holder = read_holder(text)
+    return None if holder is None else holder.is_alive and not holder.is_here
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _read_start_time(pid: int) -> str:
+    """Return the start time of a process in the kernel's clock ticks, or "" if no such process runs."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,1 @@
+"""Saving and resuming the state of a run: which state a checkpoint contains, and how a resumed run continues."""

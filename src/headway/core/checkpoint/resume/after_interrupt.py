@@ -1,0 +1,67 @@
+"""Message that explains how to continue an interrupted run, printed by the launcher or by a run's only process."""
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from headway.common import scope
+from headway.common.tracebacks import ExceptionHook
+from headway.core.runtime import pulse
+from headway.core.runtime.resume_advice import NO_CHECKPOINT, format_resume_advice
+
+
+class SavedPlace(Protocol):
+    """Interface of an object that knows the last checkpoint of a run and how to continue from it."""
+
+    @property
+    def last_folder(self) -> Path | None:
+        """Folder of the last checkpoint that this run saved or loaded, or None."""
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the run names its checkpoints itself, so that `resume("latest")` finds them."""
+
+    @property
+    def resume_method(self) -> str:
+        """Method of the Accelerator that continues from a checkpoint: "resume" or "load_state"."""
+
+
+def explain_interrupts(run: SavedPlace) -> None:
+    """Register a hook that prints how to continue the run if the process ends with an uncaught KeyboardInterrupt.
+
+    Under a launcher, the launcher prints this text instead. It reads the checkpoint from the status files (pulses)
+    of its ranks. The hook has only a weak reference to the run.
+
+    Args:
+        run: Run whose last checkpoint is named in the message.
+    """
+    scope.own(ExceptionHook).add_note(_make_note(weakref.ref(run)))
+    own = pulse.get_own_pulse()
+    if not own.read().resume_advice:  # another Accelerator of this process may have saved
+        own.set_resume_advice(_format_advice(run, None))
+
+
+def publish_checkpoint(run: SavedPlace, folder: str | Path) -> None:
+    """Record in this rank's status file (pulse) that a checkpoint is on the disk. The launcher names it in its message.
+
+    Args:
+        run: Run that has saved the checkpoint.
+        folder: Folder of the checkpoint.
+    """
+    pulse.get_own_pulse().set_resume_advice(_format_advice(run, folder))
+
+
+def _make_note(find: Callable[[], SavedPlace | None]) -> Callable[[BaseException], str]:
+    def note(error: BaseException) -> str:
+        run = find()
+        return _format_advice(run, run.last_folder) if run is not None and isinstance(error, KeyboardInterrupt) else ""
+
+    return note
+
+
+def _format_advice(run: SavedPlace, folder: str | Path | None) -> str:
+    if folder is not None:
+        return format_resume_advice(folder, is_automatic=run.is_automatic, method=run.resume_method)
+    # Programs of other libraries, whose `load_state` this is, may save in ways of their own.
+    return NO_CHECKPOINT if run.resume_method == "resume" else ""

@@ -1,0 +1,282 @@
+"""Collect the state of a run for a checkpoint."""
+
+import secrets
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from headway.core.checkpoint.format.values import encode_value
+from headway.core.checkpoint.resume.batch import GlobalBatch
+from headway.core.checkpoint.resume.comparison import get_layout_sizes, list_schedule_units
+from headway.core.checkpoint.resume.frozen import FrozenParameters
+from headway.core.checkpoint.resume.objects import CheckpointedObjects
+from headway.core.checkpoint.resume.positions import (
+    EvaluationStart,
+    has_changing_state,
+    list_loader_lengths,
+    list_loader_states,
+)
+from headway.core.checkpoint.resume.progress import LoopProgress
+from headway.core.checkpoint.resume.stand_ins import FrozenWeights, LocalState
+from headway.core.checkpoint.state import CollectedState, collect_state, map_parameter_names
+from headway.core.data.loader import PreparedLoader
+from headway.errors import CheckpointError
+from headway.log import get_logger
+from headway.version import __version__
+
+log = get_logger(__name__)
+
+
+class StateCollector:
+    """Collector of the state of a run (models, optimizers, loaders, counters, RNG states) for a checkpoint.
+
+    Args:
+        objects: Objects of the run.
+        progress: Progress of the run's training loop.
+        local: Converter of the state that differs between ranks under local SGD.
+        batch: Global batch of the run.
+        frozen_weights: Replaces frozen weights by digests, if a checkpoint should not hold their values.
+        frozen_parameters: Names of frozen parameters.
+    """
+
+    def __init__(
+        self,
+        objects: CheckpointedObjects,
+        progress: LoopProgress,
+        local: LocalState,
+        batch: GlobalBatch,
+        frozen_weights: FrozenWeights,
+        frozen_parameters: FrozenParameters,
+    ) -> None:
+        self._objects = objects
+        self._run = objects.run
+        self._windows = objects.run.windows
+        self._progress = progress
+        self._local = local
+        self._batch = batch
+        self._frozen_weights = frozen_weights
+        self._frozen_parameters = frozen_parameters
+
+    def collect(
+        self, before: EvaluationStart | None = None, is_alone: bool = False, saves_frozen: bool = True
+    ) -> tuple[CollectedState, dict[str, Any]]:
+        """Return the state of all ranks except their RNG states, and the manifest's `about` section.
+
+        Every rank must call it, or one rank with `is_alone`.
+
+        Args:
+            before: State at the start of the evaluation in progress, at which a resumed run continues. Default: None,
+                no evaluation is in progress.
+            is_alone: Whether only this rank's state is collected, without communication. Default: False.
+            saves_frozen: Whether to include the values of frozen weights. False: only their digests. Default: True.
+        """
+        objects = self._objects
+        progress = self._progress
+        is_unfinished = self._windows.is_unfinished
+        if objects.preparation.optimizers and not objects.preparation.models and not self._run.custom:
+            log.warning_once(
+                "no model is prepared, so this checkpoint lacks its weights: pass it to accelerator.prepare() with its optimizer"
+            )
+        if not objects.preparation.optimizers and self._windows.is_unfinished:
+            log.warning_once(
+                "no optimizer is prepared, so this checkpoint lacks its state: pass it to accelerator.prepare() with its model"
+            )
+        elif is_unfinished:
+            log.warning(
+                "a checkpoint is saved in the middle of a window (%d of %d micro-batches); it resumes at the window's start%s",
+                self._windows.current.num_done,
+                self._windows.num_steps,
+                self._describe_unmarked_state(),
+            )
+        collected, loaders = self._collect_own_objects(before, is_unfinished, is_alone)
+        if not saves_frozen:
+            self._frozen_weights.take_out(collected, objects.list_bare_models(), is_alone)
+        self._add("loaders", loaders, collected, is_alone)
+        run = self._describe_run()
+        about = self._describe_checkpoint(is_unfinished)
+        finished_passes = progress.passes.count_finished()
+        mark = progress.window_start if is_unfinished else None
+        steps = self._local.steps() if mark is None else mark.local_steps
+        run["pieces"] = objects.read_piece_size() if mark is None else mark.pieces
+        run["local_steps"] = steps
+        if not is_alone:
+            run["exchange_orders"] = self._list_reduction_orders()
+            self._local.add(collected, steps)
+        if before is not None and not is_unfinished:
+            run["epoch"] = about["epoch"] = before.epoch
+            finished_passes = before.over
+            made = [each.num_calls for each in objects.preparation.schedulers]
+            run["repeated_calls"] = [now - then for now, then in zip(made, before.num_calls)]
+        if before is None:
+            progress.note_saved_epoch(run["epoch"])
+            if not is_alone:  # copies in memory are taken after each update, wherever it is
+                self._windows.note_save()
+        run["passes_over"] = progress.passes.state(finished_passes if run["epoch"] == progress.epoch else {})
+        collected.state["run"] = run
+        if is_alone:
+            about = about | {"saved_by": [self._run.runtime.rank]}
+        else:
+            about = self._run.collectives.broadcast_object(about)
+        self._run.run_id = about["run"]
+        return collected, about
+
+    def collect_own(self) -> tuple[CollectedState, dict[str, Any]]:
+        """Return this rank's state between two accumulation windows, and the manifest's `about` section.
+
+        It needs no communication. The states of the other ranks' loaders and their RNG states are missing.
+        """
+        collected, about = self.collect(None, is_alone=True)
+        collected.state["run"]["exchange_orders"] = self._list_reduction_orders()
+        self.seal(collected, None, is_alone=True)
+        return collected, {key: value for key, value in about.items() if key != "saved_by"}
+
+    def seal(self, collected: CollectedState, before: EvaluationStart | None = None, is_alone: bool = False) -> None:
+        """Add the RNG states to a collected state.
+
+        It is called last, because user code in a save may draw random numbers.
+
+        All ranks that have called `collect` must call it.
+
+        Args:
+            collected: State to extend.
+            before: State at the start of the evaluation in progress. Default: None.
+            is_alone: Whether only this rank calls it. Default: False.
+        """
+        is_unfinished = self._windows.is_unfinished
+        mark = self._progress.window_start
+        marked = mark.rng_states if is_unfinished and mark is not None else None
+        rng_states = self._objects.read_rng_states() if marked is None else marked
+        if before is not None and before.rng_states is not None and not is_unfinished:
+            rng_states = before.rng_states
+        self._add("streams", rng_states, collected, is_alone)
+        self._progress.expect_saves()
+
+    def leave_frozen_out(self, collected: CollectedState) -> None:
+        """Replace frozen weights in a collected state by their digests. Every rank must call it."""
+        self._frozen_weights.take_out(collected, self._objects.list_bare_models(), is_alone=False)
+
+    def list_steady(self, collected: CollectedState) -> set[str]:
+        """Return the names of tensors that change only in an optimizer step: parameters and optimizer states.
+
+        Return an empty set under local SGD, because averaging changes these tensors too.
+        """
+        if self._local.has_diverged or any(self._local.steps()):
+            return set()  # local SGD's averaging changes them too
+        parameters = {f"model/{name}" for name in map_parameter_names(self._objects.list_bare_models()).values()}
+        return {
+            name
+            for name in collected.tensors
+            if name in parameters or (name.startswith("optimizer/") and name.split("/", 3)[2] != "groups")
+        }
+
+    # ---------------------------------------------------------------- parts of the state
+
+    def _collect_own_objects(
+        self, before: EvaluationStart | None, is_unfinished: bool, is_alone: bool
+    ) -> tuple[CollectedState, list[dict[str, Any]]]:
+        """Return the state of this rank's objects, and the states of its loaders.
+
+        If a `state_dict` fails on one rank, all ranks raise an error instead of waiting for that rank.
+        """
+        objects = self._objects
+        failure: Exception | None = None
+        collected = CollectedState()
+        states: list[dict[str, Any]] = []
+        try:
+            collected = collect_state(objects.list_stateful())
+            mark = self._progress.window_start if is_unfinished else None
+            if mark is not None and mark.changed is not None:
+                mark.changed.put_into(collected)
+            states = list_loader_states(objects.loaders, mark) if before is None or is_unfinished else before.states
+        except Exception as error:
+            failure = error
+        failures = (
+            [] if is_alone else objects.agree(None if failure is None else f"{type(failure).__name__}: {failure}")
+        )
+        if failure is not None:
+            raise failure
+        if failures:
+            raise CheckpointError(
+                "nothing was saved; earlier checkpoints are as they were.\n  " + "\n  ".join(failures)
+            )
+        return collected, states
+
+    def _describe_unmarked_state(self) -> str:
+        """Return a text about state that a save within an accumulation window stores in its current form, or "".
+
+        All other state is stored as of the window's start. The text is the end of a log message.
+        """
+        mark = self._progress.window_start
+        parts = ["registered objects"] if self._run.custom else []
+        if mark is None or mark.changed is None:
+            parts += ["the models' buffers"] if has_changing_state(self._objects.list_bare_models()) else []
+            parts += ["the RNG states"]
+        return f", but for {' and '.join(parts)}, which are saved as they are now" if parts else ""
+
+    def _add(self, name: str, own: Any, collected: CollectedState, is_alone: bool) -> None:
+        """Gather the values of all ranks, and store them as a list under one key of the state.
+
+        Args:
+            name: Key in the state.
+            own: This rank's value.
+            collected: State to extend.
+            is_alone: Whether only this rank calls it. The list then has only this rank's value.
+        """
+        run = self._run
+        values = {run.runtime.rank: own} if is_alone else dict(enumerate(run.collectives.gather_objects(own)))
+        collected.state[name] = [
+            encode_value(value, f"{name}/{rank}", collected.tensors) for rank, value in values.items()
+        ]
+
+    def _list_reduction_orders(self) -> list[Any]:
+        return [self._run.strategy.get_reduction_order(each) for each in self._objects.preparation.models]
+
+    def _describe_run(self) -> dict[str, Any]:
+        """Return the counters and settings from which a resumed run continues."""
+        run = self._run
+        windows = self._windows
+        preparation = self._objects.preparation
+        return {
+            "num_updates": run.clock.num_updates,
+            "optimizer_updates": [each.num_updates for each in preparation.optimizers],
+            "batch": asdict(self._batch.state()),
+            "ticks": preparation.tick_base,
+            "nominal": windows.list_nominal_weights(preparation.models),
+            "scaler": run.precision.state_dict(),
+            "precision": run.precision.name,
+            "seeds": [each.seed for each in preparation.loaders],
+            "lengths": list_loader_lengths(preparation.loaders),
+            "units": list_schedule_units(preparation),
+            "seed": torch.initial_seed() & ((1 << 63) - 1),
+            "data_shards": run.strategy.data_shard.count,
+            "epoch": self._progress.next_epoch(),
+            "counts_epochs": self._progress.counts_epochs,
+            "trained_on": [self._find_index(each) for each in windows.trained_on],
+            # In a pipeline, a rank has the parameters of its own stage only.
+            **({} if "pp" in get_layout_sizes(run.strategy) else {"frozen": self._frozen_parameters.names()}),
+            "read_in_training": [self._find_index(each) for each in windows.read_in_training],
+        }
+
+    def _find_index(self, loader: PreparedLoader) -> int:
+        # A view that skips batches is another object with the same seed.
+        return [each.seed for each in self._objects.loaders].index(loader.seed)
+
+    def _describe_checkpoint(self, is_unfinished: bool) -> dict[str, Any]:
+        """Return the `about` section of the manifest."""
+        run = self._run
+        return {
+            "num_updates": run.clock.num_updates,
+            "epoch": self._progress.next_epoch(),
+            "world_size": run.runtime.world_size,
+            **({"layout": axes} if (axes := get_layout_sizes(run.strategy)) else {}),
+            "accumulation": self._windows.num_steps,
+            "global_batch": self._batch.size(),
+            "was_in_mid_window": is_unfinished,
+            "run": secrets.token_hex(8) if run.run_id is None else run.run_id,
+            "device": run.runtime.hardware.kind,
+            "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "versions": {"headway": __version__, "torch": torch.__version__},
+            "notes": dict(run.notes),
+        }

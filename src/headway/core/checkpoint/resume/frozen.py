@@ -1,0 +1,97 @@
+"""Warn if a resumed run does not train the same parameters as the saved run.
+
+Whether a parameter is frozen (`requires_grad=False`) is the script's choice. Loading a checkpoint does not set it,
+neither with Headway nor with torch. A script that unfreezes parameters at some epoch does so again after a load.
+Therefore parameters are compared at the first update after a load. Those that the script has frozen or unfrozen since
+the load are left out.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from headway.core.checkpoint.format.text import to_logical_name
+from headway.core.training.hooks import StepHooks
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_SHOWN = 3
+
+
+class FrozenParameters:
+    """Names of the frozen parameters of a run's models, with a check after a load.
+
+    Args:
+        models: Function that returns the models without wrappers.
+        step_hooks: Hooks of the training step.
+    """
+
+    def __init__(self, models: Callable[[], Sequence[torch.nn.Module]], step_hooks: StepHooks) -> None:
+        self._models = models
+        self._step_hooks = step_hooks
+        self._differing: dict[str, bool] = {}
+        self._loaded: dict[str, bool] = {}
+        self._place = ""
+
+    def names(self) -> list[list[str]]:
+        """Return the names of the frozen parameters, as one list per model."""
+        return [
+            [to_logical_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad]
+            for model in self._models()
+        ]
+
+    def expect_frozen(self, saved: Sequence[Sequence[str]] | None, place: str) -> None:
+        """Schedule a comparison of this run's frozen parameters with those of a checkpoint, at the next update.
+
+        Args:
+            saved: For each model, the names of its frozen parameters in the saved run. None: unknown, nothing is
+                compared.
+            place: Name of the checkpoint, for the warning.
+        """
+        self._place = place
+        self._differing = {}
+        self._loaded = self._map_frozen()
+        if saved is None or len(saved) != len(self._models()):
+            return
+        was = [set(each) for each in saved]
+        self._differing = {
+            key: is_frozen
+            for key, is_frozen in self._loaded.items()
+            if (key.partition("/")[2] in was[int(key.partition("/")[0])]) != is_frozen
+        }
+        if self._differing and self._check not in self._step_hooks.before_update:
+            self._step_hooks.before_update.append(self._check)
+
+    def _map_frozen(self) -> dict[str, bool]:
+        return {
+            f"{index}/{to_logical_name(name)}": not parameter.requires_grad
+            for index, model in enumerate(self._models())
+            for name, parameter in model.named_parameters()
+        }
+
+    def _check(self) -> None:
+        """Warn about parameters that are frozen only in this run or only in the saved run.
+
+        Parameters that the script has frozen or unfrozen since the load are left out.
+        """
+        if not self._differing:
+            return
+        own, before = self._map_frozen(), self._differing
+        self._differing = {}
+        left = {key: is_frozen for key, is_frozen in before.items() if own.get(key) == is_frozen}
+        if own != self._loaded:
+            # The script may unfreeze by epoch, so parameters that it trains now may be intended. Only frozen ones are named.
+            left = {key: is_frozen for key, is_frozen in left.items() if is_frozen}
+        lines = [
+            f"{len(names)} parameters were {former} and are {now} now ({', '.join(names[:_SHOWN])})"
+            for is_frozen, former, now in ((True, "trained", "frozen"), (False, "frozen", "trained"))
+            if (names := [key.partition("/")[2] for key, each in left.items() if each == is_frozen])
+        ]
+        if lines:
+            log.warning(
+                "since %s was saved, %s. A checkpoint does not set requires_grad: set it in the script as it was, before the first "
+                "update, by the epoch that resumes (`if epoch >= 3`, not `== 3`). If the change is meant, go on",
+                self._place,
+                "; ".join(lines),
+            )

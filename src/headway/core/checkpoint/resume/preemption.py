@@ -1,0 +1,99 @@
+"""Preemption: if a run is asked to stop, all ranks save in the same iteration, and exit with code 75."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from headway.common import env
+from headway.core.checkpoint.resume.positions import EvaluationStart
+from headway.core.checkpoint.resume.state import CheckpointState
+from headway.core.config.preemption import Preemption
+from headway.core.data.loader import PreparedLoader
+from headway.core.runtime import pulse
+from headway.core.runtime.control_plane import stopping
+from headway.core.runtime.events import notify_listeners
+from headway.core.runtime.preempted_run import PreemptedRun
+from headway.errors import Preempted
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+
+class PreemptionGuard:
+    """Listener for signals and deadlines that ask a run to stop. It saves and ends the run once all ranks agree.
+
+    Args:
+        settings: Signals and deadlines that ask the run to stop, and whether the process exits.
+        state: State of the run to save.
+        save: Function that commits a checkpoint on all ranks and returns its folder. Its argument is the state at the
+            start of the evaluation in progress, or None if there is none.
+
+    Attributes:
+        is_preempted: Whether all ranks have agreed to stop.
+
+    Raises:
+        StateError: If it is created outside the main thread.
+    """
+
+    def __init__(
+        self, settings: Preemption, state: CheckpointState, save: Callable[[EvaluationStart | None], Path]
+    ) -> None:
+        self.is_preempted = False
+        self._settings = settings
+        self._state = state
+        self._save = save
+        self._deadline = settings.compute_deadline()
+        self._stopping = stopping.start_agreement(settings.numbers, self._deadline)
+
+    def check(self, loader: PreparedLoader | None = None) -> None:
+        """Save and end the run if all ranks have agreed to stop. All ranks must make the same sequence of calls.
+
+        Args:
+            loader: Loader that is about to return a batch. Default: None, the loop has no prepared loaders.
+        """
+        state = self._state
+        if self._stopping.check(state.run.windows.num_windows, lambda: _describe_place(state, loader)):
+            is_evaluation = loader is not None and state.progress.evaluations.is_evaluation(loader)
+            self._answer(state.progress.evaluations.get_start() if is_evaluation else None)
+
+    def start(self) -> None:
+        """Listen again for requests to stop, and replace any other listener. The deadline is unchanged.
+
+        Raises:
+            StateError: If it is called outside the main thread.
+        """
+        self._stopping.stop()
+        self._stopping = stopping.start_agreement(self._settings.numbers, self._deadline)
+
+    def stop(self) -> None:
+        """Stop listening for signals and deadlines."""
+        self._stopping.stop()
+
+    def _answer(self, before: EvaluationStart | None) -> None:
+        self.is_preempted = True
+        reason, update = self._stopping.reason, self._state.run.clock.num_updates
+        if not self._settings.exits:
+            log.warning("asked to stop by %s after update %d: accelerator.preempted is True now", reason, update)
+            return
+        pulse.get_own_pulse().set_phase("saving, as it was asked to stop")
+        folder = self._save(before)
+        notify_listeners("preempted", step=update, source=self._state.run.clock, reason=reason, folder=str(folder))
+        left = PreemptedRun(reason, update, str(folder))
+        record = env.get("TORCHELASTIC_ERROR_FILE")
+        if record and pulse.is_watched():
+            left.write(record)
+        else:
+            log.warning(left.format_text().removeprefix("headway: ").replace("\nheadway: ", "\n  "))
+        raise Preempted(left.format_text(), str(folder))
+
+
+def _describe_place(state: CheckpointState, loader: PreparedLoader | None) -> tuple[str, bool]:
+    """Return a description of the current place in the training loop, to compare it between ranks.
+
+    Returns:
+        Pair of (text that is equal on ranks at the same place, whether an accumulation window is open).
+    """
+    place = f"update {state.run.clock.num_updates}"
+    if loader is not None:
+        number = [each.seed for each in state.objects.loaders].index(loader.seed)
+        place += f", loader {number}, epoch {loader.epoch}, {loader.num_consumed} samples"
+    return place, state.run.windows.is_unfinished

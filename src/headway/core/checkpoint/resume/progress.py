@@ -1,0 +1,262 @@
+"""Progress of a training loop through its epochs and loaders, for saves in the middle of an epoch."""
+
+from collections.abc import Callable
+
+from headway.core.checkpoint.resume.objects import CheckpointedObjects
+from headway.core.checkpoint.resume.positions import (
+    Changed,
+    EvaluationStart,
+    EvaluationStarts,
+    LaterLoaders,
+    TrainingPasses,
+    WindowSnapshot,
+)
+from headway.core.checkpoint.resume.saved import SavedRun
+from headway.core.checkpoint.resume.stand_ins import LocalState
+from headway.core.data.loader import PreparedLoader
+from headway.core.data.sampling.position import NOTHING
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_SAVED_BETWEEN_LOOPS = (
+    "a checkpoint was saved between two loops of epoch %d that train: it counts as saved at the epoch's end, and a run "
+    "resumed from it leaves out the rest of the epoch. Save within the loops, or after the last of them"
+)
+
+
+class LoopProgress:
+    """Progress of one run's training loop, from which a checkpoint gets the position of the run.
+
+    It is updated by hooks of the loaders.
+
+    Args:
+        objects: Objects of the run.
+        local: Converter of the state that differs between ranks under local SGD.
+
+    Attributes:
+        epoch: Number of the loop's current epoch.
+        passes: Finished passes over loaders in the current epoch.
+        evaluations: Detector of evaluations, with the positions to store if a save is made during one.
+        window_start: Snapshot of the start of the current accumulation window, or None. A run resumed from a save
+            within the window continues there.
+        before_batches: Functions called before each batch of a training loader, while no other batch is in use.
+        reads_from_start: Whether loaders prepared after a load begin the interrupted epoch at its first batch.
+    """
+
+    def __init__(self, objects: CheckpointedObjects, local: LocalState) -> None:
+        self.epoch = 0
+        self.before_batches: list[Callable[[PreparedLoader], None]] = []
+        self.reads_from_start = False
+        self.window_start: WindowSnapshot | None = None
+        self._objects = objects
+        self._local = local
+        self._windows = objects.run.windows
+        self._events = objects.run.events
+        self._is_saving = False
+        self._ask: Callable[[PreparedLoader], None] | None = None
+        self._epoch_starts: dict[int, int] | None = None
+        """For each loader, by its seed, its epoch when the loop's epoch began. None: the loop does not use epochs()."""
+        self._saved_as_over: int | None = None
+        """Number of accumulation windows begun before a save that recorded the current epoch as finished, or None."""
+        self._later: LaterLoaders | None = None
+        self.passes = TrainingPasses(self._windows, objects.loaders)
+        self.evaluations = EvaluationStarts(
+            self._windows,
+            objects.loaders,
+            objects.read_rng_states,
+            self.next_epoch,
+            self.passes,
+            objects.preparation.schedulers,
+        )
+        self._events.is_registered = lambda dataset: any(dataset is each for each in objects.run.custom)
+        self._events.prepared.append(self._restore_later_loader)
+        self._events.before_fetch.append(self._before_fetch)
+
+    # ---------------------------------------------------------------- the present position
+
+    @property
+    def counts_epochs(self) -> bool:
+        """Whether the training loop iterates over `accelerator.epochs()`."""
+        return self._epoch_starts is not None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a prepared loader has been stopped, so that no further epoch should begin."""
+        return any(loader.is_stopped for loader in self._objects.loaders)
+
+    @property
+    def is_without_loader(self) -> bool:
+        """Whether no prepared loader is being iterated, and batches are not split automatically."""
+        return not self._windows.active and not self._windows.is_cut
+
+    def get_position(self, before: EvaluationStart | None = None) -> tuple[object, ...]:
+        """Return the position of the run as a tuple.
+
+        Checkpoints that are saved at equal positions have equal content, apart from registered objects.
+
+        Args:
+            before: State at the start of the evaluation in progress, whose loader positions are used. Default: None,
+                the current positions.
+        """
+        states = [each.run_state() for each in self._objects.loaders] if before is None else before.states
+        positions = [(each["epoch"], each["consumed"]) for each in states]
+        windows = self._windows
+        return self._objects.run.clock.num_updates, windows.num_windows, windows.is_unfinished, *positions
+
+    def find_evaluation_start(self) -> EvaluationStart | None:
+        """Return the state at the start of the evaluation in progress, or None. A resumed run continues there."""
+        return self.evaluations.find_start(goes_back=self.counts_epochs)
+
+    # ---------------------------------------------------------------- epochs of the loop
+
+    def next_epoch(self) -> int:
+        """Return the epoch at which a run would continue if it resumed from a save of the current position."""
+        trained_on = self._windows.trained_on
+        starts = self._epoch_starts
+        if not trained_on:
+            return self.epoch
+        if starts is None:  # the loop does not use epochs(): the first loader counts
+            return trained_on[0].next_epoch
+        is_over = not any(each.is_unfinished for each in trained_on) and any(
+            each.next_epoch != starts.get(each.seed, 0) for each in trained_on
+        )
+        return self.epoch + 1 if is_over else self.epoch
+
+    def begin_epoch(self) -> None:
+        """Record the start of an epoch of the training loop."""
+        self.passes.begin_epoch()
+        self._saved_as_over = None
+        self._note_epoch_starts()
+
+    def end_epoch(self) -> None:
+        """Record the end of an epoch of the training loop."""
+        for loader in self._objects.loaders:
+            loader.end_epoch()
+        if self._later is not None:
+            self._later.is_past = True
+        self.passes.end_epoch()
+        self._saved_as_over = None
+        self.epoch += 1
+        self._note_epoch_starts()
+
+    def _note_epoch_starts(self) -> None:
+        self._epoch_starts = {each.seed: each.next_epoch for each in self._objects.loaders}
+
+    def note_saved_epoch(self, epoch: int) -> None:
+        """Record the epoch at which a run would continue after resuming from the checkpoint that is being saved."""
+        if self.counts_epochs and epoch > self.epoch:
+            self._saved_as_over = self._windows.num_windows
+
+    def _check_saved_epoch(self) -> None:
+        """Warn if training continues in an epoch that a saved checkpoint has already recorded as finished."""
+        if self._saved_as_over is not None and self._windows.num_windows > self._saved_as_over:
+            self._saved_as_over = None
+            log.warning_once(_SAVED_BETWEEN_LOOPS, self.epoch)
+
+    # ---------------------------------------------------------------- before each batch
+
+    def expect_saves(self) -> None:
+        """Prepare for saves: include the RNG states in all later snapshots of the starts of accumulation windows."""
+        self._is_saving = True
+
+    def ask_before_batches(self, ask: Callable[[PreparedLoader], None] | None) -> None:
+        """Register a function that is called with a loader before each of its batches, while no batch is in use.
+
+        Args:
+            ask: Function to call. None: remove the registered function.
+        """
+        self._ask = ask
+
+    def _before_fetch(self, loader: PreparedLoader) -> None:
+        # Usually each batch is trained on before the next one is requested.
+        is_free = not self._events.in_hand or self._has_used(loader)
+        if is_free and self._windows.num_steps > 1:
+            self._note_window()
+        if self._epoch_starts is not None:
+            self.passes.note(loader)
+            self._check_saved_epoch()
+        share = loader.pass_position.share
+        if share is NOTHING or share.is_last:  # a pass begins, or ends
+            self.evaluations.note(loader)
+        if self._ask is not None and is_free:
+            self._ask(loader)
+        if self.before_batches and is_free and self._is_trained_on(loader):
+            for each in self.before_batches:
+                each(loader)
+
+    def _has_used(self, loader: PreparedLoader) -> bool:
+        """Whether every batch that was yielded since the last micro-batch has been trained on or dropped.
+
+        Called when `loader` is about to yield its next batch.
+
+        Args:
+            loader: Loader whose next batch is requested.
+        """
+        # A loop may collect an update's micro-batches first; not from a loader that nothing is trained on.
+        may_collect = not self._windows.trained_on or self._is_trained_on(loader)
+        return self._events.can_stop(loader, self._windows.num_steps if may_collect else 1)
+
+    def _is_trained_on(self, loader: PreparedLoader) -> bool:
+        return any(each.seed == loader.seed for each in self._windows.trained_on)
+
+    def _note_window(self) -> None:
+        """Record the state at the start of an accumulation window of several micro-batches.
+
+        A save within the window needs it.
+        """
+        if self._windows.is_unfinished:
+            return
+        objects = self._objects
+        before = self.window_start
+        rng_states = None
+        changed = None
+        if self._is_saving:
+            rng_states = objects.read_rng_states()  # about 90 us
+            changed = Changed() if before is None or before.changed is None else before.changed
+            changed.note(objects.list_bare_models())
+        states = [each.run_state(is_brief=True) for each in objects.loaders]
+        self.window_start = WindowSnapshot(rng_states, states, self._local.steps(), objects.read_piece_size(), changed)
+
+    # ---------------------------------------------------------------- after a load
+
+    def restore(self, saved: SavedRun, is_new: bool) -> None:
+        """Set the progress to that of a saved run.
+
+        Args:
+            saved: Counters and positions of the saved run.
+            is_new: Whether the loaders' data was replaced, so that the epoch starts over.
+        """
+        loaders = self._objects.loaders
+        self.epoch = saved.epoch
+        self.window_start = None
+        self._saved_as_over = None
+        self._epoch_starts = None
+        if saved.counts_epochs:
+            self._note_epoch_starts()
+        self.passes.load([] if is_new else saved.passes_over)
+        self.evaluations.forget()
+        self._later = LaterLoaders(saved, is_new) if len(saved.loaders) > len(loaders) else None
+
+    def _restore_later_loader(self, loader: PreparedLoader) -> None:
+        """Restore the position of a loader that is prepared after the load.
+
+        Its saved position is found by its index, which is the number of loaders that were prepared before it.
+        """
+        index = len(self._objects.loaders) - 1
+        later = self._later
+        if later is None or not later.put_back(loader, index, self._objects.run.collectives):
+            return
+        saved = later.saved
+        if index in saved.trained_on:
+            self._windows.trained_on.append(loader)
+        if index in saved.read_in_training:
+            self._windows.read_in_training.append(loader)
+        if self._epoch_starts is not None:
+            self._epoch_starts[loader.seed] = loader.next_epoch
+        if not (later.is_new or later.is_past):
+            self.passes.add(loader, saved.passes_over[index])
+        if later.is_past:
+            loader.end_epoch()
+        if self.reads_from_start:
+            loader.read_from_start()

@@ -1,0 +1,166 @@
+"""Restore a run's state from a checkpoint, all or nothing."""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from headway.core.checkpoint.loading.files import TargetLayout
+from headway.core.checkpoint.loading.reader import CheckpointReader
+from headway.core.checkpoint.loading.restoring import LoadRollback, restore_objects
+from headway.core.checkpoint.resume.batch import BatchPlan, GlobalBatch
+from headway.core.checkpoint.resume.comparison import Restored, RunComparison, recount_schedules
+from headway.core.checkpoint.resume.frozen import FrozenParameters
+from headway.core.checkpoint.resume.objects import CheckpointedObjects
+from headway.core.checkpoint.resume.positions import restore_loader_positions
+from headway.core.checkpoint.resume.progress import LoopProgress
+from headway.core.checkpoint.resume.saved import SavedRun, read_run
+from headway.core.checkpoint.resume.stand_ins import FrozenWeights, LocalState
+from headway.core.runtime.events import notify_listeners
+from headway.core.runtime.seed import derive_rng_states
+
+
+class StateRestorer:
+    """Restores the state of one run from a checkpoint. If any step fails, nothing is changed.
+
+    Args:
+        objects: Objects of the run.
+        progress: Progress of the run's training loop.
+        reader: Reader of checkpoints.
+        local: Converter of the state that differs between ranks under local SGD.
+        batch: Global batch of the run.
+        frozen_weights: Compares digests of frozen weights, if a checkpoint does not hold their values.
+        frozen_parameters: Names of frozen parameters.
+    """
+
+    def __init__(
+        self,
+        objects: CheckpointedObjects,
+        progress: LoopProgress,
+        reader: CheckpointReader,
+        local: LocalState,
+        batch: GlobalBatch,
+        frozen_weights: FrozenWeights,
+        frozen_parameters: FrozenParameters,
+    ) -> None:
+        run = objects.run
+        self._objects = objects
+        self._run = run
+        self._progress = progress
+        self._reader = reader
+        self._local = local
+        self._batch = batch
+        self._frozen_weights = frozen_weights
+        self._frozen_parameters = frozen_parameters
+        self._comparison = RunComparison(
+            run.runtime, run.collectives, run.strategy, run.precision, batch, objects.preparation
+        )
+
+    def load(
+        self,
+        path: Path,
+        is_strict: bool,
+        hooks: Sequence[Callable[[list[torch.nn.Module], str], None]] = (),
+        changed: Collection[str] | None = (),
+    ) -> Restored:
+        """Load a checkpoint. If this fails, nothing is changed. Every rank must call it.
+
+        Args:
+            path: Folder of the checkpoint.
+            is_strict: Whether to refuse any difference from this run.
+            hooks: Functions called with the list of models and the folder. A model that a hook removes from the list is
+                not loaded. Default: ().
+            changed: Parts of the run that were changed on purpose, as in `RunComparison.check`. With "data" the epoch
+                starts over. Default: ().
+
+        Raises:
+            CheckpointError: On every rank, if the checkpoint is missing, damaged or does not fit, or with `is_strict`
+                if anything differs.
+        """
+        objects = self._objects
+        run = self._run
+        parts = objects.list_stateful()
+        manifest, found = self._reader.read(path, TargetLayout(parts, run.runtime.rank, run.runtime.world_size))
+        parts = self._frozen_weights.put_back(found, parts)
+        self._local.take(found)
+        saved = read_run(manifest.about, found, run.runtime, run.precision, run.strategy.data_shard.count)
+        restored = Restored(path, manifest.about)
+        if hooks:  # hooks may load models themselves, so everything that does not depend on them is checked first
+            parts.left_out = set(range(len(parts.models)))
+            self._comparison.check(restored, parts, found, saved, is_strict, changed)
+            wanted = list(parts.models)
+            for hook in hooks:
+                hook(wanted, str(path))
+            parts.left_out = {i for i, model in enumerate(parts.models) if not any(model is each for each in wanted)}
+        plan = self._comparison.check(restored, parts, found, saved, is_strict, changed)
+        is_new = "data" in (changed or ())
+        restore_objects(parts, found, lambda undo: self._restore_position(saved, plan, is_new, undo), objects.agree)
+        # Listeners are notified before the RNG states are set, because they may draw from them.
+        notify_listeners(
+            "resumed",
+            step=saved.num_updates,
+            source=run.clock,
+            epoch=saved.epoch,
+            folder=str(path),
+            differences=restored.differences,
+            notes=manifest.about.get("notes"),
+        )
+        self._restore_counters(saved, plan)
+        self._progress.restore(saved, is_new)
+        self._restore_rng_states(saved)
+        self._frozen_parameters.expect_frozen(saved.frozen, str(path))
+        self._local.resume_blocks(parts, saved.local_steps)
+        return restored
+
+    def _restore_position(self, saved: SavedRun, plan: BatchPlan, is_new: bool, undo: LoadRollback) -> None:
+        """Restore the gradient scaler, the loaders' positions and the random generators.
+
+        Any of these steps may still fail.
+        """
+        objects = self._objects
+        precision = self._run.precision
+        if saved.precision == precision.name:
+            undo.add("the scaler", partial(precision.load_state_dict, precision.state_dict()))
+            precision.load_state_dict(saved.scaler)
+        undo.add("the global batch", self._batch.prepare_undo())
+        self._batch.apply_plan(plan)
+        restore_loader_positions(objects.loaders, saved, is_new, undo)
+        rng_states = objects.read_rng_states()
+        undo.add("the RNG states", partial(objects.write_rng_states, rng_states, rng_states.get("loaders")))
+        self._restore_rng_states(saved)
+
+    def _restore_rng_states(self, saved: SavedRun) -> None:
+        """Set the saved RNG states. Derive new ones if the checkpoint has none for this rank."""
+        if saved.is_own:
+            self._objects.write_rng_states(saved.rng_states, saved.loader_rng)
+        else:
+            derive_rng_states(saved.seed, saved.num_updates, self._run.strategy.data_shard.index)
+            self._objects.preparation.loader_rng.load_state(saved.loader_rng)
+
+    def _restore_counters(self, saved: SavedRun, plan: BatchPlan) -> None:
+        """Restore the counters of updates, scheduler steps and accumulation windows. Their values have been checked."""
+        run = self._run
+        windows = run.windows
+        preparation = self._objects.preparation
+        run.run_id = saved.run_id
+        run.clock.resume(saved.num_updates)
+        for optimizer, count in zip(preparation.optimizers, saved.optimizer_updates):
+            optimizer.resume(count)
+        recount_schedules(preparation, saved)
+        for scheduler in preparation.schedulers:
+            scheduler.catch_up()
+        # Only with the same split of the data: otherwise this rank's batches differ.
+        pieces = self._objects.step.pieces
+        if saved.is_own and saved.pieces and pieces:
+            pieces.restore_fields(**saved.pieces)
+        for model, order in zip(preparation.models, saved.exchange_orders if saved.is_own else ()):
+            run.strategy.set_reduction_order(model, order)
+        windows.resume(preparation.models, saved.nominal, saved.num_updates)
+        if plan.is_kept:
+            preparation.keep_ticks(*saved.ticks)
+        loaders = preparation.loaders
+        windows.trained_on.extend(loaders[index] for index in saved.trained_on if index < len(loaders))
+        windows.read_in_training.extend(loaders[index] for index in saved.read_in_training if index < len(loaders))
+        for scheduler, count in zip(preparation.schedulers, saved.repeated_calls):
+            scheduler.ignore_repeated(count)

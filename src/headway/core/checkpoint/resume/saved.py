@@ -1,0 +1,289 @@
+"""Read a manifest's values for a run and its objects, in one strict pass before anything is changed.
+
+A manifest may be damaged, written by another program, or malicious. The type and range of every value are checked.
+Lists must have matching lengths, and numbers of repetitions are bounded. Errors contain the path of the wrong value.
+
+Values for objects (optimizers, loaders, RNG states) are checked before any object is changed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headway.common.garbage import pause_garbage_collection
+from headway.core.checkpoint.format.typed_reader import LARGEST, TypedReader
+from headway.core.checkpoint.resume.batch import BatchState
+from headway.core.checkpoint.resume.saved_objects import check_names, check_objects, decode_reader
+from headway.core.checkpoint.resume.saved_positions import check_loaders, check_rng_states
+from headway.core.checkpoint.state import CollectedState
+from headway.core.precision.mixed import Precision
+from headway.core.runtime.process import ProcessRuntime
+
+_MOST_RANKS, _MOST_STEPS = 2**24, 2**24
+_MOST_TICKS, _MOST_PASSES = 2**20, 2**20
+"""Maximum number of scheduler steps per update, and of empty passes over a loader.
+
+A resume repeats these one by one.
+"""
+_WORD = 2**64
+"""Number of possible seeds: seeds are unsigned 64-bit integers."""
+_LIMITS, _COUNTS = ("limit", "failed", "good"), {"patience": 1, "num_clean": 0}
+"""Fields of `extras.replay.piece_size.PieceSize` in a checkpoint.
+
+`_LIMITS`: fields that may be None. `_COUNTS`: other fields, each with its minimum. That class is not imported, because
+only some runs load it.
+"""
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """Counters and positions of a saved run, for this rank.
+
+    Attributes:
+        run_id: ID of the run.
+        world_size: Number of ranks of the run.
+        ranks: Ranks whose own state the checkpoint holds.
+        num_shards: Number of data shards. Several ranks may have read one shard.
+        accumulation: Micro-batches per update.
+        versions: Package versions by name.
+        num_updates: Number of updates.
+        optimizer_updates: Number of updates of each optimizer.
+        epoch: Epoch at which the resumed run continues.
+        counts_epochs: Whether the loop used `epochs()`.
+        seed: Seed of the run.
+        precision: Name of the mixed precision.
+        ticks: Pair of (number of processes, number of accumulation steps), which determines the scheduler steps per
+            update.
+        batch: Settings of the global batch.
+        nominal: Pairs of (indices of models, loss weight). In the next accumulation window, each backward of these
+            models divides its loss by the weight.
+        scaler: State of the gradient scaler.
+        seeds: Seeds of the loaders.
+        trained_on: Indices of the loaders whose batches were used for training.
+        read_in_training: Indices of the loaders that were being iterated when an accumulation window began.
+        repeated_calls: For each learning rate scheduler, the number of `step` calls that the resumed loop repeats.
+        passes_over: For each loader, the number of its finished passes in the epoch. None if it was not used for
+            training.
+        lengths: For each loader, the number of samples of its data. None if unknown.
+        local_steps: For each model, the number of steps made in its local SGD block. None if it is in no such block.
+        exchange_orders: For each model, the order in which its gradients are reduced. Empty if there is none, or if one
+            rank saved alone.
+        pieces: State of automatic micro-batching: the limit on rows per micro-batch, and the search for it. Empty if it
+            was off.
+        units: For each learning rate scheduler, the name of what its steps count, such as updates.
+        frozen: For each model, the names of its frozen parameters. None if unknown.
+        loaders: Positions of the loaders.
+        is_own: Whether the RNG states and the loaders' shard-specific state were saved by this rank.
+        rng_states: RNG states by name.
+        loader_rng: State of the generator from which loaders draw the order of samples. None: the global generator is
+            used.
+    """
+
+    run_id: str
+    world_size: int
+    ranks: list[int]
+    num_shards: int
+    accumulation: int
+    versions: dict[str, str]
+    num_updates: int
+    optimizer_updates: list[int]
+    epoch: int
+    counts_epochs: bool
+    seed: int
+    precision: str
+    ticks: tuple[int, int]
+    batch: BatchState
+    nominal: list[tuple[list[int], float]]
+    scaler: dict[str, Any]
+    seeds: list[int]
+    trained_on: list[int]
+    read_in_training: list[int]
+    repeated_calls: list[int]
+    passes_over: list[int | None]
+    lengths: list[int | None]
+    local_steps: list[int | None]
+    exchange_orders: list[list[int]]
+    pieces: dict[str, int | None]
+    units: list[str]
+    frozen: list[list[str]] | None
+    loaders: list[dict[str, Any]]
+    is_own: bool
+    rng_states: dict[str, Any]
+    loader_rng: torch.Tensor | None
+
+
+@pause_garbage_collection()
+def read_run(
+    manifest_about: Mapping[str, Any],
+    found: CollectedState,
+    runtime: ProcessRuntime,
+    precision: Precision,
+    num_shards: int | None = None,
+) -> SavedRun:
+    """Read all values of a manifest that a load uses on this rank. Values for objects are only checked.
+
+    Args:
+        manifest_about: The manifest's `about` section.
+        found: The manifest's state, and the tensors to which it refers.
+        runtime: Runtime of this process.
+        precision: Precision of this run.
+        num_shards: Number of this run's data shards. Default: None, one per rank.
+
+    Raises:
+        CheckpointError: If a value is wrong. The message contains the path of the first wrong value.
+    """
+    about, state = TypedReader(manifest_about, "about"), TypedReader(found.state, "state")
+    check_names(found)
+    world_size, ranks = _read_ranks(about)
+    _check_about(about)
+    run = state["run"]
+    seeds = run["seeds"].read_integers(-_WORD, _WORD)
+    num_models = state["extra"].count_items()
+    num_optimizers = state["optimizer"].count_items()
+    num_schedules = state["scheduler"].count_items()
+    check_objects(state, found)
+    former_shards = run["data_shards"].read_integer(1, world_size)
+    is_same = world_size == runtime.world_size and former_shards == (num_shards or runtime.world_size)
+    is_own = is_same and runtime.rank in ranks
+    place = ranks.index(runtime.rank) if is_own else 0
+    loaders, rng_states = _read_own(state, found, runtime, len(ranks), len(seeds))[place]
+    loader_rng = rng_states.pop("loaders", None)
+    if loader_rng is None and world_size != runtime.world_size:
+        loader_rng = rng_states["torch"]
+    num_processes, num_steps = run["ticks"].read_integers(1, _MOST_TICKS, count=2)
+    return SavedRun(
+        run_id=about["run"].read_text(),
+        world_size=world_size,
+        ranks=ranks,
+        num_shards=former_shards,
+        accumulation=about["accumulation"].read_integer(1, _MOST_STEPS),
+        versions={name: each.read_text() for name, each in about["versions"].read_table().items()},
+        num_updates=run["num_updates"].read_integer(),
+        optimizer_updates=run["optimizer_updates"].read_integers(count=num_optimizers),
+        epoch=run["epoch"].read_integer(),
+        counts_epochs=run["counts_epochs"].read_flag(),
+        seed=run["seed"].read_integer(0, _WORD),
+        precision=run["precision"].read_text(),
+        ticks=(num_processes, num_steps),
+        batch=_read_batch(run["batch"], len(seeds)),
+        nominal=_read_nominal(run["nominal"], num_models),
+        scaler=_read_scaler(run, precision),
+        seeds=seeds,
+        trained_on=run["trained_on"].read_integers(),
+        read_in_training=[number for each in run.find_given("read_in_training") for number in each.read_integers()],
+        repeated_calls=[
+            count
+            for each in run.find_given("repeated_calls")
+            for count in each.read_integers(0, _MOST_TICKS, count=num_schedules)
+        ],
+        passes_over=run["passes_over"].read_optional_integers(0, _MOST_PASSES, count=len(seeds)),
+        local_steps=run["local_steps"].read_optional_integers(count=num_models),
+        lengths=run["lengths"].read_optional_integers(count=len(seeds)),
+        exchange_orders=[
+            order.read_integers() for each in run.find_given("exchange_orders") for order in each.read_items(num_models)
+        ],
+        pieces=_read_pieces(run),
+        units=run["units"].read_texts(count=num_schedules),
+        frozen=_read_frozen(run, num_models),
+        loaders=loaders,
+        is_own=is_own,
+        rng_states=rng_states,
+        loader_rng=loader_rng,
+    )
+
+
+def _read_ranks(about: TypedReader) -> tuple[int, list[int]]:
+    """Return the world size of the saved run, and the ranks whose own state the checkpoint holds.
+
+    The ranks are in the order in which the checkpoint lists their states.
+    """
+    world_size = about["world_size"].read_integer(1, _MOST_RANKS)
+    for each in about.find_given("saved_by"):
+        ranks = each.read_integers(0, world_size - 1)
+        if len(set(ranks)) != len(ranks):
+            each.refuse("a list of ranks, each of them once,")
+        if ranks:
+            return world_size, ranks
+    return world_size, list(range(world_size))
+
+
+def _check_about(about: TypedReader) -> None:
+    """Raise `CheckpointError` if a value of the `about` section is wrong.
+
+    Only values that are displayed, passed to listeners, or used by a resume are checked.
+    """
+    for name in ("num_updates", "epoch"):
+        about[name].read_integer()
+    for name, least in (("global_batch", 1), ("iteration", 0)):
+        for each in about.find_given(name):
+            each.read_integer(least)
+    for each in about.find_given("metric"):
+        each.read_number()
+    for each in about.find_given("device", "saved_at"):
+        each.read_text()
+    for each in about.find_given("notes"):
+        for note in each.read_table().values():
+            if type(note.value) is int:  # a tracker's step
+                note.read_integer(-LARGEST)
+
+
+def _read_own(
+    state: TypedReader, found: CollectedState, runtime: ProcessRuntime, num_ranks: int, num_loaders: int
+) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Return, for each rank that saved its own state, a pair of (positions of its loaders, RNG states)."""
+    read = []
+    for saved_loaders, saved_states in zip(
+        state["loaders"].read_items(num_ranks), state["streams"].read_items(num_ranks)
+    ):
+        loaders, rng_states = decode_reader(saved_loaders, found), decode_reader(saved_states, found)
+        check_loaders(loaders, num_loaders, runtime.hardware)
+        check_rng_states(rng_states, runtime.hardware)
+        read.append(([each.read_mapping() for each in loaders.read_items()], dict(rng_states.read_mapping())))
+    return read
+
+
+def _read_batch(batch: TypedReader, num_loaders: int) -> BatchState:
+    asked = batch["asked"].read_optional_integers(1, count=num_loaders)
+    sizes = batch["sizes"].read_optional_integers(1, count=num_loaders)
+    units = batch["units"].read_optional_integers(1, count=num_loaders)
+    for row in zip(asked, sizes, units):
+        if None in row and row != (None, None, None):
+            batch.refuse("sizes that are known together")
+    return BatchState(asked, sizes, units, batch["trained"].read_integers())
+
+
+def _read_nominal(nominal: TypedReader, num_models: int) -> list[tuple[list[int], float]]:
+    read = []
+    for pair in nominal.read_items():
+        numbers, weight = pair.read_items(2)
+        read.append((numbers.read_integers(0, num_models - 1), weight.read_number(0)))
+    return read
+
+
+def _read_scaler(run: TypedReader, precision: Precision) -> dict[str, Any]:
+    state, own = run["scaler"], precision.scaler
+    read = state.read_mapping()
+    if run["precision"].value == precision.name and own is not None and own.is_enabled():
+        for name in ("scale", "growth_factor", "backoff_factor"):
+            state[name].read_number(1e-300)
+        state["growth_interval"].read_integer(1)
+        state["_growth_tracker"].read_integer()
+    return read
+
+
+def _read_frozen(run: TypedReader, num_models: int) -> list[list[str]] | None:
+    for each in run.find_given("frozen"):
+        return [names.read_texts() for names in each.read_items(num_models)]
+    return None
+
+
+def _read_pieces(run: TypedReader) -> dict[str, int | None]:
+    told = run["pieces"].read_table()
+    if not told:
+        return {}
+    if told.keys() != {*_LIMITS, *_COUNTS}:
+        run["pieces"].refuse("the size of pieces")
+    limits = {name: None if told[name].is_none else told[name].read_integer(1) for name in _LIMITS}
+    return limits | {name: told[name].read_integer(least) for name, least in _COUNTS.items()}

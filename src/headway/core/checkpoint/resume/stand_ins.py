@@ -1,0 +1,273 @@
+"""Replacements for tensors in a checkpoint: means for tensors that differ between ranks, digests for frozen weights.
+
+Under local SGD, ranks have different models inside a local SGD block, and different optimizer states. The checkpoint
+holds the means over all ranks. Tools use them, and so does a run that continues outside a block or with another world
+size. The checkpoint also holds each rank's own values. The models of a resumed run have the means until the run enters
+the block again.
+
+A checkpoint may hold only a digest of each frozen weight instead of its values, for example for a base model with
+adapters. A digest is the sum over a tensor's elements, each multiplied by an odd number that depends on its position.
+The terms of all ranks' elements are added, so a base model has equal digests in every layout. A change of any single
+element changes the digest.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from headway.core.checkpoint import _torch
+from headway.core.checkpoint.format.text import to_logical_name
+from headway.core.checkpoint.state import ROWS, CollectedState, StatefulObjects, make_row
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.training.local_blocks import LocalTraining, iterate_averages
+from headway.core.training.prepared.prepare import Preparation
+from headway.core.weights.compiled import rename_bare_items
+from headway.core.weights.pieces import (
+    ShardCutter,
+    ShardPiece,
+    TensorBox,
+    get_local_part,
+    get_memory_key,
+    is_dtensor,
+    is_spread,
+)
+from headway.core.weights.shards import INTEGERS, get_dtype_name, get_raw_bytes
+from headway.errors import CheckpointError
+
+
+class LocalState:
+    """Converts state that differs between ranks under local SGD to its form in checkpoints, and back.
+
+    Args:
+        training: Registry of the run's local SGD blocks.
+        preparation: Prepared objects.
+        collectives: Collectives over all ranks.
+    """
+
+    def __init__(self, training: LocalTraining, preparation: Preparation, collectives: Collectives) -> None:
+        self._training = training
+        self._preparation = preparation
+        self._collectives = collectives
+        self._rows: dict[str, torch.Tensor] = {}
+
+    def steps(self) -> list[int | None]:
+        """Return, for each model, the number of steps made in its local SGD block. None if it is in no such block."""
+        blocks = self._training.blocks
+        return [blocks[each].num_steps if each in blocks else None for each in self._preparation.models]
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether optimizer states differ between the ranks, because of local SGD."""
+        return any(self._list_owned_by(index) for index in range(len(self._preparation.optimizers)))
+
+    def add(self, collected: CollectedState, steps: Sequence[int | None]) -> None:
+        """Replace tensors that differ between ranks by their means, and add tensors with one row per rank.
+
+        The rows hold the values of each rank. Every rank must call it.
+
+        Args:
+            collected: State to change.
+            steps: Result of the method `steps`.
+        """
+        inside = tuple(f"model/{index}/" for index, each in enumerate(steps) if each is not None)
+        parted = tuple(
+            f"optimizer/{index}/" for index in range(len(self._preparation.optimizers)) if self._list_owned_by(index)
+        )
+        tensors = collected.tensors
+        own = {name: each for name, each in tensors.items() if name.startswith((*inside, *parted)) and each.numel()}
+        floating = [name for name, each in own.items() if each.is_floating_point() and each.dtype.itemsize > 1]
+        tensors.update(zip(floating, iterate_averages([own[name] for name in floating], self._collectives)))
+        rank, count = self._collectives.rank, self._collectives.world_size
+        tensors.update((ROWS + name, make_row(each, rank, count)) for name, each in own.items())
+
+    def take(self, found: CollectedState) -> None:
+        """Replace the means of optimizer states in a loaded state by this rank's own values.
+
+        Args:
+            found: Loaded state to change. It has only this rank's row of each tensor with one row per rank.
+
+        Raises:
+            CheckpointError: If this rank's values do not match the shape and dtype of the mean.
+        """
+        self._rows = {}
+        for name in [name for name in found.tensors if name.startswith(ROWS)]:
+            row, common = found.tensors.pop(name).boxes[0].values[0], name.removeprefix(ROWS)
+            whole = found.tensors.get(common)
+            if whole is None or (tuple(whole.shape), whole.dtype) != (tuple(row.shape), row.dtype):
+                raise CheckpointError(
+                    f"the manifest has {name} of {row.dtype} and {tuple(row.shape)}, and none such for all ranks"
+                )
+            self._rows[common] = row
+            if common.startswith("optimizer/"):
+                found.tensors[common] = row
+
+    def resume_blocks(self, parts: StatefulObjects, steps: Sequence[int | None]) -> None:
+        """Set the step at which each local SGD block continues when it is entered.
+
+        Call it after the state was restored.
+
+        Args:
+            parts: Restored objects.
+            steps: For each model, the number of steps made in its block in the saved run.
+        """
+        rows, self._rows = self._rows, {}
+        for index in range(len(self._preparation.optimizers)):
+            if any(name.startswith(f"optimizer/{index}/") for name in rows):
+                self._training.parted.update(self._owners(index))
+        for (index, model), count in zip(parts.list_chosen(), steps):
+            if count is None:
+                continue
+            own = {to_logical_name(f"model/{index}/{name}"): value for name, value in parts.export(model)}
+            pairs = [(own[name], row) for name, row in rows.items() if name in own]
+            if pairs:
+                self._training.interrupt(self._preparation.models[index], count, partial(_put_back, pairs))
+
+    def _list_owned_by(self, index: int) -> list[torch.nn.Module]:
+        """Return the locally trained models whose parameters an optimizer updates.
+
+        Args:
+            index: Index of the optimizer.
+        """
+        return [model for model in self._owners(index) if model in self._training.parted]
+
+    def _owners(self, index: int) -> list[torch.nn.Module]:
+        groups = self._preparation.optimizers[index].optimizer.param_groups
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        return [model for model in self._preparation.models if any(id(each) in held for each in model.parameters())]
+
+
+@torch.no_grad()
+def _put_back(pairs: Sequence[tuple[Any, torch.Tensor]]) -> None:
+    for own, row in pairs:
+        own.copy_(row)
+
+
+_KEY = "frozen"
+_ODD, _MIX, _WRAP = -7046029254386353131, -4417276706812531889, 2**64
+_BLOCK = 2**20
+"""Number of elements that are processed at once when a digest is computed."""
+
+
+class FrozenWeights:
+    """Replaces the frozen weights of a run's models by digests in a checkpoint, and compares the digests at a load.
+
+    Args:
+        everyone: Collectives over all ranks.
+    """
+
+    def __init__(self, everyone: Collectives) -> None:
+        self._everyone = everyone
+        self._known: dict[str, tuple[Any, list[Any]]] = {}
+
+    def take_out(self, collected: CollectedState, models: Iterable[torch.nn.Module], is_alone: bool) -> None:
+        """Replace the frozen weights in a state by their digests. Every rank must call it, or one rank with `is_alone`.
+
+        Args:
+            collected: State to change.
+            models: Models without wrappers.
+            is_alone: Whether only this rank calls it, with unsharded tensors.
+        """
+        frozen = {
+            to_logical_name(f"model/{index}/{name}")
+            for index, model in enumerate(models)
+            for name, parameter in rename_bare_items(model.named_parameters())
+            if not parameter.requires_grad
+        }
+        # Tensors that belong to quantized weights have names derived from theirs.
+        names = [name for name in collected.tensors if frozen & {name, *_around(name)}]
+        digests = self._compute_digests({name: collected.tensors.pop(name) for name in names}, is_alone)
+        gone = {tied: name for tied, name in collected.aliases.items() if name in digests}
+        collected.aliases = {tied: name for tied, name in collected.aliases.items() if tied not in gone}
+        collected.state[_KEY] = digests | {tied: digests[name] for tied, name in gone.items()}
+
+    def put_back(self, found: CollectedState, parts: StatefulObjects) -> StatefulObjects:
+        """Return the objects to load, without the weights of which the checkpoint holds only digests.
+
+        Every rank must call it.
+
+        Args:
+            found: Loaded state. The digests are removed from it.
+            parts: Objects to load.
+
+        Raises:
+            CheckpointError: If the digests of this run's weights differ from the saved ones.
+        """
+        named = found.state.pop(_KEY, {})
+        if not isinstance(named, dict):
+            raise CheckpointError("the manifest's frozen weights are nothing that was saved")
+        if not named:
+            return parts
+        own = {
+            key: value
+            for index, model in enumerate(parts.models)
+            for name, value in parts.export(model)
+            if (key := to_logical_name(f"model/{index}/{name}")) in named
+        }
+        here = self._compute_digests(own, is_alone=False)
+        odd = [name for name in named if here.get(name) != named[name]]
+        if odd:
+            raise CheckpointError(
+                f"the checkpoint holds no frozen weights, only their names and digests (save_frozen=False), and {len(odd)} of "
+                f"{len(named)} are others here, or missing: {', '.join(odd[:3])}. Build the model on the base that it was saved "
+                "with, before load_state()"
+            )
+        numbers = {id(model): index for index, model in enumerate(parts.models)}
+
+        def rest(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+            prefix = f"model/{numbers[id(model)]}/"
+            return ((name, value) for name, value in parts.export(model) if to_logical_name(prefix + name) not in named)
+
+        return replace(parts, export=rest)
+
+    def _compute_digests(self, tensors: dict[str, Any], is_alone: bool) -> dict[str, list[Any]]:
+        """Return the shape, dtype and digest of each tensor, by name. Digests of unchanged tensors are cached."""
+        keys = {
+            name: (get_memory_key(value), _torch.read_version(get_local_part(value))) for name, value in tensors.items()
+        }
+        new = [name for name, key in keys.items() if name not in self._known or self._known[name][0] != key]
+        lists = [new] if is_alone else self._everyone.gather_objects(new)
+        new = [name for name in tensors if any(name in each for each in lists)]
+        cutter = ShardCutter()
+        pieces = {name: cutter.cut_tensor(value) if is_dtensor(value) else value for name, value in tensors.items()}
+        sums = [_compute_term(pieces[name]) for name in new]
+        every = [sums] if is_alone else self._everyone.gather_objects(sums)
+        for number, name in enumerate(new):
+            value = tensors[name]
+            terms = [each[number] for each in every] if is_spread(value) else [sums[number]]
+            digest = f"{sum(terms) % _WRAP:016x}"
+            self._known[name] = keys[name], [list(value.shape), get_dtype_name(value.dtype), digest]
+        return {name: self._known[name][1] for name in tensors}
+
+
+def _around(name: str) -> tuple[str, str]:
+    outer = name.rpartition(".")[0]
+    return outer, outer.rpartition(".")[0]
+
+
+def _compute_term(value: Any) -> int:
+    """Return this rank's term of a tensor's digest: the weighted sum over the elements that this rank holds."""
+    if not isinstance(value, ShardPiece):
+        value = ShardPiece(tuple(value.shape), value.dtype, (TensorBox((0,) * value.ndim, value, True),))
+    strides = torch.empty(value.shape, device="meta").stride()
+    return sum(_box_sum(box, strides) for box in value.boxes if box.is_written)
+
+
+def _box_sum(box: TensorBox, strides: tuple[int, ...]) -> int:
+    rows, offsets = (box.values, box.offsets) if box.values.ndim else (box.values.reshape(1), (0,))
+    step = max(1, _BLOCK // max(1, rows[:1].numel()))
+    total = 0
+    for start in range(0, len(rows) if rows.numel() else 0, step):
+        part = rows[start : start + step]
+        place = torch.zeros((), dtype=torch.int64)
+        for dim, (offset, stride) in enumerate(zip(offsets, strides or (1,))):
+            first = offset + (start if dim == 0 else 0)
+            place = place[..., None] + torch.arange(first, first + part.shape[dim]) * stride
+        whole = INTEGERS[min(8, part.element_size())]
+        words = get_raw_bytes(part).view(whole).view(part.numel(), -1).to(torch.int64)
+        bits = words[:, 0] + words[:, 1:].sum(1) * _MIX  # complex128 has two
+        mixed = place.reshape(-1) * _ODD
+        total += int(((bits + 1) * ((mixed ^ (mixed >> 29)) * _MIX | 1)).sum())
+    return total

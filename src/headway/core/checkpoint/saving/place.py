@@ -1,0 +1,210 @@
+"""Folder of a run's checkpoints: their names and numbers, the newest one, and conflicts with earlier runs."""
+
+from pathlib import Path
+
+from headway.common.object_path import to_path
+from headway.core.checkpoint.folders import find_original_name, find_store, list_committed, list_originals, read_run_id
+from headway.core.checkpoint.format.foreign import explain_path, find_foreign_checkpoint, parse_number
+from headway.core.checkpoint.format.manifest import MANIFEST
+from headway.core.checkpoint.loading.reader import CheckpointReader
+from headway.core.config.run import ProjectConfiguration
+from headway.errors import CheckpointError, ConfigError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+FOLDER = "checkpoints"
+
+
+class CheckpointFolder:
+    """Folder of a run's checkpoints, which names new checkpoints and finds existing ones.
+
+    Args:
+        project: Project configuration: directory, naming, and number of checkpoints to keep.
+        reader: Reader that finds checkpoints on all ranks together.
+
+    Attributes:
+        project: Project configuration. May be replaced.
+        iteration: Number of the next automatically named checkpoint.
+        earlier: Newest checkpoint of an earlier run that has a name which this run would use. It is a pair of (folder,
+            file identity). None if there is none, or once training has begun or a checkpoint has been loaded.
+    """
+
+    def __init__(self, project: ProjectConfiguration, reader: CheckpointReader) -> None:
+        self.project = project
+        self.iteration = project.iteration
+        self._reader = reader
+        self._began_in = _working_folder()
+        self.earlier = self._find_earlier()
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether checkpoints are named automatically, by number."""
+        return self.project.automatic_checkpoint_naming
+
+    def parent(self) -> Path:
+        """Return the folder in which checkpoints are named automatically.
+
+        Raises:
+            ConfigError: If the project has no directory.
+        """
+        if self.project.project_dir is None:
+            raise ConfigError(
+                "automatic checkpoints need a place: ProjectConfiguration(folder, automatic_checkpoint_naming=True)"
+            )
+        place = to_path(self.project.project_dir)
+        return (self._began_in / place).absolute() / FOLDER
+
+    # ---------------------------------------------------------------- save
+
+    def folder_for(self, output_dir: str | Path | None) -> Path:
+        """Return the folder of the next checkpoint.
+
+        Args:
+            output_dir: Folder that the caller has chosen. Ignored with automatic naming.
+
+        Raises:
+            CheckpointError: If an earlier run has a checkpoint with the next number or a higher one.
+            ConfigError: If `output_dir` is None, and checkpoints are not named automatically.
+        """
+        if not self.is_automatic:
+            if output_dir is None:
+                raise ConfigError(
+                    "save_state() needs a folder; give one, or set ProjectConfiguration(automatic_checkpoint_naming=True)"
+                )
+            place = to_path(output_dir).expanduser().absolute()
+            find_store(place).check_name()
+            return place
+        others = self._later_ones()
+        if others:
+            raise CheckpointError(_used(others[0]))
+        return self.parent() / f"checkpoint_{self.iteration}"
+
+    def _later_ones(self) -> list[Path]:
+        """Return existing checkpoints with the next checkpoint's number or a higher one, newest first.
+
+        They conflict with the checkpoints that this run will save. A copy that a user made conflicts only if it has
+        exactly the next checkpoint's name.
+        """
+        later = [path for path in list_committed(self.parent()) if (parse_number(path) or 0) >= self.iteration]
+        # A copy conflicts only if it has the name of the next checkpoint.
+        return [path for path in later if path.name == f"checkpoint_{self.iteration}" or not find_original_name(path)]
+
+    def _find_earlier(self) -> tuple[Path, tuple[int, int]] | None:
+        if not self.is_automatic or self.project.project_dir is None:
+            return None
+        found = self._later_ones()
+        return (found[0], find_store(found[0]).identity()) if found else None
+
+    def check_resumed(self) -> None:
+        """Raise an error when training begins if an earlier run's checkpoints have the names that this run will use.
+
+        Without this check, the error would be raised only at the first save.
+
+        Raises:
+            CheckpointError: If there are such checkpoints and this run has not resumed.
+        """
+        if self.earlier is None:
+            return
+        (folder, identity), self.earlier = self.earlier, None
+        if (
+            folder.parent == self.parent()
+            and (folder / MANIFEST).exists()
+            and find_store(folder).identity() == identity
+        ):
+            raise CheckpointError(_used(folder))
+
+    # ---------------------------------------------------------------- find
+
+    def has_any(self) -> bool:
+        """Whether there are automatically named checkpoints that a resume would find."""
+        return self.is_automatic and self.project.project_dir is not None and bool(list_originals(self.parent()))
+
+    def to_load(self, input_dir: str | Path | None) -> Path:
+        """Return the folder of the checkpoint to load: `input_dir`, or the newest checkpoint if it is None.
+
+        Raises:
+            CheckpointError: If there is no checkpoint.
+            ConfigError: If `input_dir` is None, and checkpoints are not named automatically.
+        """
+        if input_dir is not None:
+            return to_path(input_dir).expanduser().absolute()
+        if not self.is_automatic:
+            raise ConfigError(
+                "load_state() needs a folder; give one, or set ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
+        folder = self.newest()
+        if folder is None:
+            raise CheckpointError(f"{self.parent()} holds no checkpoint; save_state() writes the first one")
+        return folder
+
+    def newest(self, run: str | None = None) -> Path | None:
+        """Return the newest checkpoint that passes verification, or None. Every rank must call it.
+
+        Args:
+            run: ID of the run whose checkpoints count. Default: None, the checkpoints of all runs.
+
+        Raises:
+            CheckpointError: If all checkpoints are damaged, if there are only copies that a user made, or if the only
+                checkpoint was written by another program.
+        """
+        there = [path for path in list_originals(self.parent()) if run is None or read_run_id(path) in (run, None)]
+        folder, passed_over = self._reader.find_first_valid(self.parent(), there)
+        for line in passed_over:
+            log.warning_once("a checkpoint is passed over: %s", line)
+        copies = list_committed(self.parent()) if folder is None and not passed_over and run is None else []
+        if copies and all(map(find_original_name, copies)):
+            raise CheckpointError(
+                f"{self.parent()} holds copies only ({copies[0].name} was saved as {find_original_name(copies[0])}), and 'latest' "
+                f"looks only at the checkpoints that a run has put there; give the one to go on from: resume('{copies[0]}')"
+            )
+        foreign = find_foreign_checkpoint(self.parent()) if folder is None else None
+        if foreign is not None and not passed_over:
+            raise CheckpointError(f"{explain_path(foreign)}. To start without it, give another project_dir")
+        if folder is None and passed_over:
+            raise CheckpointError(
+                f"{self.parent()} holds {len(passed_over)} checkpoints, and all of them are damaged:\n  "
+                + "\n  ".join(passed_over)
+            )
+        return folder
+
+    def go_on_from(self, folder: Path, iteration: object) -> None:
+        """Continue the numbering of checkpoints after a load. Every rank must call it.
+
+        The next number is larger than the numbers of the loaded checkpoint and of all later checkpoints in the folder.
+
+        Args:
+            folder: Folder of the loaded checkpoint.
+            iteration: Number of the checkpoint, as recorded in its manifest.
+        """
+        self.earlier = None
+        if not self.is_automatic or not isinstance(iteration, int):
+            return
+        # Later checkpoints belong to another continuation. New ones must not overwrite them or be mixed up with them.
+        there = [*list_committed(folder.parent), *list_committed(self.parent())]
+        numbers = [(parse_number(path) or 0, path) for path in there]
+        newest = max(
+            (each for each, path in numbers if each > iteration and not find_original_name(path)), default=iteration
+        )
+        self.iteration = self._reader.largest(max(iteration, newest)) + 1
+
+
+def _working_folder() -> Path:
+    """Return the current directory, or `Path()` if it was removed.
+
+    The caller stores the result once. Relative folders refer to it even if the script changes the current directory
+    between two saves.
+    """
+    try:
+        return Path.cwd()
+    except OSError:  # it was removed
+        return Path()
+
+
+def _used(earlier: Path) -> str:
+    if name := find_original_name(earlier):
+        return f"{earlier} is a copy of {name}, and lies where the next checkpoint goes; give it another name"
+    return (
+        f"{earlier.parent} already has {earlier.name}, from an earlier run, and this run has not resumed from it. Resume from it "
+        "with accelerator.resume('latest') after prepare(), or give another project_dir"
+    )

@@ -1,0 +1,343 @@
+"""Save checkpoints on all ranks together, to a folder that machines share or to each machine's own disk.
+
+Before the first byte is written and after the last one, ranks exchange their errors, so that a save succeeds on all
+ranks or fails on all. If machines share the folder, all ranks write to one checkpoint. If each machine has its own
+disk, each disk gets a complete replica of the checkpoint, written by the ranks of that machine. Such a checkpoint is
+valid if the manifests on all machines have equal hashes.
+"""
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from headway.common import scope
+from headway.common.object_path import to_path
+from headway.core import extensions
+from headway.core.checkpoint import folders
+from headway.core.checkpoint.format.manifest import read_manifest
+from headway.core.checkpoint.saving import writer
+from headway.core.checkpoint.saving.snapshot import HostCopies
+from headway.core.checkpoint.state import ROWS, CollectedState, StatefulObjects, split_dtensors
+from headway.core.runtime import process
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.process import ProcessRuntime
+from headway.core.weights.pieces import is_spread
+from headway.errors import CheckpointError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+_T = TypeVar("_T")
+
+
+class Saver:
+    """Saves the checkpoints of one Accelerator.
+
+    Args:
+        runtime: Runtime of this process.
+        collectives: Collectives over all ranks.
+        source: Object whose state is saved. It is passed to the listeners that are notified of each commit.
+    """
+
+    def __init__(self, runtime: ProcessRuntime, collectives: Collectives, source: object = None) -> None:
+        self._source = source
+        self._runtime = runtime
+        self._collectives = collectives
+        self._snapshot = HostCopies()
+        self._background = writer.BackgroundSave()
+        self._pending: writer.SaveJob | None = None
+        self._alone = writer.BackgroundSave()
+
+    # ---------------------------------------------------------------- save
+
+    def hold(self, parent: Path, run: str | None, is_alone: bool = False) -> str:
+        """Lock a folder against saves of other runs. Every rank must call it, or one rank with `is_alone`.
+
+        Args:
+            parent: Folder that holds the checkpoints.
+            run: ID of the run. None: a new ID is chosen.
+            is_alone: Whether only this rank calls it. Default: False.
+
+        Returns:
+            ID of the run, the same on all ranks.
+
+        Raises:
+            CheckpointError: On every rank, if another run holds the lock.
+        """
+        locks, runtime = scope.own(folders.Locks), self._runtime
+        process.release_at_end(locks.release)
+        start = secrets.token_hex(8)
+        own = run or start, locks.get_start_id(parent) or start
+        if is_alone:
+            locks.hold(parent, *own)
+            return own[0]
+        name = self._collectives.broadcast_object(own)
+        leaders = [runtime.rank == 0]
+        if self._collectives.world_size > runtime.local_world_size:
+            # On a shared folder they find rank 0's lock, which counts as theirs.
+            leaders.append(runtime.local_rank == 0)
+        for is_next in leaders:
+            failure: str | None = None
+            try:
+                if is_next:
+                    locks.hold(parent, *name)
+            except CheckpointError as error:
+                failure = str(error)
+            failures = {text for text in self._collectives.gather_objects(failure) if text is not None}
+            if failures:
+                raise CheckpointError("; ".join(sorted(failures)))
+        return str(name[0])
+
+    def release_lock(self, parent: Path) -> None:
+        """Release the lock of a folder, unless a background save is running."""
+        if not self.is_busy:
+            scope.own(folders.Locks).release(parent)
+
+    def save(
+        self,
+        final: Path,
+        collected: CollectedState,
+        about: Mapping[str, Any],
+        policy: writer.SavePolicy,
+        fill: Callable[[Path], None] | None = None,
+        seal: Callable[[], None] | None = None,
+    ) -> None:
+        """Write a checkpoint. Every rank must call it with the same folder, or one rank with `policy.is_alone`.
+
+        Args:
+            final: Folder of the checkpoint.
+            collected: State to save, in the same order on all ranks.
+            about: The manifest's `about` section, the same on all ranks.
+            policy: Options of the save: which checkpoints to keep, whether the save blocks, and others.
+            fill: Hook called on every rank with the staging directory. It may add files, or remove tensors from
+                `collected`. Default: None.
+            seal: Hook called after `fill`, which adds the last parts of the state to `collected`. Default: None.
+
+        Raises:
+            CheckpointError: On every rank, if any rank could not write. An earlier checkpoint in the folder is intact.
+        """
+        is_alone = policy.is_alone
+        self.wait(is_alone)
+        nonce = secrets.token_hex(8)
+        if not is_alone:
+            nonce = self._collectives.broadcast_object(nonce)
+        share = writer.DiskShare() if is_alone else self._find_share(final, nonce)
+        if share.is_own_disk:
+            _leave_rows_out(collected)
+        _check_spread(collected, share, is_alone)
+        job = writer.SaveJob(final, nonce, share, collected, about, policy, self._source)
+        try:
+            self._save(job, fill, seal)
+        except BaseException:  # such as Ctrl-C while this rank waits for others
+            writer.abandon(job)
+            raise
+
+    def _save(self, job: writer.SaveJob, fill: Callable[[Path], None] | None, seal: Callable[[], None] | None) -> None:
+        self._together(partial(writer.begin, job), job)
+        if fill is not None:
+            self._together(partial(folders.call_save_hook, fill, job.staging), job)
+
+        def complete() -> CollectedState:
+            if seal is not None:
+                seal()
+            return split_dtensors(job.content)
+
+        job = replace(job, content=self._together(complete, job))
+        self._together(partial(writer.announce, job), job)
+        if job.policy.is_blocking:
+            self._together(partial(writer.write, job), job)
+            if not job.policy.is_alone:
+                self._after(job)
+            return
+        steady = job.policy.steady
+        given = job.content.tensors, job.own_names
+        taken = self._snapshot.overlap(*given, steady) if steady else self._snapshot.take(*given)
+        job = replace(job, content=replace(job.content, tensors=taken.tensors), arrivals=taken.arrivals)
+        if job.policy.is_alone:
+            self._alone.start(job)
+        else:
+            self._pending = job
+            self._background.start(job)
+
+    def agree_on(self, folder: Path) -> Path:
+        """Return the folder to which this rank saves.
+
+        If all ranks are on one machine, return rank 0's folder. They may name different folders, for example if each
+        rank has created a temporary one. With several machines return `folder`, because each machine may have its
+        own disk.
+        """
+        if not 1 < self._collectives.world_size == self._runtime.local_world_size:
+            return folder
+        chosen = to_path(self._collectives.broadcast_object(str(folder.absolute())))
+        if chosen == folder.absolute():
+            return folder
+        log.warning_once(
+            "save_state was given %s on rank %d and %s on rank 0: all ranks write to that of rank 0. Give every rank the same folder",
+            folder,
+            self._runtime.rank,
+            chosen,
+            main_process_only=False,
+        )
+        return chosen
+
+    def _find_share(self, final: Path, nonce: str) -> writer.DiskShare:
+        """Return the description of the part of a checkpoint that this rank writes.
+
+        To find out whether all machines share the folder, rank 0 creates a file with a random name in it, and all ranks
+        look for that file.
+
+        Args:
+            final: Folder of the checkpoint.
+            nonce: Random name, the same on all ranks.
+        """
+        runtime, world = self._runtime, self._collectives.world_size
+        if world == runtime.local_world_size:
+            return writer.DiskShare(runtime.rank, world, runtime.rank == 0)
+        mark = final.parent / f".{nonce}"
+        if runtime.rank == 0:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        self._collectives.barrier()
+        sees = mark.exists()
+        rows = self._collectives.gather_numbers([float(sees), float(runtime.local_world_size)])
+        if runtime.rank == 0:
+            mark.unlink(missing_ok=True)
+        if all(row[0] for row in rows):
+            return writer.DiskShare(runtime.rank, world, runtime.rank == 0)
+        # All machines use the same number of parts, so that their manifests are equal.
+        num_parts = int(min(row[1] for row in rows))
+        part = runtime.local_rank if runtime.local_rank < num_parts else None
+        return writer.DiskShare(part, num_parts, runtime.local_rank == 0, is_own_disk=True)
+
+    def _together(self, act: Callable[[], _T], job: writer.SaveJob) -> _T:
+        """Run `act` on every rank, or only on this rank if it saves alone, and return its result.
+
+        If it fails on any rank, remove the staging directory and raise an error on all ranks.
+
+        Args:
+            act: Function to run.
+            job: Save to which it belongs.
+        """
+        result: _T | None = None
+        failure: str | None = None
+        cause: BaseException | None = None
+        try:
+            result = act()
+        # Such as a hook's: the other ranks must raise too, and the staging directory be removed.
+        except Exception as error:
+            failure, cause = f"{type(error).__name__}: {error}", error
+        is_alone = job.policy.is_alone
+        told = {self._runtime.rank: failure} if is_alone else dict(enumerate(self._collectives.gather_objects(failure)))
+        failed = [f"rank {rank}: {text}" for rank, text in told.items() if text is not None]
+        if failed:
+            writer.abandon(job)
+            raise CheckpointError(
+                f"{job.final} was not saved; earlier checkpoints are as they were.\n  " + "\n  ".join(failed)
+            ) from cause
+        return cast(_T, result)
+
+    def _after(self, job: writer.SaveJob) -> None:
+        """Raise `CheckpointError` if machines have committed different manifests.
+
+        If they are equal and each machine has its own disk, remove old checkpoints from the disks.
+        """
+        if self._collectives.world_size == self._runtime.local_world_size:
+            return
+        own = read_manifest(job.final).sha256 if job.share.leads else None
+        hashes = {each for each in self._collectives.gather_objects(own) if each is not None}
+        if len(hashes) > 1:
+            raise CheckpointError(
+                f"{job.final} differs between machines, so it cannot be resumed from: the state of their ranks is not the same"
+            )
+        if job.share.is_own_disk and job.share.leads:
+            job.rotate()
+
+    def pin_early(self, list_objects: Callable[[], StatefulObjects]) -> Callable[[], None]:
+        """Return a hook for optimizer steps that pins host memory in advance, for the first background save.
+
+        Args:
+            list_objects: Function that returns the objects whose state the save will contain.
+        """
+        hook: Callable[[], None] = extensions.load("feature", "overlap_saves")(
+            list_objects, self._collectives.world_size, self._snapshot.reserve
+        )
+        return hook
+
+    def settle(self) -> None:
+        """Wait until a background save has copied the tensors that an optimizer step changes.
+
+        It is called before each optimizer step.
+        """
+        self._snapshot.settle()
+
+    def poll(self) -> None:
+        """Raise the error of a failed background save if there is one.
+
+        Raises:
+            CheckpointError: If the checkpoint could not be written.
+        """
+        self._background.check()
+        self._alone.check()
+
+    def wait(self, is_alone: bool = False) -> None:
+        """Wait for the background save to finish. Every rank must call it, or one rank with `is_alone`.
+
+        Args:
+            is_alone: Whether only this rank calls it. If all ranks took part in the save, an error is then raised only
+                by the next call that all ranks make. Default: False.
+
+        Raises:
+            CheckpointError: On every rank, if any rank could not write. After a save of one rank, only on that rank.
+        """
+        self._background.join()
+        self._alone.join()
+        self._alone.check()
+        if self._pending is None or is_alone:
+            return
+        job, self._pending = self._pending, None
+        self._together(self._background.check, job)
+        self._after(job)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a background save is running."""
+        return self._background.is_busy or self._alone.is_busy
+
+    def is_agreed(self, answer: bool) -> bool:
+        """Whether `answer` is True on every rank. Every rank must call it."""
+        return self._collectives.reduce_numbers([float(answer)], "min")[0] > 0
+
+
+def _leave_rows_out(collected: CollectedState) -> None:
+    """Remove tensors with one row per rank from a state that each machine saves to its own disk.
+
+    Replicas on all disks must be equal, and a machine does not have the rows of the ranks on other machines.
+    """
+    rows = [name for name in collected.tensors if name.startswith(ROWS)]
+    for name in rows:
+        del collected.tensors[name]
+    if rows:
+        log.warning_once(
+            "local SGD on machines that do not share a folder: checkpoints hold the means over all ranks, not what each has of its "
+            "own. Give a project_dir on storage that all machines share, and a resumed run goes on exactly"
+        )
+
+
+def _check_spread(collected: CollectedState, share: writer.DiskShare, is_alone: bool) -> None:
+    """Raise `CheckpointError` if the ranks that write to this disk do not hold all shards of the sharded tensors.
+
+    Raises:
+        CheckpointError: If only one rank saves, or each machine saves to its own disk, and a tensor is sharded.
+    """
+    name = next((name for name, value in collected.tensors.items() if is_spread(value)), None)
+    if name is not None and is_alone:
+        raise CheckpointError(
+            f"{name} is sharded, but save_state was called on one rank only, which holds only a part: call it on every rank"
+        )
+    if name is not None and share.is_own_disk:
+        raise CheckpointError(
+            f"{name} is sharded across machines that do not share a folder: each would hold a part that no other can read. Give a "
+            "project_dir on storage that all machines share, or a layout without sharding"
+        )

@@ -1,0 +1,609 @@
+"""Convert the state of a run to named tensors and JSON, and back. Optimizer state is keyed by parameter names.
+
+Names are logical. A model's tensor is named `model/0/` plus its name in the model without wrappers. An optimizer's
+tensor is named `optimizer/0/`, then the parameter's name and the key of the state. Therefore a run with another
+world size, another wrapper, or another order of parameter groups finds the same tensors.
+
+A tensor that differs between ranks is saved twice. The tensor under its own name has one value for all ranks, such
+as the mean. The tensor under the prefix `ROWS` has one row per rank, with the values of that rank.
+
+An optimizer receives its state in the saved dtypes and types, although torch would cast them. Low-bit optimizer
+states (of torchao and bitsandbytes) are saved as float32 values and quantized again when loaded. Their quantization
+blocks cross the rows of a rank's local tensor, so codes and scales fit no other layout. The dequantized values fit all
+layouts.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+
+from headway.common.garbage import pause_garbage_collection
+from headway.core import extensions
+from headway.core.checkpoint.format.tensors import explain_refusal, is_dense
+from headway.core.checkpoint.format.text import to_logical_name
+from headway.core.checkpoint.format.values import decode_value, encode_value, is_object, map_items
+from headway.core.training.prepared.optimizer import find_low_bit_extension, load_low_bit_extension
+from headway.core.weights.compiled import rename_bare_items
+from headway.core.weights.export import split_ties
+from headway.core.weights.files import EXTRA
+from headway.core.weights.pieces import (
+    ShardCutter,
+    ShardPiece,
+    TensorBox,
+    TensorSplit,
+    get_local_part,
+    is_dtensor,
+    is_spread,
+)
+from headway.errors import CheckpointError
+
+ROWS = "rows/"
+"""Name prefix of tensors with one row per rank.
+
+The rest is the name of the tensor whose values differ between ranks.
+"""
+
+
+class Stateful(Protocol):
+    """Object with `state_dict` and `load_state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: numbers, text, tensors, and containers of them."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Restore the object from a state dict.
+
+        Args:
+            state: State dict that `state_dict` returned.
+        """
+
+
+@dataclass
+class StatefulObjects:
+    """Objects whose state a checkpoint holds, with the functions through which their state is accessed.
+
+    Attributes:
+        models: Models without wrappers.
+        optimizers: torch's own optimizers, without wrappers.
+        others: Objects with `state_dict` and `load_state_dict`, by kind (`scheduler`, `loader`, `custom` ...).
+        export: Function that yields the (name, value) pairs of a model's state dict.
+        left_out: Indices in `models` of models that are neither compared with a checkpoint nor loaded from it.
+        part_of: Function that returns this rank's part of a parameter: the parameter itself or a shard.
+        exposed: Function that returns a context manager for an optimizer. Within it, the optimizer holds its state, for
+            engines that otherwise keep the state elsewhere.
+        settle: Function called after a load, so that engines continue from the loaded values.
+    """
+
+    models: Sequence[torch.nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    others: Mapping[str, Sequence[Stateful]]
+    export: Callable[[torch.nn.Module], Iterable[tuple[str, Any]]]
+    left_out: set[int] = field(default_factory=set)
+    part_of: Callable[[torch.Tensor], Any] = lambda parameter: parameter
+    exposed: Callable[[torch.optim.Optimizer], AbstractContextManager[Any]] = lambda optimizer: nullcontext()
+    settle: Callable[[], None] = lambda: None
+
+    def list_chosen(self) -> list[tuple[int, torch.nn.Module]]:
+        """Return the models that are not in `left_out`, as pairs of (index, model)."""
+        every = list(enumerate(self.models))
+        return [(index, model) for index, model in every if index not in self.left_out] if self.left_out else every
+
+
+@dataclass
+class CollectedState:
+    """State of a run: tensors by logical name, and everything else as JSON.
+
+    A logical name is independent of wrappers and layouts, such as `model/0/` plus the name in the bare model.
+
+    Attributes:
+        tensors: Plain tensors, DTensors or `ShardPiece` objects, by logical name. After a load, sharded tensors have
+            this run's layout.
+        aliases: Names of tied tensors, each mapped to the name of the tensor that holds their values.
+        state: Everything else, as JSON values.
+        owned: Names of tensors whose memory nothing else uses, so that objects may keep them without a copy.
+        regrouped: One line per optimizer whose saved parameter groups were converted to those of this run.
+    """
+
+    tensors: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    owned: set[str] = field(default_factory=set)
+    regrouped: list[str] = field(default_factory=list)
+
+
+@pause_garbage_collection()
+def collect_state(parts: StatefulObjects) -> CollectedState:
+    """Collect the state of all objects as named tensors and JSON. Tensors are not copied.
+
+    Args:
+        parts: Objects whose state is collected.
+
+    Raises:
+        CheckpointError: If a state dict holds something that only pickle could store, or that could not be loaded.
+    """
+    out = CollectedState()
+    extras = []
+    for index, model in enumerate(parts.models):
+        named = [(to_logical_name(f"model/{index}/{name}"), value) for name, value in parts.export(model)]
+        for name, value in named:
+            is_tensor = isinstance(value, torch.Tensor) or is_spread(value)
+            problem = explain_refusal(get_local_part(value)) if is_tensor else None
+            if not is_tensor and not is_extra(name):
+                problem = f"a {type(value).__qualname__} in the model's state dict, which holds tensors: save it in get_extra_state()"
+            if problem is not None:
+                raise CheckpointError(f"{name} is {problem}")
+        kept, tied = split_ties((name, _to_plain(value)) for name, value in named if is_weight(name, value))
+        out.tensors.update(kept)
+        out.aliases.update(tied)
+        rest = [(name.split("/", 2)[2], _to_plain(value)) for name, value in named if not is_weight(name, value)]
+        extras.append({name: encode_value(value, f"extra/{index}/{name}", out.tensors) for name, value in rest})
+    names = map_parameter_names(parts.models)
+    out.state["extra"] = extras
+    out.state["optimizer"] = []
+    for index, optimizer in enumerate(parts.optimizers):
+        with parts.exposed(optimizer):
+            out.state["optimizer"].append(collect_optimizer(optimizer, names, index, out.tensors))
+    for kind, objects in parts.others.items():
+        out.state[kind] = [
+            encode_value(obj.state_dict(), f"{kind}/{index}", out.tensors) for index, obj in enumerate(objects)
+        ]
+    return out
+
+
+def split_dtensors(collected: CollectedState) -> CollectedState:
+    """Return a state in which each DTensor is replaced by this rank's `ShardPiece`. All ranks compute the same split.
+
+    Args:
+        collected: State to convert. It is not changed.
+
+    Raises:
+        CheckpointError: If a tensor holds partial values that have not been reduced yet.
+    """
+    cutter, made = ShardCutter(), dict[str, Any]()
+    for name, value in collected.tensors.items():
+        try:
+            made[name] = cutter.cut_tensor(value) if is_dtensor(value) else value
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from error
+    return replace(collected, tensors=made)
+
+
+def is_weight(name: str, value: Any) -> bool:
+    """Whether a value of a model's state dict is a dense tensor or a shard of one, which a file stores unchanged.
+
+    Other values, such as sparse tensors and extra state, are encoded first.
+
+    Args:
+        name: Logical name of the value.
+        value: Tensor, shard, or another object.
+    """
+    if isinstance(value, ShardPiece):
+        return not is_extra(name)
+    return isinstance(value, torch.Tensor) and is_dense(value) and not is_extra(name)
+
+
+def is_extra(name: str) -> bool:
+    """Whether a logical name belongs to a value that a module's `get_extra_state` returned."""
+    return name.rpartition("/")[2].rpartition(".")[2] == EXTRA
+
+
+def _to_plain(value: Any) -> Any:
+    """Return a tensor of any subclass as a plain tensor with equal values.
+
+    A load copies the values into the existing object, so the subclass need not be saved.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    plain = value.detach()
+    if is_dtensor(plain):
+        return plain
+    return plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)
+
+
+def map_parameter_names(models: Iterable[torch.nn.Module]) -> dict[int, str]:
+    """Return the name under which each parameter is saved, by the parameter's `id`."""
+    return {
+        id(parameter): to_logical_name(f"{index}/{name}")
+        for index, model in enumerate(models)
+        for name, parameter in rename_bare_items(model.named_parameters())
+    }
+
+
+def make_row(value: torch.Tensor, rank: int, count: int) -> ShardPiece:
+    """Return a `ShardPiece` with this rank's values as one row of a tensor that all ranks write together.
+
+    Args:
+        value: This rank's values.
+        rank: Rank of this process, and index of the row.
+        count: Number of ranks, and of rows.
+    """
+    sizes = ((1,) * count, *((size,) for size in value.shape))
+    row = TensorBox((rank, *(0 for _ in value.shape)), value.detach()[None], True)
+    return ShardPiece((count, *value.shape), value.dtype, (row,), None, TensorSplit(sizes, tuple(range(count))))
+
+
+def describe_row(shape: tuple[int, ...], rank: int) -> ShardPiece:
+    """Return a `ShardPiece` of meta tensors that describes one rank's row in a tensor with one row per rank.
+
+    Args:
+        shape: Global shape of the tensor, including the dim of the rows.
+        rank: Index of the row.
+    """
+    row = TensorBox((rank, *(0 for _ in shape[1:])), torch.empty((1, *shape[1:]), device="meta"), False)
+    return ShardPiece(shape, torch.float32, (row,))
+
+
+# -------------------------------------------------------------------- optimizers
+
+
+def list_parameter_keys(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """Return the names of an optimizer's parameters, as one list per parameter group.
+
+    A parameter that belongs to no model gets a name from the indices of its group and of the parameter in it.
+
+    Args:
+        optimizer: Optimizer with the parameter groups.
+        names: Logical names by parameter `id`.
+    """
+    return [
+        [names.get(id(p), f"group{g}/{i}") for i, p in enumerate(group["params"])]
+        for g, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def collect_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], index: int, tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Return an optimizer's state as JSON, and add its tensors to `tensors`.
+
+    Args:
+        optimizer: Optimizer whose state is collected.
+        names: Names under which parameters are saved, by parameter `id`.
+        index: Index of the optimizer.
+        tensors: Mapping by logical name to which the state's tensors are added.
+
+    Raises:
+        CheckpointError: If the state holds something that only pickle could store, or belongs to a tensor in no
+            parameter group.
+    """
+    check_owners(optimizer, index)
+    saved = optimizer.state_dict()
+    keys = list_parameter_keys(optimizer, names)
+    if not has_torch_form(optimizer, saved):
+        return _collect_whole(optimizer, saved, keys, index, tensors)
+    by_number = {
+        number: key
+        for group, group_keys in zip(saved["param_groups"], keys)
+        for number, key in zip(group["params"], group_keys)
+    }
+    prefix = f"optimizer/{index}"
+    groups = [
+        _encode_by_key(
+            {name: value for name, value in group.items() if name != "params"}, f"{prefix}/groups/{g}", tensors
+        )
+        for g, group in enumerate(saved["param_groups"])
+    ]
+    export = get_state_exporter(optimizer)
+    values = {
+        by_number[number]: _encode_by_key(export(entry), f"{prefix}/{by_number[number]}", tensors)
+        for number, entry in saved["state"].items()
+        if number in by_number
+    }
+    loose = {key: value for key, value in saved["state"].items() if key not in by_number}
+    rest = {name: value for name, value in saved.items() if name not in ("param_groups", "state")}
+    return {
+        "type": type(optimizer).__qualname__,
+        "params": keys,
+        "groups": groups,
+        "values": values,
+        "rest": _encode_by_key(rest, prefix, tensors),
+        **({"loose": _encode_by_key(loose, f"{prefix}/loose", tensors)} if loose else {}),
+    }
+
+
+def get_state_exporter(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
+    """Return a function that converts the low-bit state of one parameter to float32 values. It returns any other state
+    unchanged.
+    """
+    low_bit = load_low_bit_extension()
+    return partial(low_bit.export_state, optimizer) if low_bit is not None else lambda entry: entry
+
+
+def has_torch_form(optimizer: torch.optim.Optimizer, saved: Any) -> bool:
+    """Whether an optimizer's state dict has torch's format: states by parameter number, and the parameter groups.
+
+    A wrapper may use another format, such as its inner optimizer's state dict under another key.
+
+    Args:
+        optimizer: Optimizer to which the state dict belongs.
+        saved: State dict of the optimizer.
+    """
+    if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict):
+        return False
+    groups = saved.get("param_groups")
+    return isinstance(groups, list) and [len(each.get("params", ())) for each in groups if isinstance(each, dict)] == [
+        len(each["params"]) for each in optimizer.param_groups
+    ]
+
+
+def _collect_whole(
+    optimizer: torch.optim.Optimizer, saved: Any, keys: list[list[str]], index: int, tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Return the state of an optimizer whose state dict does not have torch's format, as JSON.
+
+    The state dict is stored as one value, like that of a registered object.
+
+    Raises:
+        CheckpointError: If the state holds sharded tensors. Without a parameter name they cannot be loaded in another
+            layout.
+    """
+    own: dict[str, torch.Tensor] = {}
+    whole = encode_value(saved, f"optimizer/{index}/whole", own)
+    spread = next((name for name, value in own.items() if is_spread(value)), None)
+    if spread is not None:
+        raise CheckpointError(
+            f"{type(optimizer).__name__}.state_dict() has no 'state' and 'param_groups' as torch's optimizers have, and {spread} is "
+            "sharded: its place in another layout would be unknown. Return these two from state_dict(), or train without sharding"
+        )
+    tensors.update(own)
+    return {
+        "type": type(optimizer).__qualname__,
+        "params": keys,
+        "groups": [{} for _ in keys],
+        "values": {},
+        "rest": {},
+        "whole": whole,
+    }
+
+
+def _encode_by_key(values: Any, prefix: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Encode a value as `values.encode_value` does.
+
+    If the value is a dict, the name of each tensor in it is `prefix`, a slash, and the tensor's key.
+    """
+    if type(values) is dict and is_object(values):
+        return {key: encode_value(value, f"{prefix}/{key}", tensors) for key, value in values.items()}
+    return encode_value(values, prefix, tensors)
+
+
+def check_owners(optimizer: torch.optim.Optimizer, index: int) -> None:
+    """Raise `CheckpointError` if an optimizer holds state for a tensor that is in none of its parameter groups.
+
+    Custom keys of the state that are not tensors are allowed, except integers that torch would use as parameter
+    numbers.
+
+    Args:
+        optimizer: Optimizer to check.
+        index: Index of the optimizer, for messages.
+
+    Raises:
+        CheckpointError: If torch could not tell to which parameter a state belongs.
+    """
+    state = getattr(optimizer, "state", None)
+    if not isinstance(state, dict):
+        return
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    known = {id(p) for p in held}
+    for key in state:
+        if isinstance(key, torch.Tensor) and id(key) not in known:
+            raise CheckpointError(
+                f"optimizer {index} keeps state of a tensor of shape {tuple(key.shape)} that is in none of its parameter groups: "
+                "add it to a group again, or delete optimizer.state[it]"
+            )
+        if isinstance(key, int) and 0 <= key < len(held):
+            raise CheckpointError(
+                f"optimizer {index} keeps state under {key!r}, which torch takes for its parameter {int(key)}: use another key"
+            )
+
+
+def find_optimizer_misfits(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], entry: Any, index: int
+) -> list[str]:
+    """Return one message for each reason why a saved optimizer state does not fit an optimizer.
+
+    Args:
+        optimizer: Optimizer that should load the state.
+        names: Logical names by parameter `id`.
+        entry: Saved state, whose structure has been checked.
+        index: Index of the optimizer, for messages.
+    """
+    problems = []
+    if entry["type"] != type(optimizer).__qualname__:
+        problems.append(f"optimizer {index} is {type(optimizer).__qualname__}; the saved one was {entry['type']}")
+    keys = list_parameter_keys(optimizer, names)
+    if not _is_grouped_alike(keys, entry):
+        problems.append(extensions.load("feature", "explain_group_misfit")(keys, entry, index))
+    return problems
+
+
+def has_saved_groups(parts: StatefulObjects, found: CollectedState) -> bool:
+    """Whether the parameter groups of all optimizers contain the same parameters as the saved ones, in the same order.
+
+    Args:
+        parts: Objects that should load the state.
+        found: Saved state.
+    """
+    names, states = map_parameter_names(parts.models), zip(parts.optimizers, found.state["optimizer"])
+    return all(_is_grouped_alike(list_parameter_keys(optimizer, names), entry) for optimizer, entry in states)
+
+
+def _is_grouped_alike(keys: list[list[str]], entry: Any) -> bool:
+    if "whole" in entry:  # the state dict of a wrapper may depend on the order of the parameters
+        return bool(keys == entry["params"])
+    return [set(each) for each in keys] == [set(each) for each in entry["params"]]
+
+
+def decode_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    entry: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+) -> dict[str, Any]:
+    """Return a state dict that an optimizer can load, built from its saved state.
+
+    Parameters are numbered in the order of this optimizer, not in that of the saved run.
+
+    Args:
+        optimizer: Optimizer that will load the state dict.
+        names: Logical names by parameter `id`.
+        entry: Saved state as JSON.
+        tensors: Saved tensors by logical name.
+
+    Raises:
+        CheckpointError: If `entry` is not a state that `collect_optimizer` could have written.
+    """
+    if "whole" in entry:
+        return cast(dict[str, Any], decode_value(entry["whole"], tensors))
+    own = _number_parameters(optimizer)
+    numbers = {key: n for keys, group in zip(list_parameter_keys(optimizer, names), own) for key, n in zip(keys, group)}
+    groups, rest = decode_value(entry["groups"], tensors), decode_value(entry["rest"], tensors)
+    loose = decode_value(entry.get("loose", {}), tensors)
+    if not all(isinstance(each, dict) for each in (*groups, rest, loose)):
+        raise CheckpointError("the saved state of an optimizer has something else where a dict belongs")
+    values = {numbers[key]: decode_value(value, tensors) for key, value in entry["values"].items()}
+    for group in groups:  # names in the saved order; without them, the optimizer keeps its own
+        group.pop("param_names", None)
+    return {
+        "state": {**values, **loose},
+        "param_groups": [{**group, "params": mine} for group, mine in zip(groups, own)],
+        **rest,
+    }
+
+
+def list_devices(optimizer: torch.optim.Optimizer) -> dict[int, torch.device]:
+    """Return the device of each parameter, keyed by the parameter's number in the optimizer's state dict."""
+    flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in _number_parameters(optimizer) for number in group]
+    return {number: parameter.device for number, parameter in zip(numbers, flat)}
+
+
+def _number_parameters(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """Return the parameter numbers that torch's state dict uses, as one list per parameter group.
+
+    A parameter that occurs more than once keeps the number of its first occurrence.
+    """
+    numbers: dict[int, int] = {}
+    return [[numbers.setdefault(id(p), len(numbers)) for p in group["params"]] for group in optimizer.param_groups]
+
+
+class _OpaqueValue:
+    """Wrapper that protects a value from conversion in torch's `load_state_dict`.
+
+    torch would convert some values to text, or could not reconstruct them.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _IndexedList(list[int]):
+    """List of parameter numbers in which `in` takes constant time.
+
+    torch's `load_state_dict` looks up the parameter of each state tensor in these lists. With 10,000 parameters in one
+    group, the search in a plain list takes a third of the time of a load.
+    """
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        super().__init__(numbers)
+        self._known = set(self)
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._known
+
+
+def _wrap_opaque_values(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _wrap_opaque_values(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_wrap_opaque_values(item) for item in value])
+    return _OpaqueValue(value) if isinstance(value, Iterable) and not isinstance(value, torch.Tensor) else value
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a state dict into an optimizer without casts.
+
+    torch's `load_state_dict` would cast floating-point state to its parameter's dtype, also in containers.
+
+    Args:
+        optimizer: Optimizer that loads the state.
+        state: State dict, as `decode_optimizer` returns it.
+    """
+    if not has_torch_form(optimizer, state):
+        optimizer.load_state_dict(state)
+        return
+    numbers = [n for group in state["param_groups"] for n in group["params"]]
+    low_bit = find_low_bit_extension(optimizer)
+    own = {number: state["state"][number] for number in numbers if number in state["state"]}
+    rest = {key: value for key, value in state["state"].items() if key not in own}
+    given = {
+        **state,
+        # Values that will be quantized are not given to torch, which would move all of them to the device at once.
+        "state": rest if low_bit is not None else {**rest, **{n: _wrap_opaque_values(v) for n, v in own.items()}},
+        "param_groups": [{**group, "params": _IndexedList(group["params"])} for group in state["param_groups"]],
+    }
+    optimizer.load_state_dict(given)
+    flat = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter, number in zip(flat, numbers):
+        if number in own and low_bit is not None:
+            optimizer.state[parameter] = own[number]
+        elif number in own and parameter in optimizer.state:
+            optimizer.state[parameter] = _restore_dtypes(own[number], optimizer.state[parameter], parameter.device)
+    if low_bit is not None:
+        low_bit.quantize_states(optimizer)
+
+
+def _restore_dtypes(wanted: Any, loaded: Any, device: torch.device) -> Any:
+    """Return a loaded optimizer state on the given device, with each tensor in the dtype in which it was saved.
+
+    Args:
+        wanted: Saved state, with the original dtypes.
+        loaded: State after torch's `load_state_dict`, which may have cast it.
+        device: Device of the parameter.
+    """
+    if isinstance(loaded, _OpaqueValue):
+        return _move_tensors(loaded.value, device)
+    if isinstance(wanted, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype == wanted.dtype else wanted.to(loaded.device)
+    if isinstance(wanted, dict) and isinstance(loaded, dict):
+        for key in wanted.keys() & loaded.keys():
+            loaded[key] = _restore_dtypes(wanted[key], loaded[key], device)
+    if type(wanted) is type(loaded) and isinstance(wanted, list | tuple) and len(wanted) == len(loaded):
+        return type(wanted)([_restore_dtypes(value, item, device) for value, item in zip(wanted, loaded)])
+    return loaded
+
+
+def _move_tensors(value: Any, device: torch.device) -> Any:
+    """Return a copy of a value whose tensors are on the device."""
+    return (
+        value.to(device)
+        if isinstance(value, torch.Tensor)
+        else map_items(lambda item: _move_tensors(item, device), value)
+    )
+
+
+def undo_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Record an optimizer's attributes, parameter groups and state, and return a function that restores them."""
+    attributes = dict(vars(optimizer))
+    groups = [(group, dict(group)) for group in optimizer.param_groups]
+    state = getattr(optimizer, "state", {})
+    entries = [(key, value, dict(value) if isinstance(value, dict) else value) for key, value in state.items()]
+
+    def back() -> None:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        optimizer.param_groups[:] = [group for group, _ in groups]
+        for group, before in groups:
+            group.clear()
+            group.update(before)
+        state.clear()
+        for key, value, before in entries:
+            if isinstance(value, dict):
+                value.clear()
+                value.update(before)
+            state[key] = value
+
+    return back

@@ -1,0 +1,1 @@
+"""Stores of checkpoints: folders on a disk, and object stores."""

@@ -1,0 +1,300 @@
+"""Checkpoints as folders on a disk: staging, commit by one rename, and removal.
+
+At any moment, a reader finds a complete checkpoint or none. To remove a checkpoint, its folder is renamed first, and
+then its files are removed. Files left by interrupted saves have names that begin with a dot. The next save removes
+them.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from headway.common.atomic import open_replacement
+from headway.core.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
+from headway.core.checkpoint.stores.folder_lock import FolderLock
+from headway.errors import CheckpointError, ObjectStoreError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+LATEST = "latest"
+"""Name of a file next to the checkpoints that contains the name of the newest one, for users and scripts.
+
+Headway does not read the file.
+"""
+_STAGED, _REMOVED, _REPLACED = ".staging-", ".removing-", ".replaced-"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+class DiskStore:
+    """Checkpoint store in a local or shared file system: one checkpoint, or a directory of checkpoints.
+
+    Args:
+        folder: Directory of the checkpoint or checkpoints.
+
+    Attributes:
+        poll: Seconds between two checks whether other ranks have written their files.
+        needs_lock: Whether two runs that commit the same checkpoint at once could both succeed. False, because on a
+            disk the second rename fails.
+        verifies_on_read: Whether readers compare the bytes with their hashes as they read them, in a single pass.
+    """
+
+    poll = 0.005
+    needs_lock = False
+    verifies_on_read = False
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def check_name(self) -> None:
+        """Do nothing, because any folder can be a checkpoint on a disk. Object stores refuse some names."""
+
+    def check_target(self) -> None:
+        """Raise `CheckpointError` if a save to this folder would overwrite anything other than a checkpoint.
+
+        Raises:
+            CheckpointError: If the path is a file, or a folder with other content.
+        """
+        final = self.folder
+        if final.is_dir():
+            if not (final / MANIFEST).exists() and any(final.iterdir()):
+                raise CheckpointError(
+                    f"{final} holds files, but no checkpoint of Headway's, and would be replaced as a whole; give a new folder"
+                )
+        elif final.exists() or final.is_symlink():
+            raise CheckpointError(f"{final} is not a folder; give the name of a folder for the checkpoint")
+
+    def lock(self, run: str, start: str) -> FolderLock:
+        """Lock the folder against saves of other runs, and return the lock.
+
+        Args:
+            run: ID of the run, as in `LockOwner`.
+            start: ID of this launch of the run, as in `LockOwner`.
+
+        Raises:
+            CheckpointError: If another run holds the lock.
+        """
+        return FolderLock(self.folder, run, start)
+
+    # ---------------------------------------------------------------- save
+
+    def staging(self, nonce: str) -> Path:
+        """Return the staging directory of a save, next to the checkpoint's folder.
+
+        Args:
+            nonce: Random name of the save, 16 hexadecimal digits.
+        """
+        return self.folder.parent / f"{_STAGED}{self.folder.name}-{nonce}"
+
+    def abandon(self) -> None:
+        """Remove the staging directory of a failed save. It is the folder of this store.
+
+        The directory is renamed first, so that ranks that are still writing cannot find it.
+        """
+        aside = self.folder.with_name(f"{self.folder.name[:-16]}{secrets.token_hex(8)}")
+        os.rename(self.folder, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def commit(self, staging: Path, manifest: Manifest, fence: Callable[[], None]) -> None:
+        """Commit the files of the staging directory as a checkpoint.
+
+        The manifest is written, and everything is flushed to the disk by fsync. Then the directory is renamed once,
+        and the rename is flushed too. An existing checkpoint is exchanged for the new one in one atomic step, if the
+        system supports that. If flushing the rename fails, the rename is undone, so that a failed save leaves
+        everything unchanged.
+
+        Args:
+            staging: Staging directory with the files.
+            manifest: Manifest that lists the files.
+            fence: Function that checks the lock. Ignored on a disk, because a rename fails if another run has replaced
+                the folder.
+
+        Raises:
+            OSError: If the disk is full or the folder is not writable. An earlier checkpoint in the folder is
+                unchanged.
+            CheckpointError: If a load would refuse the manifest.
+        """
+        final, data = self.folder, manifest.encode()
+        manifest.read_back()  # an unreadable manifest must not replace a readable one
+        write_forced(staging / MANIFEST, data)
+        sync_folder(staging)
+        is_exchange = (final / MANIFEST).exists()
+        if is_exchange:
+            _exchange(staging, final)
+        else:
+            os.rename(staging, final)  # onto nothing, or onto an empty folder
+        try:
+            sync_folder(final.parent)
+        except OSError:
+            with contextlib.suppress(OSError):  # report the first error, not this one
+                if is_exchange:
+                    _exchange(staging, final)
+                else:
+                    os.rename(final, staging)
+            raise
+        if is_exchange:
+            with warn_of_failed_removal(staging):
+                DiskStore(staging).remove()
+
+    def point_latest(self) -> None:
+        """Write the checkpoint's name to the file `latest` next to it."""
+        with open_replacement(self.folder.parent / LATEST) as staged:
+            write_forced(staged, os.fsencode(f"{self.folder.name}\n"))
+        sync_folder(self.folder.parent)
+
+    # ---------------------------------------------------------------- find
+
+    def locate(self) -> Path:
+        """Return the folder that holds the checkpoint of this store.
+
+        It has another name if a process was killed while it replaced the checkpoint by two renames. Such a process
+        renames the old checkpoint first, on systems that cannot exchange two names in one step.
+
+        Raises:
+            CheckpointError: If there is no checkpoint.
+        """
+        path = self.folder
+        if os.path.isfile(path / MANIFEST):
+            return path
+        aside = path.parent / f"{_REPLACED}{path.name}"
+        if os.path.isfile(aside / MANIFEST):  # killed between two renames, where the system cannot exchange names
+            return aside
+        read_manifest(path)
+        return path
+
+    def get_content_folder(self) -> Path:
+        """Return the folder that holds the checkpoint's files."""
+        return self.folder
+
+    def identity(self) -> tuple[int, int]:
+        """Return the inode number and modification time of the manifest. They change with each commit."""
+        found = (self.folder / MANIFEST).stat()
+        return found.st_ino, found.st_mtime_ns
+
+    def absent(self, manifest: Manifest) -> str | None:
+        """Return None: missing files of a checkpoint on a disk are found later, when its files are verified.
+
+        For an object store, this method returns an error message if an object is missing.
+        """
+
+    def fetched(self, manifest: Manifest) -> None:
+        """Return None, because the files of a checkpoint on a disk need not be downloaded."""
+
+    # ---------------------------------------------------------------- remove
+
+    def remove(self) -> None:
+        """Remove the checkpoint. Its folder is renamed first, so that no reader finds an incomplete checkpoint."""
+        folder = doomed = self.folder
+        if not folder.name.startswith("."):
+            doomed = folder.parent / f"{_REMOVED}{folder.name}"
+            if doomed.exists() or doomed.is_symlink():
+                _remove_tree(doomed)
+            os.rename(folder, doomed)
+        try:
+            if doomed is not folder:  # else a power cut could bring the name back for a folder whose files are gone
+                sync_folder(folder.parent)
+            _remove_tree(doomed)
+        except KeyboardInterrupt:  # a second Ctrl-C leaves the rest to the next save
+            shutil.rmtree(doomed, ignore_errors=True)
+            raise
+
+    def sweep(self, name: str | None = None) -> list[Path]:
+        """Remove files that interrupted saves have left in this folder, and return the removed paths.
+
+        It must not be called while a save of a checkpoint with this name is running.
+
+        Args:
+            name: Name of the checkpoint whose leftover files are removed. Default: None, those of all checkpoints.
+        """
+        parent = self.folder
+        if not parent.is_dir():
+            return []
+        wanted = ".+" if name is None else re.escape(name)
+        pattern = re.compile(rf"{_STAGED}{wanted}-[0-9a-f]{{16}}|({_REMOVED}|{_REPLACED}){wanted}")
+        left = [path for path in parent.iterdir() if pattern.fullmatch(path.name) and _is_litter(path)]
+        for path in left:
+            with warn_of_failed_removal(path):
+                DiskStore(path).remove()
+        (parent / f".{LATEST}.tmp").unlink(missing_ok=True)
+        return left
+
+
+@contextlib.contextmanager
+def warn_of_failed_removal(folder: Path) -> Iterator[None]:
+    """Return a context manager that logs a warning if a removal within it fails, instead of raising the error.
+
+    A failed removal does not affect the saved checkpoint. The next save removes the remaining files.
+
+    Args:
+        folder: Folder that is removed, for the warning.
+    """
+    try:
+        yield
+    except (OSError, ObjectStoreError) as error:
+        log.warning_once("%s could not be removed (%s); the other checkpoints are intact", folder, error)
+
+
+def write_forced(path: Path, data: bytes, mode: str = "wb") -> None:
+    """Write a file and flush it to the disk by fsync.
+
+    Args:
+        path: File to write.
+        data: Bytes to write.
+        mode: Mode of `open`. "ab" appends the data. Default: "wb".
+    """
+    with open(path, mode) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's directory entries to the disk by fsync."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _exchange(new: Path, final: Path) -> None:
+    """Swap the names of two folders.
+
+    On Linux this is one atomic step. If the system cannot do that, the old folder is renamed to another name first.
+
+    Args:
+        new: Folder with the new checkpoint.
+        final: Folder with the old checkpoint.
+    """
+    if sys.platform == "linux":
+        swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if swap is not None and swap(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(final), _RENAME_EXCHANGE) == 0:
+            return
+    aside = final.parent / f"{_REPLACED}{final.name}"
+    if aside.exists():
+        DiskStore(aside).remove()
+    os.rename(final, aside)
+    os.rename(new, final)
+    sync_folder(final.parent)
+    os.rename(aside, new)
+
+
+def _remove_tree(folder: Path) -> None:
+    """Remove a folder. If it is a symbolic link, only the link is removed, not its target."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
+
+
+def _is_litter(path: Path) -> bool:
+    if not path.name.startswith(_REPLACED):
+        return True
+    final = path.parent / path.name.removeprefix(_REPLACED)
+    return (final / MANIFEST).is_file()  # otherwise the replaced checkpoint is the only one

@@ -1,0 +1,210 @@
+"""Lock file next to a checkpoint directory on a disk.
+
+The content of the lock is first written to a temporary file and flushed to the disk. The file then gets the lock's name
+by a hard link, which only one process can create. The holder touches the file every few seconds. The file's age is
+measured by the disk's own clock. Kernel locks are less reliable: over NFS they may cover only one machine, or remain
+after a machine has died.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from headway.common.untrusted import read_regular_file
+from headway.core.checkpoint import lock
+from headway.errors import CheckpointError
+
+_EMPTY = 2.0
+"""Age in seconds from which an empty lock file counts as a leftover of a killed process.
+
+The file of a living holder is never empty for long. On disks without hard links it is filled right after its creation.
+"""
+_WITHOUT_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
+_MOST_BYTES = 65536
+
+
+class FolderLock(lock.PlaceLock):
+    """Lock of a checkpoint directory on a disk. The lock is a file next to the directory."""
+
+    _text = b""
+    _is_new = False
+
+    def check(self) -> None:
+        """Raise `CheckpointError` if another run has taken the lock. Recreate the lock file if a user has deleted it.
+
+        Raises:
+            CheckpointError: If another run has taken the lock.
+        """
+        found = _read_content(self._path)
+        if found is None:  # deleted by a user or a cleanup script
+            self._take()
+        elif not self._is_own(found[0]):
+            raise CheckpointError(self._describe_holder(found[0], lock.TAKEN))
+
+    def _remove(self) -> None:
+        found = _read_content(self._path)
+        if found is not None and found[0] == self._text:
+            self._path.unlink(missing_ok=True)
+            if self._is_new:
+                with contextlib.suppress(OSError):  # not empty: something was saved there
+                    self._folder.parent.rmdir()
+
+    def _take(self) -> None:
+        self._is_new = not self._folder.parent.exists()
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        self._text = (json.dumps(asdict(lock.LockOwner.describe_this_process(self._run, self.start))) + "\n").encode()
+        while (handle := self._make()) is None:
+            found = _read_content(self._path)
+            # Written by another machine of this run, on a shared folder.
+            if found is not None and self._is_own(found[0]):
+                return
+            self._wait_for_end()
+        self._remove_leftovers(os.fstat(handle).st_mtime)
+        self._over.set()  # ends an earlier thread, whose lock file is gone
+        self._over = threading.Event()
+        threading.Thread(target=_touch, args=(handle, self._over), name="headway-lock", daemon=True).start()
+
+    def _make(self) -> int | None:
+        """Create the lock file with its full content. If this fails, no file is left.
+
+        Return the file descriptor, or None if the lock file already exists.
+
+        Raises:
+            OSError: If the disk is full or not writable.
+        """
+        staged = _make_temporary_path(self._path)
+        handle = _create(staged)
+        is_kept = False
+        try:
+            _fill(handle, self._text)
+            try:
+                os.link(staged, self._path)
+                is_kept = True
+            except FileExistsError:
+                is_kept = os.fstat(handle).st_nlink == 2  # over NFS the answer to the first try may be lost
+            except OSError as error:
+                if error.errno not in _WITHOUT_LINKS:
+                    raise
+                return self._make_in_place()
+            return handle if is_kept else None
+        finally:
+            if not is_kept:
+                os.close(handle)
+            staged.unlink(missing_ok=True)
+
+    def _make_in_place(self) -> int | None:
+        """Create the lock file on a disk without hard links.
+
+        Return the file descriptor, or None if the lock file already exists.
+        """
+        try:
+            handle = _create(self._path)
+        except FileExistsError:
+            return None
+        try:
+            _fill(handle, self._text)
+        except BaseException:
+            os.close(handle)
+            self._path.unlink(missing_ok=True)
+            raise
+        return handle
+
+    def _remove_leftovers(self, now: float) -> None:
+        """Remove temporary files of processes that were killed while they created a lock.
+
+        Args:
+            now: Current time by the clock of the disk.
+        """
+        for path in self._path.parent.glob(f".{self._path.name}-*"):
+            with contextlib.suppress(OSError):  # another process was faster
+                if now - path.stat().st_mtime > lock.SILENCE:
+                    path.unlink()
+
+    def _wait_for_end(self) -> None:
+        """Wait until the lock's holder counts as dead, then remove its lock file.
+
+        Return earlier if the lock file disappears or another run has replaced its content.
+
+        Raises:
+            CheckpointError: If the holder is alive.
+        """
+        first = found = _read_content(self._path)
+        has_told = False
+        while found is not None and first is not None and found[0] == first[0]:
+            lives = lock.is_holder_alive(found[0])
+            if lives or found[1] != first[1]:
+                raise CheckpointError(self._describe_holder(found[0], lock.IN_USE))
+            if lives is False or _read_disk_clock(self._path) - found[1] > (lock.SILENCE if found[0] else _EMPTY):
+                self._displace(found[0])
+                return
+            if not has_told and found[0]:
+                has_told = True
+                self._warn(found[0])
+            time.sleep(1)
+            found = _read_content(self._path)
+
+    def _displace(self, judged: bytes) -> None:
+        aside = _make_temporary_path(self._path)
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            os.rename(self._path, aside)
+            found = _read_content(aside)
+            if found is not None and found[0] != judged:  # another run has taken the folder since: put its file back
+                os.rename(aside, self._path)
+            aside.unlink(missing_ok=True)
+
+
+def _make_temporary_path(path: Path) -> Path:
+    """Return a random, unused file name in the folder of `path`."""
+    return path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+
+
+def _create(path: Path) -> int:
+    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+
+
+def _fill(handle: int, text: bytes) -> None:
+    """Write all of `text` to a file descriptor and flush it to the disk.
+
+    Some disks report only then that they are full.
+    """
+    left = text
+    while left:
+        left = left[os.write(handle, left) :]
+    os.fsync(handle)
+
+
+def _touch(handle: int, over: threading.Event) -> None:
+    try:
+        while not over.wait(lock.BEAT):
+            with contextlib.suppress(OSError):  # the file server may be unavailable for a while
+                os.utime(handle)
+    finally:
+        os.close(handle)
+
+
+def _read_content(path: Path) -> tuple[bytes, float] | None:
+    """Return the content and modification time of a file, or None if it does not exist."""
+    if not os.path.lexists(path):
+        return None
+    try:
+        return read_regular_file(path, _MOST_BYTES), path.stat().st_mtime  # opened again, so that NFS asks its server
+    except (CheckpointError, FileNotFoundError):
+        if os.path.lexists(path):
+            raise
+        return None
+
+
+def _read_disk_clock(path: Path) -> float:
+    """Return the current time by the clock of the disk, which may be the clock of a file server."""
+    probe = _make_temporary_path(path)
+    probe.touch()
+    try:
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)

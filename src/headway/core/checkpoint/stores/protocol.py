@@ -1,0 +1,101 @@
+"""Interface of checkpoint stores, which saving and loading use for both disks and object stores."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from headway.core.checkpoint.format.manifest import Manifest
+from headway.core.checkpoint.lock import PlaceLock
+
+
+class FetchedFiles(Protocol):
+    """Local folder into which parts of a checkpoint's files are downloaded. Each part is compared with its hash.
+
+    Attributes:
+        folder: Path of the local folder.
+    """
+
+    folder: Path
+
+    def header(self, file: str) -> Path:
+        """Download the safetensors header of a file, and return the path of the local file."""
+
+    def fetch(self, ranges: Mapping[str, Iterable[tuple[int, int]]]) -> None:
+        """Download the given byte ranges, and compare them with their hashes.
+
+        Each range is extended to whole pieces. A piece is the part of a file that one hash covers.
+
+        Args:
+            ranges: Byte ranges by file, as pairs of (begin, end).
+        """
+
+    def verify(self) -> None:
+        """Download every byte of the checkpoint and compare it with the hashes. The bytes are not kept."""
+
+
+class CheckpointStore(Protocol):
+    """Store of one checkpoint, or of a directory of checkpoints. `stores.disk.DiskStore` documents the methods.
+
+    Attributes:
+        folder: Path or URL of the checkpoint, or of the directory of checkpoints.
+        poll: Seconds between two checks whether other ranks have written their files.
+        needs_lock: Whether saves to a folder that the caller names need a lock. Without it, two runs that commit the
+            same checkpoint at once could both succeed.
+        verifies_on_read: Whether the bytes are compared with their hashes as they are read, so that no separate
+            verification is needed.
+    """
+
+    folder: Any
+    poll: float
+    needs_lock: bool
+    verifies_on_read: bool
+
+    def check_name(self) -> None:
+        """Raise `ConfigError` if a checkpoint in this store cannot have this path."""
+
+    def check_target(self) -> None:
+        """Raise `CheckpointError` if a save would overwrite anything other than a checkpoint."""
+
+    def lock(self, run: str, start: str) -> PlaceLock:
+        """Lock the checkpoint directory against saves of other runs, and return the lock."""
+
+    def staging(self, nonce: str) -> Path:
+        """Return the staging directory or prefix that holds the files of a save until the commit.
+
+        Args:
+            nonce: Random name of the save, 16 hexadecimal digits.
+        """
+
+    def abandon(self) -> None:
+        """Remove the staging directory or prefix of a failed save. It is the folder of this store."""
+
+    def commit(self, staging: Path, manifest: Manifest, fence: Callable[[], None]) -> None:
+        """Commit the files of the staging directory or prefix as a checkpoint."""
+
+    def point_latest(self) -> None:
+        """Write the checkpoint's name to the file `latest` next to it."""
+
+    def locate(self) -> Path:
+        """Return the folder or prefix that holds the checkpoint of this store."""
+
+    def get_content_folder(self) -> Path:
+        """Return the folder or prefix that holds the checkpoint's files."""
+
+    def identity(self) -> tuple[int, int]:
+        """Return two numbers that change when another checkpoint is committed under this name."""
+
+    def absent(self, manifest: Manifest) -> str | None:
+        """Return an error message about the first file that is in the manifest but not in the store, or None."""
+
+    def fetched(self, manifest: Manifest) -> FetchedFiles | None:
+        """Return a local folder into which the files can be downloaded, or None if no download is needed."""
+
+    def remove(self) -> None:
+        """Remove the checkpoint."""
+
+    def sweep(self, name: str | None = None) -> list[Path]:
+        """Remove the files that interrupted saves have left, and return the removed paths.
+
+        Args:
+            name: Name of the checkpoint whose leftover files are removed. Default: None, those of all checkpoints.
+        """

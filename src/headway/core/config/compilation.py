@@ -1,0 +1,149 @@
+"""Options of torch.compile, from the script and the launcher. This module imports no torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headway.common.callsite import find_call_site
+from headway.core.config.launch import MODES
+from headway.core.config.load import UNSET, resolve_run_setting
+from headway.core.config.spelled import DynamoBackend
+from headway.errors import ConfigError
+
+Backend = DynamoBackend | str | Callable[..., Any]
+
+
+@dataclass
+class TorchDynamoPlugin:
+    """Settings for torch.compile in `prepare()`. Fields left as None are read from the launcher (`--dynamo_...`).
+
+    Attributes:
+        backend: A `DynamoBackend`, its name in any case, or a callable as accepted by torch.compile. "no" disables
+            compilation.
+        mode: Inductor's mode: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
+        fullgraph: Whether a graph break is an error. If False, code that cannot be compiled runs eagerly.
+        dynamic: Whether to compile with dynamic shapes. True: from the start. False: never, recompile for each shape.
+            None: after the first change of shape.
+        options: Options of the backend. Cannot be combined with `mode`.
+        disable: Whether to turn compilation off.
+        use_regional_compilation: Whether to compile one of the model's repeated blocks and reuse it, instead of the
+            whole model.
+
+    Raises:
+        ConfigError: If the backend or mode is unknown, or settings contradict each other.
+    """
+
+    backend: Backend | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Mapping[str, Any] | None = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        given: Any = self.backend
+        named = given if given is None or _is_function(given) else parse_dynamo_backend(given).lower()
+        backend = _resolve_launched("dynamo_backend", named, "no", "backend")
+        self.backend = backend if _is_function(backend) else parse_dynamo_backend(backend)
+        self.mode = _resolve_launched("dynamo_mode", self.mode, "default", "mode")
+        self.fullgraph = bool(_resolve_launched("dynamo_use_fullgraph", self.fullgraph, False, "fullgraph"))
+        self.dynamic = _resolve_launched("dynamo_use_dynamic", self.dynamic, None, "dynamic")
+        regional = _resolve_launched(
+            "dynamo_use_regional_compilation", self.use_regional_compilation, False, "use_regional_compilation"
+        )
+        self.use_regional_compilation = bool(regional)
+        self._check()
+
+    def _check(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"mode={self.mode!r} of torch.compile is unknown; allowed: {', '.join(MODES)}")
+        if self.mode == "default":
+            return
+        if self.options:
+            raise ConfigError(f"give torch.compile mode={self.mode!r} or options={self.options!r}, not both")
+        if self.compiles and self.backend is not DynamoBackend.INDUCTOR:
+            raise ConfigError(
+                f"mode={self.mode!r} only works with the backend inductor; leave it out with {self.name}, or choose inductor"
+            )
+
+    @property
+    def compiles(self) -> bool:
+        """Whether compilation is enabled."""
+        return self.backend is not DynamoBackend.NO and not self.disable
+
+    @property
+    def has_cuda_graphs(self) -> bool:
+        """Whether compiled code runs as CUDA graphs.
+
+        Each run of such a graph overwrites the outputs of the previous one.
+        """
+        return (
+            self.mode in ("reduce-overhead", "max-autotune")
+            or self.backend is DynamoBackend.CUDAGRAPHS
+            or bool((self.options or {}).get("triton.cudagraphs"))
+        )
+
+    @property
+    def name(self) -> str:
+        """Name of the backend, as torch.compile accepts it."""
+        if _is_function(self.backend):
+            return str(getattr(self.backend, "__name__", type(self.backend).__name__))
+        return str(self.backend).lower()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all settings by name."""
+        return {**self.to_kwargs(), "use_regional_compilation": self.use_regional_compilation}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the settings as keyword arguments of `torch.compile`."""
+        given: dict[str, Any] = {"backend": self.backend if _is_function(self.backend) else self.name}
+        if self.options:
+            given["options"] = dict(self.options)
+        else:
+            given["mode"] = self.mode
+        return {**given, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "disable": self.disable}
+
+
+def parse_dynamo_backend(name: DynamoBackend | str | None) -> DynamoBackend:
+    """Return the backend with the given name, ignoring case. None means NO.
+
+    Raises:
+        ConfigError: If the name is unknown.
+    """
+    text = "NO" if name is None else str(name).upper()
+    try:
+        return DynamoBackend(text)
+    except ValueError:
+        allowed = ", ".join(sorted(DynamoBackend.list()))
+        raise ConfigError(
+            f"dynamo_backend={name!r} is unknown; allowed: {allowed} in upper or lower case, or a callable as in torch.compile"
+        ) from None
+
+
+def resolve_compiler(backend: Backend | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """Return the settings for torch.compile from the Accelerator's two arguments and the launcher.
+
+    Args:
+        backend: Argument `dynamo_backend` of the Accelerator.
+        plugin: Argument `dynamo_plugin` of the Accelerator.
+
+    Raises:
+        ConfigError: If both arguments are given, `plugin` has the wrong type, or settings contradict each other.
+    """
+    if backend is not None and plugin is not None:
+        raise ConfigError("give dynamo_backend or dynamo_plugin, not both")
+    if plugin is not None and not isinstance(plugin, TorchDynamoPlugin):
+        raise ConfigError(
+            f"dynamo_plugin is a {type(plugin).__name__}; give a headway.TorchDynamoPlugin, or leave it out"
+        )
+    return plugin if plugin is not None else TorchDynamoPlugin(backend=backend)
+
+
+def _is_function(backend: Any) -> bool:
+    return callable(backend) and not isinstance(backend, str)
+
+
+def _resolve_launched(name: str, given: Any, default: Any, argument: str) -> Any:
+    origin = f"TorchDynamoPlugin({argument}={given!r}) at {find_call_site()}"
+    return resolve_run_setting(name, UNSET if given is None else given, default, code_origin=origin)[0]

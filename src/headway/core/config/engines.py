@@ -1,0 +1,90 @@
+"""Options that the script passes as `kwargs_handlers`: for DDP, autocast, GradScaler, the process group and layouts.
+
+At most one object of each class may be given. This module does not import torch.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args, get_type_hints
+
+from headway.core.config.activation_checkpointing import ActivationCheckpointing
+from headway.core.config.float8 import AORecipeKwargs, Float8Options
+from headway.core.config.parallelism import (
+    PipelineOptions,
+    ShardingOptions,
+    TensorParallelOptions,
+    TorchContextParallelConfig,
+)
+from headway.core.config.torch_kwargs import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+from headway.core.config.values import KwargsHandler
+from headway.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options that the script passes as `kwargs_handlers`, with one field per class.
+
+    They are for DDP, autocast, GradScaler, layouts and others.
+
+    At most one object of each class may be given. For a class without an object, the defaults apply.
+
+    Attributes:
+        ddp: Options of DistributedDataParallel.
+        autocast: Options of torch.autocast.
+        scaler: Options of the fp16 gradient scaler.
+        process_group: Options of init_process_group.
+        profile: Options of the profiler.
+        checkpointing: Options of activation checkpointing. None: not given.
+        sharding: Options of sharded layouts (FSDP). None: not given.
+        tensor: Options of tensor parallelism. None: not given.
+        pipeline: Options of pipeline parallelism. None: not given.
+        context: Options of context parallelism. None: not given.
+        float8: Options of float8 training. None: not given.
+    """
+
+    ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
+    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
+    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
+    process_group: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
+    profile: ProfileKwargs = field(default_factory=ProfileKwargs)
+    checkpointing: ActivationCheckpointing | None = None
+    sharding: ShardingOptions | None = None
+    tensor: TensorParallelOptions | None = None
+    pipeline: PipelineOptions | None = None
+    context: TorchContextParallelConfig | None = None
+    float8: Float8Options | None = None
+
+    def without_loss_scaling(self) -> "EngineOptions":
+        """Return these options with torch's GradScaler disabled, for engines that scale fp16 losses themselves."""
+        return replace(self, scaler=replace(self.scaler, enabled=False))
+
+
+def collect_options(handlers: list[Any] | None) -> EngineOptions:
+    """Return the objects in `kwargs_handlers` as fields of `EngineOptions`.
+
+    An instance of a subclass counts as its parent class.
+
+    Args:
+        handlers: Argument `kwargs_handlers` of the Accelerator.
+
+    Raises:
+        ConfigError: If an object has an unknown class, or two have the same class.
+    """
+    kinds: dict[str, type] = {name: (*get_args(hint), hint)[0] for name, hint in get_type_hints(EngineOptions).items()}
+    chosen: dict[str, Any] = {}
+    usual = {name: kind().freeze_copy() for name, kind in kinds.items() if issubclass(kind, KwargsHandler)}
+    for given in handlers or []:
+        handler = given.options if isinstance(given, AORecipeKwargs) else given
+        name = next((name for name, kind in kinds.items() if isinstance(handler, kind)), None)
+        if name is None:
+            allowed = ", ".join(kind.__name__ for kind in kinds.values())
+            raise ConfigError(f"kwargs_handlers holds a {type(handler).__name__}; allowed: {allowed}")
+        if name in chosen:
+            raise ConfigError(f"kwargs_handlers holds two {kinds[name].__name__}; give one")
+        chosen[name] = handler.freeze_copy() if isinstance(handler, KwargsHandler) else handler
+    return EngineOptions(**usual | chosen)

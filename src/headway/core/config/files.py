@@ -1,0 +1,223 @@
+"""Find, read and write the config file of `headway config`. Its settings are one of the sources of a launch."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from headway.common import atomic
+from headway.common.untrusted import read_regular_file, show_value
+from headway.core.config.launch import EARLIER_NAMES, SETTINGS, LaunchConfig
+from headway.core.config.load import Value
+from headway.core.config.values import check_file_value, suggest_word
+from headway.errors import ConfigError
+
+FILE_NAME = "default_config.yaml"
+KEYS = tuple(setting.name for setting in SETTINGS.values() if setting.is_for_files)
+
+_LARGEST = 2**20
+"""Maximum size of a config file, in bytes."""
+
+_DEEPEST = 18
+"""Maximum nesting depth of a config file, including the levels of the YAML stream and document."""
+
+
+_LONGEST = 1000
+"""Maximum number of characters of an unquoted value. Python refuses to convert longer integers."""
+
+
+def find_default_file(environment: Mapping[str, str]) -> Path:
+    """Return the path to which `headway config` writes.
+
+    It is in the first folder that is known: $HEADWAY_HOME, $XDG_CONFIG_HOME/headway, or ~/.config/headway.
+    """
+    if environment.get("HEADWAY_HOME"):
+        folder = Path(environment["HEADWAY_HOME"])
+    elif environment.get("XDG_CONFIG_HOME"):
+        folder = Path(environment["XDG_CONFIG_HOME"], "headway")
+    else:
+        folder = Path(environment.get("HOME") or "~").expanduser() / ".config" / "headway"
+    return folder / FILE_NAME
+
+
+Explain = Callable[[str], str]
+"""Function that returns a hint for an unknown key, such as "; did you mean cpu?", or "" if it has no hint."""
+
+
+def _explain_nothing(key: str) -> str:
+    return ""
+
+
+def read_file_layer(
+    named: str | None, environment: Mapping[str, str], explain: Explain = _explain_nothing
+) -> dict[str, Value]:
+    """Return the settings in the config file, each with its origin.
+
+    Args:
+        named: Path that the user gave. None: the default file if it exists.
+        environment: Environment variables, which determine the default file.
+        explain: Function that returns hints for unknown keys that belong to another library.
+
+    Raises:
+        ConfigError: If a named file does not exist, or the file cannot be read or contains an unknown key or an invalid
+            value.
+    """
+    path = Path(named) if named is not None else find_default_file(environment)
+    if named is None and not os.path.exists(path):  # a name that is too long does not exist either
+        return {}
+    content = read_config(path)
+    return parse_config(content, _name_of_original(content) or str(path), explain)
+
+
+_TRANSLATED = "# Translated by Headway from "
+
+
+def _name_of_original(content: bytes) -> str:
+    """Return the name of the file from which this config file was translated, with " (translated)" appended.
+
+    Return "" if the content was not translated from another library's config file.
+    """
+    first = content.partition(b"\n")[0].decode("utf-8", "replace")
+    return f"{first.removeprefix(_TRANSLATED).strip()} (translated)" if first.startswith(_TRANSLATED) else ""
+
+
+def read_config(path: Path) -> bytes:
+    """Return the content of a config file.
+
+    Raises:
+        ConfigError: If the file cannot be read.
+    """
+    try:
+        return read_regular_file(path, _LARGEST, ConfigError)
+    except ConfigError as error:
+        raise ConfigError(f"the config file {error}; correct the path") from error
+
+
+def load_mapping(content: bytes, name: str) -> dict[str, Any]:
+    """Parse YAML or JSON to a mapping.
+
+    Raises:
+        ConfigError: If the content is neither YAML nor JSON, or is not a mapping with string keys.
+    """
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        _check_shape(yaml.parse(content, Loader=loader), name)
+        data = yaml.load(content, Loader=loader)
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError) as error:
+        # PyYAML's constructors pass on Python's errors for a value that does not fit its tag, such as `!!bool maybe`.
+        reason = f"{error} is not a value of its kind" if isinstance(error, LookupError) else str(error)
+        raise ConfigError(f"the config file {name} is not valid YAML: {' '.join(reason.split())[:200]}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(
+            f"the config file {name} must hold one setting a line, `name: value`, not a {type(data).__name__}"
+        )
+    return data
+
+
+def _check_shape(events: Iterable[Any], name: str) -> None:
+    """Raise an error for YAML that would exhaust the stack, memory or time when it is parsed.
+
+    This applies to deep nesting, aliases and huge numbers.
+
+    Raises:
+        ConfigError: If the content contains such YAML.
+    """
+    depth = 0
+    for event in events:
+        kind = type(event).__name__
+        depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
+        if depth > _DEEPEST:
+            raise ConfigError(
+                f"the config file {name} is nested more than {_DEEPEST - 2} levels deep; write one setting per line"
+            )
+        if kind == "ScalarEvent" and not event.style and len(event.value) > _LONGEST:
+            raise ConfigError(
+                f"the config file {name} holds a number or word that no setting takes: {show_value(event.value)}"
+            )
+        if kind == "AliasEvent":
+            raise ConfigError(
+                f"the config file {name} uses the alias *{event.anchor}; write the value out in its place"
+            )
+
+
+def parse_config(content: bytes, name: str, explain: Explain = _explain_nothing) -> dict[str, Value]:
+    """Return the settings in a config file's content, each with its origin.
+
+    Args:
+        content: YAML or JSON.
+        name: Name of the file in origins and errors.
+        explain: Function that returns hints for unknown keys that belong to another library.
+
+    Raises:
+        ConfigError: If the content cannot be parsed, or contains an unknown key or an invalid value.
+    """
+    return read_settings(load_mapping(content, name), name, explain)
+
+
+def read_settings(mapping: Mapping[str, Any], name: str, explain: Explain = _explain_nothing) -> dict[str, Value]:
+    """Return the settings in a parsed config file, each with its origin.
+
+    Args:
+        mapping: Keys and values of the file.
+        name: Name of the file in origins and errors.
+        explain: Function that returns hints for unknown keys that belong to another library.
+
+    Raises:
+        ConfigError: If a key is unknown or a value is invalid.
+    """
+    layer = {}
+    for given, value in mapping.items():
+        origin, key = f"file: {name} key {given}", EARLIER_NAMES.get(given, given)
+        if key not in KEYS:
+            hint = explain(key) or suggest_word(key, list(KEYS)) or f"; there are {', '.join(KEYS)}"
+            raise ConfigError(f"{key} ({origin}) is not a setting{hint}")
+        if value is not None:  # `key:` without a value sets nothing
+            layer[key] = Value(check_file_value(SETTINGS[key], value, origin), origin)
+    return layer
+
+
+def format_config(config: LaunchConfig, original: str | None = None) -> str:
+    """Format settings as the text of a config file, one per line, which `parse_config` reads back exactly.
+
+    Args:
+        config: Settings to write.
+        original: Name of another library's config file, if the settings were translated from it. Error messages then
+            name that file as the origin.
+    """
+    import yaml
+
+    translated = [f"{_TRANSLATED}{' '.join(original.split())}"] if original else []
+    lines = [*translated, "# Written by `headway config`; `headway config show` prints each value with its origin."]
+    for key in KEYS:
+        if config.is_set(key):
+            value = getattr(config, key)
+            # Without quotes, YAML would read 'no' as False.
+            style = '"' if isinstance(value, str) else None
+            text = yaml.safe_dump(value, default_style=style, width=2**30).removesuffix("...\n")
+            lines.append(f"{key}: {text.strip()}")
+    return "\n".join(lines) + "\n"
+
+
+def write_config(config: LaunchConfig, path: Path, original: str | None = None) -> None:
+    """Write a config file atomically, creating its folder.
+
+    Args:
+        config: Settings to write.
+        path: File to create or replace.
+        original: Name of another library's config file, if the settings were translated from it. Error messages then
+            name that file as the origin.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(path, format_config(config, original))
+    except OSError as error:
+        raise ConfigError(f"the config file {path} cannot be written: {error.strerror or error}") from error

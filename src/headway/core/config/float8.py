@@ -1,0 +1,134 @@
+"""Options of float8 training: Headway's `Float8Options`, and Accelerate's `AORecipeKwargs`.
+
+This module imports no torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from headway.errors import ConfigError
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+Filter = Callable[[Any, str], bool]
+"""Function that returns whether a linear layer, given as (module, name), computes in float8."""
+
+
+@dataclass(frozen=True)
+class Float8Options:
+    """Options of float8 training, for `mixed_precision="fp8"`.
+
+    Attributes:
+        recipe: torchao's name for how scales are computed. "tensorwise": one scale per tensor, the fastest. "rowwise":
+            one per row. "rowwise_with_gw_hp": one per row, with weight gradients computed in bfloat16, the most
+            accurate.
+        fsdp_all_gather: Whether sharded layouts all-gather weights in float8 instead of bfloat16 (tensorwise only).
+            None: yes, if recipe and sharding allow it.
+        pad_inner_dim: Whether to pad the inner dim of matrix products to multiples of 16, as the hardware requires.
+            Without padding, backward raises an error if a batch's number of tokens is not such a multiple.
+        emulate: Whether to compute in float32 with values rounded to float8. This is slow, but runs on any device, so
+            that float8 can be tried out.
+        keeps: Classes, class names or module names. Linear layers inside these modules stay in bfloat16.
+        keeps_first_and_last: Whether the model's first and last linear layer, the most sensitive ones, stay in
+            bfloat16.
+        module_filter: Function that is called with each linear layer and its name, and returns False to keep the layer
+            in bfloat16. It replaces `keeps` and `keeps_first_and_last`.
+        config: torchao's Float8LinearConfig, in place of recipe, fsdp_all_gather, pad_inner_dim and emulate.
+
+    Raises:
+        ConfigError: If the recipe is unknown, or options contradict each other.
+    """
+
+    recipe: str = "tensorwise"
+    fsdp_all_gather: bool | None = None
+    pad_inner_dim: bool = True
+    emulate: bool = False
+    keeps: tuple[Any, ...] = ()
+    keeps_first_and_last: bool = True
+    module_filter: Filter | None = None
+    config: Any = None
+
+    def __post_init__(self) -> None:
+        keeps = self.keeps
+        object.__setattr__(self, "keeps", (keeps,) if isinstance(keeps, str | type) else tuple(keeps))
+        if self.recipe not in RECIPES:
+            raise ConfigError(f"Float8Options(recipe={self.recipe!r}); allowed: {', '.join(RECIPES)}")
+        if self.fsdp_all_gather and self.recipe != "tensorwise":
+            raise ConfigError(
+                f"Float8Options(fsdp_all_gather=True, recipe={self.recipe!r}): rows are scaled by ranks on their own, so only "
+                "recipe='tensorwise' can gather weights in float8; leave fsdp_all_gather out, or change the recipe"
+            )
+        if self.module_filter is not None and (self.keeps or not self.keeps_first_and_last):
+            raise ConfigError(
+                "Float8Options has a module_filter, which decides alone; leave out keeps and keeps_first_and_last"
+            )
+        if self.config is not None and self._has_recipe:
+            raise ConfigError(
+                "Float8Options has a config, which says what recipe, fsdp_all_gather, pad_inner_dim and emulate say; give one"
+            )
+
+    @property
+    def _has_recipe(self) -> bool:
+        default = ("tensorwise", None, True, False)
+        return (self.recipe, self.fsdp_all_gather, self.pad_inner_dim, self.emulate) != default
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether float8 is emulated, according to `emulate` or torchao's config."""
+        return self.emulate or bool(getattr(self.config, "emulate", False))
+
+    @property
+    def all_gather(self) -> bool | None:
+        """Whether weights are all-gathered in float8, according to `fsdp_all_gather` or torchao's config.
+
+        None: weights are all-gathered in float8 if recipe and sharding allow it.
+        """
+        if self.config is None:
+            return self.fsdp_all_gather
+        return bool(getattr(self.config, "enable_fsdp_float8_all_gather", False))
+
+    @property
+    def description(self) -> str:
+        """Description of the recipe for log lines."""
+        recipe = self.recipe if self.config is None else "a configuration of your own"
+        return f"{recipe}, emulated" if self.is_emulated else recipe
+
+
+@dataclass(frozen=True)
+class AORecipeKwargs:
+    """Options of float8 training under Accelerate's name. `Float8Options` has these options and more.
+
+    Attributes:
+        config: torchao's Float8LinearConfig. None: dynamic scales, one per tensor.
+        module_filter_func: Function that is called with each linear layer and its name, and returns False to keep the
+            layer in bfloat16. None: all layers but the first, the last, and those whose sizes are not multiples of 16
+            are converted.
+        pad_inner_dim: Whether to pad the inner dim of matrix products to multiples of 16. None: True.
+        enable_fsdp_float8_all_gather: Whether sharded layouts all-gather weights in float8. See
+            `Float8Options.fsdp_all_gather`.
+    """
+
+    config: Any = None
+    module_filter_func: Filter | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    @property
+    def options(self) -> Float8Options:
+        """These options as `Float8Options`.
+
+        Raises:
+            ConfigError: If `config` and an option that it contains are both given.
+        """
+        pads = True if self.pad_inner_dim is None else self.pad_inner_dim
+        if self.config is not None and (not pads or self.enable_fsdp_float8_all_gather is not None):
+            raise ConfigError(
+                "AORecipeKwargs has a config, which says what pad_inner_dim and enable_fsdp_float8_all_gather say; give one"
+            )
+        return Float8Options(
+            fsdp_all_gather=self.enable_fsdp_float8_all_gather,
+            pad_inner_dim=pads,
+            module_filter=self.module_filter_func,
+            config=self.config,
+        )

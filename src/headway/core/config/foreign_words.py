@@ -1,0 +1,43 @@
+"""Names that other training libraries use for arguments and values, with Headway's replacements, for error messages."""
+
+from collections.abc import Collection
+
+ARGUMENTS = {
+    "devices": "the launcher sets the number of processes: `headway launch -n 2 train.py`",
+    "num_nodes": "the launcher sets the number of machines: `headway launch --num_machines 2 train.py`",
+    "num_processes": "the launcher sets the number of processes: `headway launch -n 2 train.py`",
+    "accelerator": "the device is found automatically; use cpu=True for the CPU",
+    "device": "the device is found automatically; use cpu=True for the CPU",
+    "precision": "use mixed_precision='bf16' or 'fp16'",
+    "loggers": "use log_with=",
+    "logger": "use log_with=",
+    "accumulate_grad_batches": "use gradient_accumulation_steps=",
+    "gradient_clip_val": "call accelerator.clip_grad_norm_(model.parameters(), value) before optimizer.step()",
+    "max_epochs": "write `for epoch in accelerator.epochs(n):`; for a Trainer, set num_train_epochs in TrainingArguments",
+    "max_steps": "an Accelerator runs your own loop; a Trainer has max_steps in TrainingArguments",
+    "default_root_dir": "use project_dir=",
+    "enable_checkpointing": "call accelerator.save_state() and accelerator.resume('latest')",
+    "sync_batchnorm": "call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before prepare()",
+    "monitor": "pass the metric itself: stopping.update(loss), save_state(metric=loss)",
+    "zero_stage": "use strategy='zero2' or 'fsdp'",
+}
+"""Advice on what to use in Headway, by the name of a constructor argument of another training library."""
+
+PRECISIONS = {
+    **dict.fromkeys(("fp32", "float32", "f32", "32", "32-true", "full", "none", "off", "false"), "no"),
+    **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true"), "bf16"),
+    **dict.fromkeys(("float16", "half", "16", "16-mixed", "16-true", "f16"), "fp16"),
+    **dict.fromkeys(("float8", "8bit"), "fp8"),
+}
+"""Value of `mixed_precision` in Headway, by another library's name for the precision."""
+
+
+def explain_precision(word: object, allowed: Collection[str]) -> str:
+    """Return a hint for an unknown value of `mixed_precision`, such as "; fp32 is called no", or "".
+
+    Args:
+        word: Value that was given.
+        allowed: Values that may be suggested.
+    """
+    own = PRECISIONS.get(str(word).strip().lower())
+    return f"; {word} is called {own}" if own is not None and own in allowed else ""

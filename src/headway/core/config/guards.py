@@ -1,0 +1,77 @@
+"""Policies for updates with non-finite losses or gradients, and for updates whose values far exceed recent ones."""
+
+from dataclasses import dataclass
+
+from headway.errors import ConfigError
+
+_NON_FINITE_ACTIONS = ("skip", "stop", "raise", "explain")
+_SPIKE_ACTIONS = ("skip", "go_back")
+
+
+@dataclass(frozen=True)
+class NonFinitePolicy:
+    """Policy for updates whose loss or gradients are not finite.
+
+    Attributes:
+        action: "skip": skip the update on all ranks and continue. "stop": skip it, and end the training loaders after
+            the current batch on all ranks. "raise": raise NonFiniteError on all ranks, before the update. "explain": as
+            "raise", but first run the accumulation window again with every operation checked; the error names the
+            operation that produced the value.
+        max_in_row: Maximum number of consecutive updates that are skipped. If another one follows, an error is raised.
+        explains: Whether to find the operation that produced the first non-finite value, also for actions other than
+            "explain". The accumulation window is run again for that.
+    """
+
+    action: str = "skip"
+    max_in_row: int = 10
+    explains: bool = False
+
+    def __post_init__(self) -> None:
+        if self.action not in _NON_FINITE_ACTIONS:
+            raise ConfigError(
+                f"on_non_finite={self.action!r} is unknown; allowed: 'skip', 'stop', 'raise', 'explain' or None"
+            )
+        if isinstance(self.max_in_row, bool) or not isinstance(self.max_in_row, int) or self.max_in_row < 1:
+            raise ConfigError(f"max_in_row={self.max_in_row!r} must be a whole number, 1 or more")
+
+
+@dataclass(frozen=True)
+class SpikePolicy:
+    """Policy for updates whose loss or gradient norm far exceeds those of recent updates (a spike).
+
+    Attributes:
+        action: "skip": skip the update on all ranks and continue. "go_back": skip it, and undo at least `updates` and
+            fewer than twice as many updates, but not beyond the start of this pass over the data. The batches of undone
+            updates are not used again.
+        fence: Number of interquartile ranges by which a loss must exceed the upper quartile of recent losses to be a
+            spike. If all recent losses are positive, their logarithms are compared.
+        norm_fence: Number of interquartile ranges by which a gradient norm must exceed the upper quartile of recent
+            norms to be a spike. The default is larger than that of `fence`, because norms have a longer tail.
+        window: Number of recent losses or norms from which the quartiles are computed, at least 32. Spikes are left
+            out.
+        warm_up: Number of losses or norms that must be recorded before one can be a spike.
+        updates: Number of updates to go back. The state is copied to host memory every `updates` updates, and two
+            copies are kept.
+        max_in_row: Maximum number of spikes that are skipped or undone in a row. Two spikes are in a row if fewer than
+            `updates` updates lie between them. If another one follows, SpikeError is raised.
+    """
+
+    action: str = "skip"
+    fence: float = 5.0
+    window: int = 128
+    warm_up: int = 32
+    updates: int = 20
+    max_in_row: int = 10
+    norm_fence: float = 8.0
+
+    def __post_init__(self) -> None:
+        if self.action not in _SPIKE_ACTIONS:
+            raise ConfigError(f"on_spike={self.action!r} is unknown; allowed: 'skip', 'go_back', a SpikePolicy or None")
+        for name, least in (("window", 32), ("warm_up", 8), ("updates", 1), ("max_in_row", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more")
+        if self.warm_up > self.window:
+            raise ConfigError(f"warm_up={self.warm_up} must not be more than window={self.window}")
+        if not (self.fence > 0 and self.norm_fence > 0):
+            raise ConfigError(f"fence={self.fence!r} and norm_fence={self.norm_fence!r} must be more than 0")

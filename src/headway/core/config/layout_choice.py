@@ -1,0 +1,508 @@
+"""Choice of a run's layout from script, launcher and plugins, and its adaptation if the run has lost machines.
+
+The script takes precedence over config file and environment. A script that contradicts the command line is an error.
+
+A run that continues on fewer ranks keeps the requested sizes if they fit. If they do not::
+
+    tp, cp, ep        shrink to a divisor of their size, because heads, sequences and experts are divisible by it too
+    pp                becomes shards, because stages can only be combined with replicas
+    replicas, shards  use the remaining ranks: as many replicas as possible without a larger part of the model per
+        rank
+
+All remaining ranks take part. `fsdp+tp=2` of 8 ranks becomes 3 x 2 on 6 and fsdp=7 on 7; `hsdp=2` of 4 becomes
+fsdp=3 on 3. This module does not import torch.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from math import gcd
+from typing import Any
+
+from headway.core import extensions
+from headway.core.config import mesh
+from headway.core.config.activation_checkpointing import ActivationCheckpointing
+from headway.core.config.engine_plugin import EnginePlugin
+from headway.core.config.engines import EngineOptions
+from headway.core.config.launch import OF_DEEPSPEED, OF_SHARDS, UNSET, WRAPPING
+from headway.core.config.load import (
+    COMMAND_LINE,
+    read_ranks_per_machine,
+    read_requested_num_processes,
+    resolve_run_setting,
+)
+from headway.core.config.mesh import Layout, ParsedLayout, format_sizes, parse_layout
+from headway.core.config.parallelism import LayoutPlugin, LayoutRequest, ShardingOptions, TorchContextParallelConfig
+from headway.errors import ConfigError, UnsupportedError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_INNER = ("tp", "cp", "ep", "pp")
+"""Axes that split a fixed number of items (such as heads). After ranks were lost, earlier axes get their ranks
+first.
+"""
+
+
+def find_launched_ranks(num_ranks: int) -> int | None:
+    """Return the number of ranks with which the run was launched, if it has lost machines since. Otherwise return None.
+
+    Args:
+        num_ranks: Current number of ranks.
+    """
+    asked = read_requested_num_processes()
+    return asked[-1] if asked is not None and num_ranks in asked[:-1] else None
+
+
+def resolve_on_ranks(asked: ParsedLayout, num_ranks: int, ranks_per_machine: int) -> Layout:
+    """Return the layout for the current number of ranks: as requested, or adapted if machines were lost.
+
+    Args:
+        asked: Requested layout.
+        num_ranks: Current number of ranks over all machines.
+        ranks_per_machine: Number of ranks on each machine.
+
+    Raises:
+        ConfigError: If the sizes do not fit and no rank was lost.
+    """
+    launched = find_launched_ranks(num_ranks)
+    if launched is None:
+        return asked.resolve(num_ranks, ranks_per_machine)
+    return shrink_layout(asked, launched, num_ranks, ranks_per_machine)
+
+
+def shrink_layout(asked: ParsedLayout, launched: int, left: int, ranks_per_machine: int | None = None) -> Layout:
+    """Return the layout with which a run continues after it has lost ranks.
+
+    Args:
+        asked: Layout with which the run was launched.
+        launched: Number of ranks at launch.
+        left: Number of ranks that remain.
+        ranks_per_machine: Number of ranks on each machine. None: all ranks are on one machine.
+    """
+    whole = asked.resolve(launched, ranks_per_machine)
+    as_asked = _try_resolve(asked, left, ranks_per_machine)
+    if as_asked is not None and not any(_get_size(whole, axis) % _get_size(as_asked, axis) for axis in _INNER):
+        return as_asked
+    inner: dict[str, int] = {}
+    rest, lost = left, 1
+    for axis in _INNER:
+        inner[axis] = gcd(_get_size(whole, axis), rest)
+        rest //= inner[axis]
+        lost *= _get_size(whole, axis) // inner[axis]
+    if whole.is_replicas_only:
+        return Layout(replicate=rest)
+    if whole.pp > 1:
+        return Layout(shard=left)
+    wanted = whole.shard * lost  # parts that the inner axes no longer split are sharded instead
+    shard = next(size for size in range(min(wanted, rest), rest + 1) if rest % size == 0)
+    return Layout(replicate=rest // shard, shard=shard, **inner)
+
+
+def _get_size(layout: Layout, axis: str) -> int:
+    return int(getattr(layout, axis))
+
+
+def _try_resolve(asked: ParsedLayout, left: int, ranks_per_machine: int | None) -> Layout | None:
+    try:
+        return asked.resolve(left, ranks_per_machine)
+    except ConfigError:
+        return None
+
+
+def warn_of_change(text: str, layout: Layout, num_ranks: int, ranks_per_machine: int) -> None:
+    """Log a warning if ranks were lost and the layout differs from the requested one.
+
+    Args:
+        text: Requested layout.
+        layout: Layout of this run.
+        num_ranks: Current number of ranks over all machines.
+        ranks_per_machine: Number of ranks on each machine.
+    """
+    launched = find_launched_ranks(num_ranks)
+    if launched is not None and (change := describe_change(text, layout, launched, num_ranks, ranks_per_machine)):
+        log.warning_once("%s", change)
+
+
+def describe_change(text: str, layout: Layout, launched: int, left: int, ranks_per_machine: int | None = None) -> str:
+    """Return a sentence that describes how the layout changed, or "" if the layout is as requested.
+
+    Args:
+        text: Requested layout.
+        layout: Layout with which the run continues.
+        launched: Number of ranks at launch.
+        left: Number of ranks that remain.
+        ranks_per_machine: Number of ranks on each machine. None: all ranks are on one machine.
+    """
+    if _try_resolve(parse_layout(text), left, ranks_per_machine) == layout:
+        return ""
+    now = f"{format_sizes(layout.sizes)} ({layout.describe()})"
+    return f"layout {text} of {launched} ranks does not fit {left}: the run continues with {now}"
+
+
+WHOLE_MODEL = 2**62
+"""Minimum size of an FSDP unit, in parameters, that is larger than any module. The model is then a single unit."""
+_PARAMETERS = 100_000_000
+"""Accelerate's default for the minimum number of parameters in an FSDP unit."""
+
+MEGATRON = (
+    "Megatron-LM is not there yet. It is planned; until then leave the plugin out: strategy='tp' or 'fsdp+tp=2' cuts matrices "
+    "(docs/tensor_parallel.md)"
+)
+_PLUGINS = {
+    "fsdp_plugin": "FullyShardedDataParallelPlugin",
+    "parallelism_config": "ParallelismConfig",
+    "torch_tp_plugin": "TorchTensorParallelPlugin",
+}
+
+
+@dataclass(frozen=True)
+class ResolvedLayout:
+    """Layout of a run on its ranks, with the options that apply to it.
+
+    Attributes:
+        text: Layout as written by the user.
+        layout: Layout on this run's ranks.
+        options: Options for DDP, autocast, GradScaler and similar components.
+        plugins: Plugins that the script gave, by argument of the Accelerator. A compatibility layer may add others.
+        engine: Settings of a training engine that replaces torch's own, such as DeepSpeed, or None.
+    """
+
+    text: str
+    layout: Layout
+    options: EngineOptions
+    plugins: dict[str, Any] = field(default_factory=dict)
+    engine: EnginePlugin | None = None
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed runs this layout."""
+        return self.text in mesh.ENGINES
+
+    @property
+    def default_precision(self) -> str:
+        """Mixed precision that the training engine's configuration enables, or "no".
+
+        Settings of the script and the launcher override it.
+        """
+        return "no" if self.engine is None else self.engine.precision or "no"
+
+    @property
+    def default_num_steps(self) -> int | None:
+        """Micro-batches per update that the training engine's configuration sets, or None. The script overrides it."""
+        return None if self.engine is None else self.engine.num_steps
+
+
+class RequestedLayout:
+    """Layout that the script requests by its arguments and plugins.
+
+    Args:
+        strategy: Argument `strategy` of the Accelerator.
+        origin: Description of the script's line, for errors.
+        fsdp_plugin, parallelism_config, torch_tp_plugin, megatron_lm_plugin: Arguments of the Accelerator.
+        deepspeed_plugin: `deepspeed_plugin` or `deepspeed_plugins` of the Accelerator.
+
+    Attributes:
+        request: Layout settings that the plugins request.
+
+    Raises:
+        ConfigError: If an argument has the wrong type, or two contradict each other.
+        UnsupportedError: If a plugin or one of its fields is not supported.
+    """
+
+    def __init__(
+        self,
+        strategy: str | None,
+        origin: str,
+        fsdp_plugin: LayoutPlugin | None = None,
+        parallelism_config: LayoutPlugin | None = None,
+        torch_tp_plugin: LayoutPlugin | None = None,
+        megatron_lm_plugin: object = None,
+        deepspeed_plugin: object = None,
+    ) -> None:
+        if megatron_lm_plugin is not None:
+            raise UnsupportedError(MEGATRON)
+        if not isinstance(strategy, str | None):
+            raise _make_type_error("strategy", strategy, "'fsdp'")
+        self.origin = origin
+        self._deepspeed_plugin = deepspeed_plugin
+        self.request = LayoutRequest()
+        given = dict(zip(_PLUGINS, (fsdp_plugin, parallelism_config, torch_tp_plugin)))
+        self._plugins = {name: plugin for name, plugin in given.items() if plugin is not None}
+        for name, plugin in self._plugins.items():
+            if getattr(plugin, "argument", None) != name:
+                raise _make_type_error(name, plugin, f"headway.{_PLUGINS[name]}(...)")
+        self._strategy = None if strategy is None else self._normalize_strategy(strategy)
+        for plugin in self._plugins.values():
+            plugin.request_layout(self.request)
+        if deepspeed_plugin is not None:
+            self.request.use_deepspeed("deepspeed_plugin")
+        for key, reason in self.request.refused.items():
+            raise UnsupportedError(f"{key}: {reason}")
+        self._asked = self.request.find_strategy()
+
+    def _normalize_strategy(self, strategy: str) -> str:
+        try:
+            return mesh.normalize_strategy(strategy)
+        except ConfigError as error:
+            raise ConfigError(f"{error} ({self.origin})") from None
+
+    def resolve(self, given: EngineOptions, num_ranks: int, ranks_on_machine: int) -> ResolvedLayout:
+        """Return the layout on this run's ranks, and its options.
+
+        Args:
+            given: Options from the script's `kwargs_handlers`.
+            num_ranks: Number of ranks over all machines.
+            ranks_on_machine: Number of ranks on this machine.
+
+        Raises:
+            ConfigError: If the layout does not fit the ranks, settings contradict each other, or options or the
+                engine's plugin do not fit the layout.
+        """
+        text, layout = self.choose_layout(num_ranks, ranks_on_machine)
+        if find_launched_ranks(num_ranks) is None:
+            _check_typed(text, layout)
+        elif mesh.find_entry_point(text) is None:
+            warn_of_change(text, layout, num_ranks, read_ranks_per_machine() or ranks_on_machine)
+        if self.request.ignored:
+            log.warning_once("%s: these have no effect here: %s", self.origin, "; ".join(self.request.ignored))
+        return ResolvedLayout(
+            text,
+            layout,
+            options=self.choose_options(given, layout),
+            plugins=dict(self._plugins),
+            engine=self._choose_engine(text),
+        )
+
+    def _choose_engine(self, text: str) -> EnginePlugin | None:
+        """Return the settings of the training engine, or None.
+
+        An engine is imported only if a plugin or the strategy requests it.
+        """
+        if self._deepspeed_plugin is None and text not in mesh.ENGINES:
+            return None
+        plugin: EnginePlugin | None = extensions.load("engine", "deepspeed")(text, self._deepspeed_plugin, self.origin)
+        return plugin
+
+    # ---------------------------------------------------------------- the layout
+
+    def choose_layout(self, num_ranks: int, ranks_on_machine: int) -> tuple[str, Layout]:
+        """Return the layout as the user wrote it, and the layout on `num_ranks` ranks.
+
+        Raises:
+            ConfigError: If it does not fit the ranks, or the script contradicts the command line.
+        """
+
+        def resolve(text: str) -> Layout:
+            if mesh.find_entry_point(text) is not None:
+                return Layout(replicate=num_ranks)  # the axes of a strategy from another package are unknown here
+            return resolve_on_ranks(mesh.parse_layout(text), num_ranks, read_ranks_per_machine() or ranks_on_machine)
+
+        strategy = self._find_script_strategy(resolve)
+        launched, launched_by = resolve_run_setting("strategy", UNSET, None)
+        if strategy is not None and launched is not None:
+            strategy = self._match_launched(strategy, launched, launched_by, resolve)
+        origin = (
+            self.origin if self._strategy is not None or self._asked is None else f"{self._asked[1]} of {self.origin}"
+        )
+        text, found_by = resolve_run_setting(
+            "strategy", UNSET if strategy is None else strategy, "ddp", code_origin=origin
+        )
+        try:
+            return text, resolve(text)
+        except ConfigError as error:
+            raise ConfigError(f"{error} ({found_by})") from None
+
+    def _find_script_strategy(self, resolve: Callable[[str], Layout]) -> str | None:
+        """Return the strategy that the script requests by `strategy` and plugins, or None.
+
+        Raises:
+            ConfigError: If `strategy` contradicts a plugin.
+        """
+        if self._strategy is None or self._asked is None:
+            return self._strategy if self._asked is None else self._asked[0]
+        wanted, keys = self._asked
+        is_outside = mesh.find_entry_point(self._strategy) is not None
+        asked = mesh.parse_layout("ddp" if is_outside else self._strategy)
+        if wanted == "deepspeed":
+            fits = self._strategy in mesh.ENGINES
+        elif self.request.has_sizes:
+            fits = resolve(self._strategy) == resolve(wanted)
+        elif wanted == "ddp":
+            fits = not asked.sizes.keys() - {"replicate"}
+        else:
+            fits = set(mesh.parse_layout(wanted).sizes) <= set(asked.sizes)
+        if not fits:
+            raise ConfigError(
+                f"strategy={self._strategy!r} contradicts {wanted!r} from {keys} in {self.origin}; keep one of them"
+            )
+        return self._strategy
+
+    def _match_launched(self, said: str, launched: str, told_by: str, resolve: Callable[[str], Layout]) -> str:
+        """Return the launcher's strategy if it gives the layout of the script's strategy, else the script's strategy.
+
+        Args:
+            said: Strategy of the script.
+            launched: Strategy of the launcher.
+            told_by: Origin of the launcher's strategy.
+            resolve: Function that returns the layout of a strategy on this run's ranks.
+        """
+        if said == launched:
+            return said
+        is_only_sharded = self._strategy is None and not self.request.has_sizes and said == "fsdp"
+        if is_only_sharded and mesh.find_entry_point(launched) is None and "shard" in mesh.parse_layout(launched).sizes:
+            return launched
+        if said == "deepspeed" and launched in mesh.ENGINES:
+            return launched
+        if (said in mesh.ENGINES) != (launched in mesh.ENGINES):  # equal layouts, but different engines
+            return said
+        try:
+            return launched if resolve(launched) == resolve(said) else said
+        except ConfigError:
+            return said
+
+    # ---------------------------------------------------------------- options
+
+    def choose_options(self, given: EngineOptions, layout: Layout) -> EngineOptions:
+        """Return the options, completed with those of plugins and launcher for sharding and activation checkpointing.
+
+        Args:
+            given: Options from the script's `kwargs_handlers`.
+            layout: Layout of this run.
+
+        Raises:
+            ConfigError: If two sources contradict each other, or an option on the command line does not apply to the
+                layout.
+        """
+        if given.sharding is not None and (self.request.settings or self.request.dtypes):
+            keys = ", ".join(key for _, key in self.request.settings.values()) or "fsdp_plugin.mixed_precision_policy"
+            raise ConfigError(
+                f"ShardingOptions in kwargs_handlers contradicts {keys} in {self.origin}; keep one of them"
+            )
+        sharding = self._build_sharding(given.sharding or ShardingOptions(), layout)
+        checkpointing = self._build_checkpointing(given.checkpointing, sharding)
+        return replace(
+            given, sharding=sharding, checkpointing=checkpointing, context=self._build_context(given.context)
+        )
+
+    def _build_context(self, given: TorchContextParallelConfig | None) -> TorchContextParallelConfig:
+        """Return the options of context parallelism, from `kwargs_handlers` or from the ParallelismConfig."""
+        handler = self.request.context
+        if given is not None and handler is not None and given != handler:
+            raise ConfigError(
+                f"kwargs_handlers and parallelism_config.cp_handler of {self.origin} hold two TorchContextParallelConfig; keep one"
+            )
+        found = given or handler or TorchContextParallelConfig()
+        code = UNSET if given is None and handler is None else found.cp_comm_strategy
+        word, _ = resolve_run_setting(
+            "cp_comm_strategy", code, None, code_origin=f"TorchContextParallelConfig of {self.origin}"
+        )
+        return replace(found, cp_comm_strategy=word)
+
+    def _decide_setting(self, name: str, code: Any = UNSET) -> Any:
+        value, key = self.request.settings.get(name, (code, name))
+        found, _ = resolve_run_setting(name, value, None, code_origin=f"{key} of {self.origin}")
+        return found
+
+    def _build_sharding(self, given: ShardingOptions, layout: Layout) -> ShardingOptions:
+        reshard = self._decide_setting("fsdp_reshard_after_forward", _unless_default(given, "reshard_after_forward"))
+        offload = self._decide_setting("fsdp_offload_params", _unless_default(given, "cpu_offload"))
+        units, number = self._choose_units(given)
+        chosen = replace(
+            given,
+            # Accelerate's True corresponds to None: all blocks except the root, whose parameters backward needs at
+            # once.
+            reshard_after_forward=None if reshard is True and given.reshard_after_forward is None else reshard,
+            cpu_offload=bool(offload),
+            units=units,
+            min_num_params=number,
+            **self.request.dtypes,
+        )
+        if layout.num_shards > 1:
+            chosen.check(layout.num_shards)
+        return chosen
+
+    def _choose_units(self, given: ShardingOptions) -> tuple[tuple[Any, ...], int]:
+        """Return the FSDP units: class or module names, and the minimum number of parameters."""
+        says_itself = bool(given.units or given.min_num_params)
+        policy = self._decide_setting("fsdp_auto_wrap_policy")
+        names = self._decide_setting(
+            "fsdp_transformer_layer_cls_to_wrap", ",".join(map(_get_name, given.units)) or UNSET
+        )
+        number = self._decide_setting("fsdp_min_num_params", given.min_num_params or UNSET)
+        if says_itself:
+            return given.units, given.min_num_params
+        classes = tuple(name.strip() for name in names.split(",") if name.strip()) if names else ()
+        by_class, by_size, _ = WRAPPING
+        if classes and policy in (None, by_class):
+            return classes, 0
+        if classes:
+            raise ConfigError(
+                f"fsdp_auto_wrap_policy={policy} does not use classes, but some are named: {', '.join(classes)}; drop one"
+            )
+        if policy == by_size or (policy is None and number):
+            return (), number or _PARAMETERS
+        return (), WHOLE_MODEL if policy == WRAPPING[2] else 0
+
+    def _build_checkpointing(
+        self, given: ActivationCheckpointing | None, sharding: ShardingOptions
+    ) -> ActivationCheckpointing | None:
+        wanted = self._decide_setting("activation_checkpointing", UNSET if given is None else True)
+        offload = self._decide_setting("activation_checkpointing_offload", UNSET if given is None else given.offload)
+        if given is not None or not wanted:
+            if offload and not wanted:
+                raise ConfigError(
+                    "activation_checkpointing_offload needs activation checkpointing; add "
+                    "--activation_checkpointing, or remove it"
+                )
+            return given if wanted else None
+        names = tuple(unit for unit in sharding.units if isinstance(unit, str))
+        return ActivationCheckpointing(offload=bool(offload), blocks=names)
+
+
+def _check_typed(text: str, layout: Layout) -> None:
+    """Raise `ConfigError` if a command-line option does not apply to the script's layout.
+
+    Args:
+        text: Layout as written by the user.
+        layout: Layout of this run.
+    """
+    for name, what, _ in list_inapplicable_options(text, layout):
+        value, origin = resolve_run_setting(name, UNSET, None)
+        if value is not None and origin.startswith(COMMAND_LINE):
+            raise ConfigError(
+                f"{name} ({origin}) needs {what}, but the layout is {text}: {layout.describe()}; remove it"
+            )
+
+
+def list_inapplicable_options(text: str, layout: Layout) -> Iterator[tuple[str, str, str]]:
+    """Yield a tuple for each setting that does not apply to the layout.
+
+    Args:
+        text: Layout as written by the user.
+        layout: Layout of this run.
+
+    Yields:
+        Setting, the layout that it requires, and the flag that requests that layout.
+    """
+    is_deepspeed = text in mesh.ENGINES
+    for names, fits, what, remedy in (
+        (OF_SHARDS, layout.num_shards > 1 and not is_deepspeed, "a layout with shards", "--strategy fsdp"),
+        (("cp_comm_strategy",), layout.cp > 1, "context parallelism", "--strategy cp"),
+        (OF_DEEPSPEED, is_deepspeed, "DeepSpeed", "--strategy zero2"),
+    ):
+        if layout.num_ranks > 1 and not fits:
+            yield from ((name, what, remedy) for name in names)
+
+
+def _unless_default(options: ShardingOptions, name: str) -> Any:
+    value = getattr(options, name)
+    return UNSET if value == getattr(type(options), name) else value  # dataclass defaults are class attributes
+
+
+def _get_name(unit: Any) -> str:
+    return str(getattr(unit, "__name__", unit))
+
+
+def _make_type_error(name: str, given: object, example: str) -> ConfigError:
+    kind = f"{type(given).__module__}.{type(given).__qualname__}".removeprefix("builtins.")
+    return ConfigError(f"{name} is of type {kind}; give {name}={example}")

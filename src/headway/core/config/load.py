@@ -1,0 +1,290 @@
+"""Merge sources of settings (layers). Precedence: code > command line > HEADWAY_* > config file > detected.
+
+Each value is recorded with its origin. The launcher merges the layers and passes the settings that workers need as one
+JSON payload. `resolve_run_setting` reads it in a worker.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from headway.common import env
+from headway.common.untrusted import parse_json
+from headway.core.config.launch import EARLIER_NAMES, SETTINGS, LaunchConfig, Unset
+from headway.core.config.launch import UNSET as UNSET
+from headway.core.config.values import check_file_value, parse_text, suggest_word
+from headway.errors import ConfigError
+
+COMMAND_LINE = "command line"
+VERSION = 1
+
+# Variables of Headway that are not settings of a launch.
+_OTHER_VARIABLES = tuple(
+    """
+    HEADWAY_RUN HEADWAY_HOME HEADWAY_DEVICE HEADWAY_LOG_LEVEL HEADWAY_CONFIG_FILE HEADWAY_CONTROL HEADWAY_MEMORY HEADWAY_PULSE
+    HEADWAY_RESTART_REASON
+    HEADWAY_SECRET
+    """.split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True)
+class Value:
+    """Value of a setting, with its origin.
+
+    Attributes:
+        value: The value.
+        origin: Where it was set, such as "environment: HEADWAY_NUM_PROCESSES".
+    """
+
+    value: Any
+    origin: str
+
+
+Layer = Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Settings of a launch, merged from all sources, each with its origin.
+
+    Attributes:
+        config: The settings. A setting without a value is UNSET.
+        origins: Origin of each setting that is set.
+        force: Whether the command line may overrule the code.
+    """
+
+    config: LaunchConfig
+    origins: Mapping[str, str]
+    force: bool = False
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a setting, or `default` if it is not set.
+
+        Args:
+            name: Name of the setting.
+            default: Value to return if it is not set. Default: None.
+        """
+        value = getattr(self.config, name)
+        return default if isinstance(value, Unset) else value
+
+    def origin(self, name: str) -> str:
+        """Return the origin of a setting, such as "environment: HEADWAY_NUM_PROCESSES".
+
+        Return "default" if it is not set.
+
+        Args:
+            name: Name of the setting.
+        """
+        return self.origins.get(name, "default")
+
+
+def resolve(layers: Sequence[Layer], *, force: bool = False) -> Resolved:
+    """Merge layers of settings.
+
+    Args:
+        layers: Layers in descending precedence. Each contains only the settings that it sets.
+        force: Whether the command line may overrule the code. Passed on to the workers.
+
+    Raises:
+        ConfigError: If a layer contains an unknown setting.
+    """
+    chosen: dict[str, Value] = {}
+    for layer in layers:
+        for name, value in layer.items():
+            if name not in SETTINGS:
+                raise ConfigError(f"{name} ({value.origin}) is not a setting{suggest_word(name, list(SETTINGS))}")
+            chosen.setdefault(name, value)
+    config = LaunchConfig(**{name: entry.value for name, entry in chosen.items()})
+    return Resolved(config, {name: entry.origin for name, entry in chosen.items()}, force)
+
+
+def read_environment_layer(environment: Mapping[str, str]) -> dict[str, Value]:
+    """Return the settings in HEADWAY_* variables, each with its origin.
+
+    Raises:
+        ConfigError: If a value is invalid, or a variable looks like a misspelled setting.
+    """
+    variables = {setting.variable: setting for setting in SETTINGS.values() if setting.is_for_files}
+    known = variables | {env.PREFIX + earlier.upper(): SETTINGS[name] for earlier, name in EARLIER_NAMES.items()}
+    found = {}
+    for variable in sorted(environment):  # earlier names are read first, so that the current name overrides them
+        if not variable.startswith(env.PREFIX) or variable in _OTHER_VARIABLES:
+            continue
+        origin = f"environment: {variable}"
+        if variable in known:
+            setting = known[variable]
+            if environment[variable].strip():
+                found[setting.name] = Value(parse_text(setting, environment[variable], origin), origin)
+            continue
+        hint = suggest_word(variable.removeprefix(env.PREFIX), [setting.name for setting in variables.values()])
+        if hint:
+            close = hint.removeprefix("; did you mean ").removesuffix("?")
+            raise ConfigError(
+                f"the environment variable {variable} is not a setting; did you mean {SETTINGS[close].variable}? Rename it"
+            )
+    return found
+
+
+def encode_payload(
+    resolved: Resolved,
+    num_processes: int,
+    min_processes: int | None = None,
+    device: str | None = None,
+    ranks_per_machine: int | None = None,
+) -> str:
+    """Return the JSON text that passes a run's settings to its workers.
+
+    Args:
+        resolved: Merged configuration.
+        num_processes: Number of processes over all machines.
+        min_processes: Smallest number of processes with which the run may continue after losing machines. None: all.
+        device: torch device type whose devices were counted to choose this machine's number of workers. None: not
+            counted.
+        ranks_per_machine: Number of ranks on each machine, for layouts whose shards span one machine ("hsdp"). None:
+            there is only one machine.
+    """
+    settings = {
+        name: {"value": resolved.get(name), "origin": resolved.origin(name)}
+        for name, setting in SETTINGS.items()
+        if setting.is_for_workers and resolved.config.is_set(name)
+    }
+    content = {"version": VERSION, "settings": settings, "num_processes": num_processes, "force": resolved.force}
+    if min_processes not in (None, num_processes):
+        content["min_processes"] = min_processes
+    if device is not None:
+        content["device"] = device
+    if ranks_per_machine not in (None, num_processes):
+        content["ranks_per_machine"] = ranks_per_machine
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _read_payload() -> dict[str, Any] | None:
+    text = env.get(env.PAYLOAD)
+    if not text:
+        return None
+    content: dict[str, Any] | None = None
+    with suppress(ValueError):
+        content = parse_json(text)
+    if not _is_payload(content):
+        raise ConfigError(
+            f"the environment variable {env.PAYLOAD} holds no payload of this version of Headway: {text[:80]!r}. "
+            "Only the launcher sets it: unset it, or start the script with `headway launch` of this installation"
+        )
+    return content
+
+
+def _is_payload(content: Any) -> bool:
+    if not isinstance(content, dict) or content.get("version") != VERSION or type(content.get("force")) is not bool:
+        return False
+    numbers = [content.get("num_processes"), content.get("min_processes", 1), content.get("ranks_per_machine", 1)]
+    settings = content.get("settings")
+    return (
+        all(type(number) is int and number > 0 for number in numbers)
+        and isinstance(content.get("device", ""), str)
+        and isinstance(settings, dict)
+        and all(isinstance(each, dict) and isinstance(each.get("origin"), str) for each in settings.values())
+        and all("value" in each for each in settings.values())
+    )
+
+
+def read_requested_num_processes() -> range | None:
+    """Return the range of allowed numbers of processes, as passed by `headway launch`. None without the launcher.
+
+    Raises:
+        ConfigError: If the payload cannot be read.
+    """
+    content = _read_payload()
+    if content is None:
+        return None
+    most = content["num_processes"]
+    return range(content.get("min_processes", most), most + 1)
+
+
+def read_promised_device() -> str | None:
+    """Return the torch device type that the launcher found for this process, or "cpu" if it found no device.
+
+    Return None if the launcher did not look for devices.
+    """
+    found = (_read_payload() or {}).get("device")
+    return None if found is None else str(found)
+
+
+def read_ranks_per_machine() -> int | None:
+    """Return the number of processes on each machine. None: there is a single machine, or no launcher."""
+    found = (_read_payload() or {}).get("ranks_per_machine")
+    return None if found is None else int(found)
+
+
+def resolve_run_setting(
+    name: str,
+    code_value: Any,
+    default: Any,
+    *,
+    code_origin: str | None = None,
+    parse: Callable[[str], Any] | None = None,
+) -> tuple[Any, str]:
+    """Return the value of one setting and its origin, in a worker process.
+
+    Args:
+        name: Name of the setting, such as "mixed_precision".
+        code_value: Value that the script gives; UNSET or None if it gives none.
+        default: Value if no source sets it.
+        code_origin: Description of the script's line for errors: "Accelerator(mixed_precision='fp16') at train.py:12".
+        parse: Function that parses HEADWAY_<NAME> for a setting that the launcher does not know.
+
+    Returns:
+        Pair of (value, origin).
+
+    Raises:
+        ConfigError: If the script contradicts the command line without `--force`, or the variable's text is invalid.
+    """
+    is_said = not (isinstance(code_value, Unset) or code_value is None)
+    content = _read_payload()
+    launched = None if content is None else content["settings"].get(name)
+    origin = code_origin or f"{name}={code_value!r} in the code"
+    if launched is not None:
+        launched_value = Value(
+            check_file_value(SETTINGS[name], launched["value"], launched["origin"]), launched["origin"]
+        )
+        if not is_said:
+            return launched_value.value, launched_value.origin
+        if launched_value.origin.startswith(COMMAND_LINE) and launched_value.value != code_value:
+            assert content is not None
+            if content["force"]:
+                return launched_value.value, launched_value.origin
+            raise ConfigError(_make_conflict(name, launched_value, origin))
+    if is_said:
+        return code_value, f"code: {origin}"
+    if content is None:
+        return _read_environment(name, default, parse)
+    return default, "default"
+
+
+def _make_conflict(name: str, told: Value, origin: str) -> str:
+    flag = f"--{name}" if told.value is True else f"--{name} {told.value}"
+    return (
+        f"{origin} against {flag} on the command line: take one of them out, "
+        "or add --force to `headway launch` to let the command line win"
+    )
+
+
+def _read_environment(name: str, default: Any, parse: Callable[[str], Any] | None) -> tuple[Any, str]:
+    names = [name, *(earlier for earlier, now in EARLIER_NAMES.items() if now == name)]
+    variables = [env.PREFIX + each.upper() for each in names]
+    variable = next((each for each in variables if (env.get(each) or "").strip()), None)
+    if variable is None:
+        return default, "default"
+    text = str(env.get(variable))
+    origin = f"environment: {variable}"
+    if name in SETTINGS:
+        return parse_text(SETTINGS[name], text, origin), origin
+    if parse is None:
+        return text, origin
+    try:
+        return parse(text), origin
+    except ValueError:
+        message = f"the environment variable {variable}={text!r} cannot be read as {name}; correct or unset it"
+        raise ConfigError(message) from None

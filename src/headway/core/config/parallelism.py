@@ -1,0 +1,453 @@
+"""Options of pipeline, sharded, tensor and context parallelism, and requests for them from plugins and files.
+
+This module does not import torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from headway.core.config import mesh
+from headway.core.config.launch import ROTATIONS
+from headway.core.config.values import report_unknown_keywords
+from headway.errors import ConfigError
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
+"""Pipeline schedules as implemented by torch: GPipe, 1F1B, interleaved 1F1B, interleaved zero bubble, and zero bubble
+with V-shaped placement.
+"""
+_SEVERAL = ("interleaved", "zero_bubble", "zbv")
+
+
+@report_unknown_keywords
+@dataclass(frozen=True)
+class PipelineOptions:
+    """Options of pipeline parallelism.
+
+    Attributes:
+        schedule: One of `SCHEDULES`. "gpipe": all forwards, then all backwards. "1f1b": same result with fewer
+            activations in memory. "interleaved", "zero_bubble" and "zbv": several stages per rank and less idle time.
+            All but "gpipe" need forward and backward in one call, `accelerator.forward_backward`.
+        num_microbatches: Number of micro-batches per batch. None: twice the number of pipeline ranks. A batch with
+            fewer rows is split into single rows.
+        stages_per_rank: Number of stages on each rank, for schedules that allow more than one. None: 2. "zbv" always
+            has 2.
+        split: Names of the blocks with which the second and each later stage start. Empty: stages with equal numbers of
+            blocks.
+        blocks: Class names or module names of the blocks. Empty: the repeated blocks of the model.
+        first, last: Names of modules outside the blocks that belong to the first or last stage. A module in both is on
+            both stages, and its gradients are summed. Other modules go to the first stage if they precede the blocks in
+            the module tree, else to the last.
+
+    Raises:
+        ConfigError: If the schedule is unknown, or a number does not fit it.
+    """
+
+    schedule: str = "gpipe"
+    num_microbatches: int | None = None
+    stages_per_rank: int | None = None
+    split: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("split", "blocks", "first", "last"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        object.__setattr__(self, "schedule", str(self.schedule).lower())
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"PipelineOptions(schedule={self.schedule!r}); allowed: {', '.join(SCHEDULES)}")
+        for name in ("num_microbatches", "stages_per_rank"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"PipelineOptions({name}={value!r}); give a whole number, 1 or more, or None")
+        wanted = self.stages_per_rank
+        if self.schedule not in _SEVERAL and wanted not in (None, 1):
+            raise ConfigError(
+                f"PipelineOptions(stages_per_rank={wanted}) needs a schedule of several stages a rank, not {self.schedule!r}"
+            )
+        if self.schedule == "zbv" and wanted not in (None, 2):
+            raise ConfigError(f"PipelineOptions(stages_per_rank={wanted}): zbv has exactly 2 stages a rank")
+
+    @property
+    def num_per_rank(self) -> int:
+        """Number of stages on each rank."""
+        return (self.stages_per_rank or 2) if self.schedule in _SEVERAL else 1
+
+    def find_rank(self, stage: int, num_ranks: int) -> int:
+        """Return the pipeline rank that holds a stage.
+
+        Stages are assigned round-robin. With the "zbv" schedule, every second round assigns them in reverse order,
+        so that stages form a V.
+        """
+        lap, place = divmod(stage, num_ranks)
+        return num_ranks - 1 - place if self.schedule == "zbv" and lap % 2 else place
+
+    def choose_num_microbatches(self, num_ranks: int) -> int:
+        """Return the number of micro-batches into which a batch is split.
+
+        A batch with fewer rows than this number is split into single rows.
+        """
+        return self.num_microbatches or 2 * num_ranks
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@report_unknown_keywords
+@dataclass(frozen=True)
+class ShardingOptions:
+    """Options of sharded layouts ("fsdp", "hsdp" and combinations). The defaults suit most models.
+
+    Attributes:
+        units: Classes, class names or module names whose parameters are gathered together. Empty: the repeated blocks
+            of the model. Parameters outside all units belong to the root unit.
+        min_num_params: Alternative to `units`: each module with at least this many parameters outside smaller units is
+            a unit.
+        ignored: Classes, class names or module names whose frozen parameters are replicated instead of sharded.
+        reshard_after_forward: Whether to free a unit's gathered parameters after its forward and gather them again in
+            backward. None: yes for all units except the root. False: keep them, which saves an all-gather and costs
+            memory. An integer: reshard them over that many ranks, a divisor of the number of shards (such as the ranks
+            of a machine).
+        cpu_offload: Whether to keep parameters, gradients and optimizer state in host memory and step the optimizer
+            there.
+        forward_prefetch: Number of units to gather ahead in forward. 0: torch's default, one.
+        backward_prefetch: Number of units to gather ahead in backward. 0: torch's default, one.
+        param_dtype: Dtype of gathered parameters. None: the dtype of mixed_precision, or else unchanged.
+        reduce_dtype: Dtype in which gradients are reduced. None: float32 with mixed precision, or else unchanged.
+        output_dtype: Dtype of the model's floating-point outputs. None: unchanged.
+        forward_methods: Names of methods besides forward that use the model's parameters ("encode", "generate").
+        find_unused_parameters: Whether the set of parameters that take part in the loss may differ between steps and
+            ranks.
+        broadcast_buffers: Whether all ranks receive rank 0's buffers after the last backward of each update.
+        whole_updates: Whether optimizers step on full parameters, each on the one rank that updates it for all ranks.
+            None: only optimizers that cannot step on shards. False: never; such optimizers raise an error.
+
+    Raises:
+        ConfigError: If a value is not allowed, or `units` and `min_num_params` are both given.
+    """
+
+    units: tuple[Any, ...] = ()
+    min_num_params: int = 0
+    ignored: tuple[Any, ...] = ()
+    reshard_after_forward: bool | int | None = None
+    cpu_offload: bool = False
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+    forward_methods: tuple[str, ...] = ()
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+    whole_updates: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("units", "ignored", "forward_methods"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str | type) else tuple(value))
+        for name in ("min_num_params", "forward_prefetch", "backward_prefetch"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"ShardingOptions({name}={value!r}); give a whole number, 0 or more")
+        if self.units and self.min_num_params:
+            raise ConfigError("ShardingOptions has both units and min_num_params; give one of them")
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            object.__setattr__(self, name, _dtype(getattr(self, name), name))
+        chosen = self.reshard_after_forward
+        if not isinstance(chosen, bool | int | None) or (not isinstance(chosen, bool) and chosen == 0):
+            raise ConfigError(
+                f"ShardingOptions(reshard_after_forward={chosen!r}); allowed: True, False, None, or a number of ranks"
+            )
+
+    def check(self, num_shards: int) -> None:
+        """Raise an error if the options do not fit the number of shards.
+
+        Raises:
+            ConfigError: If `reshard_after_forward` is a number that does not divide `num_shards`.
+        """
+        chosen = self.reshard_after_forward
+        if isinstance(chosen, bool) or chosen is None:
+            return
+        if not 1 < chosen < num_shards or num_shards % chosen:
+            fitting = [n for n in range(2, num_shards) if num_shards % n == 0]
+            allowed = f"one of {', '.join(map(str, fitting))}, " if fitting else ""
+            raise ConfigError(
+                f"ShardingOptions(reshard_after_forward={chosen}) does not divide {num_shards} shards; "
+                f"give {allowed}True (all of them) or False (keep parameters whole)"
+            )
+
+
+def _dtype(value: Any, name: str) -> str | None:
+    if value is None:
+        return None
+    text = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(str(value), str(value).removeprefix("torch."))
+    if text not in DTYPES:
+        raise ConfigError(f"ShardingOptions({name}={value!r}); allowed: {', '.join(DTYPES)}")
+    return text
+
+
+STYLES = (
+    "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
+    "embedding_rowwise", "embedding_colwise", "packed_colwise", "packed_qkv_colwise", "packed_rowwise", "sequence_parallel",
+    "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce", "moe_tp_experts", "moe_identity_expert",
+    "local_params", "replicate",
+)  # fmt: skip
+"""Names of styles that a tensor-parallel plan may contain.
+
+They are those of transformers 5.23, and `packed_qkv_colwise` for query, key and value in one matrix.
+"""
+
+
+@report_unknown_keywords
+@dataclass(frozen=True)
+class TensorParallelOptions:
+    """Options of tensor parallelism.
+
+    Attributes:
+        plan: Maps names of modules (or parameters) to styles: one of `STYLES` or a torch `ParallelStyle` object. `*`
+            matches one component of a name. None: the model's own plan, which transformers' models have.
+        sequence_parallel: Whether each rank computes only its sequence shard in the layers between split matrices.
+        loss_parallel: Whether logits and cross entropy stay sharded along the vocabulary.
+        divide: Names of integer attributes that must count only the share of one rank, such as
+            "blocks.*.attn.num_heads". Each is divided by the number of ranks.
+        keep: Names of integer attributes that must not be divided, because forward does not use them or needs the
+            total.
+
+    Raises:
+        ConfigError: If the plan is empty or names an unknown style.
+    """
+
+    plan: Mapping[str, Any] | None = None
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    divide: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.plan is not None and not self.plan:
+            raise ConfigError(
+                "the tensor-parallel plan is empty, so nothing would be split; name modules and styles, as in "
+                '{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or leave it out to use the model\'s own plan'
+            )
+        for name, style in (self.plan or {}).items():
+            if isinstance(style, str) and style not in STYLES:
+                raise ConfigError(describe_unknown_style(name, style))
+        for name in ("divide", "keep"):
+            if isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} takes names in a tuple, not {getattr(self, name)!r}")
+
+
+def describe_unknown_style(name: str, style: str) -> str:
+    """Return the error message for a plan with an unsupported style."""
+    is_of_experts = style in ("grouped_gemm", "ep_dispatch_experts", "ep_router")
+    why = ": expert parallelism is the layout ep, which needs no plan" if is_of_experts else ""
+    return (
+        f"the tensor-parallel plan gives {name!r} the style {style!r}, which is not supported{why}; allowed: "
+        f"{', '.join(STYLES)}, or a ParallelStyle object of torch.distributed.tensor.parallel"
+    )
+
+
+CP_STYLES = ("ring", "ulysses", "auto")
+"""Ways to divide attention between ranks under context parallelism.
+
+"ring": each rank has the queries of its sequence shard. "ulysses": each rank computes some heads. "auto": whichever of
+the two sends less data.
+"""
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """Options of context parallelism, for a ParallelismConfig or `kwargs_handlers`.
+
+    Attributes:
+        cp_comm_strategy: How torch's ring attention exchanges keys and values: "allgather" (default) or "alltoall".
+        labels: Names of the model's arguments of shape (rows, tokens) that are labels, if the model computes the loss
+            itself.
+        blocks: Classes, class names or module names of the blocks that sequences pass through. Empty: the repeated
+            blocks of the model.
+        ignore_index: Label that the loss ignores. None: the value that the model passes to torch's cross entropy, or
+            -100.
+        cp_style: "ring" (default): each rank keeps the queries of its sequence shard, and keys and values are
+            exchanged. "ulysses": each rank computes some heads for full sequences (Jacobs et al., 2023, arXiv
+            2309.14509); the number of heads must be a multiple of the number of ranks. "auto": the style that sends
+            less data.
+
+    Raises:
+        ConfigError: If a value is not allowed.
+    """
+
+    cp_comm_strategy: str | None = None
+    labels: tuple[str, ...] = ("labels", "shift_labels", "targets", "target")
+    blocks: tuple[Any, ...] = ()
+    ignore_index: int | None = None
+    cp_style: str = "ring"
+
+    def __post_init__(self) -> None:
+        for name in ("labels", "blocks"):
+            value = getattr(self, name)
+            setattr(self, name, (value,) if isinstance(value, str | type) else tuple(value))
+        self.cp_comm_strategy = self.cp_comm_strategy or "allgather"
+        if self.cp_comm_strategy not in ROTATIONS:
+            raise ConfigError(f"cp_comm_strategy={self.cp_comm_strategy!r}; allowed: {', '.join(ROTATIONS)}")
+        if self.cp_style not in CP_STYLES:
+            raise ConfigError(f"cp_style={self.cp_style!r}; allowed: {', '.join(CP_STYLES)}")
+
+
+# -------------------------------------------------------------------- requests of plugins and files
+
+
+@dataclass
+class LayoutRequest:
+    """Collector of the layout settings that plugins and config files request, each with the key that requested it.
+
+    Attributes:
+        settings: Pairs of (value, key that requested it), by setting.
+        lines: Pairs of (key, text that describes its effect), for each key.
+        refused: Advice for the user on each key that is not supported, by key.
+        dtypes: Dtypes of FSDP's mixed precision policy, by field of ShardingOptions.
+        context: Options of context parallelism; None if none were requested.
+    """
+
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    lines: list[tuple[str, str]] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    dtypes: dict[str, Any] = field(default_factory=dict)
+    context: TorchContextParallelConfig | None = None
+    _sizes: dict[str, tuple[int, str]] = field(default_factory=dict)
+    _sharding: dict[str, str] = field(default_factory=dict)
+    _engines: dict[str, str] = field(default_factory=dict)
+
+    def request_setting(self, setting: str, value: Any, key: str) -> None:
+        """Record that `key` requests a value for a setting.
+
+        Args:
+            setting: Name of Headway's setting.
+            value: Requested value.
+            key: Argument or key of the file that requests it, for messages.
+
+        Raises:
+            ConfigError: If another key requested a different value.
+        """
+        before, other = self.settings.get(setting, (value, key))
+        if before != value:
+            raise ConfigError(f"{other} says {setting}={before!r}, but {key} says {value!r}; keep one")
+        self.settings[setting] = (value, key)
+        self.lines.append((key, f"{setting}: {value!r}"))
+
+    def ignore_key(self, key: str, reason: str) -> None:
+        """Record that `key` has no effect, and why.
+
+        Args:
+            key: Argument of a plugin, or key of a config file.
+            reason: Explanation for the user.
+        """
+        self.lines.append((key, f"not needed: {reason}"))
+
+    def refuse_key(self, key: str, reason: str) -> None:
+        """Record that `key` is not supported, with advice for the user.
+
+        Args:
+            key: Argument of a plugin, or key of a config file.
+            reason: Explanation and advice for the user.
+        """
+        self.refused[key] = reason
+
+    def use_shards(self, key: str, layout: str = "fsdp") -> None:
+        """Request a sharded layout ("fsdp" or "hsdp") without sizes, or replicas ("ddp").
+
+        Args:
+            key: Argument of a plugin, or key of a config file, that requests it.
+            layout: "fsdp", "hsdp" or "ddp". Default: "fsdp".
+        """
+        if layout != "fsdp" or key not in self._sharding:
+            self._sharding[key] = layout
+
+    def use_deepspeed(self, key: str, stage: str = "deepspeed") -> None:
+        """Request DeepSpeed's engine.
+
+        Args:
+            key: Argument of a plugin, or key of a config file, that requests it.
+            stage: Layout that selects a ZeRO stage, such as "zero3". Default: "deepspeed", without a stage.
+        """
+        if stage != "deepspeed" or key not in self._engines:
+            self._engines[key] = stage
+
+    def set_size(self, axis: str, size: int, key: str) -> None:
+        """Request a number of ranks along an axis.
+
+        Args:
+            axis: Name of the axis, such as "tp".
+            size: Number of ranks.
+            key: Argument of a plugin, or key of a config file, that requests it.
+
+        Raises:
+            ConfigError: If another key requests a different number.
+        """
+        before, other = self._sizes.get(axis, (1, key))
+        if before > 1 and size not in (1, before):
+            raise ConfigError(f"{other}={before} contradicts {key}={size}; keep one of them")
+        self._sizes[axis] = (size, key) if size > 1 else (before, other)
+        self.lines.append((key, "size 1: nothing is split along it" if size == 1 else f"strategy: {axis} = {size}"))
+
+    @property
+    def ignored(self) -> list[str]:
+        """Keys of plugins and config files that have no effect, each with the reason."""
+        return [
+            f"{key} ({text.removeprefix('not needed: ')})" for key, text in self.lines if text.startswith("not needed")
+        ]
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether a size larger than 1 was requested for an axis."""
+        return any(size > 1 for size, _ in self._sizes.values())
+
+    def find_strategy(self) -> tuple[str, str] | None:
+        """Return the requested layout and the keys that request it, or None if none was requested.
+
+        Raises:
+            ConfigError: If the keys contradict each other.
+        """
+        sized_by = [key for size, key in self._sizes.values() if size > 1]
+        if self._engines and (self._sharding or sized_by):
+            raise ConfigError(
+                f"DeepSpeed ({', '.join(self._engines)}) and torch's own engine ({', '.join([*self._sharding, *sized_by])}) are both "
+                "requested; keep one"
+            )
+        if self._engines:
+            stages = sorted(set(self._engines.values()) - {"deepspeed"}) or ["deepspeed"]
+            return stages[0], ", ".join(self._engines)
+        kinds = set(self._sharding.values()) - {"fsdp"}
+        if len(kinds) > 1:
+            raise ConfigError(f"{' and '.join(self._sharding)} ask for different layouts; keep one")
+        if sized_by:
+            return self._written_sizes(kinds, ", ".join(sized_by)), ", ".join(sized_by)
+        if not self._sharding:
+            return None
+        return (kinds.pop() if kinds else "fsdp"), ", ".join(self._sharding)
+
+    def _written_sizes(self, kinds: set[str], by: str) -> str:
+        sizes = {axis: size for axis, (size, _) in self._sizes.items()}
+        if kinds == {"ddp"} and sizes.get("shard", 1) > 1:
+            raise ConfigError(f"{' and '.join(self._sharding)} ask for whole models, but {by} for shards; keep one")
+        asks_for_shards = bool(self._sharding) and kinds != {"ddp"}
+        if asks_for_shards and not any(sizes.get(axis, 1) != 1 for axis in ("shard", "ep", "cp")):
+            raise ConfigError(
+                f"{next(iter(self._sharding))} asks for a sharded model, but with {by} no processes are left to shard across; give "
+                "dp_shard_size, or remove FSDP"
+            )
+        return mesh.format_sizes(sizes)
+
+
+class LayoutPlugin(Protocol):
+    """Interface of another library's plugin for the layout.
+
+    Attributes:
+        argument: Name of the Accelerator's argument that accepts this plugin.
+    """
+
+    argument: ClassVar[str]
+
+    def request_layout(self, request: LayoutRequest) -> None:
+        """Record in `request` the layout settings that this plugin requests."""

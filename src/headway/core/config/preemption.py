@@ -1,0 +1,116 @@
+"""Settings for preemption: which signals and deadline end a run, and whether it saves and exits automatically."""
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from headway.common import env
+from headway.core.config.run import ProjectConfiguration
+from headway.errors import ConfigError
+
+_JOB_END = "SLURM_JOB_END_TIME"
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """Signals and time limits that end a run early. All ranks then save in the same step, and exit with code 75.
+
+    Attributes:
+        signals: Names of signals that request the end, sent to any rank or to the launcher.
+        time_limit: Maximum duration of the run, counted from the creation of the Accelerator. None: until SLURM ends
+            the job (SLURM_JOB_END_TIME), else unlimited.
+        reserve: Duration before the end of the run at which ranks save. It must be longer than a save plus a step. At
+            most a quarter of the time that is available at the start is used, so that the run makes progress.
+        exits: Whether to save and exit automatically. False: `accelerator.preempted` becomes True on all ranks in the
+            same step, and the script must save and end the loop.
+
+    Raises:
+        ConfigError: If a signal cannot be caught, or a duration is not allowed.
+    """
+
+    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
+    time_limit: timedelta | None = None
+    reserve: timedelta = timedelta(minutes=2)
+    exits: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise an error if a field has an invalid value."""
+        self.numbers  # noqa: B018  (raises)
+        if self.reserve < timedelta(0) or (self.time_limit is not None and self.time_limit <= timedelta(0)):
+            raise ConfigError(
+                f"Preemption(time_limit={self.time_limit!r}, reserve={self.reserve!r}): a limit above 0, a reserve of 0 or more"
+            )
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of the signals that request the end of the run.
+
+        Raises:
+            ConfigError: If a name is not the name of a signal, or the signal cannot be caught.
+        """
+        allowed = {member.name: int(member) for member in signal.Signals if member.name not in ("SIGKILL", "SIGSTOP")}
+        unknown = [name for name in self.signals if name not in allowed]
+        if unknown:
+            raise ConfigError(
+                f"Preemption(signals={self.signals!r}): {unknown[0]!r} is not a signal that a process can catch; give names such as "
+                "'SIGTERM' and 'SIGUSR1'"
+            )
+        return tuple(allowed[name] for name in self.signals)
+
+    def compute_deadline(self) -> "Deadline | None":
+        """Return the deadline at which to save; None if there is no time limit.
+
+        `time_limit` is measured with the monotonic clock, which ignores corrections of the system time and time
+        during which the machine is suspended. The end of a SLURM job is a time of day.
+        """
+        clock, end = time.time, float(env.get_int(_JOB_END) or 0)
+        if self.time_limit is not None:
+            clock, end = time.monotonic, time.monotonic() + self.time_limit.total_seconds()
+        if not end:
+            return None
+        return Deadline(clock, end - min(self.reserve.total_seconds(), max(0.0, end - clock()) / 4))
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """Point in time, measured by one of the machine's clocks, at which a run must save.
+
+    Attributes:
+        clock: Function that reads the clock, in seconds.
+        moment: Reading of the clock at the deadline.
+    """
+
+    clock: Callable[[], float]
+    moment: float
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.clock() >= self.moment
+
+
+def resolve_preemption(given: "Preemption | bool | None", project: ProjectConfiguration) -> Preemption | None:
+    """Return the settings for the Accelerator's argument `preemption`, or None if signals keep their usual effect.
+
+    Args:
+        given: True for the defaults of `Preemption`. None: the defaults if a directory for checkpoints is configured,
+            else off.
+        project: Locations of the run's files.
+
+    Raises:
+        ConfigError: If preemption is requested but no directory for checkpoints is configured.
+    """
+    has_place = project.project_dir is not None and project.automatic_checkpoint_naming
+    if given is None:
+        return Preemption() if has_place else None
+    if given is False:
+        return None
+    chosen = Preemption() if given is True else given
+    if not has_place and chosen.exits:
+        raise ConfigError(
+            "preemption saves where accelerator.resume('latest') looks: pass project_config=ProjectConfiguration("
+            "project_dir, automatic_checkpoint_naming=True), or Preemption(exits=False) and save yourself"
+        )
+    return chosen

@@ -1,0 +1,234 @@
+"""Settings that a script passes to the Accelerator: data loading, gradient accumulation and the project folder."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headway.common.callsite import find_call_site
+from headway.core.config.load import UNSET, resolve_run_setting
+from headway.core.config.values import KwargsHandler, report_unknown_keywords
+from headway.errors import ConfigError
+
+
+@report_unknown_keywords
+@dataclass(unsafe_hash=True)
+class DataLoaderConfiguration(KwargsHandler):
+    """Options for splitting, padding and moving batches in prepared loaders.
+
+    Attributes:
+        split_batches: Whether the loader's batch size is the global batch size, which is split over the processes and
+            must be a multiple of their number. If False, it is the batch size per process.
+        dispatch_batches: Whether only the main process reads the data and sends each rank its part. If None or False,
+            every process reads its own part.
+        even_batches: Whether to fill up the batches of the last step with samples from the beginning of the epoch. The
+            validity mask marks these samples. If False, no sample is repeated, and a rank without a batch gets one of
+            weight zero.
+        use_seedable_sampler: Whether shuffling is a pure function of (seed, epoch), without any global generator.
+            False: each pass draws its order like torch's own loader, so that a prepared loop sees the same order as a
+            plain one. The order comes from the loader's generator, or else from torch's global generator of rank 0.
+            None: True if `data_seed` is given.
+        data_seed: Seed of a seedable order. None: derived from torch's initial seed and agreed between ranks.
+        non_blocking: Whether to copy batches to an accelerator from pinned memory on a separate stream, without
+            blocking the host. None: True. False: the host waits for each copy.
+        use_stateful_dataloader: Whether to load with torchdata's StatefulDataLoader, which can resume iterable
+            datasets.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool | None = None
+    data_seed: int | None = None
+    non_blocking: bool | None = None
+    use_stateful_dataloader: bool = False
+
+    @property
+    def is_seedable(self) -> bool:
+        """Whether the order of samples is a pure function of (seed, epoch)."""
+        return self.data_seed is not None if self.use_seedable_sampler is None else self.use_seedable_sampler
+
+
+@report_unknown_keywords
+@dataclass(unsafe_hash=True)
+class GradientAccumulationPlugin(KwargsHandler):
+    """Options of gradient accumulation.
+
+    Attributes:
+        num_steps: Micro-batches per update, at least 1.
+        adjust_scheduler: Whether the schedule's length is in micro-batches, so that the scheduler steps once per
+            micro-batch.
+        sync_with_dataloader: Whether a loader's last batch completes the accumulation window, even if it has fewer
+            micro-batches.
+        sync_each_batch: Whether to reduce gradients in every micro-batch. It needs less memory with sharded gradients,
+            but more communication.
+
+    Raises:
+        ConfigError: If `num_steps` is not an integer of at least 1.
+    """
+
+    num_steps: int = 1
+    adjust_scheduler: bool = False
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 1:
+            raise ConfigError(
+                f"gradient accumulation over {self.num_steps!r} steps; give a whole number of micro-batches per update, 1 or more"
+            )
+
+
+@report_unknown_keywords
+@dataclass(unsafe_hash=True)
+class ProjectConfiguration(KwargsHandler):
+    """Locations of a run's files.
+
+    Attributes:
+        project_dir: Folder of the run. None: nothing is written unless a path is given.
+        logging_dir: Folder for trackers and logs. Default: `project_dir`.
+        automatic_checkpoint_naming: Whether save_state chooses its folder: `<project_dir>/checkpoints/checkpoint_<n>`.
+        total_limit: Number of newest checkpoints to keep. None: all.
+        iteration: Number of the first checkpoint.
+        keep_best: "max" or "min": also keep the checkpoint with the highest or lowest `metric`.
+        save_on_each_node: Accepted for compatibility, without effect. Whether machines share the folder is detected.
+        save_frozen: Whether checkpoints contain the values of frozen weights. False: they contain a digest of each
+            frozen weight instead, for use with adapters. A resumed run must then build its models from the same base.
+        keep_in_memory: Number of updates between copies of the run's state to shared memory on each machine, which
+            `headway launch` holds until the run ends. `resume("latest")` restores the copy if it is newer than the
+            newest checkpoint on disk. 0: off.
+        overlap_saves: Whether `save_state(blocking=False)` copies parameters and optimizer state during the next
+            forward and backward. The optimizer step waits for the copy. Other code must not change them in between,
+            such as `weight.clamp_()` in your script. The save would fail or, if `.data` hides the change from torch,
+            contain part of it.
+        keep_compiled: Whether checkpoints contain the artifacts of torch.compile, which `resume("latest")` loads so
+            that a new machine does not compile again. They are executable and are loaded only if sealed with this
+            user's key.
+
+    Raises:
+        ConfigError: If a value is not allowed, or `keep_in_memory` is used without `automatic_checkpoint_naming`.
+    """
+
+    project_dir: str | Path | None = None
+    logging_dir: str | Path | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    keep_best: str | None = None
+    save_on_each_node: bool = False
+    save_frozen: bool = True
+    keep_in_memory: int = 0
+    overlap_saves: bool = False
+    keep_compiled: bool = False
+
+    def __post_init__(self) -> None:
+        limit = self.total_limit
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+            raise ConfigError(f"total_limit={limit!r}; give how many checkpoints stay, 1 or more, or None for all")
+        if self.keep_best not in (None, "max", "min"):
+            raise ConfigError(f"keep_best={self.keep_best!r}; allowed: 'max', 'min' or None")
+        every = self.keep_in_memory
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise ConfigError(f"keep_in_memory={every!r}; give a number of updates, 1 or more, or 0 to turn it off")
+        if every and not self.automatic_checkpoint_naming:
+            raise ConfigError(
+                f"keep_in_memory={every} needs automatic_checkpoint_naming=True: resume('latest') chooses between memory and disk"
+            )
+
+    def with_defaults(self) -> "ProjectConfiguration":
+        """Return this configuration with the default for `logging_dir`."""
+        return self if self.logging_dir is not None else replace(self, logging_dir=self.project_dir)
+
+    def set_directories(self, project_dir: str | Path | None = None) -> None:
+        """Set `project_dir`, and `logging_dir` if it is not set."""
+        self.project_dir = project_dir
+        self.logging_dir = project_dir if self.logging_dir is None else self.logging_dir
+
+
+def describe_caller() -> str:
+    """Return a description of the line that creates the Accelerator, for errors about its arguments."""
+    return f"Accelerator(...) at {find_call_site()}"
+
+
+def resolve_windows(
+    steps: int | None, plugin: GradientAccumulationPlugin | None, global_batch_size: int | None, origin: str
+) -> GradientAccumulationPlugin:
+    """Return the options of gradient accumulation from the three arguments of the Accelerator that can set them.
+
+    Args:
+        steps: Micro-batches per update (`gradient_accumulation_steps`).
+        plugin: All options (`gradient_accumulation_plugin`).
+        global_batch_size: Rows per update over all ranks, from which the number of micro-batches follows.
+        origin: Description of the script's line, for errors.
+
+    Raises:
+        ConfigError: If more than one of the three is given.
+    """
+    _check_kind("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
+    if plugin is not None and steps is not None:
+        raise ConfigError("give gradient_accumulation_steps or gradient_accumulation_plugin, not both")
+    if global_batch_size is not None and (steps is not None or plugin is not None):
+        raise ConfigError(
+            f"global_batch_size={global_batch_size} derives the accumulation; do not give the steps as well"
+        )
+    if plugin is not None:
+        return plugin.freeze_copy()
+    chosen, _ = resolve_run_setting(
+        "gradient_accumulation_steps", UNSET if steps is None else steps, 1, code_origin=origin, parse=int
+    )
+    return GradientAccumulationPlugin(num_steps=chosen).freeze_copy()
+
+
+def is_automatic(microbatching: str | None, plugin: GradientAccumulationPlugin) -> bool:
+    """Whether batches are split into smaller micro-batches when memory runs out.
+
+    Raises:
+        ConfigError: If `microbatching` is neither "auto" nor None, or gradients are to be reduced in every micro-batch.
+    """
+    if microbatching not in (None, "auto"):
+        raise ConfigError(f"microbatching={microbatching!r}; allowed: 'auto', or None to leave batches whole")
+    if microbatching == "auto" and plugin.sync_each_batch:
+        raise ConfigError(
+            "microbatching='auto' lets nothing travel before a window's end, sync_each_batch=True does; drop one"
+        )
+    return microbatching == "auto"
+
+
+def resolve_loading(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
+    """Return the options of data loading from the Accelerator's `dataloader_config` and `split_batches`.
+
+    Raises:
+        ConfigError: If they contradict each other.
+    """
+    _check_kind("dataloader_config", config, DataLoaderConfiguration)
+    if config is not None and split_batches and not config.split_batches:
+        raise ConfigError("split_batches=True contradicts dataloader_config.split_batches=False; set it in one place")
+    return (config or DataLoaderConfiguration(split_batches=split_batches)).freeze_copy()
+
+
+def resolve_project(folder: str | Path | None, config: ProjectConfiguration | None) -> ProjectConfiguration:
+    """Return the project configuration from the Accelerator's `project_dir` and `project_config`.
+
+    Raises:
+        ConfigError: If they contradict each other.
+    """
+    _check_kind("project_config", config, ProjectConfiguration)
+    if config is not None and folder is not None and config.project_dir not in (None, folder):
+        raise ConfigError(
+            f"project_dir={str(folder)!r} contradicts project_config.project_dir={str(config.project_dir)!r}"
+        )
+    chosen = config or ProjectConfiguration(project_dir=folder)
+    if chosen.project_dir is None and folder is not None:
+        chosen = replace(chosen, project_dir=folder)
+    return chosen.with_defaults().freeze_copy()
+
+
+def _check_kind(name: str, given: object, kind: type) -> None:
+    if given is None or isinstance(given, kind):
+        return
+    shown = f"{kind.__name__}(...)"
+    if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):
+        shown = f"{kind.__name__}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+    raise ConfigError(
+        f"{name} is of type {type(given).__module__}.{type(given).__qualname__}; ".replace("builtins.", "")
+        + f"give {name}={shown}, with {kind.__name__} from headway"
+    )

@@ -1,0 +1,191 @@
+"""Parse and check the values of single settings. Errors contain the origin of the value."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import wraps
+from typing import Any, TypeVar
+
+from headway.common import env
+from headway.common.untrusted import show_value
+from headway.core.config.foreign_words import ARGUMENTS, explain_precision
+from headway.core.config.launch import LaunchSetting
+from headway.errors import CallError, ConfigError
+
+Class = TypeVar("Class", bound=type)
+Taken = TypeVar("Taken", bound="KwargsHandler")
+
+_KINDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "text": "text",
+    "switch": "true or false",
+    "truth": "true or false",
+}
+
+
+def suggest_word(word: str, known: list[str], *, prefix: str = "") -> str:
+    """Return a hint with the known words closest to `word`, such as "; did you mean num_processes?", or ""."""
+    from difflib import get_close_matches
+
+    plain = word.lower().replace("-", "_")
+    cutoff = 0.6 if len(plain) < 6 else 0.7  # long words share letters by chance: nosuchmodel, neucodec
+    begun = [each for each in known if each.replace("-", "_").startswith(plain)] if len(plain) > 2 else []
+    close = begun[:3] or get_close_matches(plain, known, n=1, cutoff=cutoff)
+    return f"; did you mean {' or '.join(prefix + each for each in close)}?" if close else ""
+
+
+def check_count(**values: object) -> None:
+    """Raise `ConfigError` unless each argument is an integer of at least 1.
+
+    Args:
+        values: Values by the names that the error message uses.
+    """
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r}; give a number of 1 or more")
+
+
+class KwargsHandler:
+    """Base class of option dataclasses for the Accelerator.
+
+    The Accelerator uses a read-only copy of the object, so later changes to the original have no effect on it.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if vars(self).get("_is_taken"):
+            raise ConfigError(
+                f"{type(self).__name__}.{name} = {value!r}: an Accelerator has taken these options; set them before it is created"
+            )
+        if name not in (known := [each.name for each in fields(self)]):  # type: ignore[arg-type]
+            raise CallError(f"{type(self).__name__} has no field {name!r}{suggest_word(name, known)}")
+        object.__setattr__(self, name, value)
+
+    def freeze_copy(self: Taken) -> Taken:
+        """Validate the options, and return a copy that is read-only.
+
+        Raises:
+            ConfigError: If a field has an invalid value.
+        """
+        copy = replace(self)  # type: ignore[type-var]  # with a dataclass
+        object.__setattr__(copy, "_is_taken", True)
+        return copy
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, by name."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != default[name]}
+
+
+def report_unknown_keywords(kind: Class) -> Class:
+    """Decorate a class so that an unknown keyword of its constructor raises an error with the most similar known one.
+
+    Raises:
+        CallError: From the decorated class's constructor, if it gets an unknown keyword.
+    """
+    constructor: Callable[..., None] = vars(kind)["__init__"]
+    code = constructor.__code__
+    known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+
+    @wraps(constructor)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in known:
+                hint = f": {ARGUMENTS[name]}" if name in ARGUMENTS else suggest_word(name, [*known])
+                hint = hint or f"; allowed: {', '.join(known)}"
+                raise CallError(f"{type(self).__name__}() has no argument {name!r}{hint}")
+        constructor(self, *args, **kwargs)
+
+    type.__setattr__(kind, "__init__", initialize)
+    return kind
+
+
+def parse_text(setting: LaunchSetting, text: str, origin: str) -> Any:
+    """Parse a value that was given as text, on the command line or in the environment.
+
+    Args:
+        setting: Description of the setting.
+        text: Text of the value.
+        origin: Where the value was set, for errors.
+
+    Raises:
+        ConfigError: If the text is not a valid value. The message contains setting, text, origin and what is allowed.
+    """
+    if setting.kind == "text":
+        return _check_value(setting, text, origin)
+    if setting.kind in ("switch", "truth"):
+        return env.parse_bool(text, f"{setting.name} ({origin})")
+    if setting.kind == "choice":
+        return _check_value(setting, text.strip().lower(), origin)
+    try:
+        value: Any = int(text) if setting.kind == "integer" else float(text)
+    except ValueError:
+        raise _make_error(setting, text, origin) from None
+    return _check_value(setting, value, origin)
+
+
+def check_file_value(setting: LaunchSetting, value: Any, origin: str) -> Any:
+    """Return a value from a config file in normalized form, or raise an error if its type or range is wrong.
+
+    A bare `no` is False in YAML. For a setting that has the choice "no", it is converted back to this word.
+
+    Args:
+        setting: Description of the setting.
+        value: Value as the YAML parser returned it.
+        origin: Where the value was set, for errors.
+
+    Raises:
+        ConfigError: If the value has the wrong type or is out of range.
+    """
+    if isinstance(value, int) and value.bit_length() > 1000:  # too long for Python to print or to convert to float
+        raise _make_error(setting, value, origin)
+    if setting.kind == "choice":
+        if value is False and "no" in setting.choices:
+            return "no"
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
+        fits = isinstance(value, str)
+    elif setting.kind == "text":
+        if isinstance(value, int) and not isinstance(value, bool):  # such as `gpu_ids: 0`
+            value = str(value)
+        fits = isinstance(value, str)
+    elif setting.kind in ("switch", "truth"):
+        fits = isinstance(value, bool)
+    else:
+        fits = isinstance(value, (int, float) if setting.kind == "number" else int) and not isinstance(value, bool)
+    if not fits:
+        raise _make_error(setting, value, origin)
+    return _check_value(setting, float(value) if setting.kind == "number" else value, origin)
+
+
+def _check_value(setting: LaunchSetting, value: Any, origin: str) -> Any:
+    is_good = not setting.choices or value in setting.choices
+    if setting.minimum is not None:
+        is_good = setting.minimum <= value <= setting.maximum  # False for NaN, too
+    if isinstance(value, str):
+        is_good = is_good and "\0" not in value and bool(value.strip())
+    if not is_good:
+        raise _make_error(setting, value, origin)
+    if setting.read is not None:
+        try:
+            return setting.read(value)
+        except ConfigError as error:
+            raise ConfigError(f"{error} ({origin})") from None
+    return value
+
+
+def _make_error(setting: LaunchSetting, value: Any, origin: str) -> ConfigError:
+    if setting.choices:
+        allowed = f"one of {', '.join(setting.choices)}"
+    else:
+        allowed = _KINDS[setting.kind]
+        if setting.minimum is not None:
+            is_bounded = setting.maximum != LaunchSetting.maximum or (
+                isinstance(value, (int, float)) and value > setting.maximum
+            )
+            allowed += f", {setting.minimum} to {setting.maximum}" if is_bounded else f", {setting.minimum} or more"
+    hint = explain_precision(value, setting.choices) if setting.name == "mixed_precision" else ""
+    return ConfigError(f"{setting.name}={show_value(value)} ({origin}) must be {allowed}{hint}")

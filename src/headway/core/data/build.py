@@ -1,0 +1,135 @@
+"""Prepare a user's DataLoader for several ranks, and skip the first batches of a loader."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from headway.core import extensions
+from headway.core.config.run import DataLoaderConfiguration
+from headway.core.data.choose_feed import FeedRecipe
+from headway.core.data.feeds.protocol import BatchFeed
+from headway.core.data.loader import LoaderEvents, PreparedLoader
+from headway.core.data.loader_checks import check_loader
+from headway.core.data.sampling.loader_generator import LoaderGenerator
+from headway.core.data.sampling.order import LoadingRules
+from headway.core.data.sampling.shard import ShardIndex
+from headway.core.data.stalls import find_stall_limit
+from headway.core.data.transfer import make_transfer
+from headway.core.runtime.collectives.checked import Collectives
+from headway.errors import DataError
+
+
+def prepare_loader(
+    loader: DataLoader[Any],
+    *,
+    shard: ShardIndex,
+    config: DataLoaderConfiguration,
+    device: torch.device | None,
+    collectives: Collectives | None,
+    events: LoaderEvents,
+    seed: int,
+    rng_types: Sequence[str] | None = ("generator",),
+    stream: LoaderGenerator | None = None,
+    everyone: Collectives | None = None,
+    rules: LoadingRules | None = None,
+) -> PreparedLoader:
+    """Return a loader that gives each rank its shard of the data.
+
+    Args:
+        loader: User's loader. A prepared loader is returned unchanged.
+        shard: Data shard of this process.
+        config: Settings for splitting, padding and moving batches.
+        device: Device to move batches to; None to leave them on the host.
+        collectives: Collectives of the ranks among which the data is split, ordered by shard; None if this process
+            reads alone.
+        events: Callbacks and registry of the run's loaders.
+        seed: Seed of the sample order, equal on all ranks.
+        rng_types: Names of the RNGs to synchronize. Only "generator" has an effect: random generators in samplers get
+            rank 0's state at the start of each epoch. Default: ("generator",).
+        stream: Random number stream from which the run's loaders draw. Default: None, torch's global generator.
+        everyone: Collectives of all ranks. Needed only if several ranks read one data shard. Default: None,
+            `collectives`.
+        rules: Rules for ordering, reading and splitting the data. Default: None, rules that follow torch's loaders.
+
+    Raises:
+        DataError: If the loader's settings and the configuration are incompatible.
+    """
+    if isinstance(loader, PreparedLoader):
+        return loader
+    check_loader(loader, shard, config, is_shared=everyone is not None and everyone.world_size > 1)
+    # Batches of workers were pinned by torch's pinning thread. Without workers, the transfer or the user's loader pins.
+    transfer = make_transfer(device, config.non_blocking, are_pinned_fresh=loader.pin_memory or loader.num_workers > 0)
+    rules = rules or LoadingRules()
+    recipe = FeedRecipe(
+        loader=loader,
+        shard=shard,
+        config=config,
+        collectives=collectives if shard.count > 1 else None,
+        seed=seed,
+        is_synchronized="generator" in (rng_types or ()),
+        stream=stream or LoaderGenerator(),
+        everyone=everyone,
+        rules=rules,
+        is_placed=device is not None,
+    )
+    feed = recipe.build_feed()
+    if transfer is not None and transfer.wants_pinned and loader.num_workers:
+        feed.inner.pin_memory = True
+    prepared = rules.wrap_loader(
+        config,
+        source=loader,
+        feed=feed,
+        shard=shard,
+        device=device,
+        transfer=transfer,
+        events=events,
+        listeners=_find_epoch_listeners(loader, feed),
+        opens_late=rules.opens_late,
+        stall_limit=find_stall_limit(loader.dataset),
+    )
+    if prepared.stall_limit:
+        extensions.load("feature", "stall_limit")(prepared, events)
+    return prepared
+
+
+def _find_epoch_listeners(loader: DataLoader[Any], feed: BatchFeed) -> list[Any]:
+    """Return the samplers and datasets of a loader that have a `set_epoch` method.
+
+    It must be called before each epoch.
+    """
+    samplers = loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)
+    candidates = *samplers, loader.dataset, feed.inner.dataset
+    found = {id(candidate): candidate for candidate in candidates if callable(getattr(candidate, "set_epoch", None))}
+    return list(found.values())
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
+    """Return a loader whose next pass starts at batch `num_batches`. Later passes are complete.
+
+    Skipped samples of a map-style dataset are not fetched. Skipped samples of an iterable dataset are read, but not
+    collated.
+
+    Args:
+        dataloader: Prepared loader, or a plain DataLoader. As without Headway, a plain loader draws its shuffling from
+            torch's global RNG state.
+        num_batches: Number of batches of this rank to skip. Default: 0.
+
+    Raises:
+        DataError: If `num_batches` is negative, or `dataloader` is not a DataLoader.
+    """
+    if not isinstance(dataloader, DataLoader):
+        raise DataError(f"skip_first_batches got a {type(dataloader).__name__}; give a DataLoader, prepared or not")
+    if not isinstance(dataloader, PreparedLoader):
+        config = DataLoaderConfiguration(use_seedable_sampler=False)
+        dataloader = prepare_loader(
+            dataloader,
+            shard=ShardIndex(0, 1),
+            config=config,
+            device=None,
+            collectives=None,
+            events=LoaderEvents(),
+            seed=torch.initial_seed(),
+        )
+    return dataloader.skip(num_batches)

@@ -1,0 +1,291 @@
+"""Choose the reader (`BatchFeed`) of a loader's batches by its dataset, its sampler and the configuration."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from headway.common.optional import require
+from headway.core import extensions
+from headway.core.config.run import DataLoaderConfiguration
+from headway.core.data.compare.fingerprint import (
+    compare_fingerprints,
+    describe_difference,
+    hash_fingerprint,
+    take_fingerprint,
+)
+from headway.core.data.feeds.dispatch import DispatchFeed
+from headway.core.data.feeds.mapped import MappedFeed
+from headway.core.data.feeds.protocol import BatchFeed
+from headway.core.data.feeds.same_rounds import SameRounds
+from headway.core.data.feeds.stream import OwnShards, SharedRounds, StreamFeed, is_shardable
+from headway.core.data.sampling.loader_generator import BaseSeed, LoaderGenerator
+from headway.core.data.sampling.order import LoadingRules, RandomSource, SampleOrder, SamplerOrder, get_length
+from headway.core.data.sampling.rng import Agree, read_text
+from headway.core.data.sampling.shard import BatchSplit, SampleSplit, ShardIndex
+from headway.core.runtime.collectives.checked import Collectives
+from headway.errors import DataError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+
+@dataclass
+class FeedRecipe:
+    """Settings of a loader, from which the reader (`BatchFeed`) of its batches is chosen and built.
+
+    Attributes:
+        loader: User's loader.
+        shard: Data shard of this process.
+        config: Loader configuration of the run.
+        collectives: Collectives of the ranks among which the data is split; None if this process reads alone.
+        seed: Seed of the sample order, equal on all ranks.
+        is_synchronized: Whether random generators in samplers start each epoch with rank 0's state.
+        stream: Random number stream from which the run's loaders draw.
+        everyone: Collectives of all ranks. None: equal to `collectives`.
+        rules: Rules for ordering, reading and splitting the data.
+        is_placed: Whether batches are moved to a device.
+    """
+
+    loader: DataLoader[Any]
+    shard: ShardIndex
+    config: DataLoaderConfiguration
+    collectives: Collectives | None
+    seed: int
+    is_synchronized: bool
+    stream: LoaderGenerator
+    everyone: Collectives | None
+    rules: LoadingRules
+    is_placed: bool
+
+    def __post_init__(self) -> None:
+        if self.everyone is None or self.everyone.world_size == 1:
+            self.everyone = self.collectives
+        self.has_seeded_order = self.rules.has_seeded_order(self.config)
+        self.base_seed = BaseSeed(self.loader, self.has_seeded_order, self.stream)
+        self.is_batched = self.loader.batch_sampler is not None
+        self.is_even = self.config.even_batches and self.shard.count > 1
+        is_dispatched = self.rules.should_dispatch(self.config, _is_stream(self.loader), self.is_placed)
+        self.is_dispatched = is_dispatched and self.everyone is not None
+        # If several ranks read one shard, workers' RNG states are functions of a seed that is equal on all ranks.
+        self.is_shared = self.everyone is not self.collectives and not self.is_dispatched
+        self.ranks: Sequence[int] = range(self.shard.count) if self.is_dispatched else (self.shard.index,)
+
+    def build_feed(self) -> BatchFeed:
+        """Return the reader (`BatchFeed`) of this rank's batches. The first case that applies is used.
+
+        - One rank reads and dispatches all batches (`dispatch_batches`).
+        - The dataset is map-style: each rank reads its samples by index.
+        - The dataset is iterable and can be sharded: each rank reads its own dataset shards.
+        - The dataset is iterable: each rank reads all samples and keeps its share.
+        """
+        kind = choose_loader_class(self.loader, self.config)
+        if self.is_dispatched and self.everyone is not None:
+            inner = self._build_stream_feed(kind) if _is_stream(self.loader) else self._build_mapped_feed()
+            length = self.everyone.broadcast_object(get_length(inner))
+            return DispatchFeed(inner, self.everyone, self.shard, self.is_batched, length)
+        if not _is_stream(self.loader):
+            feed = self._build_mapped_feed()
+            self._check_lengths(feed)
+            return feed
+        if self.collectives is not None and is_shardable(self.loader.dataset, self.shard.count):
+            return self._build_sharded_feed(kind, self.collectives)
+        return self._build_stream_feed(kind)
+
+    def _build_mapped_feed(self) -> MappedFeed:
+        batch_sampler = self.loader.batch_sampler
+        split: SampleSplit | BatchSplit
+        if not self.is_batched:
+            order, split = self._build_order(self.loader.sampler), SampleSplit(1, self.shard.count, False, self.is_even)
+        elif type(batch_sampler) is BatchSampler:
+            size = self._count_samples_per_rank(batch_sampler.batch_size)
+            order = self._build_order(batch_sampler.sampler)
+            split = self._make_split(size, batch_sampler.drop_last)
+        else:
+            full = batch_sampler.batch_size if isinstance(batch_sampler, BatchSampler) else None
+            drops_last = getattr(batch_sampler, "drop_last", False) is True
+            order = self._build_order(batch_sampler)
+            split = BatchSplit(self.shard.count, self.config.split_batches, drops_last, self.is_even, full)
+        is_compared = isinstance(order, SamplerOrder) and self.everyone is not None and not self.is_dispatched
+        compare = self._compare_order if is_compared else None
+        return MappedFeed(
+            loader=self.loader,
+            order=order,
+            split=split,
+            ranks=self.ranks,
+            seed=self.seed,
+            collectives=self.collectives,
+            base_seed=self.base_seed,
+            is_seedable=self.has_seeded_order,
+            is_shared=self.is_shared,
+            reads_ahead=self.rules.reads_ahead,
+            leaves_workers=self.rules.leaves_workers,
+            compare_order=compare,
+        )
+
+    def _compare_order(self, opening: list[Any]) -> None:
+        """Raise `DataError` or warn if the samplers of different ranks yield different indices.
+
+        Args:
+            opening: First indices (or first batches of indices) that this rank's sampler yielded in this pass.
+        """
+        assert self.everyone is not None
+        own = take_fingerprint([opening])
+        if len({row[0] for row in self.everyone.gather_numbers([hash_fingerprint(own)])}) == 1:
+            return
+        ranks = self.everyone.gather_objects(own)
+        _, paths = compare_fingerprints(ranks)
+        sampler = self.loader.sampler if type(self.loader.batch_sampler) is BatchSampler else self.loader.batch_sampler
+        self._raise_or_warn(
+            f"the ranks' samplers ({type(sampler).__name__}) begin with different indices: {describe_difference(ranks, paths[0])}. "
+            "A prepared loader gives each rank its share of the sampler's order, so the order must be the same on all ranks. Leave "
+            "out the split by rank, and draw from the global generators, from a torch.Generator that is an attribute of the sampler, "
+            "or by one seed for all ranks. To let the sampler pick each rank's own samples, do not prepare() its loader"
+        )
+
+    def _raise_or_warn(self, message: str) -> None:
+        """Raise `DataError`, or warn once if the loading rules allow different data on different ranks.
+
+        Args:
+            message: Text of the error or warning.
+        """
+        if self.rules.refuses_unlike_data:
+            raise DataError(message)
+        log.warning_once("%s", message)
+
+    def _build_order(self, sampler: Any) -> SampleOrder:
+        draws = RandomSource(self.config, self.seed, self.stream, self._agree, self.is_synchronized)
+        return self.rules.choose_order(sampler, draws)
+
+    @property
+    def _agree(self) -> Agree | None:
+        # If one process draws for all, no agreement is needed.
+        return None if self.is_dispatched or self.everyone is None else self.everyone.broadcast_object
+
+    def _check_lengths(self, feed: MappedFeed) -> None:
+        """Raise `DataError` if the ranks' data differ in length. With equal lengths, all ranks end a pass together."""
+        if self.everyone is None:
+            return
+        lengths = [int(row[0]) for row in self.everyone.gather_numbers([get_length(feed.order) or 0])]
+        if len(set(lengths)) > 1:
+            raise DataError(
+                f"the ranks' DataLoaders have different lengths (samples or batches: {lengths}); give every rank the "
+                "same dataset and sampler, Headway shares it out. Data that is split already needs no prepared loader"
+            )
+
+    def _build_stream_feed(self, kind: type[DataLoader[Any]]) -> StreamFeed:
+        split = self._make_split(self._count_samples_per_rank(self.loader.batch_size), self.loader.drop_last)
+        agree = self._agree if self.is_synchronized else None
+        joins = split.is_spread and split.count > 1 and self.loader.num_workers > 1
+        rounds = self._build_comparison()
+        draws = None if rounds is None else self._broadcast_rng_states
+        return StreamFeed(
+            loader=self.loader,
+            split=split,
+            ranks=self.ranks,
+            seed=self.seed,
+            base_seed=self.base_seed,
+            kind=kind,
+            agree=agree,
+            is_shared=self.is_shared,
+            joins=joins,
+            agree_rounds=rounds,
+            share_draws=draws,
+        )
+
+    def _build_comparison(self) -> SameRounds | None:
+        """Return the check that all ranks read the same samples, for an iterable dataset that each rank reads in full.
+
+        Return None if the samples are not compared.
+        """
+        if self.everyone is None or self.is_dispatched or not self.rules.compares_streams:
+            return None
+        return SameRounds(self.everyone, type(self.loader.dataset).__name__)
+
+    def _broadcast_rng_states(self, is_resumed: bool) -> str:
+        """Return rank 0's global RNG states as text, for one pass over an iterable dataset. All ranks must call it.
+
+        Args:
+            is_resumed: Whether this rank resumes a pass. It then ignores the result, because it has already loaded its
+                RNG states from a checkpoint.
+        """
+        assert self.everyone is not None
+        text = "" if is_resumed else self.stream.pack_sampler_states()
+        if self.stream.is_global and not is_resumed:
+            self.stream.draw()  # advance the generator, so that the next pass gets another state
+        return str(self.everyone.broadcast_object(text or read_text()))
+
+    def _build_sharded_feed(self, kind: type[DataLoader[Any]], collectives: Collectives) -> StreamFeed:
+        self._check_sources()
+        index, count = self.shard.index, self.shard.count
+        dataset = self.loader.dataset.shard(num_shards=count, index=index)  # type: ignore[attr-defined]
+        size = self._count_samples_per_rank(self.loader.batch_size)
+        own = OwnShards(
+            dataset=dataset,
+            index=index,
+            count=count,
+            mark_last=SharedRounds(collectives, self.loader.drop_last),
+            whole_split=self._make_split(size, self.loader.drop_last),
+            mark_whole=self._build_comparison(),
+        )
+        split = SampleSplit(size, 1, self.loader.drop_last, self.is_even)
+        return StreamFeed(
+            loader=self.loader,
+            split=split,
+            ranks=(0,),
+            seed=self.seed,
+            base_seed=self.base_seed,
+            kind=kind,
+            own=own,
+        )
+
+    def _check_sources(self) -> None:
+        """Raise `DataError` or warn if the shards of the iterable dataset, or their order, differ between ranks."""
+        assert self.everyone is not None
+        hash_sources = extensions.load("feature", "read_by_shards")
+        if len({row[0] for row in self.everyone.gather_numbers([hash_sources(self.loader.dataset)])}) == 1:
+            return
+        message = (
+            "the ranks' iterable datasets read different shards, or shuffle them differently, and each rank would take its shards of "
+            "another whole: some samples would be read twice and others never. Pass the same seed= to shuffle() on all ranks and "
+            "leave shard() by rank out, or let rank 0 read for all: DataLoaderConfiguration(dispatch_batches=True)"
+        )
+        self._raise_or_warn(message)
+
+    def _make_split(self, size: int, drop_last: bool) -> SampleSplit:
+        is_spread = self.is_batched and self.rules.should_spread(self.is_dispatched)
+        return SampleSplit(size, self.shard.count, drop_last, self.is_even, is_spread)
+
+    def _count_samples_per_rank(self, batch_size: int | None) -> int:
+        """Return the number of samples that one rank gets per step.
+
+        If the loader does not batch, it is the number of items.
+
+        Args:
+            batch_size: Batch size of the user's loader; None if the loader does not batch.
+        """
+        if batch_size is None:
+            return 1
+        return batch_size // self.shard.count if self.config.split_batches else batch_size
+
+
+def _is_stream(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def choose_loader_class(loader: DataLoader[Any], config: DataLoaderConfiguration) -> type[DataLoader[Any]]:
+    """Return the class of the loader that reads the dataset.
+
+    It is torchdata's StatefulDataLoader if the configuration requests it or `loader` is one, else torch's DataLoader.
+
+    Args:
+        loader: User's loader.
+        config: Loader configuration of the run.
+    """
+    if config.use_stateful_dataloader:
+        module = require("torchdata.stateful_dataloader", "use_stateful_dataloader=True needs", "headway[stateful]")
+        return module.StatefulDataLoader  # type: ignore[no-any-return]
+    if hasattr(loader, "state_dict") and type(loader).__module__.startswith("torchdata."):
+        return type(loader)
+    return DataLoader

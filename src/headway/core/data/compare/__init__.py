@@ -1,0 +1,1 @@
+"""Detect that ranks were given different data, by comparing fingerprints of a few samples."""

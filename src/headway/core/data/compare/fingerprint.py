@@ -1,0 +1,268 @@
+"""Fingerprints of a few samples, small enough to exchange between ranks.
+
+A sample is a tree of containers. Its fingerprint describes the leaves of this tree: numbers, texts, tensors, arrays
+and images. Text, integers and shapes are compared exactly. Of floats and pixels, only a few values are compared, with a
+tolerance, because ranks may compute them on different hardware.
+
+Random augmentation makes samples differ between ranks, even if all ranks read them in equal order. So a difference in
+some leaves (such as pixels) proves nothing if other leaves (a label, a text) vary between samples and agree on all
+ranks.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from headway.core.runtime.collectives.tree import is_record
+
+_MAX_LEAVES = 64
+_MAX_DEPTH = 6
+_MAX_VALUES = 16
+_MAX_TEXT = 4096
+_TOLERANCE = 1e-2
+_Leaf = tuple[str, tuple[bool, Any]]
+
+
+class Column(NamedTuple):
+    """Values of one leaf of the sample tree, such as the label, in several samples.
+
+    Attributes:
+        is_exact: Whether the values must be equal. Otherwise each value is a tuple of numbers, which are compared with
+            a tolerance.
+        values: One value per sample; None for a sample without this leaf.
+    """
+
+    is_exact: bool
+    values: tuple[Any, ...]
+
+
+Fingerprint = dict[str, Column]
+"""Mapping from the path of a leaf in a sample, such as "[0].shape", to the leaf's values in the compared samples."""
+
+
+class Likeness(Enum):
+    """Result of comparing the fingerprints of several ranks.
+
+    Attributes:
+        SAME: The samples are equal, or differ only in floats or pixels, as after augmentation.
+        DIFFERENT: Some leaves differ, and no other leaf proves that all ranks read the samples in equal order.
+        UNCLEAR: A text, integer or shape differs, but another leaf proves that all ranks read the samples in equal
+            order.
+    """
+
+    SAME = "same"
+    DIFFERENT = "different"
+    UNCLEAR = "unclear"
+
+
+def pick_samples(samples: Sequence[Any]) -> list[Any]:
+    """Return at most 16 of the samples: the first 8 and the last 8, or all if there are no more than 16."""
+    half = _MAX_VALUES // 2
+    return list(samples) if len(samples) <= _MAX_VALUES else [*samples[:half], *samples[-half:]]
+
+
+def take_fingerprint(samples: Sequence[Any]) -> Fingerprint:
+    """Return the fingerprint of a list of samples.
+
+    Of each sample, it describes at most 64 leaves (tensors, numbers, texts).
+    """
+    described = [dict(islice(_describe(sample, "", 0), _MAX_LEAVES)) for sample in samples]
+    found: Fingerprint = {}
+    for path in dict.fromkeys(path for each in described for path in each):
+        leaves = [each.get(path) for each in described]
+        is_exact = all(leaf is None or leaf[0] for leaf in leaves)
+        found[path] = Column(is_exact, tuple(None if leaf is None else leaf[1] for leaf in leaves))
+    return found
+
+
+def hash_fingerprint(fingerprint: Fingerprint, ignored: frozenset[str] = frozenset()) -> float:
+    """Return a 52-bit hash of a fingerprint, as a float that ranks can exchange without rounding.
+
+    Args:
+        fingerprint: Fingerprint of some samples.
+        ignored: Paths of leaves to exclude from the hash. Default: frozenset().
+    """
+    text = repr([(path, column.values) for path, column in fingerprint.items() if path not in ignored])
+    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 12)
+
+
+def compare_fingerprints(fingerprints: Sequence[Fingerprint]) -> tuple[Likeness, list[str]]:
+    """Compare the fingerprints of all ranks.
+
+    Args:
+        fingerprints: Fingerprint of each rank's samples, indexed by rank.
+
+    Returns:
+        Pair of (result of the comparison, paths of the leaves that differ).
+    """
+    first = fingerprints[0]
+    paths = dict.fromkeys(path for each in fingerprints for path in each)
+    differing = [
+        path for path in paths if any(not _have_like_values(first.get(path), each.get(path)) for each in fingerprints)
+    ]
+    if not differing:
+        return Likeness.SAME, []
+    is_order_known = any(len(set(first[path].values)) > 1 for path in first if path not in differing)
+    are_exact = any(path not in each or each[path].is_exact for path in differing for each in fingerprints)
+    if not is_order_known:
+        return Likeness.DIFFERENT, differing
+    return (Likeness.UNCLEAR if are_exact else Likeness.SAME), differing
+
+
+def describe_difference(fingerprints: Sequence[Fingerprint], path: str) -> str:
+    """Return a text about how one leaf differs: its values on rank 0, and on the first rank with other values.
+
+    Args:
+        fingerprints: Fingerprints of all ranks, indexed by rank.
+        path: Path of a leaf that differs.
+    """
+    first = fingerprints[0].get(path)
+    rank, other = next(
+        (r, each.get(path)) for r, each in enumerate(fingerprints) if not _have_like_values(first, each.get(path))
+    )
+    return f"{path or 'the sample'} is {_shorten(first)} on rank 0 and {_shorten(other)} on rank {rank}"
+
+
+def _shorten(column: Column | None) -> str:
+    if column is None:
+        return "missing"
+    shown = column.values[:4]
+    values = [
+        f"{value[0]:.4g}" if isinstance(value, tuple) and value and isinstance(value[0], float) else str(value)[:40]
+        for value in shown
+    ]
+    return ", ".join(values) + (", ..." if len(column.values) > 4 else "")
+
+
+def _have_like_values(one: Column | None, other: Column | None) -> bool:
+    if one is None or other is None or one.is_exact or other.is_exact:
+        return one == other
+    return len(one.values) == len(other.values) and all(map(_are_close, one.values, other.values))
+
+
+def _are_close(one: Any, other: Any) -> bool:
+    if not (_are_numbers(one) and _are_numbers(other)) or len(one) != len(other):
+        return bool(one == other)
+    size = max([abs(value) for value in (*one, *other) if math.isfinite(value)], default=0.0)
+    return all(
+        a == b
+        or (math.isnan(a) and math.isnan(b))
+        or math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE**2 * size)
+        for a, b in zip(one, other)
+    )
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(each, int | float) for each in value)
+
+
+# -------------------------------------------------------------------- leaves
+
+
+def _describe(node: Any, path: str, depth: int) -> Iterator[_Leaf]:
+    """Yield pairs of (path, description) for the leaves of a sample, down to 6 levels of nesting.
+
+    A description is a pair of (whether to compare the value exactly, value).
+
+    Args:
+        node: Sample, or a part of it.
+        path: Path of the part in the sample.
+        depth: Nesting level of the part.
+    """
+    if depth > _MAX_DEPTH:
+        return
+    if isinstance(node, numpy.generic):
+        node = node.item()
+    if node is None or isinstance(node, bool | int | str | bytes):
+        yield path, (True, _shorten_text(node))
+    elif isinstance(node, float):
+        yield path, (False, (node,))
+    elif isinstance(node, torch.Tensor):
+        yield from _describe_tensor(node, path)
+    elif isinstance(node, numpy.ndarray):
+        yield from _describe_array(node, path)
+    elif isinstance(node, list | tuple):
+        yield from _describe_sequence(node, path, depth)
+    elif callable(getattr(node, "getpixel", None)) and hasattr(node, "size"):
+        yield path, (False, _read_pixels(node))
+    else:
+        for name, value in islice(_list_members(node), _MAX_LEAVES):
+            yield from _describe(value, f"{path}{name}", depth + 1)
+
+
+def _list_members(node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield pairs of (name, value) for the members of a mapping, a dataclass or another plain object."""
+    if isinstance(node, Mapping):
+        yield from ((f"[{key!r}]", value) for key, value in node.items())
+    elif is_record(node) or (hasattr(node, "__dict__") and not callable(node)):
+        yield from ((f".{name}", value) for name, value in vars(node).items())
+
+
+def _shorten_text(value: Any) -> Any:
+    """Return the value in a short form. A long text becomes its first characters and a digest.
+
+    A text that looks like a path becomes its file name, because directories may differ between machines.
+    """
+    if isinstance(value, str) and "/" in value and len(value) < 1024 and not any(map(str.isspace, value)):
+        return value.rsplit("/", 1)[1] or value
+    if not isinstance(value, str | bytes) or len(value) <= 64:
+        return value
+    part = value[:_MAX_TEXT] if isinstance(value, bytes) else value[:_MAX_TEXT].encode(errors="replace")
+    return f"{value[:24]!s}... ({len(value)}, {hashlib.blake2b(part, digest_size=6).hexdigest()})"
+
+
+def _describe_sequence(node: Sequence[Any], path: str, depth: int) -> Iterator[_Leaf]:
+    if len(node) > _MAX_VALUES and all(type(each) is int for each in node[:_MAX_VALUES]):
+        yield path, (True, (len(node), *(node[place] for place in _pick_even_indices(len(node)))))
+        return
+    for index, value in enumerate(node[:_MAX_LEAVES]):
+        yield from _describe(value, f"{path}[{index}]", depth + 1)
+    if len(node) > _MAX_LEAVES:
+        yield f"len({path})", (True, len(node))
+
+
+def _describe_tensor(tensor: torch.Tensor, path: str) -> Iterator[_Leaf]:
+    yield f"{path}.shape", (True, tuple(tensor.shape))
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or not tensor.numel():
+        return
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.detach().resolve_conj())
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    values = flat[torch.tensor(_pick_even_indices(len(flat)), device=flat.device)].tolist()
+    if tensor.is_floating_point() or (tensor.dtype is torch.uint8 and tensor.ndim >= 2):
+        yield path, (False, tuple(map(float, values)))
+    else:
+        yield path, (True, tuple(values))
+
+
+def _describe_array(array: numpy.ndarray[Any, Any], path: str) -> Iterator[_Leaf]:
+    yield f"{path}.shape", (True, tuple(array.shape))
+    if not array.size or array.dtype.kind not in "biufSU":
+        return
+    values = array.reshape(-1)[_pick_even_indices(array.size)].tolist()
+    if array.dtype.kind == "f" or (array.dtype == numpy.uint8 and array.ndim >= 2):
+        yield path, (False, tuple(map(float, values)))
+    else:
+        yield path, (True, tuple(_shorten_text(value) for value in values))
+
+
+def _read_pixels(image: Any) -> tuple[float, ...]:
+    width, height = image.size
+    found = (
+        [image.getpixel((int(width * part), int(height * part))) for part in (0.2, 0.5, 0.8)] if width * height else []
+    )
+    bands = [each if isinstance(each, tuple) else (each,) for each in found]
+    return (float(width), float(height), *(float(value) for each in bands for value in each))
+
+
+def _pick_even_indices(length: int) -> list[int]:
+    """Return at most 16 evenly spaced indices below `length`, including the first and the last index."""
+    if length <= _MAX_VALUES:
+        return list(range(length))
+    return [place * (length - 1) // (_MAX_VALUES - 1) for place in range(_MAX_VALUES)]

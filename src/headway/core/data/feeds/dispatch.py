@@ -1,0 +1,157 @@
+"""Dispatching: the main process reads the data of all ranks and sends each rank its batch.
+
+It is used only with `dispatch_batches=True`, for data that only one process can reach. Each rank's batch is sent as
+the collate function returned it, so batches may differ in shape, nesting and type. Row counts are sent with it, and
+whether it is the last one. An error while reading is raised on every rank. In one step, every rank gets one batch.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from headway.core.data.feeds.protocol import UNCOUNTABLE, BatchFeed, Delivery
+from headway.core.data.feeds.stream import copy_views
+from headway.core.data.sampling.shard import ShardIndex
+from headway.core.runtime.collectives.checked import Collectives
+from headway.errors import DataError
+
+
+class DispatchFeed:
+    """`BatchFeed` with which the main process reads the batches of all ranks, and sends each rank its batch.
+
+    Args:
+        feed: Reader of the batches of all ranks, which it yields round-robin. Only the main process reads from it, but
+            all ranks use its lengths.
+        collectives: Collectives of all ranks.
+        shard: Data shard of this rank. Several ranks may have one shard.
+        is_batched: Whether torch's DataLoader builds the batches, so that their sizes are known from the indices.
+            Otherwise each item of the dataset is a batch, and the main process counts its rows.
+        length: Number of batches of an epoch on the main process; None if unknown.
+    """
+
+    def __init__(
+        self, feed: BatchFeed, collectives: Collectives, shard: ShardIndex, is_batched: bool, length: int | None
+    ) -> None:
+        self._feed = feed
+        self._collectives = collectives
+        self._shard = shard
+        self._is_batched = is_batched
+        self._length = length
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the wrapped reader, such as its sizes or its state.
+
+        Its methods that draw random numbers therefore run on every rank, which keeps all ranks' RNG states equal.
+        """
+        if name.startswith("_"):  # called before `__init__`, e.g. while unpickling
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self._feed, name)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether an incomplete last step is completed with repeated samples, so that every rank gets a full batch."""
+        return self._feed.is_even
+
+    @is_even.setter
+    def is_even(self, value: bool) -> None:
+        self._feed.is_even = value
+
+    @property
+    def seed(self) -> int:
+        """Seed of the sample order and of the workers' random numbers."""
+        return self._feed.seed
+
+    @seed.setter
+    def seed(self, value: int) -> None:
+        self._feed.seed = value
+
+    def keep_window(self, window: int, num_rounds: int, unit: int) -> None:
+        """Use `window` samples per gradient update from the next pass on.
+
+        Args:
+            window: Number of samples per update over all ranks; 0 to return to the user's settings.
+            num_rounds: Number of batches per rank and update.
+            unit: With drop_last, the samples of an incomplete last update are truncated to a multiple of this number.
+        """
+        self._feed.keep_window(window, num_rounds, unit)
+        if self._length is not None:
+            self._length = self._collectives.broadcast_object(len(self._feed))
+
+    def __len__(self) -> int:
+        return len(self._feed) if self._length is None else self._length
+
+    def start_pass(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
+        """Start a pass: the main process reads and sends batches, and the other ranks receive them.
+
+        Args:
+            epoch: Number of the epoch.
+            consumed: Number of non-padding samples after which to start.
+            num_skipped: If not 0, number of batches per rank after which to start. `consumed` is then ignored.
+
+        Returns:
+            Pair of (number of non-padding samples before the first batch, iterator over pairs of (batch, `RankBatch`)).
+        """
+        if self._collectives.rank != 0:
+            self._feed.follow_pass(epoch)
+            return self._broadcast(None), self._receive_batches()
+        try:
+            consumed, deliveries = self._feed.start_pass(epoch, consumed, num_skipped)
+        except Exception as error:
+            self._broadcast_failure(error)
+            raise
+        return self._broadcast(consumed), self._send_batches(deliveries)
+
+    def _send_batches(self, deliveries: Iterator[Delivery]) -> Iterator[Delivery]:
+        while True:
+            try:
+                parts = self._strip_indices(list(islice(deliveries, self._shard.count)))
+            except Exception as error:
+                self._broadcast_failure(error)
+                raise
+            self._broadcast([(copy_views(batch), share) for batch, share in parts])
+            if not parts:
+                return
+            yield parts[self._shard.index]
+
+    def _receive_batches(self) -> Iterator[Delivery]:
+        while parts := self._broadcast(None):
+            yield parts[self._shard.index]
+
+    def _strip_indices(self, parts: list[Delivery]) -> list[Delivery]:
+        """Return the ranks' batches of one step without their sample indices, which other ranks do not need.
+
+        If each item of the dataset is a batch, also count the rows.
+
+        Args:
+            parts: Pairs of (batch, `RankBatch`), one per rank.
+
+        Raises:
+            DataError: If the rows of an item cannot be counted.
+        """
+        shares = [share._replace(indices=[]) for _, share in parts]
+        if not self._is_batched:
+            rows = [share.num_rows for share in shares]
+            if None in rows:
+                raise DataError(UNCOUNTABLE.format(what=f"the item for rank {rows.index(None)}"))
+            is_real = [(share.valid_counts or ())[rank] > 0 for rank, share in enumerate(shares)]
+            counts = tuple((num or 0) if real else 0 for num, real in zip(rows, is_real))
+            shares = [share._replace(valid_counts=counts) for share in shares]
+        return [(batch, share) for (batch, _), share in zip(parts, shares)]
+
+    def _broadcast(self, value: object) -> Any:
+        """Return the main process's `value` on every rank. The `value` of other ranks is ignored.
+
+        Raises:
+            DataError: If the main process sent a `Failure`.
+        """
+        value = self._collectives.broadcast_object(value)
+        if isinstance(value, Failure):
+            raise DataError(f"the main process failed while it read the data for all ranks: {value}; see its traceback")
+        return value
+
+    def _broadcast_failure(self, error: Exception) -> None:
+        self._collectives.broadcast_object(Failure(f"{type(error).__name__}: {error}"))
+
+
+class Failure(str):
+    """Text of an error while reading, which the main process sends to the other ranks instead of batches."""

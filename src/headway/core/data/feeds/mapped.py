@@ -1,0 +1,451 @@
+"""`BatchFeed` for map-style datasets: plans the indices of each step, and fetches only the samples of this rank.
+
+It plans one step ahead. In one step, every rank gets one batch.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+from warnings import warn
+
+from torch.utils.data import DataLoader, RandomSampler, Sampler
+
+from headway.core.data.feeds.protocol import UNCOUNTABLE, Delivery, State
+from headway.core.data.feeds.worker import (
+    IndexWithCall,
+    SeededIndices,
+    WorkerRNGStates,
+    WorkerStateCollate,
+    is_read_one_by_one,
+    rebuild_loader,
+    seed_generators,
+    set_on_reader,
+)
+from headway.core.data.sampling.loader_generator import BaseSeed, seed_generator
+from headway.core.data.sampling.order import SampleOrder, describe_order
+from headway.core.data.sampling.rng import write_text
+from headway.core.data.sampling.shard import BatchSplit, EpochStart, RankBatch, SampleSplit, WindowSplit, mark_last
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.collectives.tree import find_batch_size
+from headway.core.runtime.seed import mix_seed
+from headway.errors import DataError, HeadwayWarning
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+Recount = Callable[[Any, RankBatch], RankBatch]
+"""Function of a batch and its `RankBatch` that returns the `RankBatch` with row counts measured on the batch."""
+
+
+class PassSampler(Sampler[Any]):
+    """Sampler of the loader that fetches the samples. It yields other indices in each pass."""
+
+    def __init__(self) -> None:
+        self._indices: Iterator[Any] = iter(())
+
+    def plan_pass(self, indices: Iterator[Any]) -> None:
+        """Set the indices that the next pass yields. A pass in progress is not affected.
+
+        Args:
+            indices: Iterator over indices, or over batches of indices.
+        """
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._indices
+
+
+class MappedFeed:
+    """`BatchFeed` that reads a map-style dataset.
+
+    Args:
+        loader: User's loader, for its dataset and settings.
+        order: Order of samples, or of batches if a custom batch sampler yields them.
+        split: Rule that divides the order into one batch per rank and step.
+        ranks: Ranks whose batches this process reads: only its own rank, or all ranks if it reads for all.
+        seed: Seed of the random generators in workers.
+        collectives: Collectives for exchanging the row counts of unbatched items; None if this process reads alone.
+        base_seed: Source of the workers' base seed.
+        is_seedable: Whether the order and the workers' RNG states are functions of (seed, epoch). Otherwise, a single
+            process draws them as torch's DataLoader does.
+        is_shared: Whether other ranks read the same samples and need equal random numbers in their workers.
+        reads_ahead: Whether to fetch the next batch before the current one has been processed. No effect with workers.
+        leaves_workers: Whether to keep torch's seeding of workers even with several ranks. In a resumed epoch, workers
+            then draw different random numbers than without the interruption.
+        compare_order: Function that compares the first items of each pass between ranks. It is called on all ranks.
+            None if the order is equal on all ranks by construction.
+
+    Attributes:
+        is_batched: Whether torch's DataLoader builds batches. Otherwise it yields single items of the dataset.
+        inner: DataLoader that fetches the samples of this rank.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        order: SampleOrder,
+        split: SampleSplit | BatchSplit,
+        ranks: Sequence[int],
+        seed: int,
+        collectives: Collectives | None,
+        base_seed: BaseSeed,
+        is_seedable: bool,
+        is_shared: bool = False,
+        reads_ahead: bool = False,
+        leaves_workers: bool = False,
+        compare_order: Callable[[list[Any]], None] | None = None,
+    ) -> None:
+        self.order = order
+        self._saved_kind: str | None = None
+        self._compare_order = compare_order
+        self.split: SampleSplit | BatchSplit | WindowSplit = split
+        self._own_split = split
+        self.ranks = ranks
+        self._seed = seed
+        self.is_batched = loader.batch_sampler is not None
+        self._base_seed = base_seed
+        self._is_alone = split.count == 1 and not is_shared
+        has_workers, is_alone = loader.num_workers > 0, self._is_alone and not is_seedable
+        self._is_seeded = has_workers and not is_alone and not leaves_workers
+        self._is_given = self._is_alone or leaves_workers
+        self._reads_ahead = reads_ahead and not has_workers
+        # torch's RandomSampler draws once more at its end, so do not look for the end before the batch is processed.
+        self._is_counted = self._reads_ahead and type(getattr(order, "sampler", None)) is RandomSampler
+        self._draws_at_once = has_workers or len(ranks) > 1
+        self._is_one_by_one = is_read_one_by_one(loader.dataset)
+        self._is_in_order = getattr(loader, "in_order", True) or loader.num_workers == 0
+        if not self._is_in_order:
+            log.warning_once(
+                "in_order=False: a state saved in mid-epoch does not know which batches overtook others; after "
+                "resuming from it a few may come twice or not at all"
+            )
+        self._sampler = PassSampler()
+        self._recount = self._choose_recount(collectives)
+        self._rng_states: WorkerRNGStates | None = None
+        if has_workers and is_alone and self._is_in_order:
+            self._rng_states = WorkerRNGStates(loader.num_workers, loader.persistent_workers)
+        changes: dict[str, Any] = {"batch_sampler": self._sampler}
+        if not self.is_batched:
+            changes = {"batch_size": None, "sampler": self._sampler}
+        if self._rng_states is not None:
+            changes["collate_fn"] = WorkerStateCollate(loader.collate_fn)
+        self.inner = rebuild_loader(loader, **changes)
+
+    @property
+    def seed(self) -> int:
+        """Seed of the sample order and of the workers' generators."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, value: int) -> None:
+        self._seed = value
+        self.order.reseed(value)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether an incomplete last step is completed with repeated samples, so that every rank gets a full batch."""
+        return self.split.is_even
+
+    @is_even.setter
+    def is_even(self, value: bool) -> None:
+        self.split = replace(self.split, is_even=value)
+
+    @property
+    def round_size(self) -> int | None:
+        """Number of samples that all ranks together get per step; None if it varies.
+
+        If the loader does not batch, items are counted.
+        """
+        return self.split.round_size
+
+    @property
+    def step_size(self) -> int | None:
+        """Number of samples per step over all ranks, as configured in the user's DataLoader. None if it varies.
+
+        Unlike `round_size`, it ignores `keep_window`.
+        """
+        return self._own_split.round_size
+
+    def can_fit_window(self, window: int, num_rounds: int) -> bool:
+        """Whether `num_rounds` batches per rank can hold `window` samples per update.
+
+        Batches may be smaller than the configured batch size, but not larger. Always False if a custom batch sampler
+        yields the batches.
+
+        Args:
+            window: Number of samples per gradient update over all ranks.
+            num_rounds: Number of batches per rank and update.
+        """
+        own = self._own_split
+        is_cut = isinstance(own, SampleSplit) and (self._is_in_order or own.count == 1)
+        return is_cut and num_rounds <= window and -(-window // num_rounds) <= (own.round_size or 0)
+
+    def keep_window(self, window: int, num_rounds: int, unit: int) -> None:
+        """Use `window` samples per gradient update from the next pass on.
+
+        Args:
+            window: Number of samples per update over all ranks; 0 to return to the user's settings.
+            num_rounds: Number of batches per rank and update.
+            unit: With drop_last, the samples of an incomplete last update are truncated to a multiple of this number.
+        """
+        own, is_even = self._own_split, self.is_even
+        ragged = WindowSplit(window, num_rounds, own.count, unit if own.drop_last else 1)
+        self.split = replace(ragged if window else own, is_even=is_even)
+
+    def __len__(self) -> int:
+        return self.split.count_rounds(len(self.order))
+
+    def open_pass(self) -> None:
+        """Draw the random numbers that torch's DataLoader draws in `iter()`.
+
+        With workers, torch already requests indices in `iter()`. So the random numbers that determine the sample
+        order are then drawn too.
+        """
+        self._base_seed.draw_seed()
+        if self._draws_at_once:
+            self.order.draw_ahead()
+
+    def start_pass(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
+        """Start a pass. Skipped samples are usually not fetched.
+
+        The exception is a resumed pass in which some worker had not delivered a batch before the save. Such a pass
+        fetches its batches again from the start, at most one per worker.
+
+        Args:
+            epoch: Number of the epoch.
+            consumed: Number of non-padding samples after which to start.
+            num_skipped: If not 0, number of batches per rank after which to start. `consumed` is then ignored.
+
+        Returns:
+            Pair of (number of non-padding samples before the first batch, iterator over pairs of (batch, `RankBatch`)).
+        """
+        if not self._is_in_order and self.split.count > 1:
+            self._check_uniform()
+        if consumed or num_skipped:
+            self._check_kind()
+        self._saved_kind = None
+        seed = mix_seed(self.seed, epoch)
+        rng_states = self._rng_states
+        num_repeated = 0 if rng_states is None else rng_states.start_pass(consumed > 0 and not num_skipped)
+        begun = self.split.split_epoch(self.order.draw(epoch), 0 if num_repeated else consumed, num_skipped)
+        if self._compare_order is not None:
+            self._compare_order(begun.opening)
+        shares: deque[RankBatch] = deque()
+        self._sampler.plan_pass(self._plan_batches(begun, seed, shares))
+        seed_generator(self.inner, mix_seed(seed, 1))
+        self._base_seed.start_pass(self.inner, is_given=self._is_given)
+        deliveries = self._match_shares(iter(self.inner), shares)
+        for _ in islice(deliveries, num_repeated):
+            pass
+        if self._reads_ahead:
+            deliveries = (delivery for delivery, _ in mark_last(deliveries))
+        return consumed if num_repeated else begun.consumed, deliveries
+
+    def keep_dataset_state(self, is_kept: bool) -> None:
+        """Do nothing, because a map-style dataset is read by index and its state need not be saved."""
+
+    def follow_pass(self, epoch: int) -> None:
+        """Draw the order of an epoch that another process reads, so that a state saved by this process includes it."""
+        self.order.draw(epoch)
+        self._base_seed.start_pass(self.inner, is_given=False)
+
+    def _plan_batches(self, begun: EpochStart, seed: int, shares: deque[RankBatch]) -> Iterator[Any]:
+        """Yield the indices of each batch for the DataLoader that fetches the samples.
+
+        Args:
+            begun: Remainder of the epoch that the pass reads.
+            seed: Seed of the workers' generators in this epoch.
+            shares: Queue to which the `RankBatch` of each batch is added. A queue is needed because the loader may
+                fetch batches ahead.
+        """
+        split, position = self.split, begun.consumed
+        worker_states = None if self._rng_states is None else iter(self._rng_states.list_initial_states())
+        for chunk, is_last in self._mark_rounds(begun):
+            num_samples = 0
+            for rank in self.ranks:
+                indices, counts = split.get_share(chunk, rank, begun.opening)
+                num_rows, num_samples = len(indices), sum(counts)
+                if self._is_seeded:
+                    indices = self._seed_indices(indices, seed, position + split.find_offset(chunk, rank))
+                text = None if worker_states is None else next(worker_states, None)
+                if text is not None:
+                    indices = self._call_before(indices, write_text, text)
+                shares.append(RankBatch(indices, num_rows, counts, num_samples, is_last))
+                yield indices if self.is_batched else indices[0]
+            position += num_samples
+
+    def _mark_rounds(self, begun: EpochStart) -> Iterator[tuple[Any, bool]]:
+        """Return an iterator over the steps of a pass, as pairs of (samples on all ranks, whether it is the last step).
+
+        Args:
+            begun: Remainder of the epoch that the pass reads.
+        """
+        split = self.split
+        if self._is_counted and isinstance(split, SampleSplit):
+            return self._count_rounds(begun, (len(self) - 1) * split.round_size)
+        return mark_last(begun.rounds)
+
+    def _count_rounds(self, begun: EpochStart, first_of_last: int) -> Iterator[tuple[Any, bool]]:
+        """Yield pairs of (samples of one step on all ranks, whether it is the last step) without reading ahead.
+
+        The last step is known from the number of samples.
+
+        Args:
+            begun: Remainder of the epoch that the pass reads.
+            first_of_last: Position in the epoch of the first sample of the last step.
+        """
+        position = begun.consumed
+        for chunk in begun.rounds:
+            yield chunk, position >= first_of_last
+            position += len(chunk)
+
+    def _seed_indices(self, indices: list[Any], seed: int, position: int) -> Any:
+        if self.is_batched and self._is_one_by_one:
+            return SeededIndices(indices, seed, position)
+        return self._call_before(indices, seed_generators, mix_seed(seed, position))
+
+    def _call_before(self, indices: list[Any], act: Callable[[Any], None], value: int | str) -> Any:
+        return IndexWithCall(indices, act, value) if self.is_batched else [IndexWithCall(indices[0], act, value)]
+
+    def _match_shares(self, batches: Iterator[Any], shares: deque[RankBatch]) -> Iterator[Delivery]:
+        """Return an iterator over pairs of (batch, `RankBatch` of the batch).
+
+        Args:
+            batches: Batches from the DataLoader that fetches the samples.
+            shares: Queue with the `RankBatch` of each requested batch.
+        """
+        if self._recount is None and self._rng_states is None:
+            # `zip` needs no Python frame for each batch. It requests the batch first, and that request adds the
+            # `RankBatch` to the queue.
+            return zip(batches, iter(shares.popleft, None))
+        return self._correct_shares(batches, shares)
+
+    def _correct_shares(self, batches: Iterator[Any], shares: deque[RankBatch]) -> Iterator[Delivery]:
+        """Yield pairs of (batch, `RankBatch` of the batch), with row counts measured on the batch if necessary.
+
+        The workers' RNG states are removed from the batches and recorded.
+
+        Args:
+            batches: Batches from the DataLoader that fetches the samples.
+            shares: Queue with the `RankBatch` of each requested batch.
+        """
+        recount, rng_states = self._recount, self._rng_states
+        for batch in batches:
+            share = shares.popleft()
+            if rng_states is not None:
+                batch = rng_states.record_batch(batch)
+            yield batch, share if recount is None else recount(batch, share)
+
+    def _choose_recount(self, collectives: Collectives | None) -> Recount | None:
+        if self.is_batched:
+            return None if self._is_in_order or self.split.count > 1 else count_rows
+        if len(self.ranks) > 1:
+            return measure_rows
+        return count_rows if collectives is None else make_row_exchange(collectives)
+
+    def _check_kind(self) -> None:
+        """Warn if a loaded state was saved with another type of sample order, such as another sampler."""
+        now = describe_order(self.order)
+        if self._saved_kind not in (None, now):
+            warn(
+                f"before the save this epoch's samples came {self._saved_kind}, and now they come {now}, so some of them are "
+                "repeated and others left out. Give the loader the shuffle= or sampler= that it had, or begin the epoch at its "
+                "first batch: resume(..., changed='data')",
+                HeadwayWarning,
+                stacklevel=2,
+            )
+
+    def _check_uniform(self) -> None:
+        size = self.round_size if isinstance(self.split, SampleSplit) else None
+        if size is None or not (self.split.drop_last or len(self.order) % size == 0):
+            raise DataError(
+                "in_order=False lets workers hand batches over in any order, but this data has a round unlike the "
+                "others (a short end, or batches of several sizes), which all ranks must reach at the same step. "
+                "Pass drop_last=True or in_order=True to the DataLoader"
+            )
+
+    def state(self, is_running: bool) -> State:
+        """Return the state from which the sample order can be drawn again.
+
+        It includes the workers' RNG states if they are saved.
+
+        Args:
+            is_running: Whether a pass is in progress.
+        """
+        state = {
+            **self._base_seed.state(is_running),
+            **self.order.state(is_running),
+            "order": describe_order(self.order),
+        }
+        return state if self._rng_states is None else state | self._rng_states.state(is_running)
+
+    def read_left_state(self) -> State:
+        """Return an empty state. After a pass that was left early (by `break`), the next pass needs no saved state."""
+        return {}
+
+    def read_brief_state(self) -> State:
+        """Return the state of the current pass. It is equal to the result of `state`, which is already small."""
+        return self.state(True)
+
+    def set_reading(self, name: str, value: Any) -> None:
+        """Change a setting of the DataLoader that fetches the samples, from the next pass on.
+
+        Args:
+            name: "collate_fn", "worker_init_fn", "timeout", "pin_memory" or "prefetch_factor".
+            value: New value.
+        """
+        if name == "collate_fn":
+            value = value if self._rng_states is None else WorkerStateCollate(value)
+        set_on_reader(self.inner, name, value)
+
+    def load_state(self, state: State) -> None:
+        """Load the state that `state` returned. The next pass resumes from it."""
+        self._base_seed.load_state(state)
+        self._saved_kind = state.get("order")
+        self.order.load_state({name: value for name, value in state.items() if name != "order"})
+        if self._rng_states is not None:
+            self._rng_states.load_state(state)
+
+
+def measure_rows(batch: object, share: RankBatch) -> RankBatch:
+    """Return `share` with `num_rows` measured on `batch`. `valid_counts` is unchanged.
+
+    Args:
+        batch: Collated batch.
+        share: Description of the rank's samples in this step.
+    """
+    return share._replace(num_rows=find_batch_size(batch))
+
+
+def count_rows(batch: object, share: RankBatch) -> RankBatch:
+    """Return `share` with row counts measured on `batch`, for a run with a single process.
+
+    All rows count as non-padding.
+
+    Args:
+        batch: Collated batch.
+        share: Description of the process's samples in this step.
+    """
+    rows = find_batch_size(batch)
+    return share._replace(num_rows=rows, valid_counts=None if rows is None else (rows,))
+
+
+def make_row_exchange(collectives: Collectives) -> Recount:
+    """Return a function that measures a batch's rows and exchanges the counts with all ranks.
+
+    It makes one collective per step. It raises `DataError` on all ranks if the rows of some rank's item cannot be
+    counted.
+    """
+
+    def recount(batch: object, share: RankBatch) -> RankBatch:
+        rows = find_batch_size(batch)
+        told = [int(numbers[0]) for numbers in collectives.gather_numbers([-1 if rows is None else rows])]
+        if min(told) < 0:
+            raise DataError(UNCOUNTABLE.format(what=f"the item that rank {told.index(-1)} read"))
+        # `share.valid_counts` counts items. The rows of a padding item do not count.
+        counts = tuple(rows if is_real else 0 for rows, is_real in zip(told, share.valid_counts or ()))
+        return share._replace(num_rows=rows, valid_counts=counts)
+
+    return recount

@@ -1,0 +1,149 @@
+"""`BatchFeed`, the interface through which a loader reads the batches of one rank, and the types that it uses.
+
+In one step (also called round), every rank gets one batch. The last step may be incomplete. It is then dropped, or
+completed with padding. Padding consists of repeated samples that are not counted as consumed.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from headway.core.data.sampling.shard import RankBatch
+
+Delivery = tuple[Any, RankBatch]
+"""Pair of the batch that the user's collate function returned, and its `RankBatch` with row counts."""
+
+State = dict[str, Any]
+"""State of a component of a loader in a checkpoint, by name.
+
+Values are plain values, lists of plain values, or tensors.
+"""
+
+UNCOUNTABLE = (
+    "{what} holds no tensor with a first dimension, so its rows cannot be counted; where several ranks share a loader "
+    "with batch_size=None, its items must be batches: tensors of shape [rows, ...]"
+)
+"""Template of the error message for an item whose rows cannot be counted."""
+
+
+class BatchFeed(Protocol):
+    """Interface of a reader of the batches of one rank, epoch by epoch.
+
+    Attributes:
+        is_even: Whether to complete the last step with repeated samples, so that every rank gets a full batch.
+        seed: Seed of the sample order and of the workers' random numbers. A resumed run uses the seed of the original
+            run.
+    """
+
+    is_even: bool
+    seed: int
+
+    def open_pass(self) -> None:
+        """Draw the random numbers that torch's DataLoader draws in `iter()`. Call it before `start_pass`."""
+
+    def start_pass(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
+        """Start a pass over an epoch.
+
+        Args:
+            epoch: Number of the epoch.
+            consumed: Number of non-padding samples after which to start.
+            num_skipped: If not 0, number of batches per rank after which to start. `consumed` is then ignored.
+
+        Returns:
+            Pair of (number of non-padding samples before the first batch, iterator over pairs of (batch, `RankBatch`)).
+        """
+
+    def keep_dataset_state(self, is_kept: bool) -> None:
+        """Set whether saved positions include the dataset's own `state_dict()`, from the next pass on.
+
+        It has no effect on a map-style dataset.
+
+        Args:
+            is_kept: Whether to include the dataset's state.
+        """
+
+    def follow_pass(self, epoch: int) -> None:
+        """Draw the random numbers of a pass that another process reads, so that RNG states stay equal on all ranks.
+
+        Args:
+            epoch: Number of the epoch.
+        """
+
+    def __len__(self) -> int:
+        """Return the number of batches per rank in a complete epoch, equal on all ranks.
+
+        Raises:
+            TypeError: If the user's data has no length.
+        """
+
+    @property
+    def round_size(self) -> int | None:
+        """Number of samples that all ranks together get per step; None if it varies."""
+
+    @property
+    def step_size(self) -> int | None:
+        """Number of samples per step over all ranks, as configured in the user's DataLoader. None if it varies.
+
+        Unlike `round_size`, it ignores `keep_window`.
+        """
+
+    def can_fit_window(self, window: int, num_rounds: int) -> bool:
+        """Whether `num_rounds` batches per rank can hold `window` samples per update.
+
+        Batches may be smaller than the configured batch size, but not larger.
+
+        Args:
+            window: Number of samples per gradient update over all ranks.
+            num_rounds: Number of batches per rank and update.
+        """
+
+    def keep_window(self, window: int, num_rounds: int, unit: int) -> None:
+        """Use `window` samples per gradient update from the next pass on.
+
+        Updates are counted from the position at which that pass starts.
+
+        Args:
+            window: Number of samples per update over all ranks; 0 to return to the user's settings.
+            num_rounds: Number of batches per rank and update.
+            unit: With drop_last, the samples of an incomplete last update are truncated to a multiple of this number.
+        """
+
+    @property
+    def inner(self) -> DataLoader[Any]:
+        """DataLoader that reads the dataset, created with the settings of the user's loader."""
+
+    def state(self, is_running: bool) -> State:
+        """Return the state that a checkpoint needs in addition to the position, such as RNG states.
+
+        Args:
+            is_running: Whether a pass is in progress.
+        """
+
+    def read_left_state(self) -> State:
+        """Return the state with which the next pass starts, after a pass that was left early (by `break`)."""
+
+    def read_brief_state(self) -> State:
+        """Return a small state of the current pass, with which the pass can be resumed at this batch later.
+
+        It leaves out states that cannot be kept for later, such as the state of a StatefulDataLoader.
+        """
+
+    def load_state(self, state: State) -> None:
+        """Load the state that `state` or `read_brief_state` returned. The next pass resumes from it."""
+
+    def set_reading(self, name: str, value: Any) -> None:
+        """Change a setting of the DataLoader that reads the dataset, from the next pass on.
+
+        Args:
+            name: "collate_fn", "worker_init_fn", "timeout", "pin_memory" or "prefetch_factor".
+            value: New value. The user's loader already has it.
+        """
+
+
+def seed_generator(loader: DataLoader[Any], seed: int) -> None:
+    """Seed the generator from which `loader` draws its workers' base seed. No effect if the loader has no generator."""
+    generator: torch.Generator | None = loader.generator
+    if generator is not None:
+        generator.manual_seed(seed)

@@ -1,0 +1,109 @@
+"""Compare the samples of an iterable dataset that each rank reads in full, so that all ranks read equal data.
+
+An iterable dataset may shuffle by itself, split itself by rank, or end earlier on one rank than on another. This can
+be detected only from its samples. In one step, every rank gets one batch. Ranks exchange a fingerprint of the raw
+samples of each step, one step ahead. This also informs all ranks of the end of the data, so that they end together. If
+each rank reads different shards of a dataset, `stream.SharedRounds` does a similar exchange.
+"""
+
+from collections.abc import Iterator
+
+from headway.core.data.compare.fingerprint import (
+    Fingerprint,
+    Likeness,
+    compare_fingerprints,
+    describe_difference,
+    hash_fingerprint,
+)
+from headway.core.data.feeds.stream import Collated
+from headway.core.runtime.collectives.checked import Collectives
+from headway.errors import DataError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_REMEDY = (
+    "Each rank reads the whole stream and keeps its share of every round, so the stream must be the same on every rank. "
+    "Shuffle it by set_epoch or with one seed for all ranks, and do not split it by rank, or let rank 0 read for all: "
+    "DataLoaderConfiguration(dispatch_batches=True). To let each rank read a part of its own, do not prepare() the loader"
+)
+_UNEQUAL_SAMPLES = "the iterable dataset %s is not the same on all ranks: in round %d, %s. %s"
+_UNCLEAR = (
+    "samples of the iterable dataset %s differ between ranks: in round %d, %s. If each rank augments the same samples by a "
+    "generator of its own, all is well. Otherwise samples are lost: %s"
+)
+_ENDS = (
+    "the iterable dataset %s ends earlier on some ranks than on others (samples of round %d by rank: %s). The pass ends on all ranks "
+    "before that round, so what other ranks have left is not read. %s"
+)
+
+
+class SameRounds:
+    """Callable that wraps an iterator over batches, and compares the raw samples of each step on all ranks.
+
+    It is used for iterable datasets that each rank reads in full. If one rank's data ends earlier than that of
+    others, the pass ends on all ranks together.
+
+    Args:
+        everyone: Collectives of the ranks that read the data.
+        name: Name of the dataset's class, for messages.
+    """
+
+    def __init__(self, everyone: Collectives, name: str) -> None:
+        self._everyone = everyone
+        self._name = name
+        self._ignored: frozenset[str] = frozenset()
+
+    def __call__(self, parts: Iterator[Collated]) -> Iterator[tuple[Collated, bool]]:
+        """Yield pairs of (collated batches of one step, whether it is the last step).
+
+        Args:
+            parts: Collated batches that this rank reads, one item per step.
+
+        Raises:
+            DataError: If ranks read different samples, or some rank has no data and another has. Raised on all ranks.
+        """
+        number = 0
+        current = self._compare_round(next(parts, None), number)
+        while current is not None:
+            number += 1
+            following = self._compare_round(next(parts, None), number)
+            yield current, following is None
+            current = following
+
+    def _compare_round(self, part: Collated | None, number: int) -> Collated | None:
+        fingerprint = None if part is None else part.fingerprint
+        own = 0.0 if fingerprint is None else hash_fingerprint(fingerprint, self._ignored)
+        num_samples = 0 if part is None else part.num_samples
+        sizes, hashes = zip(*self._everyone.gather_numbers([num_samples, own]))
+        if len(set(sizes)) > 1:
+            told = self._name, number + 1, [int(size) for size in sizes], _REMEDY
+            if not number:
+                raise DataError(_ENDS % told)
+            log.warning_once(_ENDS, *told)
+            return None
+        if len(set(hashes)) > 1:
+            self._check_difference(fingerprint or {}, number)
+        return part
+
+    def _check_difference(self, own: Fingerprint, number: int) -> None:
+        """Raise `DataError` if the ranks' samples differ by more than augmentation. Warn if that cannot be determined.
+
+        Leaves of the samples that differ are ignored in later steps.
+
+        Args:
+            own: Fingerprint of this rank's samples.
+            number: Index of the step in the pass.
+        """
+        ranks: list[Fingerprint] = self._everyone.gather_objects(own)
+        likeness, paths = compare_fingerprints(ranks)
+        if likeness is Likeness.DIFFERENT:
+            found = describe_difference(ranks, paths[0])
+            raise DataError(_UNEQUAL_SAMPLES % (self._name, number + 1, found, _REMEDY))
+        if likeness is Likeness.UNCLEAR:
+            found = describe_difference(ranks, paths[0])
+            log.warning_once(_UNCLEAR, self._name, number + 1, found, _REMEDY)
+        # Leaves that differ by augmentation do so in every round. Floats that are only close have different hashes too,
+        # so their leaves are ignored as well.
+        self._ignored |= {path for path in ranks[0] if any(each.get(path) != ranks[0][path] for each in ranks)}
+        self._ignored |= {path for each in ranks for path in each if path not in ranks[0]}

@@ -1,0 +1,832 @@
+"""`BatchFeed` for iterable datasets: every rank reads all samples, but collates only its slice of each step.
+
+In one step (also called round), every rank gets one batch. The DataLoader that reads the dataset collects the raw
+samples of all ranks for one step, with torch's own batching in each worker. The collate function then keeps this
+rank's slice. So all ranks know every rank's row counts without an exchange. The user's dataset and worker_init_fn
+run as in a plain loader. Skipped samples are read, but never collated or moved to a device. With several workers,
+each worker reads its own copy of the dataset. A dataset that ignores `get_worker_info` therefore repeats its data,
+as in plain torch. Steps come from the workers round-robin, and each worker's last step may be short.
+
+All ranks must read the same samples in equal order. The order may be shuffled by `set_epoch`, or by a
+`torch.Generator` in the dataset, whose state is synchronized and saved. It may also be shuffled by the global
+generators, whose states are equal on all ranks while the dataset is read. Each rank's samples are compared with
+those of the other ranks (`same_rounds.py`).
+
+Some datasets have their own shards, such as Hugging Face's `datasets.IterableDataset`. If there are at least as many
+shards as ranks, each rank reads only its shards. Ranks may then hold different amounts of data, so they exchange
+their row counts in each step, one step ahead. This exchange also informs all ranks of the end. A rank whose data is
+exhausted yields batches of padding until the other ranks are done.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple
+from warnings import warn
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from headway.core import extensions
+from headway.core.data.compare.fingerprint import Fingerprint, pick_samples, take_fingerprint
+from headway.core.data.feeds.protocol import UNCOUNTABLE, Delivery, State
+from headway.core.data.feeds.shuffle_buffers import has_shuffle_buffer
+from headway.core.data.feeds.worker import rebuild_loader, set_on_reader
+from headway.core.data.sampling.dataset_rng import DatasetRNGStates
+from headway.core.data.sampling.loader_generator import BaseSeed, seed_generator
+from headway.core.data.sampling.own_generators import OwnGenerators
+from headway.core.data.sampling.rng import Agree
+from headway.core.data.sampling.shard import RankBatch, SampleSplit, WindowSplit, mark_last
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.collectives.tree import find_batch_size, map_leaves, map_tensors
+from headway.core.runtime.seed import mix_seed
+from headway.errors import DataError, HeadwayWarning
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_KEPT = ("num_rounds", "round_size", "reading", "inner", "dataset")
+"""Keys of a saved state that describe the position in a pass. The other keys hold RNG states."""
+
+
+class Collated(NamedTuple):
+    """Result of the collate function for one step, in which every rank gets one batch.
+
+    Attributes:
+        batches: One batch for each rank for which this process reads; empty if the step is skipped.
+        shares: `RankBatch` of each batch, with its row counts.
+        num_samples: Number of non-padding samples in the step on all ranks. If the loader does not batch, items are
+            counted.
+        state: State of the StatefulDataLoader after this step, or of the dataset if it is saved; None if neither is
+            needed.
+        fingerprint: Fingerprint of some samples; None if ranks do not compare their data.
+        loose: Raw samples left at the end of a worker's data that are too few for a step. The leftovers of several
+            workers together may be enough. None for a regular step.
+    """
+
+    batches: list[Any]
+    shares: list[RankBatch]
+    num_samples: int
+    state: Any = None
+    fingerprint: Fingerprint | None = None
+    loose: list[Any] | None = None
+
+
+RoundMarker = Callable[[Iterator[Collated]], Iterator[tuple[Collated, bool]]]
+"""Function that finds the last step: takes an iterator over `Collated` objects, one per step.
+
+It yields pairs of (`Collated` of one step, whether it is the last step).
+"""
+
+
+class StreamCollate:
+    """Collate function that receives the samples of all ranks for one step, and collates only the slices of some ranks.
+
+    It is pickled to workers, and has separate state in each of them.
+
+    Args:
+        collate_fn: User's collate function.
+        split: Rule that divides the samples of one step among the ranks.
+        ranks: Ranks whose slices to collate.
+        is_batched: Whether a slice consists of several samples. Otherwise it is one item of the dataset, which already
+            is a batch.
+
+    Attributes:
+        is_compared: Whether to add a fingerprint of some raw samples to each result.
+        keeps_loose: Whether to return samples that are too few for one step as they are, without collating them.
+    """
+
+    def __init__(
+        self, collate_fn: Callable[[Any], Any], split: SampleSplit | WindowSplit, ranks: Sequence[int], is_batched: bool
+    ) -> None:
+        self.collate_fn = collate_fn
+        self.split = split
+        self.ranks = ranks
+        self.is_batched = is_batched
+        self.is_compared = False
+        self.keeps_loose = False
+        self.start_pass()
+
+    def start_pass(self, num_skipped: int = 0, num_cut: int = 0) -> None:
+        """Start a pass, and set the samples to skip at its start.
+
+        Args:
+            num_skipped: Number of steps whose samples are not collated. Default: 0.
+            num_cut: Number of samples to drop from the first step after the skipped ones. Default: 0.
+        """
+        self._num_skipped = num_skipped
+        self._num_cut = num_cut
+        self._is_seeking = num_skipped > 0 or num_cut > 0
+        self._num_seen = 0
+        self._opening: list[Any] | None = None
+
+    def __call__(self, samples: list[Any]) -> Collated:
+        """Collate the slices of this process's ranks from the raw samples of one step on all ranks."""
+        if self.keeps_loose and len(samples) < (self.split.round_size or 0):
+            return Collated([], [], 0, loose=samples)
+        if self._opening is None:
+            self._opening = copy_containers(samples) if self.split.is_even else []
+        if self._is_seeking:
+            number = self._count_call()
+            if number < self._num_skipped:
+                return Collated([], [], len(samples))
+            self._is_seeking = False
+            if number == self._num_skipped:
+                samples = samples[self._num_cut :]
+        return self.collate_round(samples, self._opening) if samples else Collated([], [], 0)
+
+    def _count_call(self) -> int:
+        """Return the index in the pass of the step whose samples are being collated.
+
+        Workers produce steps round-robin, so the index depends on the worker.
+        """
+        worker = get_worker_info()
+        number = self._num_seen if worker is None else self._num_seen * worker.num_workers + worker.id
+        self._num_seen += 1
+        return number
+
+    def collate_round(self, samples: list[Any], opening: list[Any]) -> Collated:
+        """Collate the slices of this process's ranks from the raw samples of one step.
+
+        Args:
+            samples: Raw samples of the step on all ranks.
+            opening: First samples of the epoch, with which an incomplete step is padded.
+        """
+        # Take it before the user's collate function, which may change the samples.
+        fingerprint = take_fingerprint(pick_samples(samples)) if self.is_compared else None
+        is_full, num_samples = len(samples) == self.split.round_size, len(samples)
+        batches, shares = [], []
+        counts = None if self.is_batched else self._count_items(samples)
+        for rank in self.ranks:
+            own, sample_counts = self.split.get_share(samples, rank, opening)
+            # A collate function may modify its samples, so a repeated sample must be a separate copy.
+            own = own if is_full else copy_containers(own)
+            batch = self.collate_fn(own) if self.is_batched else self.collate_fn(own[0])
+            num_rows = len(own) if self.is_batched else find_batch_size(batch)
+            batches.append(batch)
+            shares.append(RankBatch([], num_rows, sample_counts if self.is_batched else counts, num_samples, False))
+        return Collated(batches, shares, num_samples, fingerprint=fingerprint)
+
+    def _count_items(self, items: list[Any]) -> tuple[int, ...] | None:
+        rows = [self._count_item_rows(item) for item in items]
+        if None not in rows:
+            return (*(size for size in rows if size is not None), *[0] * (self.split.count - len(rows)))
+        if self.split.count == 1:
+            return None
+        raise DataError(UNCOUNTABLE.format(what=f"an item of type {type(items[rows.index(None)]).__name__}"))
+
+    def _count_item_rows(self, item: object) -> int | None:
+        rows = find_batch_size(item)
+        return find_batch_size(self.collate_fn(item)) if rows is None else rows
+
+
+@dataclass(frozen=True)
+class OwnShards:
+    """Dataset shards that only this rank reads. The dataset must have `num_shards` and `shard()`.
+
+    Attributes:
+        dataset: Dataset with this rank's shards only.
+        index: Index of this rank.
+        count: Number of ranks.
+        mark_last: Function that exchanges each step's row counts with the other ranks, and marks the last step.
+        whole_split: Rule that divides the samples of the dataset if every rank reads it in full. It is used for a pass
+            that another number of ranks has begun.
+        mark_whole: Function that compares the samples of each step of such a pass on all ranks and marks the last step.
+            None to only mark it.
+    """
+
+    dataset: Any
+    index: int
+    count: int
+    mark_last: RoundMarker
+    whole_split: SampleSplit
+    mark_whole: RoundMarker | None
+
+
+class StreamFeed:
+    """`BatchFeed` that reads an iterable dataset.
+
+    In one step (also called round), every rank gets one batch.
+
+    Args:
+        loader: User's loader, for its dataset and settings.
+        split: Rule that divides samples into steps.
+        ranks: Ranks whose batches this process reads: only its own rank, or all ranks if it reads for all.
+        seed: Seed of the workers' random numbers.
+        base_seed: Source of the workers' base seed, as torch draws it. It is used on a single process.
+        kind: Class of the DataLoader that reads the dataset. A class with a `state_dict` method is resumed by its
+            state.
+        own: Shards of this rank, if each rank reads different shards; None to read all samples of the dataset.
+        agree: Function that returns rank 0's value on every rank. With it, the dataset's random generators start each
+            epoch with rank 0's states. None to keep each rank's states.
+        is_shared: Whether other ranks read the same samples and need equal random numbers in their workers.
+        joins: Whether each worker reads the batch of one rank at a time, so that the batches of a step come from
+            successive workers. Otherwise each worker reads the batches of all ranks for a step.
+        agree_rounds: Function that compares the samples of each step on all ranks and marks the last step; None if
+            this rank reads alone.
+        share_draws: Function that returns global RNG states, as text and equal on all ranks, for the dataset's reads in
+            a pass. Its argument is whether the pass is resumed and needs no new states. None to let the dataset draw
+            from this process's generators.
+
+    Attributes:
+        source: User's loader.
+        inner: DataLoader that reads the dataset.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        split: SampleSplit,
+        ranks: Sequence[int],
+        seed: int,
+        base_seed: BaseSeed,
+        kind: type[DataLoader[Any]] = DataLoader,
+        own: OwnShards | None = None,
+        agree: Agree | None = None,
+        is_shared: bool = False,
+        joins: bool = False,
+        agree_rounds: RoundMarker | None = None,
+        share_draws: Callable[[bool], str] | None = None,
+    ) -> None:
+        self._is_shared = is_shared
+        self._joins = joins
+        self.source = loader
+        self._base_seed = base_seed
+        self._mark_last = (own.mark_last if own is not None else agree_rounds) or mark_last
+        self.seed = seed
+        self._own = own
+        self._shards = own
+        self._order: list[int] | None = None
+        self._epoch = 0
+        self._generators = OwnGenerators(loader.dataset, agree)
+        self._collate = StreamCollate(loader.collate_fn, split, ranks, is_batched=loader.batch_size is not None)
+        self._collate.is_compared = agree_rounds is not None
+        self._own_split = split
+        self._shard_split = split
+        self._kind = kind
+        self.inner = self._build_loader()
+        self._is_stateful = hasattr(self.inner, "state_dict")
+        # Not needed with workers, which have their own RNG states, or with a stateful loader, which does not read
+        # again.
+        self._is_apart = not (self._is_stateful or self.inner.num_workers)
+        self._lines = DatasetRNGStates()  # stays empty if the dataset does not get its own RNG states
+        self._share_draws = share_draws if self._is_apart else None
+        self._num_rounds = 0
+        self._inner_state: Any = None
+        self._keeps_dataset_state = False
+        self._stamps = False
+        self._dataset_moves = False
+        self._dataset_state: Any = None
+        self._loaded: State = {}
+
+    def _build_loader(self) -> DataLoader[Any]:
+        changes: dict[str, Any] = {} if self._own is None else {"dataset": self._own.dataset}
+        if self._order is not None:  # one reader has to read the stream in the order of the saved pass
+            changes = {"dataset": self._build_ordered(self._order), "num_workers": min(1, self.source.num_workers)}
+        split = self._collate.split
+        # With drop_last, torch drops an incomplete batch per worker. Here that would be a round: the batches of all
+        # ranks.
+        self._collate.keeps_loose = (
+            isinstance(split, SampleSplit)
+            and split.drop_last
+            and split.count > 1
+            and self._collate.is_batched
+            and self.source.num_workers > 1
+            and self._order is None
+            and not (self._joins or hasattr(self._kind, "state_dict"))
+        )
+        return rebuild_loader(
+            self.source,
+            self._kind,
+            batch_size=(split.round_size or 0) // split.count if self._is_joining else split.round_size,
+            drop_last=split.drop_last and not self._collate.keeps_loose,
+            collate_fn=list if self._is_joining else self._collate,
+            **changes,
+        )
+
+    @property
+    def _is_joining(self) -> bool:
+        return self._joins and self._order is None
+
+    @property
+    def is_even(self) -> bool:
+        """Whether an incomplete last step is completed with repeated samples, so that every rank gets a full batch."""
+        return self._collate.split.is_even
+
+    @is_even.setter
+    def is_even(self, value: bool) -> None:
+        self._collate.split = replace(self._collate.split, is_even=value)
+
+    @property
+    def round_size(self) -> int:
+        """Number of samples that all ranks together get per step. If the loader does not batch, items are counted."""
+        return (self._collate.split.round_size or 0) * (1 if self._own is None else self._own.count)
+
+    @property
+    def step_size(self) -> int:
+        """Number of samples per step over all ranks, as configured in the user's DataLoader.
+
+        Unlike `round_size`, it ignores `keep_window`.
+        """
+        return self._own_split.round_size * (1 if self._own is None else self._own.count)
+
+    def can_fit_window(self, window: int, num_rounds: int) -> bool:
+        """Whether `num_rounds` equal steps can hold exactly `window` samples per update.
+
+        Batches may be smaller than the configured batch size, but not larger. Always False if the loader does not
+        batch or if each rank reads different shards.
+
+        Args:
+            window: Number of samples per gradient update over all ranks.
+            num_rounds: Number of batches per rank and update.
+        """
+        is_cut = self._shards is None and self._collate.is_batched and window % num_rounds == 0
+        return is_cut and window // num_rounds <= self._own_split.round_size
+
+    def keep_window(self, window: int, num_rounds: int, unit: int) -> None:
+        """Use `window` samples per gradient update from the next pass on.
+
+        Args:
+            window: Number of samples per update over all ranks; 0 to return to the user's settings.
+            num_rounds: Number of batches per rank and update.
+            unit: With drop_last, the samples of an incomplete last update are truncated to a multiple of this number.
+        """
+        own, now = self._own_split, self._collate.split
+        ragged = WindowSplit(window // num_rounds, 1, own.count, unit if own.drop_last else 1)
+        wanted = replace(ragged if window else own, is_even=now.is_even)
+        if wanted != now:
+            self._collate.split, is_pinning = wanted, self.inner.pin_memory
+            self.inner = self._build_loader()
+            self.inner.pin_memory = is_pinning  # may have been set for the device transfer
+
+    def __len__(self) -> int:
+        split = SampleSplit(self.round_size, 1, self._collate.split.drop_last)
+        return split.count_rounds(len(self.source.dataset))  # type: ignore[arg-type]
+
+    def open_pass(self) -> None:
+        """Draw the random numbers that torch's DataLoader draws in `iter()`."""
+        self._lines.end_pass()
+        self._base_seed.draw_seed()
+
+    def start_pass(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
+        """Start a pass.
+
+        Skipped samples are read but not collated, unless the pass resumes from a saved state of the reader.
+
+        This may be the state of a StatefulDataLoader, or that of the dataset. Samples before it are not read.
+
+        Args:
+            epoch: Number of the epoch.
+            consumed: Number of non-padding samples after which to start.
+            num_skipped: If not 0, number of batches per rank after which to start. `consumed` is then ignored.
+
+        Returns:
+            Pair of (number of non-padding samples before the first batch, iterator over pairs of (batch, `RankBatch`)).
+        """
+        is_resumed = bool(consumed and not num_skipped)
+        self._follow_order(self._loaded.get("reading") if is_resumed else None, epoch)
+        # Ranks that read one stream need equal random numbers in their workers; ranks with different shards need
+        # different ones.
+        seed_generator(self.inner, mix_seed(self.seed, epoch, 0 if self._own is None else 1 + self._own.index))
+        is_alone = self._own is None and self._own_split.count == 1 and not self._is_shared
+        self._base_seed.start_pass(self.inner, is_given=is_alone)
+        self._generators.start_epoch()
+        self._lines.start_pass(self._share_draws)
+        loaded, self._loaded = self._loaded, {}
+        if not is_resumed:
+            loaded = {}
+        dataset: Any = self.source.dataset
+        is_whole = self.inner.dataset is dataset and not (self._is_stateful or self.inner.num_workers)
+        self._stamps = self._keeps_dataset_state and is_whole
+        self._dataset_state = None
+        self._dataset_moves = False
+        if self._stamps and loaded.get("dataset") is not None:
+            dataset.load_state_dict(copy.deepcopy(loaded["dataset"]))
+            self._dataset_state = loaded["dataset"]
+            self._dataset_moves = True
+            self._num_rounds = int(loaded.get("num_rounds", 0))
+            self._inner_state = None
+            self._collate.start_pass()
+            return consumed, self._deliver_batches(self._mark_rounds())
+        if self._stamps:
+            self._dataset_state = copy.deepcopy(dataset.state_dict())
+        num_rounds, num_cut = (num_skipped, 0) if num_skipped else self._find_start(consumed, loaded)
+        self._num_rounds = num_rounds
+        self._inner_state = loaded.get("inner")
+        if self._inner_state is not None:
+            self._collate.start_pass()
+            self.inner.load_state_dict(self._inner_state)  # type: ignore[attr-defined]
+            return consumed, self._deliver_batches(self._mark_rounds())
+        if self.inner.persistent_workers and not num_cut:
+            # Persistent workers would continue to skip in the next pass if this one ends too early.
+            self._collate.start_pass()
+        else:
+            self._collate.start_pass(num_rounds, num_cut)
+        rounds = self._mark_rounds()
+        consumed = num_cut + sum(collated.num_samples for collated, _ in islice(rounds, num_rounds))
+        return consumed, self._deliver_batches(rounds)
+
+    def keep_dataset_state(self, is_kept: bool) -> None:
+        """Set whether saved positions include the dataset's `state_dict()` after each step, from the next pass on.
+
+        This is needed if the script registers the dataset for checkpointing. A load then restores the dataset at a
+        position after the consumed samples. Without the saved state, the loader would skip these samples a second
+        time.
+
+        It takes effect only if this process reads all samples of the dataset without workers and without a
+        StatefulDataLoader.
+
+        Args:
+            is_kept: Whether to include the dataset's state.
+
+        Raises:
+            DataError: If the dataset is shuffled by a buffer. Its state lacks the samples in the buffer.
+        """
+        if is_kept and has_shuffle_buffer(self.source.dataset):
+            raise DataError(
+                "the registered stream is shuffled by a buffer, and datasets saves its state without the samples in the buffer, so a "
+                "resumed run would lose them. Leave out register_for_checkpointing(dataset): the loader finds its position by "
+                "reading the stream again. headway.ShardedDataset shuffles files by a buffer that can be resumed without reading"
+            )
+        self._keeps_dataset_state = is_kept
+
+    def follow_pass(self, epoch: int) -> None:
+        """Draw the random numbers of a pass that another process reads, so that RNG states stay equal on all ranks.
+
+        Args:
+            epoch: Number of the epoch.
+        """
+        self._base_seed.start_pass(self.inner, is_given=False)
+
+    def _find_start(self, consumed: int, loaded: State) -> tuple[int, int]:
+        """Return where a pass starts, as a pair of (steps to skip, samples to skip in the step after them).
+
+        Args:
+            consumed: Number of samples consumed in the epoch, on all ranks together.
+            loaded: Saved state of the pass; empty if there is none.
+
+        Raises:
+            DataError: If the order of the samples has changed since the state was saved.
+        """
+        before = loaded.get("reading")
+        if before is not None and before != self._reading:
+            name = type(self.source.dataset).__name__
+            raise DataError(_load_turns().describe_other_order(name, consumed, before, self._reading))
+        if self._order is None and loaded.get("round_size") == self.round_size:
+            return int(loaded["num_rounds"]), 0
+        if before is None and consumed and (self._own is not None or self.inner.num_workers > 1):
+            readers = "Several workers read in turn" if self._own is None else "Each rank reads its own shards"
+            warn(
+                f"a stream is resumed after {consumed} samples with rounds of {self.round_size} samples instead of "
+                f"{loaded.get('round_size', 'an unknown number')}. {readers}, so some samples may come twice and "
+                "others not at all. Resume with the same number of ranks and the same batch size to be exact",
+                HeadwayWarning,
+                stacklevel=2,
+            )
+        return divmod(consumed, self.round_size)
+
+    def _follow_order(self, before: list[int] | None, epoch: int) -> None:
+        """Choose the sample order of a pass: that of the saved pass that it continues, or this run's own.
+
+        To continue with an order other than its own, every rank reads all samples of the dataset with at most one
+        worker.
+
+        Args:
+            before: Value of `_reading` in the saved pass; None if the pass starts from the beginning.
+            epoch: Number of the epoch.
+        """
+        is_followed = before is not None and before != self._own_reading and self._can_follow(before)
+        if not is_followed and self._order is None:
+            return
+        self._order, self._epoch = before if is_followed else None, epoch
+        shards = self._shards
+        if shards is not None:
+            self._own = None if is_followed else shards
+            split = shards.whole_split if is_followed else self._shard_split
+            self._own_split = split
+            self._collate.split = replace(split, is_even=self._collate.split.is_even)
+            self._collate.ranks = (shards.index,) if is_followed else (0,)
+            self._collate.is_compared = is_followed and shards.mark_whole is not None
+            self._mark_last = (shards.mark_whole or mark_last) if is_followed else shards.mark_last
+        is_pinning = self.inner.pin_memory
+        self.inner = self._build_loader()
+        self.inner.pin_memory = is_pinning
+        if is_followed and (shards is not None or self.source.num_workers > 1):
+            log.warning_once(_load_turns().describe_whole_reading(type(self.source.dataset).__name__, before))
+
+    def _can_follow(self, reading: Sequence[int]) -> bool:
+        """Whether a single reader can read the dataset in the order of a saved pass.
+
+        It can if the saved pass had one reader per rank and the dataset has enough shards.
+
+        Args:
+            reading: Value of `_reading` in the saved pass.
+        """
+        ranks, workers, _ = reading
+        return workers == 1 and (ranks == 1 or is_shardable(self.source.dataset, ranks))
+
+    def _build_ordered(self, reading: Sequence[int]) -> Any:
+        ranks, _, size = reading
+        dataset = self.source.dataset
+        if ranks == 1:
+            return dataset
+        return _load_turns().ShardTurns(dataset, ranks, size, self.source.drop_last, self._epoch)
+
+    @property
+    def _reading(self) -> list[int]:
+        """Numbers that determine the sample order: [ranks with different shards, workers, samples per worker and step].
+
+        A single worker that reads all samples reads them in the dataset's own order. The number of samples per step
+        does not matter then, and is 1.
+        """
+        return self._order or self._own_reading
+
+    @property
+    def _own_reading(self) -> list[int]:
+        """Value of `_reading` in a pass that this run begins itself."""
+        workers, split = max(1, self.source.num_workers), self._own_split
+        if self._shards is not None:
+            return [self._shards.count, workers, self._shard_split.round_size or 1]
+        size = self._collate.split.round_size or 1
+        return [1, workers, size // split.count if self._joins else size] if workers > 1 else [1, 1, 1]
+
+    def _mark_rounds(self) -> Iterator[tuple[Collated, bool]]:
+        return self._mark_last(self._attach_states(self._read_rounds()))
+
+    def _read_rounds(self) -> Iterator[Collated]:
+        if self._is_joining:
+            return self._join_batches(iter(self.inner))
+        if self._collate.keeps_loose:
+            return self._regroup_leftovers(iter(self.inner))
+        if not self._is_apart:
+            return iter(self.inner)
+        return self._read_apart(self._lines.fetch(lambda: iter(self.inner)))
+
+    def _join_batches(self, batches: Iterator[list[Any]]) -> Iterator[Collated]:
+        while several := list(islice(batches, self._collate.split.count)):
+            samples = [sample for batch in several for sample in batch]
+            if not self._collate.split.drop_last or len(samples) == self._collate.split.round_size:
+                yield self._collate(samples)
+
+    def _regroup_leftovers(self, batches: Iterator[Collated]) -> Iterator[Collated]:
+        """Yield the batches of full steps, then more steps that are made of the workers' leftover samples.
+
+        A worker's leftover samples are used in multiples of one rank's batch size, in order of arrival.
+
+        Args:
+            batches: Results of the collate function in all workers.
+        """
+        split = self._collate.split
+        size = (split.round_size or 0) // split.count
+        loose: list[Any] = []
+        for collated in batches:
+            if collated.loose is None:
+                yield collated
+                continue
+            loose += collated.loose[: len(collated.loose) // size * size]
+            while len(loose) >= size * split.count:
+                yield self._collate.collate_round(loose[: size * split.count], [])
+                del loose[: size * split.count]
+
+    def _read_apart(self, batches: Iterator[Collated]) -> Iterator[Collated]:
+        """Yield the given batches. Each one is read with the dataset's separate global RNG states (`DatasetRNGStates`).
+
+        Args:
+            batches: Iterator of the DataLoader that reads the dataset.
+        """
+        while (collated := self._lines.fetch(lambda: next(batches, None))) is not None:
+            yield collated
+
+    def _attach_states(self, batches: Iterator[Collated]) -> Iterator[Collated]:
+        for collated in batches:
+            if self._is_stateful:
+                collated = collated._replace(state=self.inner.state_dict())  # type: ignore[attr-defined]
+            elif self._stamps:
+                collated = collated._replace(state=copy.deepcopy(self.source.dataset.state_dict()))  # type: ignore[attr-defined]
+            if collated.num_samples:
+                yield collated
+
+    def _deliver_batches(self, rounds: Iterator[tuple[Collated, bool]]) -> Iterator[Delivery]:
+        for collated, is_last in rounds:
+            self._num_rounds += 1
+            if self._stamps:
+                self._store_dataset_state(collated.state)
+            else:
+                self._inner_state = collated.state
+            for batch, share in zip(collated.batches, collated.shares):
+                if is_last or self.inner.pin_memory:
+                    # Some versions of torch convert a tuple to a list when they pin memory.
+                    counts = None if share.valid_counts is None else tuple(share.valid_counts)
+                    share = share._replace(is_last=is_last, valid_counts=counts)
+                yield batch, share
+        self._lines.end_pass()
+
+    def _store_dataset_state(self, state: Any) -> None:
+        """Store the dataset's state after a step, and record whether it changes from step to step.
+
+        A state that is unchanged after the first step contains no position, and is not saved.
+        """
+        self._dataset_moves = self._dataset_moves or not is_same_state(state, self._dataset_state)
+        self._dataset_state = state
+
+    def state(self, is_running: bool) -> State:
+        """Return the position and the RNG states.
+
+        For a StatefulDataLoader, also return its state after the latest step.
+
+        Args:
+            is_running: Whether a pass is in progress.
+        """
+        if not is_running:
+            began = {**self._base_seed.state(False), **self._generators.state(False)}
+            return {**self._loaded, **began, **self._lines.state()}
+        state = self.read_brief_state()
+        if self._is_stateful:
+            state |= {"inner": self._inner_state, "reader": self._reader}
+        return state
+
+    def read_brief_state(self) -> State:
+        """Return the number of steps read and the RNG states of the current pass.
+
+        The state of a StatefulDataLoader is left out, because it is valid only for the latest batch.
+        """
+        began = {**self._base_seed.state(True), **self._generators.state(True), **self._lines.state()}
+        position = {"num_rounds": self._num_rounds, "round_size": self.round_size, "reading": self._reading}
+        return {**began, **position, **({"dataset": self._dataset_state} if self._dataset_moves else {})}
+
+    def read_left_state(self) -> State:
+        """Return the state with which the next pass starts, after a pass that was left early (by `break`)."""
+        return self._lines.read_left_state()
+
+    def set_reading(self, name: str, value: Any) -> None:
+        """Change a setting of the DataLoader that reads the dataset, from the next pass on.
+
+        Args:
+            name: "collate_fn", "worker_init_fn", "timeout", "pin_memory" or "prefetch_factor".
+            value: New value.
+        """
+        if name == "collate_fn":
+            self._collate.collate_fn = value
+        else:
+            set_on_reader(self.inner, name, value)
+
+    def load_state(self, state: State) -> None:
+        """Load the state that `state` or `read_brief_state` returned. The next pass resumes from it.
+
+        The state of a StatefulDataLoader is used only if this rank's shards and the samples per step are unchanged.
+
+        Args:
+            state: Saved state.
+        """
+        self._base_seed.load_state(state)
+        self._generators.load_state(state)
+        if self._is_apart:
+            self._lines.load_state(state)
+        self._loaded = {name: value for name, value in state.items() if name in _KEPT}
+        is_mine = state.get("round_size") == self.round_size and state.get("reader") == self._reader
+        is_mine = is_mine and not has_shuffle_buffer(self.source.dataset)
+        # Without a dataset state, torchdata's loader also reads from the start, but counts wrong from the second resume on.
+        if not (is_mine and self._is_stateful and has_dataset_state(state.get("inner"))):
+            self._loaded.pop("inner", None)
+
+    @property
+    def _reader(self) -> int | None:
+        """Index of the rank whose shards are read; None if every rank reads all samples of the dataset."""
+        return None if self._own is None else self._own.index
+
+
+def _load_turns() -> Any:
+    """Return the extension that continues a pass after the number of ranks has changed. It is imported on first use."""
+    return extensions.load("feature", "read_in_turns")
+
+
+def has_dataset_state(inner: Any) -> bool:
+    """Whether a state dict of torchdata's StatefulDataLoader contains the state of a dataset or of its iterator."""
+    if not isinstance(inner, dict):
+        return False
+    snapshot = inner.get("_snapshot")
+    workers = snapshot.get("_worker_snapshots") if isinstance(snapshot, dict) else None
+    for each in workers.values() if isinstance(workers, dict) else (inner,):
+        fetcher = each.get("fetcher_state") or {}
+        if each.get("dataset_state") is not None or fetcher.get("dataset_iter_state") is not None:
+            return True
+    return False
+
+
+def is_same_state(one: Any, other: Any) -> bool:
+    """Whether two state dicts contain equal values. Tensors and NumPy arrays are compared by value."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_same_state(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(is_same_state, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, numpy.ndarray) or isinstance(other, numpy.ndarray):
+        return numpy.array_equal(one, other)
+    return bool(one == other)
+
+
+def copy_containers(tree: object) -> Any:
+    """Return a copy of nested lists, dicts and tuples. The leaves are not copied."""
+    return map_leaves(lambda leaf: leaf, tree)
+
+
+def is_shardable(dataset: object, count: int) -> bool:
+    """Whether the dataset has at least `count` shards, one for each of `count` ranks."""
+    num_shards = getattr(dataset, "num_shards", None)
+    has_enough = count > 1 and isinstance(num_shards, int) and num_shards >= count
+    return has_enough and callable(getattr(dataset, "shard", None))
+
+
+class SharedRounds:
+    """Callable that makes ranks that read different shards of a dataset take equally many steps.
+
+    It wraps the iterator over a rank's batches. In each step the ranks exchange their row counts. A rank whose
+    shards are exhausted yields padding until the shards of all ranks are exhausted.
+
+    Args:
+        collectives: Collectives of the ranks.
+        drop_last: Whether to end at the first step for which some rank has no batch.
+    """
+
+    def __init__(self, collectives: Collectives, drop_last: bool) -> None:
+        self._collectives = collectives
+        self._drop_last = drop_last
+        self._spare: Collated | None = None
+
+    def __call__(self, parts: Iterator[Collated]) -> Iterator[tuple[Collated, bool]]:
+        """Yield pairs of (this rank's collated batch, whether it belongs to the last step).
+
+        Args:
+            parts: Collated batches of this rank, one item per step.
+        """
+        current = self._exchange_counts(next(parts, None))
+        while current is not None:
+            following = self._exchange_counts(next(parts, None))
+            yield current, following is None
+            current = following
+
+    def _exchange_counts(self, part: Collated | None) -> Collated | None:
+        if part is not None and part.batches:
+            # The training loop may modify its batch (e.g. pop a key), so copy the containers of the spare batch.
+            self._spare = part._replace(batches=copy_containers(part.batches))
+        rows = self._collectives.gather_numbers([*_count_part(part), self._spare is not None])
+        has_part = [row[0] >= 0 for row in rows]
+        if not any(has_part) or (self._drop_last and not all(has_part)):
+            self._spare = None
+            return None
+        sources = [rank for rank, row in enumerate(rows) if row[2]]
+        if not all(has_part) and 0 < len(sources) < len(rows):
+            self._send_spare(sources[0])
+        num_samples = int(sum(max(0, row[1]) for row in rows))
+        mine = part if part is not None else self._spare
+        if mine is None:  # without a spare batch: the round was skipped after a resume
+            return Collated([], [], num_samples)
+        counts = tuple(max(0, int(row[0])) for row in rows)
+        shares = [share._replace(valid_counts=counts, num_samples=num_samples) for share in mine.shares]
+        batches = mine.batches if part is not None else copy_containers(mine.batches)
+        return Collated(batches, shares, num_samples, mine.state)
+
+    def _send_spare(self, source: int) -> None:
+        """Send one batch from rank `source` to the ranks whose shards are empty. They use copies of it as padding.
+
+        Args:
+            source: Rank that has a batch.
+        """
+        spare = self._spare
+        given = None if spare is None else spare._replace(batches=copy_views(spare.batches), state=None)
+        given = self._collectives.broadcast_object(given, source)
+        self._spare = given if spare is None else spare
+
+
+def _count_part(part: Collated | None) -> tuple[int, int]:
+    """Return the number of non-padding rows and the number of samples that one rank read for a step.
+
+    Return (-1, 0) if the rank has no data left.
+
+    Args:
+        part: Collated batch of the rank, or None.
+    """
+    if part is None:
+        return -1, 0
+    if not part.batches:
+        return 0, part.num_samples
+    counts = part.shares[0].valid_counts
+    if counts is None:
+        raise DataError(UNCOUNTABLE.format(what="an item"))
+    return counts[0], part.num_samples
+
+
+def copy_views(tree: object) -> Any:
+    """Return the batch with every tensor view copied to separate memory.
+
+    Pickling a view would include the whole memory of its base tensor.
+    """
+    return map_tensors(lambda tensor: tensor.clone() if _is_view(tensor) else tensor, tree)
+
+
+def _is_view(tensor: torch.Tensor) -> bool:
+    """Whether the tensor uses only a part of its storage. False for sparse tensors, whose storage cannot be checked."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes

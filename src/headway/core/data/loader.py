@@ -1,0 +1,589 @@
+"""Prepared loader: yields this rank's batches of a user's DataLoader, and describes the current batch.
+
+From a map-style dataset, the next batch is never fetched before it is requested. Random numbers that are drawn while
+fetching in this process can then be resumed exactly. Even so, the loader knows one step ahead where the data ends.
+Iterable datasets are read one batch ahead. In one step, every rank gets one batch. Rows that only complete a batch are
+padding.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from headway.core.data.feeds.protocol import BatchFeed, State
+from headway.core.data.sampling.position import NOTHING, Position
+from headway.core.data.sampling.shard import ShardIndex
+from headway.core.data.transfer import DeviceTransfer
+from headway.errors import DataError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_EMPTY = (
+    "a pass over the loader of %s gave no batch, so that nothing is trained or evaluated on: it is empty, or it holds less than a "
+    "batch of all ranks and drop_last=True"
+)
+
+
+_FIXED_BY_TORCH = frozenset(["dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "persistent_workers"])
+_FIXED_AT_PREPARE = frozenset(["num_workers", "generator", "multiprocessing_context", "in_order", "pin_memory_device"])
+_READ_WHEN_A_PASS_BEGINS = frozenset(["collate_fn", "worker_init_fn", "timeout", "pin_memory", "prefetch_factor"])
+
+
+@dataclass
+class LoaderEvents:
+    """Callbacks around each fetch, and record of the batches that the script has requested but not trained on yet.
+
+    A script may request a batch from one loader while it holds a batch of another: in `zip(one, other)`, or in an
+    evaluation before it trains on the current batch. It may also collect all micro-batches of an update before it
+    trains on the first. A state saved at such a point would count these batches as trained on, and a resumed run would
+    leave them out. `can_stop` detects this.
+
+    Attributes:
+        active: Loaders that are being iterated, innermost last.
+        in_hand: Loaders of the batches that were yielded and not trained on yet, one entry per batch, in order.
+            Training on a micro-batch clears the list.
+        before_fetch: Functions called with the loader before a batch is requested.
+        after_fetch: Functions called with the loader when the batch is on its device, or being copied to it.
+        after_pass: Functions called when a pass has ended or was left early.
+        is_registered: Function that returns whether the script registered a dataset to be saved in checkpoints.
+        prepared: Functions called with each loader that is prepared.
+        repeats: Functions that wrap the iterator over the batches of a pass, and may repeat some batches.
+    """
+
+    active: list["PreparedLoader"] = field(default_factory=list)
+    in_hand: list["PreparedLoader"] = field(default_factory=list)
+    before_fetch: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
+    after_fetch: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
+    after_pass: list[Callable[[], None]] = field(default_factory=list)
+    is_registered: Callable[[object], bool] = lambda dataset: False
+    prepared: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
+    repeats: list[Callable[["PreparedLoader", Iterator[Any]], Iterator[Any]]] = field(default_factory=list)
+
+    def can_stop(self, loader: "PreparedLoader", most: int = 1) -> bool:
+        """Whether the run may stop before `loader` yields its next batch.
+
+        It may stop if all batches that were yielded have been trained on.
+
+        Args:
+            loader: Loader whose next batch is requested.
+            most: Maximum number of batches of `loader` that the script may collect before it trains on them. If more
+                were yielded, the earlier ones must have been used or dropped. Batches of other loaders that were read
+                inside its loop then also count as used. Default: 1.
+        """
+        if self.in_hand.count(loader) >= most:
+            del self.in_hand[self.in_hand.index(loader) :]
+        return not self.in_hand
+
+    def end_pass(self, loader: "PreparedLoader") -> None:
+        """Remove the innermost pass over `loader` from `active`, and all of the loader's batches from `in_hand`.
+
+        Several passes over a loader may be in progress at once.
+        """
+        self.in_hand[:] = [each for each in self.in_hand if each is not loader]
+        for index in reversed(range(len(self.active))):
+            if self.active[index] is loader:
+                del self.active[index]
+                return
+
+
+class LazyIterator(Iterator[Any]):
+    """Iterator over one epoch that starts the pass only when the first batch is requested.
+
+    Args:
+        open_pass: Function that starts the pass and returns an iterator over its batches.
+    """
+
+    def __init__(self, open_pass: Callable[[], Iterator[Any]]) -> None:
+        self._open_pass = open_pass
+        self._pass: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._pass is None:
+            self._pass = self._open_pass()
+        return next(self._pass)
+
+
+class PreparedLoader(DataLoader[Any]):
+    """DataLoader that yields this rank's batches on its device. Created by `accelerator.prepare`.
+
+    It is an instance of DataLoader. Attributes that it lacks are read from the user's loader.
+
+    Args:
+        source: User's loader.
+        feed: Reader of this rank's batches.
+        shard: Data shard of this rank.
+        device: Device of the batches; None to leave them where the loader creates them.
+        transfer: Function that moves batches to the device; None if nothing is moved.
+        events: Callbacks and registry of the run's loaders.
+        listeners: Objects whose `set_epoch` is called with each epoch's number.
+        opens_late: Whether a pass draws its order when the first batch is requested. Otherwise it does so in `iter()`,
+            as torch's loaders do. Default: False.
+        stall_limit: Seconds for which a read of the dataset may wait for remote storage; 0.0 if it reads none.
+
+    Attributes:
+        pass_position: Current epoch, number of consumed samples, and `RankBatch` of the current batch (`share`). Code
+            that runs once per batch reads this object directly, which is faster than the properties below. Loaders
+            returned by `skip` have the same object.
+        requested_window: Pair of (samples per update, batches per rank and update) as set by `request_window`; (0, 0)
+            if not set.
+        was_measured: Whether `len()` of this loader has been called.
+    """
+
+    def __init__(
+        self,
+        source: DataLoader[Any],
+        feed: BatchFeed,
+        shard: ShardIndex,
+        device: torch.device | None,
+        transfer: DeviceTransfer | None,
+        events: LoaderEvents,
+        listeners: Sequence[Any],
+        opens_late: bool = False,
+        stall_limit: float = 0.0,
+    ) -> None:
+        # Do not call DataLoader.__init__: the feed's loader reads the data, and this object only has the type.
+        self.device = device
+        self._source = source
+        self._feed = feed
+        self._shard = shard
+        self._transfer = transfer
+        self._events = events
+        self._listeners = listeners
+        self.pass_position = Position()
+        self.requested_window = (0, 0)
+        self._opens_late = opens_late
+        self._num_skipped = 0
+        self.was_measured = False
+        self.stall_limit = stall_limit
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only for missing attributes. Before __init__ (e.g. while unpickling) there is no source.
+        if name.startswith("__") or "_source" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self._source, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of this loader.
+
+        A setting of torch's DataLoader is also set on the loader that reads the data.
+
+        Raises:
+            ValueError: If torch does not allow changes of the setting after construction.
+            DataError: If the setting cannot change after prepare().
+        """
+        if name in _FIXED_AT_PREPARE:
+            raise DataError(
+                f"loader.{name} cannot be set after prepare(): how the data are read and shared out depends on it. Set it on the "
+                "DataLoader before you prepare() it"
+            )
+        if name in _READ_WHEN_A_PASS_BEGINS:
+            setattr(self._source, name, value)
+            self._feed.set_reading(name, value)
+        elif name in _FIXED_BY_TORCH:
+            setattr(self._source, name, value)  # raises torch's ValueError
+        elif "_source" in self.__dict__ and name in vars(self._source) and name not in self.__dict__:
+            setattr(self._source, name, value)  # methods of the user's own class read it there
+        else:
+            super().__setattr__(name, value)
+
+    # ---------------------------------------------------------------- iteration
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Start a pass over one epoch.
+
+        Leaving the loop with `break` ends the epoch, so the next pass reads the next epoch.
+        """
+        return LazyIterator(self._start_pass) if self._opens_late else self._start_pass()
+
+    def _start_pass(self) -> Iterator[Any]:
+        if self.pass_position.is_stopped or self.pass_position.is_over_already():
+            return iter(())
+        if self.pass_position.is_from_start and not self._num_skipped:
+            self._rewind_epoch()
+        elif self.pass_position.is_from_start and self._num_skipped * (self._feed.round_size or 0) == self.num_consumed:
+            self._num_skipped = 0  # the loaded state contains this position, and the workers' draws too
+        # Draw now, not with the first batch: in `zip(one, other)` torch's loaders draw in this order too.
+        self._feed.open_pass()
+        iterator = self._iterate_pass()
+        if self.pass_position.is_waiting:
+            # `zip` may end with another loader's pass before it requests a batch from this one.
+            weakref.finalize(iterator, self._end_unbegun, self.pass_position.num_passes).atexit = False
+        return iterator
+
+    def _rewind_epoch(self) -> None:
+        if self._is_at_end():
+            self._pass_to_end()
+        else:
+            self.pass_position.consumed = 0
+
+    def _pass_to_end(self) -> None:
+        """Draw the random numbers of an epoch that had been read to its end when its state was saved.
+
+        No batch is read. The next epoch then gets the order that it would have had without the interruption.
+        """
+        self._feed.open_pass()
+        for _ in self._iterate_pass():
+            pass
+
+    def _is_at_end(self) -> bool:
+        if self.pass_position.is_at_end:
+            return True
+        try:
+            num_rounds = len(self._feed)
+        except TypeError:
+            return False
+        size = self._feed.round_size
+        first_of_last = self.total_dataset_length - 1 if size is None else (num_rounds - 1) * size
+        return self.pass_position.consumed > first_of_last
+
+    def _end_unbegun(self, num_passes: int) -> None:
+        if self.pass_position.num_passes == num_passes:
+            self.end_epoch()
+
+    def _iterate_pass(self) -> Iterator[Any]:
+        position = self.pass_position
+        number = position.start_pass()
+        self._announce_epoch(position.epoch)
+        self._feed.keep_dataset_state(self._events.is_registered(self._source.dataset))
+        position.consumed, deliveries = self._feed.start_pass(position.epoch, position.consumed, self._num_skipped)
+        events = self._events
+        for repeat in events.repeats:
+            deliveries = repeat(self, deliveries)
+        events.active.append(self)
+        try:
+            for told in events.before_fetch:
+                told(self)
+            for batch, share in deliveries:
+                if self._transfer is not None:
+                    batch = self._transfer(batch)
+                position.share = share
+                position.previous = position.consumed
+                position.consumed += share.num_samples
+                events.in_hand.append(self)
+                for told in events.after_fetch:
+                    told(self)
+                yield batch
+                if position.is_stopped:
+                    return
+                for told in events.before_fetch:
+                    told(self)
+            if not position.consumed and not self._num_skipped:
+                log.warning_once(_EMPTY, type(self.dataset).__name__)
+            position.end_epoch()
+        except GeneratorExit as left:
+            position.record_exit(number, left.__context__)
+            raise
+        finally:
+            self._num_skipped = 0
+            events.end_pass(self)
+            for end in events.after_pass:
+                end()
+
+    def stop(self) -> None:
+        """End the current pass after the current batch, as `break` does.
+
+        Later passes yield nothing until `load_state_dict` is called.
+        """
+        self.pass_position.is_stopped = True
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` has been called."""
+        return self.pass_position.is_stopped
+
+    def __len__(self) -> int:
+        """Return the number of batches of a pass, equal on every rank.
+
+        Raises:
+            TypeError: If the data has no length.
+        """
+        self.was_measured = True
+        return max(0, len(self._feed) - self._num_skipped)
+
+    def count_batches(self) -> int:
+        """Return the number of batches of a complete pass on this rank; 0 if unknown.
+
+        Unlike `len()`, it leaves `was_measured` unchanged.
+        """
+        try:
+            return len(self._feed)
+        except TypeError:
+            return 0
+
+    def skip(self, num_batches: int) -> "PreparedLoader":
+        """Return a loader whose next pass starts at batch `num_batches` of its epoch. Later passes are complete.
+
+        Both loaders share one position, so either may continue with the next epoch.
+
+        Args:
+            num_batches: Number of batches of this rank to skip.
+
+        Raises:
+            DataError: If the number is negative or not an integer.
+        """
+        if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
+            raise DataError(f"cannot skip {num_batches!r} batches; give a whole number, 0 or more")
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__)
+        view._num_skipped = num_batches
+        return view
+
+    # ---------------------------------------------------------------- current batch
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the current batch is the last of the epoch."""
+        return self.pass_position.share.is_last
+
+    @property
+    def num_rows(self) -> int | None:
+        """Number of rows in the current batch, including padding; None if they cannot be counted.
+
+        Only the rows of an unbatched item may be uncountable.
+        """
+        return self.pass_position.share.num_rows
+
+    @property
+    def valid_counts(self) -> tuple[int, ...] | None:
+        """Number of non-padding rows in the current batch of each data shard, indexed by shard; None if unknown.
+
+        Padding rows come last.
+        """
+        return self.pass_position.share.valid_counts
+
+    @property
+    def num_valid(self) -> int | None:
+        """Number of non-padding rows in the current batch of this rank; None if unknown. Padding rows come last."""
+        counts = self.pass_position.share.valid_counts
+        return None if counts is None else counts[self._shard.index]
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """Bool tensor of shape [num_rows] on the loader's device; False marks padding rows of the current batch.
+
+        None if the rows cannot be counted.
+        """
+        num_rows, num_valid = self.num_rows, self.num_valid
+        if num_rows is None or num_valid is None:
+            return None
+        return torch.arange(num_rows, device=self.device) < num_valid
+
+    # ---------------------------------------------------------------- position
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current epoch. Between two passes, number of the next epoch."""
+        return self.pass_position.epoch
+
+    @property
+    def num_consumed(self) -> int:
+        """Number of non-padding samples that this epoch has yielded so far on all ranks together.
+
+        If the loader does not batch, items are counted.
+        """
+        return self.pass_position.consumed
+
+    @property
+    def num_consumed_before(self) -> int:
+        """Number of non-padding samples that this epoch has yielded before the current batch, on all ranks together."""
+        return self.pass_position.previous
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a pass is in progress or was left early."""
+        return self.pass_position.is_running
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a run resumed from a checkpoint saved now would continue in the middle of the current epoch.
+
+        False if the epoch was left early (by `break`), because the next pass then reads another epoch.
+        """
+        position = self.pass_position
+        return position.is_waiting or (position.is_running and not position.is_left)
+
+    @property
+    def next_epoch(self) -> int:
+        """Number of the epoch that the next pass reads.
+
+        The next pass may be in this process, or in a run that resumes from a checkpoint saved now.
+        """
+        return self.pass_position.next_epoch if self.pass_position.is_left else self.pass_position.epoch
+
+    def end_epoch(self) -> None:
+        """End the epoch, including a resumed pass that has not started yet."""
+        self.pass_position.num_over = 0
+        if self.pass_position.is_waiting:
+            self.pass_position.end_epoch()
+            self._feed.load_state({})
+
+    def skip_passes(self, count: int) -> None:
+        """Make the next `count` passes empty. The pass after them resumes at the loaded position.
+
+        It is needed if a resumed script repeats its passes from the first one, although the original run had already
+        finished some of them.
+
+        Args:
+            count: Number of passes to make empty.
+        """
+        self.pass_position.num_over = count
+
+    @property
+    def num_passes(self) -> int:
+        """Number of passes started in this process. Passes that `skip_passes` made empty are not counted."""
+        return self.pass_position.num_passes
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the current pass has not yielded any batch so far."""
+        return self.pass_position.share is NOTHING
+
+    @property
+    def seed(self) -> int:
+        """Seed of the sample order and of the workers' random numbers. It can be changed until the next pass starts."""
+        return self._feed.seed
+
+    @seed.setter
+    def seed(self, value: int) -> None:
+        self._feed.seed = value
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass. Also call `set_epoch` of the user's samplers and dataset if they have it.
+
+        Args:
+            epoch: Number of the epoch.
+        """
+        if self.pass_position.is_waiting and epoch != self.pass_position.epoch and self._is_at_end():
+            self._pass_to_end()  # the state was saved while the last batch was being processed
+        if not self.pass_position.pin_epoch(epoch):
+            self._feed.load_state({})  # the loaded state belongs to another epoch
+        self._announce_epoch(epoch)
+
+    def _announce_epoch(self, epoch: int) -> None:
+        for listener in self._listeners:
+            listener.set_epoch(epoch)
+
+    def state_dict(self) -> State:
+        """Return the position as {"epoch", "consumed"}.
+
+        The key "source" holds the state of the sampler or dataset, if any.
+
+        The position also has "is_over" if the current batch is the last of the epoch. The state is equal on every
+        rank, except that a StatefulDataLoader adds the state of this rank's own shards.
+        """
+        source = self._feed.state(self.pass_position.is_running)
+        return {**self.pass_position.state_dict(), **({"source": source} if source else {})}
+
+    def run_state(self, is_brief: bool = False) -> State:
+        """Return this loader's entry in a checkpoint of the run.
+
+        Unlike in `state_dict`, a pass that was left early (by `break`) counts as finished.
+
+        Args:
+            is_brief: Whether to leave out states that are valid only for the latest batch. The result is small, and the
+                pass can still be resumed at this batch later. Default: False.
+        """
+        position = self.pass_position
+        if position.is_left:
+            left = self._feed.read_left_state()
+            return {"epoch": position.next_epoch, "consumed": 0, **({"source": left} if left else {})}
+        if not is_brief:
+            return self.state_dict()
+        source = self._feed.read_brief_state() if position.is_running else self._feed.state(False)
+        return {**position.state_dict(), "source": source}
+
+    def load_state_dict(self, state: State) -> None:
+        """Load a saved position, which may come from a run with another world size. The next pass resumes from it.
+
+        Consumed samples of a map-style dataset are not fetched.
+
+        Args:
+            state: State returned by `state_dict` or `run_state`.
+
+        Raises:
+            StateError: If `state` is not the state of a loader.
+        """
+        self.pass_position.load_state_dict(state)
+        self._feed.load_state(state.get("source", {}))
+
+    def read_from_start(self) -> None:
+        """Make the next pass read the loaded epoch again from its first batch, in the same order.
+
+        Batches that the script skips with `skip` are still skipped. If the state was saved after the last batch of
+        its epoch, the next pass reads the next epoch.
+        """
+        self.pass_position.is_from_start = self.pass_position.is_waiting
+
+    # ---------------------------------------------------------------- sizes and settings
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Number of samples that all ranks together get per step; None if it varies."""
+        return self._feed.round_size
+
+    @property
+    def step_size(self) -> int | None:
+        """Number of samples per step over all ranks, as configured in the user's DataLoader; None if it varies.
+
+        A resumed run may use other batch sizes to keep the number of samples per update. `total_batch_size` then
+        differs from this number.
+        """
+        return self._feed.step_size
+
+    def can_fit_window(self, window: int, num_rounds: int) -> bool:
+        """Whether `num_rounds` batches per rank can hold `window` samples per update.
+
+        Batches may be smaller than the configured batch size, but not larger.
+
+        Args:
+            window: Number of samples per gradient update over all ranks.
+            num_rounds: Number of batches per rank and update.
+        """
+        return self._feed.can_fit_window(window, num_rounds)
+
+    def request_window(self, window: int, num_rounds: int, unit: int) -> None:
+        """Use `window` samples per gradient update from the next pass on. Called if the script requests it.
+
+        The values are stored in `requested_window`. `keep_window` instead sets the number that a checkpoint requires.
+
+        Args:
+            window: Number of samples per update, over all ranks.
+            num_rounds: Number of batches per rank and update.
+            unit: With drop_last, the samples of an incomplete last update are truncated to a multiple of this number.
+        """
+        self.requested_window = (window, num_rounds)
+        self.keep_window(window, num_rounds, unit)
+
+    def keep_window(self, window: int, num_rounds: int, unit: int = 1) -> None:
+        """Use `window` samples per gradient update from the next pass on.
+
+        Args:
+            window: Number of samples per update, over all ranks; 0 to return to this loader's settings.
+            num_rounds: Number of batches per rank and update.
+            unit: With drop_last, the samples of an incomplete last update are truncated to a multiple of this number.
+                Default: 1.
+        """
+        self._feed.keep_window(window, num_rounds, unit)
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Number of samples in the dataset."""
+        return len(self._source.dataset)  # type: ignore[arg-type]
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether an incomplete last step is completed with repeated samples, so that every rank gets a full batch.
+
+        A change takes effect with the next pass.
+        """
+        return self._feed.is_even
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        # A single rank has nothing to even out.
+        self._feed.is_even = value and self._shard.count > 1

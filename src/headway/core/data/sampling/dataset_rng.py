@@ -1,0 +1,192 @@
+"""Separate global RNG states for a dataset, so that its random numbers do not depend on those drawn by training.
+
+A dataset that is read in this process gets its own copies of the global generators. If it draws random numbers
+(noise, a shuffle buffer), it cannot continue from a position. A resumed run reads it again from its start, and must
+then repeat the dataset's random numbers, although training has advanced the global generators. So dataset and training
+get separate states of each global generator (torch's, Python's or NumPy's) that the dataset uses. In each pass, the
+states are separated at the first fetch that draws from the generator::
+
+    state before that fetch    saved, for a resume
+    dataset's sequence         continues from that state, as in a plain loop; becomes global again after the pass
+    training's sequence        starts with a state that is derived from it
+
+If training does not draw from a generator, all random numbers are equal to those of a plain loop. A generator that the
+dataset does not use is not changed.
+"""
+
+import ctypes
+import hashlib
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy
+import torch
+
+from headway.core.data.feeds.protocol import State
+from headway.core.data.sampling.rng import STATE_WRITERS, GlobalGenerators, read_state_text, write_state_text
+from headway.core.runtime import seed
+
+Result = TypeVar("Result")
+_MT19937_SIZE = 625 * 4  # 624 words and the position
+
+
+class NumpyReader:
+    """Reader of NumPy's global RNG state that avoids the cost of `numpy.random.get_state` if nothing was drawn.
+
+    `get_state` takes 50 us. A check whether the generator's state words have changed takes 3 us. Normal numbers are
+    drawn in pairs, and the words do not show whether the second number of a pair is still cached. While one is
+    cached, the state is always read completely.
+    """
+
+    def __init__(self) -> None:
+        self._words: tuple[int, bytes] | None = None
+        self._state: Any = None
+
+    def read(self) -> Any:
+        """Return NumPy's global RNG state.
+
+        If nothing was drawn since the previous call, return the same object again.
+        """
+        words = self._read_words()
+        if words is None or words != self._words or self._state[3]:
+            self._state = numpy.random.get_state()
+            self._words = words
+        return self._state
+
+    def _read_words(self) -> tuple[int, bytes] | None:
+        """Return the address and the raw state words of NumPy's global generator.
+
+        None if NumPy is too old to access the generator, or if the generator is not an MT19937.
+        """
+        if not hasattr(numpy.random, "get_bit_generator"):
+            return None
+        generator = numpy.random.get_bit_generator()
+        if not isinstance(generator, numpy.random.MT19937):
+            return None
+        address = generator.ctypes.state_address
+        return address, ctypes.string_at(address, _MT19937_SIZE)
+
+
+class DatasetRNGStates:
+    """Separate global RNG states for one dataset that is read in this process.
+
+    While a sample is fetched, torch's, Python's and NumPy's global generators have the dataset's states. Afterwards
+    they have the states of training again. Generators have indices: 0 is torch's, 1 Python's, 2 NumPy's.
+    """
+
+    def __init__(self) -> None:
+        self._readers: tuple[Callable[[], Any], ...] = (seed.read_torch, random.getstate, NumpyReader().read)
+        self._dataset: dict[int, Any] = {}
+        self._starts: dict[int, tuple[int, str]] = {}
+        self._num_fetched = 0
+        self._loaded: dict[int, tuple[int, str]] = {}
+        self._is_shared = False
+
+    def end_pass(self) -> None:
+        """End the pass, and set the global generators to the dataset's states.
+
+        Generators from which the dataset has not drawn keep their states. All keep them if the dataset's states are
+        shared by all ranks.
+        """
+        for place, state in self._dataset.items():
+            if not self._is_shared:  # states that are equal on all ranks must not become this rank's global states
+                STATE_WRITERS[place](state)
+        self._dataset = {}
+        self._starts = {}
+
+    def start_pass(self, share: Callable[[bool], str] | None = None) -> None:
+        """Start a pass from the loaded states, from states shared by all ranks, or from the current global states.
+
+        Args:
+            share: Function that returns RNG states as text, equal on all ranks. Its argument is whether states were
+                loaded. Default: None, the dataset draws from this process's generators.
+        """
+        self.end_pass()
+        self._num_fetched = 0
+        self._starts = self._loaded
+        self._loaded = {}
+        self._is_shared = share is not None
+        if share is not None:
+            parts = share(bool(self._starts)).split(" ")
+            self._starts = {place: (0, part) for place, part in enumerate(parts)} | self._starts
+
+    def fetch(self, act: Callable[[], Result]) -> Result:
+        """Call `act` with the global generators set to the dataset's RNG states, and return its result.
+
+        It is recorded from which generators the dataset draws.
+
+        Args:
+            act: Function that fetches data from the dataset.
+        """
+        for place, (number, text) in self._starts.items():
+            if place not in self._dataset and number == self._num_fetched:
+                self._dataset[place] = read_state_text(text, place)
+        outside = [read() for read in self._readers]
+        for place, state in self._dataset.items():
+            STATE_WRITERS[place](state)
+        try:
+            return act()
+        finally:
+            for place, was in enumerate(outside):
+                now = self._readers[place]()
+                if place in self._dataset:
+                    self._dataset[place] = now
+                    STATE_WRITERS[place](was)
+                elif not _is_same(now, was):
+                    self._starts[place] = self._num_fetched, write_state_text(was, place)
+                    self._dataset[place] = now
+                    STATE_WRITERS[place](_derive_state(now, place))
+            self._num_fetched += 1
+
+    def state(self) -> State:
+        """Return the dataset's RNG states at the start of the current pass; between passes, the loaded states.
+
+        Empty if the dataset has not drawn any random numbers.
+        """
+        starts = self._starts or self._loaded
+        return {"lines": [[place, *start] for place, start in sorted(starts.items())]} if starts else {}
+
+    def read_left_state(self) -> State:
+        """Return the dataset's current RNG states after a pass that was left early (by `break`).
+
+        They become the global states when the next pass opens. The result is empty if all ranks share the states,
+        because the next pass then gets new ones.
+        """
+        if self._is_shared:
+            return {}  # the next pass gets new states
+        ends = [[place, -1, write_state_text(state, place)] for place, state in sorted(self._dataset.items())]
+        return {"lines": ends} if ends else {}
+
+    def load_state(self, state: State) -> None:
+        """Load states that `state` or `read_left_state` returned, for the next pass."""
+        lines = {int(place): (int(number), str(text)) for place, number, text in state.get("lines", ())}
+        self._loaded = {place: line for place, line in lines.items() if line[0] >= 0}
+        self._dataset = {place: read_state_text(text, place) for place, (number, text) in lines.items() if number < 0}
+        self._starts = {}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two states of one generator are equal.
+
+    Of Python's Mersenne Twister, only the position and a few words are compared, which is sufficient: a draw moves the
+    position, and when the position returns to its old value, all words have been replaced.
+    """
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor):
+        return bool(one.numpy().tobytes() == other.numpy().tobytes())
+    if isinstance(one[1], numpy.ndarray):
+        return bool(one[2:] == other[2:]) and numpy.array_equal(one[1], other[1])
+    return bool(one[2] == other[2] and all(one[1][at] == other[1][at] for at in (-1, 0, 1)))
+
+
+def _derive_state(state: Any, place: int) -> Any:
+    """Return a new RNG state that is computed from `state`, but yields unrelated random numbers.
+
+    Args:
+        state: State of a global generator.
+        place: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
+    """
+    digest = hashlib.blake2b(write_state_text(state, place).encode(), digest_size=8, person=b"training").digest()
+    return GlobalGenerators.from_seed(int.from_bytes(digest, "little") >> 1).states[place]

@@ -1,0 +1,185 @@
+"""Random numbers that a run's loaders draw from torch's generator, in the same order as torch's own loaders."""
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from headway.core.data.sampling.rng import (
+    decode,
+    encode,
+    pack_seeded,
+    read_text,
+)
+from headway.core.runtime import seed
+
+
+class LoaderGenerator:
+    """Random number stream from which the loaders of one run draw.
+
+    On a single process it is torch's global generator, as in plain torch. On several ranks it is a copy of that
+    generator, created when the first pass starts. A copy is needed because training's own draws on a rank (e.g.
+    dropout on a CPU) depend on the number of ranks. They must not determine which samples are read after a resume
+    with another number of ranks. Each draw also advances the process's global generator, so that training (noise,
+    dropout) then draws the same numbers as after a plain loader.
+
+    If the script reseeds torch between two passes, the copy is created again, so that the order follows the new seed
+    as on a single process. Reseeding is detected by a changed initial seed, or by a generator from which nothing has
+    been drawn.
+
+    Args:
+        is_private: Whether to draw from a copy of torch's global generator. Default: False.
+    """
+
+    def __init__(self, is_private: bool = False) -> None:
+        self._is_private = is_private
+        self._own: torch.Generator | None = None
+        self._seen_seed: int | None = None
+
+    @property
+    def _generator(self) -> torch.Generator:
+        if self._own is None and not self._is_private:
+            return torch.default_generator
+        if self._own is None or (self._is_private and self._is_reseeded()):
+            self._own = torch.Generator()
+            self._own.set_state(seed.read_torch())
+        self._seen_seed = torch.initial_seed()
+        return self._own
+
+    def _is_reseeded(self) -> bool:
+        """Whether the script has seeded torch since the last draw.
+
+        False after a state was loaded, because the loaded state takes precedence over a seed.
+        """
+        if self._seen_seed is None:
+            return False
+        number = torch.initial_seed()
+        fresh = torch.Generator().manual_seed(number).get_state()
+        return number != self._seen_seed or torch.equal(fresh, seed.read_torch())
+
+    def draw(self) -> int:
+        """Draw a 64-bit seed, as torch's loader and sampler do. Return it."""
+        drawn = _draw(self._generator)
+        if not self.is_global:
+            _draw(torch.default_generator)
+        return drawn
+
+    def encode_state(self) -> str:
+        """Return the state of the stream as text. A loader's workers get their base seed from it."""
+        return encode(self._generator.get_state())
+
+    def pack_sampler_states(self) -> str:
+        """Return RNG states of torch, Python and NumPy as text.
+
+        They become the global states while a user's sampler draws.
+
+        If the stream is a copy of torch's generator, it is advanced by one draw, so that the next epoch gets other
+        states.
+        """
+        if self._generator is torch.default_generator:
+            return read_text()
+        text = pack_seeded(self._generator.get_state())
+        self.draw()  # so that the next epoch starts at another state
+        return text
+
+    @property
+    def is_global(self) -> bool:
+        """Whether loaders draw from this process's global torch generator, which training uses too."""
+        return self._own is None and not self._is_private
+
+    def state(self) -> torch.Tensor | None:
+        """Return the state of the copy of torch's generator as a uint8 tensor; None if there is no copy."""
+        return None if self._own is None else self._own.get_state()
+
+    def load_state(self, state: torch.Tensor | None) -> None:
+        """Continue with a copy of torch's generator that has the given state.
+
+        Args:
+            state: State returned by `state`; None to use no copy until a pass starts.
+        """
+        self._own = None
+        self._seen_seed = None
+        if state is not None:
+            self._own = torch.Generator()
+            self._own.set_state(state)
+
+
+class BaseSeed:
+    """Base seed of one loader's workers, drawn as torch's DataLoader draws it.
+
+    Args:
+        loader: User's loader.
+        is_seedable: Whether the order and the workers' seeds are functions of (seed, epoch). A base seed is then drawn
+            only if the user gave the loader a generator, because a sampler may draw from that generator afterwards.
+        stream: Random number stream to draw from if the loader has no generator.
+    """
+
+    def __init__(self, loader: DataLoader[object], is_seedable: bool, stream: LoaderGenerator) -> None:
+        self._generator: torch.Generator | None = loader.generator
+        self._stream = stream
+        self._is_due = not is_seedable or loader.generator is not None
+        self._has_workers = loader.num_workers > 0
+        self._is_once = loader.persistent_workers
+        self._has_begun = False
+        self._is_open = False
+        self._origin = ""
+        self._loaded: str | None = None
+
+    def draw_seed(self) -> None:
+        """Draw the base seed for a new iterator, unless a resumed pass or persistent workers already have one."""
+        if self._loaded is not None:
+            self._origin = self._loaded
+            self._loaded = None
+        elif self._is_due and not (self._has_begun and self._is_once):
+            self._origin = self._encode_state() if self._has_workers else ""
+            if self._generator is None:
+                self._stream.draw()
+            else:
+                _draw(self._generator)
+        self._has_begun = True
+        self._is_open = True
+
+    def _encode_state(self) -> str:
+        return self._stream.encode_state() if self._generator is None else encode(self._generator.get_state())
+
+    def start_pass(self, inner: DataLoader[object], is_given: bool) -> None:
+        """Start a pass, and optionally give the workers of `inner` the base seed that was drawn.
+
+        Args:
+            inner: DataLoader that reads the dataset, with its own generator.
+            is_given: Whether to give `inner` the base seed that a plain loader would draw. Otherwise the generator of
+                `inner` is unchanged.
+        """
+        self._is_open = False
+        generator = inner.generator
+        if is_given and self._origin and generator is not None:
+            generator.set_state(decode(self._origin))
+
+    def state(self, is_running: bool) -> dict[str, str]:
+        """Return {"base_seed": RNG state before the base seed was drawn, as text}; empty if no base seed was drawn.
+
+        The base seed is that of the current pass, of an iterator whose first batch was not requested yet, or of
+        persistent workers. If none of these exists, the loaded state is returned.
+
+        Args:
+            is_running: Whether a pass is in progress.
+        """
+        is_drawn = is_running or self._is_open or (self._is_once and self._has_begun)
+        origin = self._origin if is_drawn else self._loaded
+        return {} if origin is None or not self._is_due else {"base_seed": origin}
+
+    def load_state(self, state: dict[str, str]) -> None:
+        """Load the state that `state` returned. The next pass uses its base seed."""
+        self._loaded = state.get("base_seed")
+        self._is_open = False
+
+
+def seed_generator(loader: DataLoader[Any], seed: int) -> None:
+    """Seed the generator from which `loader` draws its workers' base seed. No effect if the loader has no generator."""
+    generator: torch.Generator | None = loader.generator
+    if generator is not None:
+        generator.manual_seed(seed)
+
+
+def _draw(generator: torch.Generator) -> int:
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())

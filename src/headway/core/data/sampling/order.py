@@ -1,0 +1,554 @@
+"""Order of an epoch's samples: drawn as torch's own samplers draw it, and reproducible from saved state.
+
+By default torch's plain shuffling is a `DrawnOrder`. At the start of a pass it draws the seed that torch's sampler
+would draw. The order is a pure function of that seed, so that a resumed pass can start at any position. A seedable
+order and sequential reading are a `PureOrder`, a function of (seed, epoch). Every other sampler is kept unchanged
+(`SamplerOrder`). It draws from its own generators or, if it has none, from the global ones, whose states at the
+epoch's start are saved.
+
+torch's loader draws a base seed for its workers (even if there are none), and its sampler draws a seed for a
+shuffled order. Both are drawn here in the same way, so that later random numbers are equal to those of a plain loop.
+The state from which they were drawn is saved, so that a resumed pass draws nothing and repeats its order.
+
+`LoadingRules` chooses between behaviors, such as whether ranks compare their data.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import chain, islice
+from typing import Any, Protocol
+from warnings import warn
+
+import numpy
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from headway.core.config.run import DataLoaderConfiguration
+from headway.core.data.feeds.protocol import State
+from headway.core.data.loader import PreparedLoader
+from headway.core.data.sampling.loader_generator import LoaderGenerator
+from headway.core.data.sampling.own_generators import OwnGenerators
+from headway.core.data.sampling.rng import Agree, GlobalGenerators
+from headway.core.runtime.seed import mix_seed
+from headway.errors import HeadwayWarning
+
+_CHUNK = 64
+"""Number of items taken from a sampler at a time, because replacing all global RNG states costs about 0.1 ms."""
+_COMPARED = 32
+"""Number of indices at the start of an epoch that are compared between an original pass and the resumed one."""
+_MARK = ("first", "rest", "item", "sampler", "sampler_begun")
+"""Keys of a saved state that identify the start of a pass over a sampler.
+
+"first" and "rest" are digests of the first indices, with and without the first item. "item" is the first item.
+"sampler" and "sampler_begun" are the sampler's states before the pass and after the first item.
+"""
+
+_OTHER_ORDER = (
+    "{kind} gives another order after the resume than before the save, so that this epoch repeats some samples and leaves out "
+    "others. It draws from something that a checkpoint does not hold. Keep its generator (torch.Generator, numpy.random.Generator, "
+    "random.Random) as an attribute of the sampler, give the sampler state_dict and load_state_dict, or let set_epoch(epoch) fix "
+    "the order; resume(..., changed='data') begins the epoch at its first batch instead"
+)
+"""Text of the warning about a sampler whose order differs after a resume."""
+
+
+class SampleOrder(Protocol):
+    """Interface of the order in which an epoch reads the items of a sampler.
+
+    An item is the index of a sample, or a batch of indices.
+    """
+
+    def reseed(self, seed: int) -> None:
+        """Set the seed from which later orders are computed. No effect if the order does not depend on a seed."""
+
+    def draw_ahead(self) -> None:
+        """Draw the epoch's random numbers early, when `iter()` is called on the loader.
+
+        It is called only if torch's loader would draw them at that time, because it has workers.
+        """
+
+    def draw(self, epoch: int) -> Sequence[Any] | Iterator[Any]:
+        """Return the order of an epoch, drawing the random numbers that it needs.
+
+        Args:
+            epoch: Number of the epoch.
+
+        Returns:
+            Sequence if any position can be reached directly, else an iterator.
+        """
+
+    def __len__(self) -> int:
+        """Return the number of items in an epoch: samples, or batches if a batch sampler yields lists of indices."""
+
+    def state(self, is_running: bool) -> State:
+        """Return the state from which the order of the current epoch can be drawn again.
+
+        If no epoch is in progress, return the state for the next epoch.
+
+        Args:
+            is_running: Whether an epoch is in progress.
+        """
+
+    def load_state(self, state: State) -> None:
+        """Load the state that `state` returned. The next epoch is drawn from it."""
+
+
+def draw_permutation(length: int, seed: int) -> numpy.ndarray[Any, Any]:
+    """Return the shuffled order of `length` samples: torch.randperm, seeded by `seed`."""
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    # Convert to an array: slicing one costs a tenth of slicing a tensor.
+    return torch.randperm(length, generator=generator).numpy()
+
+
+class PureOrder:
+    """Order that is sequential, or shuffled without replacement as a function of (seed, epoch).
+
+    Args:
+        items: Object whose length is the number of samples, such as a sampler. The length may change between epochs.
+        is_shuffled: Whether to shuffle. Otherwise the order is sequential.
+        seed: Seed of the shuffling.
+    """
+
+    def __init__(self, items: Sized, is_shuffled: bool, seed: int) -> None:
+        self.items = items
+        self.is_shuffled = is_shuffled
+        self.seed = seed
+
+    def reseed(self, seed: int) -> None:
+        """Set the seed of the shuffling from the next epoch on."""
+        self.seed = seed
+
+    def draw_ahead(self) -> None:
+        """Do nothing, because this order draws no random numbers."""
+
+    def draw(self, epoch: int) -> Sequence[int]:
+        """Return the order of `epoch` as a sequence that can be sliced.
+
+        Args:
+            epoch: Number of the epoch.
+        """
+        length = len(self.items)
+        return draw_permutation(length, mix_seed(self.seed, epoch)) if self.is_shuffled else range(length)  # type: ignore[return-value]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def state(self, is_running: bool) -> State:
+        """Return an empty state, because seed and epoch determine the order."""
+        return {}
+
+    def load_state(self, state: State) -> None:
+        """Do nothing, because the order has no state."""
+
+
+def is_plain_shuffling(sampler: Any) -> bool:
+    """Whether a sampler shuffles like `DataLoader(..., shuffle=True)` without a generator.
+
+    Such a sampler is a RandomSampler over the complete dataset, without replacement, that draws from the global
+    generator.
+    """
+    is_plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None
+    return is_plain and sampler.num_samples == len(sampler.data_source)
+
+
+class DrawnOrder:
+    """Order that is shuffled without replacement. Each pass draws a new seed, as torch's RandomSampler does.
+
+    Args:
+        items: Object whose length is the number of samples, such as a sampler. The length may change between epochs.
+        stream: Random number stream to draw the seed from.
+        agree: Function that returns rank 0's seed on every rank; None if this process draws alone.
+    """
+
+    def __init__(self, items: Sized, stream: LoaderGenerator, agree: Agree | None) -> None:
+        self.items = items
+        self._stream = stream
+        self._agree = agree
+        self._drawn: int | None = None
+        self._opened: int | None = None
+        self._loaded: int | None = None
+
+    def reseed(self, seed: int) -> None:
+        """Do nothing, because each pass draws its own seed."""
+
+    def draw_ahead(self) -> None:
+        """Draw the seed of the next pass now, unless a resumed pass already has one."""
+        if self._loaded is None:
+            self._opened = self._stream.draw()
+
+    def draw(self, epoch: int) -> Sequence[int]:
+        """Return the order of the epoch as a sequence that can be sliced.
+
+        Args:
+            epoch: Number of the epoch. It does not affect the order.
+        """
+        number, self._loaded = self._loaded, None
+        if number is None:
+            number = self._stream.draw() if self._opened is None else self._opened
+        self._opened = None
+        # A resumed pass must take part as well: ranks that resume differently must not wait for each other.
+        self._drawn = number if self._agree is None else self._agree(number)
+        return draw_permutation(len(self.items), self._drawn)  # type: ignore[return-value]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def state(self, is_running: bool) -> State:
+        """Return the seed of the current pass.
+
+        Without a pass in progress, return the seed of the next pass if it is known.
+
+        It is known if an iterator was created whose first batch has not been requested, or if a saved seed was loaded.
+        Otherwise the state is empty.
+
+        Args:
+            is_running: Whether a pass is in progress.
+        """
+        number = self._drawn if is_running else self._loaded if self._opened is None else self._opened
+        return {} if number is None else {"drawn": number}
+
+    def load_state(self, state: State) -> None:
+        """Load the seed that `state` returned. It shuffles the next pass.
+
+        Args:
+            state: Saved state.
+        """
+        self._loaded = state.get("drawn")
+        self._opened = None
+
+
+class SamplerOrder:
+    """Order in which a user's sampler or batch sampler yields indices.
+
+    Args:
+        sampler: Iterable of indices, or of lists of indices.
+        seed: Seed for the global generators while the sampler draws. It is used only if `is_seedable`.
+        is_seedable: Whether to seed the global generators by (seed, epoch). Otherwise they start at the state of
+            `stream`, as with a plain loader.
+        stream: Random number stream from which the run's loaders draw.
+        agree: Function that returns rank 0's value on every rank; None if this process draws alone.
+        is_synchronized: Whether random generators in the sampler start each epoch with rank 0's state.
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        seed: int,
+        is_seedable: bool,
+        stream: LoaderGenerator,
+        agree: Agree | None,
+        is_synchronized: bool,
+    ) -> None:
+        self.sampler = sampler
+        self.seed = seed
+        self._stream = stream
+        self._own = OwnGenerators(sampler, agree if is_synchronized else None)
+        self._continues_global = not is_seedable and not self._own.has_torch
+        self._agree = agree
+        self._stateful = _find_stateful(sampler)
+        self._before: Any = None
+        self._mark: State = {}
+        self._expected: State = {}
+        self._global: str | None = None
+        self._loaded_global: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+    def reseed(self, seed: int) -> None:
+        """Set the seed for the global generators while a seedable sampler draws. It applies from the next epoch on."""
+        self.seed = seed
+
+    def draw_ahead(self) -> None:
+        """Do nothing, because the sampler draws its random numbers itself."""
+
+    def draw(self, epoch: int) -> Iterator[Any]:
+        """Start iterating over the sampler. Its items are drawn on request.
+
+        A resumed pass must start with the items with which the original pass started. If it does not, the sampler's own
+        saved state is restored, if it has one.
+
+        Args:
+            epoch: Number of the epoch.
+        """
+        self._own.start_epoch()
+        self._before = self._read_sampler()
+        self._mark = {}
+        expected = self._expected
+        self._expected = {}
+        if not self._continues_global:
+            return self._draw_resumed(
+                expected, lambda: self._draw_items(GlobalGenerators.from_seed(mix_seed(self.seed, epoch)))
+            )
+        text, self._loaded_global = self._loaded_global, None
+        draws_here = text is None and self._stream.is_global
+        text = self._stream.pack_sampler_states() if text is None else text
+        agreed = self._global = text if self._agree is None else self._agree(text)
+        if draws_here and agreed == text:
+            return self._draw_directly()
+        return self._draw_resumed(expected, lambda: self._draw_items(GlobalGenerators.from_text(agreed)))
+
+    def _draw_resumed(self, expected: State, draw: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Return the items of a pass over the sampler, starting with the first item of the interrupted pass.
+
+        If the sampler does not start with that item by itself and has a `state_dict`, it is restored to its state at
+        the start of the pass, or after the first item. A sampler whose state contains its position then continues
+        with the second item.
+
+        Args:
+            expected: Saved start of the interrupted pass.
+            draw: Function that starts a pass over the sampler.
+        """
+        if "first" not in expected:
+            return draw()
+        states = [None] if self._stateful is None else [None, expected.get("sampler"), expected.get("sampler_begun")]
+        for state in states:
+            if state is not None:
+                self._stateful.load_state_dict(copy.deepcopy(state))
+            self._own.rewind()
+            self._mark = {}
+            items = draw()
+            drawn = list(islice(items, 2))  # the second item triggers the read of all items that are compared
+            found = self._mark.get("first")
+            if found is not None and found in (expected["first"], expected.get("rest")):
+                self._mark = expected
+                return chain([] if found == expected["first"] else [expected["item"]], drawn, items)
+        warn(_OTHER_ORDER.format(kind=type(self.sampler).__name__), HeadwayWarning, stacklevel=2)
+        return chain(drawn, items)
+
+    def _draw_directly(self) -> Iterator[Any]:
+        """Yield the items as plain torch would: the draws for the first item use this process's global generators.
+
+        Most samplers draw all their random numbers at that time. Later draws use a copy of the generators. If they
+        used the global generators, they would alternate with training's draws and could not be repeated after a
+        resume.
+        """
+        iterator = iter(self.sampler)
+        first = list(islice(iterator, 1))
+        begun = self._read_sampler()
+        rng_states = GlobalGenerators.from_current()  # before training draws
+        yield from first
+        yield from self._draw_chunks(iterator, rng_states, first, begun)
+
+    def _draw_items(self, rng_states: GlobalGenerators) -> Iterator[Any]:
+        with rng_states:
+            iterator = iter(self.sampler)
+            first = [] if self._stateful is None else list(islice(iterator, 1))
+        begun = self._read_sampler()
+        yield from first
+        yield from self._draw_chunks(iterator, rng_states, first, begun)
+
+    def _read_sampler(self) -> Any:
+        return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
+
+    def _draw_chunks(
+        self, iterator: Iterator[Any], rng_states: GlobalGenerators, before: Sequence[Any], begun: Any
+    ) -> Iterator[Any]:
+        # If more items are requested than the sampler has, it may draw once more. An unfinished epoch must not do that.
+        length, num_taken, is_first = get_length(self.sampler), len(before), True
+        while True:
+            wanted = _CHUNK if length is None else min(_CHUNK, max(1, length - num_taken))
+            with rng_states:
+                chunk = list(islice(iterator, wanted))
+            if is_first:
+                is_first, self._mark = False, self._describe([*before, *chunk], begun)
+            yield from chunk
+            if len(chunk) < wanted:
+                return
+            num_taken += wanted
+
+    def state(self, is_running: bool) -> State:
+        """Return the state that determines the order of the current epoch.
+
+        If no epoch is in progress, return that of the next.
+
+        It contains the states of the RNGs that the sampler uses, unless seed and epoch determine the order. It also
+        has the sampler's own state, if any, and a digest of the epoch's first items, with which a resumed epoch is
+        compared.
+
+        Args:
+            is_running: Whether an epoch is in progress.
+        """
+        taken = self._global if is_running else self._loaded_global
+        own = {**self._own.state(is_running), **({} if taken is None else {"global": taken})}
+        if not is_running:
+            return {**own, **self._expected}
+        return {**own, **self._mark}
+
+    def _describe(self, items: Sequence[Any], begun: Any) -> State:
+        """Return the sampler's states and a digest of a pass's first items, with which a resumed pass is compared.
+
+        The result is empty if the items are neither integers nor strings.
+
+        Args:
+            items: First items of the pass.
+            begun: State of the sampler after the first item; None if it has no state.
+        """
+        first = digest_items(items)
+        if first is None:
+            return {}
+        if self._stateful is None:
+            return {"first": first}
+        rest = digest_items(items[1:])
+        return {"first": first, "rest": rest, "item": items[0], "sampler": self._before, "sampler_begun": begun}
+
+    def load_state(self, state: State) -> None:
+        """Load the state that `state` returned. The next epoch is drawn from it."""
+        self._own.load_state(state)
+        self._loaded_global = state.get("global")
+        self._expected = {name: state[name] for name in _MARK if name in state}
+
+
+def describe_order(order: Any) -> str:
+    """Return a phrase about the kind of an order, such as "by WeightedRandomSampler" or "in the order of the data".
+
+    Args:
+        order: Order of samples.
+    """
+    if isinstance(order, PureOrder):
+        if order.is_shuffled:
+            return "shuffled by seed and epoch"
+        # A dataset whose order depends on its arguments, such as a Mixture, describes them.
+        describe = getattr(getattr(order.items, "data_source", None), "describe_order", None)
+        return "in the order of the data" if describe is None else f"in the order of {describe()}"
+    if isinstance(order, DrawnOrder):
+        return "shuffled by a number that each pass draws"
+    return f"by {type(getattr(order, 'sampler', order)).__name__}"
+
+
+def _find_stateful(sampler: Any) -> Any:
+    """Return the sampler if it has a `state_dict`, else the sampler inside it that has one, else None."""
+    for each in (sampler, getattr(sampler, "sampler", None)):
+        if callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None)):
+            return each
+    return None
+
+
+def digest_items(items: Iterable[Any]) -> str | None:
+    """Return a digest of the first 32 indices; None if there are none, or if some are neither integers nor strings.
+
+    Batches are flattened, so that the digest does not depend on the batch size.
+
+    Args:
+        items: Indices, or batches of indices.
+    """
+    found: list[str] = []
+    for item in items:
+        several = item if isinstance(item, list | tuple) else (item,)
+        for index in several[: _COMPARED - len(found)]:
+            if not isinstance(index, int | str | numpy.integer):
+                return None
+            found.append(str(index))
+    return blake2b(" ".join(found).encode(), digest_size=8).hexdigest() if found else None
+
+
+def get_length(items: Any) -> int | None:
+    """Return the number of items of an object, or None if it has no length."""
+    try:
+        return len(items)
+    except TypeError:
+        return None
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """Source of the random numbers from which the order of a loader is drawn, with its settings.
+
+    Attributes:
+        config: Loader configuration of the run.
+        seed: Seed of this loader's order, equal on all ranks.
+        stream: Random number stream from which the run's loaders draw.
+        agree: Function that returns rank 0's value on every rank; None if this process draws alone.
+        is_synchronized: Whether random generators in samplers start each epoch with rank 0's state.
+    """
+
+    config: DataLoaderConfiguration
+    seed: int
+    stream: LoaderGenerator
+    agree: Agree | None
+    is_synchronized: bool
+
+
+class LoadingRules:
+    """Rules by which a run's loaders order, read and split data. The defaults follow torch's loaders.
+
+    Attributes:
+        reads_ahead: Whether to fetch the next batch of a map-style dataset before training on the current one, if this
+            process fetches it. The global generators are then used for collating first, and for training afterwards.
+        leaves_workers: Whether workers use the generators that torch gives them, on several ranks too. Otherwise their
+            random numbers are functions of a sample's position, so that a resumed epoch is equal on any number of
+            ranks.
+        opens_late: Whether a pass draws its order when the first batch is requested. Otherwise it does so in `iter()`,
+            as torch's loaders do.
+        parts_streams: Whether loaders and training draw from separate random number streams if several ranks read one
+            data shard.
+        refuses_unlike_data: Whether different data or samplers on different ranks are an error. Otherwise they cause
+            one warning.
+        compares_streams: Whether ranks that read an iterable dataset in full compare their samples, use equal random
+            numbers for it, and end together. Otherwise they exchange nothing.
+    """
+
+    reads_ahead = False
+    leaves_workers = False
+    opens_late = False
+    parts_streams = True
+    refuses_unlike_data = True
+    compares_streams = True
+
+    def choose_order(self, sampler: Any, draws: RandomSource) -> SampleOrder:
+        """Return the order of a sampler.
+
+        It is a `PureOrder` or `DrawnOrder` for torch's plain samplers, else a `SamplerOrder`.
+
+        Args:
+            sampler: Sampler or batch sampler.
+            draws: Source of random numbers for the order, and its settings.
+        """
+        is_seedable, is_shuffled = draws.config.is_seedable, is_plain_shuffling(sampler)
+        if type(sampler) is SequentialSampler or (is_shuffled and is_seedable):
+            return PureOrder(sampler, is_shuffled, draws.seed)
+        if is_shuffled:
+            return DrawnOrder(sampler, draws.stream, draws.agree)
+        return SamplerOrder(sampler, draws.seed, is_seedable, draws.stream, draws.agree, draws.is_synchronized)
+
+    def wrap_loader(self, config: DataLoaderConfiguration, **parts: Any) -> PreparedLoader:
+        """Create a prepared loader from its components.
+
+        Args:
+            config: Loader configuration of the run.
+            parts: Keyword arguments of `PreparedLoader`.
+        """
+        return PreparedLoader(**parts)
+
+    def has_seeded_order(self, config: DataLoaderConfiguration) -> bool:
+        """Whether the sample order and the workers' RNG states are functions of (seed, epoch).
+
+        Otherwise they are drawn from the run's random number stream.
+
+        Args:
+            config: Loader configuration of the run.
+        """
+        return config.is_seedable
+
+    def should_dispatch(self, config: DataLoaderConfiguration, is_stream: bool, is_placed: bool) -> bool:
+        """Whether rank 0 reads the data and sends each rank its batch.
+
+        Args:
+            config: Loader configuration of the run.
+            is_stream: Whether the dataset is iterable.
+            is_placed: Whether batches are moved to the device.
+        """
+        return bool(config.dispatch_batches)
+
+    def should_spread(self, is_dispatched: bool) -> bool:
+        """Whether the samples of an incomplete last step are spread evenly over the ranks, as short batches.
+
+        Otherwise the first ranks get full batches.
+
+        Args:
+            is_dispatched: Whether rank 0 reads the data and sends each rank its batch.
+        """
+        return False

@@ -1,0 +1,209 @@
+"""Find random generators that are attributes of a sampler or dataset, and save and restore their states."""
+
+import json
+import random
+from typing import Any, TypeAlias
+
+import numpy
+import torch
+
+from headway.core.data.feeds.protocol import State
+from headway.core.data.sampling.rng import (
+    TWISTERS,
+    Agree,
+    complete_state_text,
+    decode,
+    encode,
+    is_rng_states_text,
+    read_state_text,
+    write_state_text,
+)
+
+# A string, because numpy.random is imported on first use and most runs do not need it.
+OwnGenerator: TypeAlias = "torch.Generator | random.Random | numpy.random.RandomState | numpy.random.Generator"
+"""Random generator in a sampler or dataset."""
+_BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+"""Supported bit generators of `numpy.random.Generator`."""
+
+
+class OwnGenerators:
+    """Random generators that are attributes of an object, and their states at the start of an epoch.
+
+    Args:
+        owner: Sampler, batch sampler or dataset.
+        agree: Function that returns rank 0's value on every rank, to start each epoch with rank 0's states; None to use
+            this process's states.
+
+    Attributes:
+        generators: Generators that were found in `owner`.
+    """
+
+    def __init__(self, owner: Any, agree: Agree | None) -> None:
+        self.generators = find_generators(owner)
+        self._agree = agree if self.generators else None
+        self._begun: list[str] = []
+        self._loaded: list[str] | None = None
+
+    @property
+    def has_torch(self) -> bool:
+        """Whether one of the generators is a `torch.Generator`."""
+        return any(isinstance(each, torch.Generator) for each in self.generators)
+
+    def rewind(self) -> None:
+        """Reset the generators to their states at the start of the current epoch. The order can then be drawn again."""
+        self._write(self._begun)
+
+    def start_epoch(self) -> None:
+        """Start an epoch with the loaded states if there are any, or else with the generators' current states.
+
+        If an `agree` function was given, all ranks use rank 0's states. The states are stored, so that `rewind` can
+        return to them.
+        """
+        texts = self._read() if self._loaded is None else self._loaded
+        self._begun = texts if self._agree is None else self._agree(texts)
+        self._loaded = None
+        self._write(self._begun)
+
+    def state(self, is_running: bool) -> State:
+        """Return the generators' states at the start of the current epoch; between epochs, their current states.
+
+        Args:
+            is_running: Whether an epoch is in progress.
+        """
+        if not self.generators:
+            return {}
+        if is_running or self._loaded is not None:
+            return {"generators": self._begun if self._loaded is None else self._loaded}
+        return {"generators": self._read(), "is_idle": True}
+
+    def load_state(self, state: State) -> None:
+        """Load the states that `state` returned. The next epoch starts with them."""
+        texts = state.get("generators")
+        if texts is None:
+            self._loaded = None
+        elif state.get("is_idle"):
+            self._write(texts)
+        else:
+            self._loaded = list(texts)
+
+    def _read(self) -> list[str]:
+        return [_read_own(generator) for generator in self.generators]
+
+    def _write(self, texts: list[str]) -> None:
+        for generator, text in zip(self.generators, texts):
+            _write_own(generator, text)
+
+
+def is_generator_text(text: str, is_on_cpu: bool) -> bool:
+    """Whether a text is a valid state of one random generator, in the format of `OwnGenerators.state`.
+
+    Args:
+        text: Text to check.
+        is_on_cpu: Whether there are only CPU generators. Otherwise states that torch's CPU generator rejects are
+            accepted too, because they may be states of another device's generator.
+    """
+    kind, is_other, rest = text.partition(":")
+    if is_other:
+        return _is_other_state(kind, rest)
+    try:
+        state = decode(text)
+        torch.Generator().set_state(state)
+    except RuntimeError:
+        return not is_on_cpu
+    except ValueError:
+        return False
+    return True
+
+
+def _is_other_state(kind: str, text: str) -> bool:
+    """Whether a string is a valid state of a generator of Python or NumPy. It is tested on an unused generator.
+
+    Args:
+        kind: Type of the generator, such as "random", "numpy" or "PCG64".
+        text: State to check.
+    """
+    if kind in TWISTERS:
+        return is_rng_states_text(complete_state_text(text, TWISTERS[kind]))
+    if kind not in _BIT_GENERATORS:
+        return False
+    generator = getattr(numpy.random, kind)()
+    try:
+        _write_bits(generator, text)
+        words = json.loads(text)["state"]
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return False
+    # NumPy would read out of bounds if the position is beyond its words.
+    return kind != "MT19937" or (len(words["key"]) == 624 and 0 <= int(words["pos"]) <= 624)
+
+
+def _read_own(generator: OwnGenerator) -> str:
+    """Return the state of a generator as text: base64 for torch's generators, "type:state" for others."""
+    if isinstance(generator, torch.Generator):
+        return encode(generator.get_state())
+    if isinstance(generator, random.Random):
+        return f"random:{write_state_text(generator.getstate(), 1)}"
+    if isinstance(generator, numpy.random.RandomState):
+        return f"numpy:{write_state_text(generator.get_state(), 2)}"
+    bits = generator.bit_generator
+    return f"{type(bits).__name__}:{json.dumps(bits.state, default=lambda words: words.tolist())}"
+
+
+def _write_own(generator: OwnGenerator, text: str) -> None:
+    """Set the state of a generator from a text that `_read_own` returned.
+
+    This has no effect if the text belongs to another type of generator.
+    """
+    kind, is_other, rest = text.partition(":")
+    if isinstance(generator, torch.Generator):
+        if not is_other:
+            generator.set_state(decode(text))
+    elif isinstance(generator, random.Random):
+        if kind == "random":
+            generator.setstate(read_state_text(rest, 1))
+    elif isinstance(generator, numpy.random.RandomState):
+        if kind == "numpy":
+            generator.set_state(read_state_text(rest, 2))
+    elif kind == type(generator.bit_generator).__name__:
+        _write_bits(generator.bit_generator, rest)
+
+
+def _write_bits(bits: "numpy.random.BitGenerator", text: str) -> None:
+    bits.state = _restore_arrays(json.loads(text), bits.state)
+
+
+def _restore_arrays(read: Any, own: Any) -> Any:
+    """Return a bit generator's state after a round trip through JSON, with lists converted back to NumPy arrays.
+
+    Args:
+        read: State as read from JSON, or a part of it.
+        own: Current state of the generator, or the same part of it. It shows where arrays are needed.
+    """
+    if isinstance(own, dict):
+        return {name: _restore_arrays(read[name], value) for name, value in own.items()}
+    return numpy.asarray(read, dtype=own.dtype) if isinstance(own, numpy.ndarray) else read
+
+
+def _is_readable(generator: object) -> bool:
+    """Whether the generator's complete state can be read and written.
+
+    False for `random.SystemRandom` and unusual subclasses.
+    """
+    if isinstance(generator, numpy.random.Generator):
+        return type(generator.bit_generator).__name__ in _BIT_GENERATORS
+    if isinstance(generator, numpy.random.RandomState):
+        return isinstance(generator._bit_generator, numpy.random.MT19937)
+    return isinstance(generator, torch.Generator) or type(generator) is random.Random
+
+
+def find_generators(sampler: object) -> list[OwnGenerator]:
+    """Return the random generators in the attributes of a sampler, including its nested samplers.
+
+    Nested samplers are those in the attributes `sampler` and `batch_sampler`. NumPy's global RandomState is left out,
+    because it is saved with the global RNG states.
+    """
+    nested = (sampler, getattr(sampler, "sampler", None), getattr(sampler, "batch_sampler", None))
+    values = [value for each in nested for value in getattr(each, "__dict__", {}).values()]
+    found = {id(value): value for value in values if _is_readable(value)}
+    # NumPy's module-level functions share one RandomState, which may be an attribute too. It is saved with the global
+    # states.
+    return [value for value in found.values() if value is not getattr(numpy.random.mtrand, "_rand", None)]

@@ -1,0 +1,27 @@
+"""Find the longest time that a read of a dataset may wait for remote storage, for `headway.extras.stall_watch`."""
+
+from typing import Any
+
+from torch.utils.data import Dataset
+
+_LISTS = ("datasets", "sources")
+"""Names of attributes in which wrappers such as `ConcatDataset` and `Mixture` hold several datasets."""
+
+
+def find_stall_limit(dataset: Any) -> float:
+    """Return the maximum number of seconds that a read of a dataset may wait for remote storage; 0.0 if it reads none.
+
+    A wrapper such as `Subset`, `ConcatDataset` or a mixture of sources has the largest limit of the datasets in it.
+
+    Args:
+        dataset: Dataset, or a wrapper around datasets.
+    """
+    limit = getattr(dataset, "stall_limit", None)
+    if isinstance(limit, int | float):
+        return float(limit)
+    inner = [getattr(dataset, "dataset", None)]
+    for name in _LISTS:
+        several = getattr(dataset, name, None)
+        inner += list(several) if isinstance(several, list | tuple) else []
+    found = (find_stall_limit(each) for each in inner if isinstance(each, Dataset) and each is not dataset)
+    return max(found, default=0.0)

@@ -1,0 +1,137 @@
+"""Move batches to a device from pinned memory on a side stream, so that neither host nor device has to wait::
+
+    host      fetch 1, queue copy 1 and step 1    fetch 2, queue copy 2 and step 2
+    side                  [copy 1]                            [copy 2]
+    compute                       [step 1 ..............................][step 2 ...
+
+A copy does not wait for computation that is queued on the device. Computation on the batch waits for the copy, without
+blocking the host. If a type of device has no second stream or no pinned memory, copies block the host as `tensor.to`
+does.
+"""
+
+from typing import Any
+
+import torch
+
+from headway.core.runtime.collectives.tree import Tree, can_move_itself, map_leaves, move_object, to_device
+
+
+class BlockingTransfer:
+    """Callable that moves a batch to a device and blocks the host during each copy.
+
+    Args:
+        device: Target device.
+
+    Attributes:
+        wants_pinned: Whether batches in pinned memory are moved faster. Always False.
+    """
+
+    wants_pinned = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self, batch: Tree) -> Tree:
+        """Return the batch on the device."""
+        return to_device(batch, self._device)
+
+
+class SideStreamTransfer:
+    """Callable that copies a batch from pinned memory on a side stream. The current stream waits for the copies.
+
+    Objects with their own `to` method are moved on the current stream, because the tensors in them are unknown.
+
+    Args:
+        device: Target device.
+        are_pinned_fresh: Whether tensors that arrive in pinned memory were created for this batch. Otherwise they may
+            be buffers of the dataset that the next batch overwrites, so the host waits for their copies (but not for
+            the queued computation). Default: False.
+
+    Attributes:
+        wants_pinned: Whether batches in pinned memory are moved faster. Always True.
+    """
+
+    wants_pinned = True
+
+    def __init__(self, device: torch.device, are_pinned_fresh: bool) -> None:
+        self._device = device
+        self._are_pinned_fresh = are_pinned_fresh
+        self._stream = torch.Stream(device=device)
+
+    def __reduce__(self) -> tuple[type["SideStreamTransfer"], tuple[torch.device, bool]]:
+        # A stream cannot be pickled to another process.
+        return SideStreamTransfer, (self._device, self._are_pinned_fresh)
+
+    def __call__(self, batch: Tree) -> Tree:
+        """Return the batch on the device, ready for the next operation on the current stream."""
+        moved: list[torch.Tensor] = []
+        has_foreign = has_rest = False
+
+        def copy(leaf: Any) -> Any:
+            nonlocal has_foreign, has_rest
+            if not _is_plain(leaf):
+                has_rest |= isinstance(leaf, torch.Tensor) or can_move_itself(leaf)
+                return leaf
+            is_pinned = leaf.is_pinned()
+            has_foreign |= is_pinned and not self._are_pinned_fresh
+            moved.append((leaf if is_pinned else leaf.pin_memory()).to(self._device, non_blocking=True))
+            return moved[-1]
+
+        with self._stream:
+            batch = map_leaves(copy, batch, can_move_itself)
+        if moved:
+            current = torch.accelerator.current_stream(self._device)
+            current.wait_stream(self._stream)
+            for tensor in moved:
+                # Allocated on the side stream: the memory may be reused only after the current stream has finished with
+                # it.
+                tensor.record_stream(current)
+        if has_foreign:
+            self._wait_for_copies()
+        return map_leaves(self._move_rest, batch, can_move_itself) if has_rest else batch
+
+    def _wait_for_copies(self) -> None:
+        done = torch.Event(device=self._device)
+        done.record(self._stream)
+        if not done.query():
+            done.synchronize()
+
+    def _move_rest(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(self._device)  # sparse, nested or a subclass; most are on the device already
+        if not can_move_itself(leaf):
+            return leaf
+        pin = getattr(leaf, "pin_memory", None)
+        return move_object(pin() if callable(pin) else leaf, self._device, non_blocking=callable(pin))
+
+
+DeviceTransfer = BlockingTransfer | SideStreamTransfer
+"""Callable that moves a batch to a device. It may return the batch while the copy is still running."""
+
+
+def _is_plain(leaf: Any) -> bool:
+    return type(leaf) is torch.Tensor and leaf.device.type == "cpu" and leaf.layout is torch.strided
+
+
+def make_transfer(
+    device: torch.device | None, non_blocking: bool | None, are_pinned_fresh: bool = False
+) -> DeviceTransfer | None:
+    """Return the function that moves batches to a device, or None if nothing has to be moved.
+
+    Args:
+        device: Target device; None to leave batches where they are.
+        non_blocking: None or True to copy without blocking the host, if the device supports it. False to block for each
+            copy.
+        are_pinned_fresh: Whether tensors that arrive in pinned memory were created for this batch, so that the host
+            need not wait for their copies. Default: False.
+    """
+    if device is None or device.type == "cpu":
+        return None
+    if non_blocking is not False:
+        try:
+            transfer = SideStreamTransfer(device, are_pinned_fresh)
+            transfer(torch.ones(1))
+            return transfer
+        except (RuntimeError, AttributeError, TypeError):
+            pass  # no second stream, pinned memory or record_stream: use the blocking transfer
+    return BlockingTransfer(device)

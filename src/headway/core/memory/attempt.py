@@ -1,0 +1,407 @@
+"""One attempt at a batch size. If memory runs out on any rank, the attempt ends on all ranks, and all of them continue.
+
+Gradient reductions of an attempt's first updates are delayed until all ranks have computed their gradients and voted.
+A rank that runs out of memory then leaves no peer waiting in a collective. Memory peaks in these updates, because
+the first step creates the optimizer state.
+
+Memory can also run out in a later update, in prepare(), or while peers wait in a collective that the user's code
+started. Then the failing rank announces it on the control plane and leaves the process group. On gloo this wakes its
+peers. On NCCL a kernel keeps waiting for the missing rank, and a timeout would end the process. So a thread on every
+rank listens for the announcement while the main thread is blocked in C code, and all ranks abort their groups
+together (`GroupAborter`). If another object keeps the group open, peers wait until their collective times out, and
+the hang watch extends its limit accordingly. In the end all ranks vote and join a new group.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Container, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+from headway.common import env, scope
+from headway.core.memory.oom import clear_device_cache, drop_frames, is_out_of_memory
+from headway.core.runtime import process, pulse
+from headway.core.runtime.control_plane import control
+from headway.core.runtime.device import CPU, Hardware
+from headway.core.runtime.seed import read_rng_states, write_rng_states
+from headway.errors import HeadwayError, PeerOutOfMemory, StateError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_LOOK = 0.1
+"""Seconds between two checks of the control plane for an announced failure."""
+
+_MEETING = 5.0
+"""Maximum time in seconds that ranks wait for each other to see the announcement of a failed attempt."""
+
+_ABORT = 60.0
+"""Maximum time in seconds for aborting a process group."""
+NUM_HELD = 3
+"""Number of gradient reductions per model that are delayed until all ranks have voted.
+
+Memory has reached its peak by then: the first optimizer step creates the optimizer state, and later steps use it.
+"""
+_TO_VOTE = timedelta(seconds=10)
+"""Time that a peer gets to vote after its collective has timed out, before the hang watch reports it as missing."""
+_MARGIN = timedelta(seconds=60)
+"""Time by which a vote outlasts the limit of the hang watch, so that the watch's more detailed report comes first."""
+Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+_current: ContextVar["Attempt | None"] = ContextVar("attempt", default=None)
+
+
+class GroupAborter:
+    """Background thread that aborts this rank's process group when another rank announces that its attempt has failed.
+
+    The thread runs on every rank for the duration of one attempt.
+
+    Args:
+        key: Key on the control plane that the failing rank sets.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._over = threading.Event()
+        self._is_heard = threading.Event()
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="headway-alarm", daemon=True)
+
+    def start(self) -> None:
+        """Start to listen for failed attempts of other ranks."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop listening for failed attempts of other ranks, and wait until the listening thread has ended."""
+        self._over.set()
+        self._thread.join()
+
+    def wait(self) -> None:
+        """Wait until the process group has been aborted, for a limited time.
+
+        Returns at once if no failure was announced and this process can leave the group without waiting for peers.
+        """
+        # During the abort the group can no longer be queried, and a new group would be destroyed with it.
+        if self._is_heard.is_set() or process.does_exit_wait():
+            self._is_done.wait(_MEETING + _ABORT)
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(_LOOK):
+                # A script's Accelerator starts the runtime, by its own settings; until then there is no group either.
+                is_joined = process.has_control_link() and process.does_exit_wait()
+                if is_joined and control.current().has(self._key):
+                    self._is_heard.set()
+                    self._meet(control.current())
+                    process.abort_group()
+                    return
+        except (HeadwayError, RuntimeError) as error:  # the plane's host is gone, and the run ends
+            log.debug("no longer listening for failed attempts: %s", error)
+        finally:
+            self._is_done.set()
+
+    def _meet(self, plane: control.Control) -> None:
+        ready, deadline = f"{self._key}/ready", time.monotonic() + _MEETING
+        num_ready = plane.count(ready)
+        while num_ready < plane.world_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+            num_ready = plane.count(ready, 0)
+
+
+class ObjectOwner(Protocol):
+    """An object that keeps prepared models, optimizers and loaders alive (an Accelerator's registry)."""
+
+    def list_prepared_objects(self) -> Mapping[int, str]:
+        """Return the names of the prepared objects for messages, by the objects' IDs."""
+
+    def release(self, kept: Container[int] = ()) -> None:
+        """Release all prepared objects whose IDs are not in `kept`."""
+
+    def read_progress(self) -> dict[str, Any]:
+        """Return the state of the update counter."""
+
+    def restore_progress(self, progress: dict[str, Any]) -> None:
+        """Restore the state of the update counter."""
+
+
+def _count_attempts() -> "count[int]":
+    """Return the counter that numbers the attempts of this process.
+
+    Every rank makes the same attempts in the same order.
+    """
+    return count()
+
+
+class _ObjectOwners(weakref.WeakSet[ObjectOwner]):
+    """Registry of the owners of prepared objects in this process, as weak references."""
+
+
+def register_owner(holder: ObjectOwner) -> None:
+    """Register an owner of prepared objects, so that a failed attempt can release them.
+
+    Only a weak reference is kept.
+    """
+    scope.own(_ObjectOwners).add(holder)
+
+
+def is_in_progress() -> bool:
+    """Whether the calling code runs inside an attempt that other processes take part in."""
+    return _current.get() is not None and has_peers()
+
+
+def hold_back(hook: Hook) -> Hook:
+    """Return DDP's communication hook with a delay: in the first updates of the current attempt it waits for a vote.
+
+    Outside an attempt, or on a single process, the hook is returned unchanged.
+    """
+    attempt = _current.get()
+    return attempt.hold_back(hook) if attempt is not None and has_peers() else hook
+
+
+def has_peers() -> bool:
+    """Whether there are other processes in the run."""
+    return (process.current().world_size if process.is_started() else env.get_world_size()) > 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of an attempt.
+
+    Attributes:
+        fits: Whether the function ran to its end on every rank.
+        result: Return value of the function.
+        error: Error that made the attempt fail, without stack frames. None if the attempt succeeded.
+        ranks: Ranks that ran out of memory.
+    """
+
+    fits: bool
+    result: Any = None
+    error: BaseException | None = None
+    ranks: tuple[int, ...] = ()
+
+
+class Attempt:
+    """One call of the user's function with one batch size. Every rank makes the same attempts in the same order.
+
+    Args:
+        size: Batch size. Ranks that try different sizes get an error.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.outside = list_prepared_objects()
+        self._key = f"out_of_memory/{next(scope.own(_count_attempts))}"
+        self._alarm = GroupAborter(self._key)
+        self._rng_states = read_rng_states(_hardware())
+        self._progress = [(holder, holder.read_progress()) for holder in list(scope.own(_ObjectOwners))]
+        self._is_over = False
+        self._lost: tuple[int, ...] = ()
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+        """Call `function(size, *args, **kwargs)` and return the outcome.
+
+        An error is raised to the caller unless lack of memory, on this or another rank, has caused it.
+        """
+        if not has_peers():
+            return self._run(function, args, kwargs)
+        self._alarm.start()
+        try:
+            return self._run(function, args, kwargs)
+        finally:
+            self._alarm.stop()
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+        token = _current.set(self)
+        try:
+            result = function(self.size, *args, **kwargs)
+        except Exception as error:
+            # A pipeline's ranks exchange errors, so a peer's error may arrive here before the peer announces it.
+            is_known = bool(self._lost) or (isinstance(error, PeerOutOfMemory) and has_peers())
+            if not is_known and not is_out_of_memory(error) and not self._has_peer_failed():
+                raise
+            return self._end(error)
+        finally:
+            _current.reset(token)
+            self._is_over = True
+        if self._lost or (has_peers() and self._vote(is_done=True)):
+            del result
+            return self._end(None)
+        return Outcome(True, result)
+
+    # ---------------------------------------------------------------- gradients held back
+
+    def hold_back(self, hook: Hook) -> Hook:
+        """Wrap DDP's communication hook so that the gradient buckets of a reduction wait until all ranks have voted."""
+        waiting: list[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = []
+        num_held = 0
+
+        def held_back(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            nonlocal num_held
+            if self._is_over or num_held == NUM_HELD:
+                return hook(state, bucket)
+            device = bucket.buffer().device
+            promise: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+                devices=None if device.type == "cpu" else [device]
+            )
+            waiting.append((bucket, promise))
+            if bucket.is_last():
+                num_held += 1
+                ready = list(waiting)
+                waiting.clear()
+                if self._vote():
+                    raise self._peer_error()
+                for each, kept in ready:
+                    _fulfill(kept, hook(state, each))
+            return promise
+
+        return held_back
+
+    # ---------------------------------------------------------------- votes
+
+    def _vote(self, *, is_out: bool = False, is_done: bool = False) -> bool:
+        """Vote with all ranks whether memory ran out on any of them.
+
+        All ranks vote at the same points: before delayed reductions, at the function's end, and after a failure.
+
+        Args:
+            is_out: Whether memory ran out on this rank. Default: False.
+            is_done: Whether the function has ended on this rank. Default: False.
+
+        Returns:
+            Whether memory ran out on any rank.
+        """
+        runtime = process.current()
+        failed = [float(is_out and rank == runtime.rank) for rank in range(runtime.world_size)]
+        votes = [float(is_out), float(is_done), float(not is_done), float(self.size), -float(self.size), *failed]
+        out, done, running, most, least, *failed = control.current().vote(
+            votes, "max", timeout=runtime.timeout + process.read_group_timeout() + _MARGIN
+        )
+        if most != -least:
+            raise StateError(
+                f"ranks try batch sizes from {-least:g} to {most:g} at once; call the function on every rank, with equal settings"
+            )
+        if out:
+            self._lost = tuple(rank for rank, each in enumerate(failed) if each)
+            return True
+        if done and running:
+            raise StateError(
+                "some ranks returned from the function while others still reduce gradients; every rank must make the same updates"
+            )
+        return False
+
+    def _has_peer_failed(self) -> bool:
+        """Whether this rank's error is a consequence of another rank's failure.
+
+        The other rank announces its failure before it leaves the group.
+        """
+        return has_peers() and control.current().has(self._key)
+
+    def _peer_error(self) -> PeerOutOfMemory:
+        ranks = ", ".join(map(str, self._lost))
+        return PeerOutOfMemory(
+            f"rank {ranks} ran out of memory with a batch size of {self.size}; the attempt ends on every rank. Let this error "
+            "pass: find_executable_batch_size catches it"
+        )
+
+    # ---------------------------------------------------------------- the end of a failed attempt
+
+    def _end(self, error: BaseException | None) -> Outcome:
+        if not has_peers():
+            return self._free(error, several=False)
+        process.current()  # memory may run out before the script's Accelerator joined the others
+        # A peer may arrive late by the run's timeout, and then wait for the timeout of a collective that this rank has left.
+        pulse.get_own_pulse().set_lenience((process.read_group_timeout() + _TO_VOTE).total_seconds())
+        try:
+            return self._free(error, several=True)
+        finally:
+            pulse.get_own_pulse().set_lenience(0.0)
+
+    def _free(self, error: BaseException | None, several: bool) -> Outcome:
+        """Free the memory that a failed attempt used, vote with all ranks, and join a new process group.
+
+        Args:
+            error: Error of this rank, or None if only other ranks failed.
+            several: Whether there are other ranks, with which to vote.
+
+        Returns:
+            Outcome of the failed attempt.
+        """
+        is_own = error is not None and is_out_of_memory(error)
+        if several and is_own:
+            control.current().set(self._key, str(error)[:1000].encode())
+        if error is not None:
+            drop_frames(error)
+        names = [name for each, name in list_prepared_objects().items() if each in self.outside]
+        self.release_objects(only_new=not several)
+        if several:
+            self._alarm.wait()
+            process.leave_group()
+        clear_device_cache(garbage_collection=True)
+        if several:
+            if not self._lost:
+                self._vote(is_out=is_own)
+            process.join_group()
+        self.restore_progress()
+        if names:
+            _warn(names, several)
+        if several and not is_own:
+            error = self._peer_error()
+        return Outcome(False, error=error, ranks=self._lost)
+
+    def restore_progress(self) -> None:
+        """Restore the RNG states and update counters from before the attempt, because another attempt follows."""
+        write_rng_states(self._rng_states, _hardware())
+        for holder, progress in self._progress:
+            holder.restore_progress(progress)
+
+    def release_objects(self, only_new: bool = True) -> None:
+        """Release the prepared objects of all Accelerators.
+
+        Args:
+            only_new: Whether to release only objects that were prepared inside the attempt. False: release all.
+                Default: True.
+        """
+        for holder in list(scope.own(_ObjectOwners)):
+            holder.release(self.outside if only_new else ())
+
+
+def list_prepared_objects() -> dict[int, str]:
+    """Return the names of all prepared objects of this process for messages, by the objects' IDs."""
+    return {
+        each: name for holder in list(scope.own(_ObjectOwners)) for each, name in holder.list_prepared_objects().items()
+    }
+
+
+def _hardware() -> Hardware:
+    # An attempt's own Accelerator may be the first to start the runtime.
+    return process.current().hardware if process.is_started() else CPU
+
+
+def _fulfill(promise: torch.futures.Future[torch.Tensor], reduction: torch.futures.Future[torch.Tensor]) -> None:
+    def pass_on(done: torch.futures.Future[torch.Tensor]) -> None:
+        try:
+            promise.set_result(done.value())
+        except Exception as error:
+            promise.set_exception(error)  # type: ignore[arg-type]
+
+    reduction.add_done_callback(pass_on)
+
+
+def _warn(names: list[str], several: bool) -> None:
+    fate = (
+        "Accelerators forgot them, because they belong to the process group that ended"
+        if several
+        else "they keep their memory, and whatever the failed attempt did to them"
+    )
+    log.warning_once(
+        "these objects were prepared before the batch-size search, not inside its function: %s. An attempt ran out of memory: "
+        "%s. Make and prepare them inside the function",
+        ", ".join(names),
+        fate,
+    )

@@ -1,0 +1,562 @@
+"""Batch-size search: call a function with different batch sizes until one fits into memory on every rank.
+
+`find_executable_batch_size` is the decorator. Three searches choose the next size: `FirstThatFits` goes down from the
+start, `LargestSize` finds the largest size that fits, and `PredictedSize` predicts it from short probes. All assume
+that memory grows with the batch size. The caller tries `size` and passes the result to `report`::
+
+    search = LargestSize(starting_size=128)
+    while not search.is_done:
+        search.report(fits=try_it(search.size))
+    search.found            # 0 if nothing fits
+"""
+
+import functools
+import inspect
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any, Literal, cast, overload
+
+from headway.core.memory.attempt import Attempt, Outcome, has_peers
+from headway.core.memory.oom import clear_device_cache
+from headway.core.memory.predicted_size import PredictedSize
+from headway.core.memory.probe import BatchProbe
+from headway.core.runtime import process
+from headway.core.runtime.control_plane import control
+from headway.core.runtime.events import notify_listeners
+from headway.errors import BatchSizeError, CallError, ConfigError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+STEPS = "gradient_accumulation_steps"
+"""Name of the parameter through which the function gets the number of accumulation steps with
+`keep_global_batch=True`.
+"""
+
+_LATE = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.VAR_POSITIONAL)
+
+_Function = Callable[..., Any]
+Reduce = Callable[..., int]
+"""Function that returns the next size after a failure. Called with the size that failed, or without arguments if it
+takes none.
+"""
+
+LARGEST = 65536
+"""Default upper limit of the search for the largest size."""
+
+_GROWTH = 8
+"""Factor by which the steps of the search grow.
+
+If the start is far from the result, growth by 8 takes two or three more attempts than doubling from the beginning. If
+the start is close, it saves the attempts that bisection would need.
+"""
+
+
+class FirstThatFits:
+    """Search downward from a starting size until one fits.
+
+    Args:
+        starting_size: First size to try.
+        reduce: Function that returns the next size. Default: half, rounded down.
+        sizes: Allowed sizes in ascending order. A size between two allowed sizes is rounded down. Default: all sizes.
+
+    Attributes:
+        size: Next size to try; 0 if no smaller size is left.
+        found: Size that fitted; 0 until one has.
+
+    Raises:
+        ConfigError: From `report`, if `reduce` does not return a smaller integer.
+    """
+
+    def __init__(self, starting_size: int, reduce: Reduce | None = None, sizes: Sequence[int] | None = None) -> None:
+        self.size = starting_size
+        self.found = 0
+        self._reduce = reduce
+        self._sizes = sizes
+
+    def report(self, fits: bool) -> None:
+        """Record whether the current size fits. If not, move to the next smaller one."""
+        if fits:
+            self.found = self.size
+        else:
+            self.size = self._fitted_in(self._next())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a size has fitted or none is left."""
+        return self.size in (0, self.found)
+
+    def _next(self) -> int:
+        if self._reduce is None:
+            return self.size // 2
+        reduced: Any = self._reduce(self.size) if _accepts_size(self._reduce) else self._reduce()
+        if isinstance(reduced, bool) or not isinstance(reduced, int) or not reduced < self.size:
+            raise ConfigError(
+                f"reduce_batch_size_fn returned {reduced!r} after a batch size of {self.size} ran out of memory; it must return an "
+                "integer below that, or 0 to give up"
+            )
+        return max(0, reduced)
+
+    def _fitted_in(self, size: int) -> int:
+        if self._sizes is None:
+            return size
+        index = bisect_right(self._sizes, size)
+        return self._sizes[index - 1] if index else 0
+
+
+class LargestSize:
+    """Search for the largest size that fits.
+
+    Steps away from the start grow eightfold, up to doubling or halving of the size; then the search bisects. If the
+    start is near the result, such as one from a memory forecast, this takes 2 to 3 attempts. From any other start it
+    takes at most about 2 log2(n) attempts for a result n.
+
+    Args:
+        starting_size: First size to try.
+        limit: Largest size to try, at least `starting_size`.
+        sizes: Allowed sizes in ascending order; the first one tried is the largest of them up to `starting_size`.
+            Default: all sizes.
+        tolerance: Fraction by which the result may be below the largest size that fits. 0: the result is exactly the
+            largest size that fits.
+
+    Attributes:
+        size: Next size to try; 0 if no smaller size is left.
+    """
+
+    def __init__(
+        self, starting_size: int, limit: int = LARGEST, sizes: Sequence[int] | None = None, tolerance: float = 0.0
+    ) -> None:
+        self._tolerance = tolerance
+        allowed: Sequence[int] = range(1, limit + 1) if sizes is None else sizes
+        # All following values are indices into the allowed sizes: the last that fitted, the first that did not.
+        self._sizes = allowed[: bisect_right(allowed, limit)]
+        self._fits = -1
+        self._fails = len(self._sizes)
+        self._at = max(0, bisect_right(self._sizes, starting_size) - 1)
+        self._num_steps = 0
+        self.size = self._sizes[self._at]
+
+    @property
+    def found(self) -> int:
+        """Largest size that has fitted so far; 0 if none has."""
+        return self._sizes[self._fits] if self._fits >= 0 else 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the search has ended.
+
+        The next larger size then does not fit, is not allowed, or is within the tolerance.
+        """
+        if self._fits + 1 >= self._fails:
+            return True
+        is_bounded = self._fits >= 0 and self._fails < len(self._sizes)
+        return is_bounded and self._sizes[self._fails] <= self.found * (1 + self._tolerance)
+
+    def report(self, fits: bool) -> None:
+        """Record whether the current size fits, and choose the next one."""
+        if fits:
+            self._fits = self._at
+        else:
+            self._fails = self._at
+        self._at = self._choose()
+        self.size = 0 if self.is_done and self._fits < 0 else self._sizes[min(self._at, len(self._sizes) - 1)]
+
+    def _choose(self) -> int:
+        if self.is_done:
+            return max(self._fits, 0)
+        if self._fails == len(self._sizes):  # nothing has failed yet: go up
+            step = min(self._step(self.found * self._tolerance), self.found)
+            return min(max(bisect_right(self._sizes, self.found + step) - 1, self._fits + 1), self._fails - 1)
+        if self._fits < 0:  # nothing has fitted yet: go down
+            failed = self._sizes[self._fails]
+            step = min(self._step(failed * self._tolerance / (1 + self._tolerance)), failed - failed // 2)
+            return min(max(bisect_right(self._sizes, failed - step) - 1, 0), self._fails - 1)
+        middle = bisect_left(self._sizes, (self.found + self._sizes[self._fails]) // 2)
+        return min(max(middle, self._fits + 1), self._fails - 1)
+
+    def _step(self, first: float) -> int:
+        """Return by how much the batch size changes in the next attempt.
+
+        Args:
+            first: Change in the first step away from the start.
+        """
+        self._num_steps += 1
+        return int(max(1, int(first)) * _GROWTH ** (self._num_steps - 1))
+
+
+BatchSizeSearch = FirstThatFits | LargestSize | PredictedSize
+SearchName = Literal["first", "largest", "predicted"]
+
+_FEW = 4
+"""Upper limit of a search at or below which sizes are tried one by one, instead of predicted from two small sizes."""
+
+
+def list_divisors(number: int) -> list[int]:
+    """Return all divisors of a positive integer in ascending order."""
+    low = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*low, *(number // each for each in low)})
+
+
+def _check_size(value: Any, name: str) -> int:
+    """Return `value` if it is an integer of at least 1, else raise an error.
+
+    Args:
+        value: Value to check.
+        name: Name of the argument, for the message.
+
+    Raises:
+        ConfigError: If the value is not such an integer.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r}; give the number of samples in a batch, an integer from 1 on")
+    return value
+
+
+def _check_tolerance(value: Any) -> float:
+    """Return `value` as a float if it is a fraction in [0, 1), else raise an error.
+
+    Raises:
+        ConfigError: If the value is not such a fraction.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ConfigError(
+            f"tolerance={value!r}; give how far below the largest size the answer may be, as a share of it, such as 0.05, or 0"
+        )
+    return float(value)
+
+
+def _accepts_size(reduce: Reduce) -> bool:
+    try:
+        parameters = inspect.signature(reduce).parameters.values()
+    except ValueError:  # a callable of C without a signature
+        return True
+    return any(each.kind in _POSITIONAL and each.default is Parameter.empty for each in parameters)
+
+
+@dataclass(frozen=True)
+class _SearchSettings:
+    """Arguments of `find_executable_batch_size`."""
+
+    start: int
+    reduce: Reduce | None
+    search: SearchName
+    keeps_global_batch: bool
+    limit: int | None
+    tolerance: float
+
+    @property
+    def sizes(self) -> list[int] | None:
+        """Allowed sizes in ascending order, or None if all are allowed."""
+        return list_divisors(self.start) if self.keeps_global_batch else None
+
+    def start_search(self, size: int, is_known: bool = False) -> BatchSizeSearch:
+        """Return a new search of the requested kind.
+
+        Args:
+            size: First size to try, or the largest one if the size is predicted.
+            is_known: Whether an earlier call has found that this size fits.
+        """
+        if self.search == "predicted":
+            if is_known:
+                return FirstThatFits(size, _make_smaller_sizes(size), self.sizes)
+            limit = size if self.keeps_global_batch or self.limit is None else self.limit
+            if limit <= _FEW:
+                return FirstThatFits(limit, lambda failed: failed - 1, self.sizes)
+            return PredictedSize(limit, self.sizes, self.tolerance)
+        if self.search == "largest":
+            limit = self.start if self.keeps_global_batch else max(self.limit or LARGEST, size)
+            return LargestSize(size, limit, self.sizes, self.tolerance)
+        return FirstThatFits(size, self.reduce, self.sizes)
+
+
+@overload
+def find_executable_batch_size(function: _Function) -> _Function: ...
+@overload
+def find_executable_batch_size(
+    function: None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Reduce | None = None,
+    *,
+    search: SearchName = "first",
+    keep_global_batch: bool = False,
+    max_batch_size: int | None = None,
+    tolerance: float = 0.0,
+) -> Callable[[_Function], _Function]: ...
+def find_executable_batch_size(
+    function: _Function | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Reduce | None = None,
+    *,
+    search: SearchName = "first",
+    keep_global_batch: bool = False,
+    max_batch_size: int | None = None,
+    tolerance: float = 0.0,
+) -> Any:
+    """Decorate a function so that it is called with a batch size that fits into memory, the same on all ranks.
+
+    The function's first parameter is the batch size (for a method, the first after `self`). Call the decorated
+    function without it. If memory runs out on any rank, the attempt ends on all ranks, its memory is freed, RNG
+    states are restored, and the function is called again from its beginning with a smaller size. A later call starts
+    with the size that fitted last, which the decorated function has as its attribute `batch_size`.
+
+    Args:
+        function: Function to decorate; None if the decorator is used with arguments.
+        starting_batch_size: First size to try. Default: 128.
+        reduce_batch_size_fn: Function that returns the next size after a failure. Called with the size that failed, or
+            without arguments if it takes none. Default: half, rounded down. Only for `search="first"`.
+        search: "first" goes down and takes the first size that fits. "largest" goes up while sizes fit, or down until
+            one does, in growing steps, and then bisects. The function is called 2 or 3 times if the start is near the
+            answer (`accelerator.forecast`), else about 2 log2(n) times, so it should make only a few updates. The last
+            call has the size found, and its result is returned. "predicted" first calls the function with two small
+            sizes and leaves it after two updates, by an error raised in the optimizer's step. It predicts the largest
+            size up to `starting_batch_size` from the memory used, tries it in the same way, and then calls the function
+            once more to run to its end. Create the Accelerator inside the function.
+        keep_global_batch: Whether an update must see as many samples as with the starting size. Only divisors of
+            `starting_batch_size` are then tried, and the function also receives
+            `gradient_accumulation_steps=starting_batch_size // batch_size`.
+        max_batch_size: Largest size that "largest" and "predicted" try. Default: 65536 for "largest",
+            `starting_batch_size` for "predicted" or with `keep_global_batch`.
+        tolerance: Fraction by which the result of "largest" or "predicted" may be below the largest size that fits,
+            which saves calls. "predicted" allows at least 1/32.
+
+    Returns:
+        The decorated function, or a decorator if `function` is None.
+
+    Raises:
+        CallError: From the call, if a batch size was passed or other arguments do not fit. CallError is a TypeError.
+        BatchSizeError: From the call, if not even the smallest allowed size fits.
+        ConfigError: If settings contradict each other, or `reduce_batch_size_fn` does not reduce.
+        UnsupportedError: From the call, if memory ran out on several processes whose group Headway did not start.
+    """
+    plan = _SearchSettings(
+        _check_size(starting_batch_size, "starting_batch_size"),
+        reduce_batch_size_fn,
+        _check_search(search, reduce_batch_size_fn),
+        keep_global_batch,
+        None if max_batch_size is None else _check_size(max_batch_size, "max_batch_size"),
+        _check_tolerance(tolerance),
+    )
+    if tolerance and plan.search == "first":
+        raise ConfigError(
+            "tolerance is only for search='largest' and 'predicted'; 'first' takes the first size that fits. Leave tolerance out"
+        )
+    if max_batch_size is not None and max_batch_size < starting_batch_size:
+        raise ConfigError(
+            f"max_batch_size={max_batch_size} is below starting_batch_size={starting_batch_size}; raise it, or start lower"
+        )
+    return functools.partial(_decorate, plan) if function is None else _decorate(plan, function)
+
+
+def _check_search(search: str, reduce: Reduce | None) -> SearchName:
+    """Return `search` if it is the name of a search and can be combined with `reduce`.
+
+    Raises:
+        ConfigError: If the name is unknown, or `reduce` is given for a search other than "first".
+    """
+    if search not in ("first", "largest", "predicted"):
+        raise ConfigError(
+            f"search={search!r}; allowed: 'first' (that fits, downwards), 'largest' and 'predicted' (the largest, by short probes)"
+        )
+    if search != "first" and reduce is not None:
+        raise ConfigError(
+            f"reduce_batch_size_fn has no meaning with search={search!r}, which chooses sizes itself; leave it out"
+        )
+    return cast("SearchName", search)
+
+
+def _decorate(plan: _SearchSettings, function: _Function) -> _Function:
+    if not callable(function):
+        raise ConfigError(
+            f"find_executable_batch_size got {function!r} to decorate; sizes go by name: starting_batch_size=..."
+        )
+    written = inspect.signature(function)
+    if next(iter(written.parameters), "") in ("self", "cls"):
+        function = _put_size_first(function)
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    _check_parameters(plan, function, parameters)
+    next_start = plan.start
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal next_start
+        extra = {STEPS: 1} if plan.keeps_global_batch else {}
+        _check_call(_name(function), signature, written, args, {**kwargs, **extra})
+        clear_device_cache(garbage_collection=True)
+        search = plan.start_search(next_start, is_known=run.batch_size is not None)  # type: ignore[attr-defined]
+        outcome, next_start = _SearchCall(plan, function, args, kwargs).run_search(search)
+        run.batch_size = next_start  # type: ignore[attr-defined]
+        return outcome.result
+
+    run.batch_size = None  # type: ignore[attr-defined]
+    shown = [each for each in parameters[1:] if not (plan.keeps_global_batch and each.name == STEPS)]
+    takes_any = bool(parameters) and parameters[0].kind is Parameter.VAR_POSITIONAL
+    run.__signature__ = signature if takes_any else signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return run
+
+
+def _put_size_first(method: _Function) -> _Function:
+    """Wrap a method so that its first parameter is the batch size and its second one is `self`."""
+
+    @functools.wraps(method)
+    def call(size: int, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(owner, size, *args, **kwargs)
+
+    signature = inspect.signature(method)
+    owner, *rest = signature.parameters.values()
+    call.__signature__ = signature.replace(parameters=[*rest[:1], owner, *rest[1:]] if rest else [])  # type: ignore[attr-defined]
+    return call
+
+
+def _check_parameters(plan: _SearchSettings, function: _Function, parameters: list[Parameter]) -> None:
+    if not parameters or parameters[0].kind not in _POSITIONAL:
+        raise ConfigError(
+            f"{_name(function)} has no first parameter for the batch size; write `def {_name(function)}(batch_size, ...)`"
+        )
+    if any(is_late(function) for is_late in _LATE):
+        raise ConfigError(
+            f"{_name(function)} is a generator or a coroutine: its body runs after the call has returned, where nobody can call it "
+            "again with a smaller size; decorate a plain function that runs to its end"
+        )
+    takes_steps = any(each.name == STEPS or each.kind is Parameter.VAR_KEYWORD for each in parameters)
+    if plan.keeps_global_batch and not takes_steps:
+        raise ConfigError(
+            f"with keep_global_batch=True {_name(function)} is given {STEPS}=...; add it, and hand it to the Accelerator"
+        )
+
+
+def _check_call(
+    name: str, signature: inspect.Signature, written: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise an error if the caller's arguments, together with a batch size, do not fit the signature of the function.
+
+    Args:
+        name: Name of the function.
+        signature: Signature with the batch size as first parameter.
+        written: Signature as written in the source. For a method, its first parameter is `self`.
+        args: Positional arguments of the call, without the batch size.
+        kwargs: Keyword arguments of the call.
+
+    Raises:
+        CallError: If the arguments do not fit.
+    """
+    try:
+        signature.bind(0, *args, **kwargs)
+        return
+    except TypeError as error:
+        try:
+            written.bind(*args, **kwargs)
+        except TypeError:
+            raise CallError(f"{name}(batch_size, ...) cannot be called so: {error}") from None
+    first = next(iter(signature.parameters))
+    num_owners = int(first != next(iter(written.parameters)))
+    rest = {key: value for key, value in kwargs.items() if key not in (first, STEPS)}
+    left = [repr(each) for each in args[num_owners + (first not in kwargs) :]]
+    call = ", ".join([*left, *(f"{key}={value!r}" for key, value in rest.items())])
+    raise CallError(
+        f"Batch size was passed into `{name}` as the first argument when called, but its parameter {first!r} is filled in by "
+        f"find_executable_batch_size; call it without: {name}({call})"
+    )
+
+
+def _name(function: _Function) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+class _SearchCall:
+    """One call of a function decorated with `find_executable_batch_size`, which makes several attempts."""
+
+    def __init__(
+        self, plan: _SearchSettings, function: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.plan = plan
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.tried: list[int] = []
+        self._probe = BatchProbe()
+
+    def run_search(self, search: BatchSizeSearch) -> tuple[Outcome, int]:
+        """Run attempts until `search` is done; return the last outcome that fits, and its size.
+
+        Raises:
+            BatchSizeError: If no size fits.
+        """
+        last: Outcome | None = None
+        while not search.is_done:
+            # Before the first attempt the script may not have joined the other processes yet.
+            size = self._agree(search.size) if self.tried else search.size
+            is_probe = isinstance(search, PredictedSize)
+            attempt, outcome = self._attempt(size, is_probe)
+            if isinstance(search, PredictedSize):
+                search.report(outcome.fits, self._predict_size() if outcome.fits else None)
+            else:
+                search.report(outcome.fits)
+            if outcome.fits and search.is_done and search.found == size and not is_probe:
+                return outcome, size
+            if outcome.fits:
+                # Its models are no longer wanted, and would take the next attempt's memory.
+                attempt.release_objects()
+                outcome = Outcome(True)
+                clear_device_cache(garbage_collection=True)
+                if is_probe:
+                    attempt.restore_progress()
+            else:
+                last = outcome
+                ranks = f" on rank {', '.join(map(str, outcome.ranks))}" if outcome.ranks else ""
+                log.info("batch size %d: out of memory%s; %s", size, ranks, _list_plans(search))
+                notify_listeners("out_of_memory", ranks=list(outcome.ranks), batch_size=size)
+        if not search.found:
+            raise self._nothing_fits(last) from (None if last is None else last.error)
+        # The last attempt had another size or was a probe. The size may not fit again, so search downward from it.
+        return self.run_search(FirstThatFits(search.found, _make_smaller_sizes(search.found), self.plan.sizes))
+
+    def _attempt(self, size: int, is_probe: bool) -> tuple[Attempt, Outcome]:
+        self.tried.append(size)
+        attempt = Attempt(size)
+        kwargs = {**self.kwargs, STEPS: self.plan.start // size} if self.plan.keeps_global_batch else self.kwargs
+        function = self._probe.wrap(self.function) if is_probe else self.function
+        return attempt, attempt.run(function, self.args, kwargs)
+
+    def _predict_size(self) -> int | None:
+        """Return the largest size that is predicted to fit on all ranks, or None if a rank's memory is not measured."""
+        own = self._probe.predict_largest()
+        most = self._agree(-1 if own is None else own)
+        return None if most < 0 else most
+
+    def _agree(self, size: int) -> int:
+        return int(control.current().vote([size], "min")[0]) if has_peers() and process.current() else size
+
+    def _nothing_fits(self, last: Outcome | None) -> BatchSizeError:
+        why = "" if last is None or last.error is None else f" The last error: {str(last.error)[:300]}"
+        return BatchSizeError(
+            f"No executable batch size found, reached zero. {_name(self.function)} ran out of memory with every size tried "
+            f"({', '.join(map(str, self.tried))}). What it needs besides the batch (model, optimizer state) does not fit, or one "
+            f"sample is too large.{why}"
+        )
+
+
+def _make_smaller_sizes(found: int) -> Reduce:
+    """Return a function that reduces a size that fitted once and then failed.
+
+    The first reduction is small, and each further one is twice the previous one.
+
+    Args:
+        found: Size that fitted once.
+    """
+    step = max(1, found // 32)
+
+    def reduce(size: int) -> int:
+        nonlocal step
+        step *= 2
+        return max(0, size - step // 2)
+
+    return reduce
+
+
+def _list_plans(search: BatchSizeSearch) -> str:
+    return "nothing smaller is left" if search.is_done and not search.found else f"next is {search.size}"

@@ -1,0 +1,287 @@
+"""Memory monitor: peak memory of each phase of a training step, from the device's allocator or the host's kernel.
+
+Several readers can measure one device at once. The allocator has a single peak counter, and resetting it affects all
+readers.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from headway.common import scope
+from headway.common.optional import LazyModule
+from headway.common.text import format_bytes
+from headway.core import extensions
+from headway.core.memory.oom import is_out_of_memory
+from headway.core.memory.use import check_device, memory_use, read_host_peak
+from headway.core.runtime import events
+from headway.core.runtime.device import HARDWARE, Hardware
+from headway.errors import StateError
+
+psutil = LazyModule("psutil")
+
+
+class PeakMeter(Protocol):
+    """Base class of meters for the peak memory use since the last reset, in bytes.
+
+    Attributes:
+        source: Origin of the numbers, such as the device's allocator or the kernel, as text.
+    """
+
+    source: str
+
+    def peak(self) -> int:
+        """Return the highest use in bytes since the last reset."""
+
+    def reset(self) -> None:
+        """Start a new measurement. The peak is then the current memory use."""
+
+    def close(self) -> None:
+        """Stop measuring. Only meters that run a thread have something to stop."""
+        return  # mostly nothing runs
+
+
+class _Readers(weakref.WeakSet["PeakReader"]):
+    """Registry of all `PeakReader` objects of this process, as weak references."""
+
+
+class PeakReader(PeakMeter):
+    """Meter of the peak memory use of one device since this reader's own last reset, as torch's allocator counts it.
+
+    A reset clears the allocator's counter for all readers, so the peak so far is first recorded for the others.
+    If a script itself calls `torch.cuda.reset_peak_memory_stats()`, this is not noticed. Afterwards, readers know only
+    their recorded peak and the use since then.
+
+    Args:
+        hardware: Device type.
+        device: The device. Without an index, the current one.
+    """
+
+    source = "torch's allocator"
+
+    def __init__(self, hardware: Hardware, device: torch.device) -> None:
+        self._tell, self._start_over = map(
+            hardware.find_memory_function, ("max_memory_allocated", "reset_peak_memory_stats")
+        )
+        if device.index is None and (current := hardware.find_function("current_device")) is not None:
+            device = torch.device(device.type, current())
+        self._device = device
+        self._noted = 0
+        scope.own(_Readers).add(self)
+
+    def peak(self) -> int:
+        """Return the highest number of bytes that tensors used since the last reset."""
+        return max(self._noted, 0 if self._tell is None else int(self._tell(self._device)))
+
+    def reset(self) -> None:
+        """Start a new measurement, after recording the peak for the other readers of this device."""
+        others = [each for each in scope.own(_Readers) if each is not self and each._device == self._device]
+        if others and self._tell is not None:
+            highest = int(self._tell(self._device))
+            for other in others:
+                other._noted = max(other._noted, highest)
+        if self._start_over is not None:
+            self._start_over(self._device)
+        self._noted = 0
+
+
+class KernelMeter(PeakMeter):
+    """Peak resident memory of this process, as counted by the Linux kernel."""
+
+    source = "the kernel's count of resident memory"
+
+    def peak(self) -> int:
+        """Return the process's peak resident memory in bytes."""
+        return read_host_peak()
+
+    def reset(self) -> None:
+        """Reset the kernel's peak counter.
+
+        Writing 5 to clear_refs resets only this counter (see proc_pid_clear_refs(5)).
+        """
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+
+
+class SampledMeter(PeakMeter):
+    """Peak resident memory sampled by a thread, for systems without a peak counter. Short peaks are missed."""
+
+    source = "samples of resident memory"
+
+    def __init__(self, interval: float = 0.005) -> None:
+        self._process = psutil.Process()
+        self._highest = self._now()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(interval,), name="headway-memory", daemon=True)
+        self._thread.start()
+
+    def _now(self) -> int:
+        return int(self._process.memory_info().rss)
+
+    def _watch(self, interval: float) -> None:
+        while not self._is_over.wait(interval):
+            self._highest = max(self._highest, self._now())
+
+    def peak(self) -> int:
+        """Return the highest resident memory that was sampled since the last reset, in bytes."""
+        return max(self._highest, self._now())
+
+    def reset(self) -> None:
+        """Start a new measurement. The peak is then the current memory use."""
+        self._highest = self._now()
+
+    def close(self) -> None:
+        """Stop the sampling thread."""
+        self._is_over.set()
+        self._thread.join()
+
+
+def choose_meter(device: torch.device) -> PeakMeter:
+    """Create the most exact meter that works for a device on this system."""
+    if device.type != "cpu":
+        hardware = HARDWARE[device.type]
+        return PeakReader(hardware, device) if hardware.find_memory_function("max_memory_allocated") else SampledMeter()
+    meter = KernelMeter()
+    try:
+        meter.reset()
+    except OSError:  # another system, or a sandbox that hides the file
+        return SampledMeter()
+    return meter
+
+
+class MemoryMonitor:
+    """Context manager that measures peak memory per training phase, and per phase that you name.
+
+    Example::
+
+        with MemoryMonitor() as monitor:
+            train()
+        print(monitor)
+
+    Phases are forward (everything up to backward: batch, model, loss), backward, and step (from the last backward of
+    an accumulation window to the end of the optimizer's step). Prepared objects mark these phases; without prepared
+    objects everything counts as "forward". An out-of-memory error that leaves the block gets a memory report as a note.
+
+    Args:
+        device: Device to measure. Default: the one that this process computes on.
+        by_phase: Whether to split the peak by training phases. False: only by phases that you name, at no cost to the
+            training step.
+
+    Attributes:
+        peaks: Peak use in bytes by phase.
+        source: Origin of the numbers: the device's allocator, the kernel, or samples.
+    """
+
+    def __init__(self, device: torch.device | str | None = None, by_phase: bool = True) -> None:
+        self._wanted = device
+        self._by_phase = by_phase
+        self.peaks: dict[str, int] = {}
+        self.source = ""
+        self._phase = "forward"
+        self._meter: PeakMeter | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "MemoryMonitor":
+        """Start measuring.
+
+        Raises:
+            StateError: If this monitor is already measuring.
+            ConfigError: If the device's memory cannot be measured.
+            DeviceUnavailable: If this machine does not have the device.
+        """
+        if self._meter is not None:
+            raise StateError("this MemoryMonitor measures already; make another one for an inner block")
+        self.device = check_device(self._wanted)
+        for other in scope.own(_Running):
+            other._read()
+        self._meter = meter = choose_meter(self.device)
+        meter.reset()
+        self.source = meter.source
+        self._phase = "forward"
+        self.peaks = {}
+        scope.own(_Running).append(self)
+        self._stack.callback(self._end, meter)
+        if self._by_phase:
+            self._stack.enter_context(events.listen_to_phases(self._begin))
+        events.collect_facts().append(self._fact)
+        self._stack.callback(events.collect_facts().remove, self._fact)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop measuring. Add a memory report to an out-of-memory error."""
+        self._stack.close()
+        if error is not None and is_out_of_memory(error) and hasattr(error, "add_note"):
+            error.add_note(extensions.load("feature", "memory_report").explain(error))
+
+    def _end(self, meter: PeakMeter) -> None:
+        self._read()
+        scope.own(_Running).remove(self)
+        self._meter = None
+        meter.close()
+
+    def _read(self) -> None:
+        """Record the current peak in every active monitor of this device, unless this monitor has ended."""
+        if self._meter is None:
+            return
+        peak = self._meter.peak()
+        for monitor in scope.own(_Running):
+            if monitor.device == self.device:
+                monitor.peaks[monitor._phase] = max(monitor.peaks.get(monitor._phase, 0), peak)
+
+    def _begin(self, phase: str) -> None:
+        assert self._meter is not None
+        self._read()
+        self._meter.reset()
+        self._phase = phase
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Return a context that is measured as a separate phase, such as "evaluation".
+
+        Training phases inside it are still counted separately.
+        """
+        if self._meter is None:
+            raise StateError("monitor.phase() was called outside `with monitor:`; enter the monitor first")
+        before = self._phase
+        self._begin(name)
+        try:
+            yield
+        finally:
+            if self._meter is not None:
+                self._begin(before)
+
+    @property
+    def peak(self) -> int:
+        """Highest memory use so far, in bytes."""
+        self._read()
+        return max(self.peaks.values(), default=0)
+
+    def summary(self) -> dict[str, float]:
+        """Return the measured bytes by name, for a tracker.
+
+        The names are memory/used, memory/reserved, memory/peak and memory/peak_<phase>.
+        """
+        highest, now = self.peak, memory_use(self.device)
+        found = {"memory/used": float(now.used), "memory/reserved": float(now.reserved), "memory/peak": float(highest)}
+        return found | {f"memory/peak_{phase}": float(peak) for phase, peak in self.peaks.items()}
+
+    def _fact(self) -> str:
+        highest = self.peak
+        return f"peak {format_bytes(highest)} in {max(self.peaks, key=self.peaks.__getitem__)}"
+
+    def __str__(self) -> str:
+        highest = self.peak
+        parts = [f"{phase} {format_bytes(peak)}" for phase, peak in self.peaks.items()]
+        return f"peak memory {format_bytes(highest)} on {self.device} ({', '.join(parts)}), by {self.source}"
+
+
+class _Running(list[MemoryMonitor]):
+    """Registry of the monitors that are measuring.
+
+    A reset by one of them clears the device's counter for the others, so each reading is recorded in all of them.
+    """

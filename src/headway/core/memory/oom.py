@@ -1,0 +1,281 @@
+"""Out-of-memory errors: recognize those of every allocator, and free the memory that a failed attempt still holds.
+
+Some errors are often caused by lack of memory but do not mention it. cuDNN's engine search swallows the out-of-memory
+error of each engine it tries and reports that it found none. Libraries that cannot allocate their handle report that
+they are not initialized. Unsupported shapes, broken installations and misuse cause the same texts. For these, the
+state of the allocators and the driver decides. A wrong guess costs only one extra attempt. Freeing memory resets that
+state, so the repeated error is no longer taken for a lack of memory.
+"""
+
+import ctypes
+import errno
+import gc
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from headway.common import scope
+from headway.core.memory.use import read_free_and_total
+from headway.core.runtime.device import HARDWARE, Hardware
+
+_SHORT_BYTES = 128 << 20
+"""Free memory below which a device counts as full: a library's handle, workspace and kernels take up to this much."""
+
+_HINTS = re.compile(
+    "|".join(
+        (
+            # ATen's convolutions through cuDNN 8 and 9, with torch.backends.cudnn.benchmark (FIND) and without (GET).
+            r"\b(?:FIND|GET) was unable to find an engine to execute this computation",
+            r"rror: (?:CU|HIP)BLAS_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR) when calling `(?:cu|hip)blas\w*Create",
+            r"\bcuDNN error: CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)\b",
+            r"\bcusolver error: CUSOLVER_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR), when calling `cusolver\w*Create",
+            r"\bcuFFT error: CUFFT_INTERNAL_ERROR\b",
+            r"\bCUDA error: insufficient resources when calling `cusparse",
+            r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_RESOURCES\b",
+        )
+    )
+)
+_RESERVE_BYTES = 8 << 20  # a report, and the modules that make it
+
+# Each pattern is what an allocator or library itself writes. The first ones are at the start of a line (a data worker's
+# error brings its own lines along), so that a sentence which merely mentions such an error does not match.
+_TEXTS = tuple(
+    re.compile(text, re.MULTILINE)
+    for text in (
+        # torch's allocators, the runtimes and the drivers.
+        r"^(?:[\w.]+: )?(?:CPU|CUDA|HIP|XPU|MPS backend|MTIA|NPU|HPU|MUSA|PrivateUse1) out of memory\b",
+        r"^(?:[\w.]+: )?(?:CUDA|HIP|XPU)(?: driver)? error: out of memory\b",
+        r"^(?:[\w.]+: )?Invalid buffer size: [\d.]+ [KMGT]i?B",  # MPS: more than one buffer of the device may have
+        r"\bkIOGPUCommandBufferCallbackErrorOutOfMemory\b",
+        r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b|\bZE_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b",
+        r"\bMODULE:PT_DEVMEM Allocation failed",
+        # Libraries of kernels.
+        r"rror: (?:CU|HIP)(?:BLAS|BLASLT|SOLVER|SPARSE|FFT|RAND|DSS)_(?:STATUS_)?ALLOC(?:ATION)?_FAILED\b",
+        r"^(?:[\w.]+: )?cuDNN\b.*\bCUDNN_STATUS_(?:\w+_)?ALLOC(?:ATION)?_FAILED\b",  # cuDNN 9 says whose: HOST or DEVICE
+        r"rror: (?:MIOPEN_STATUS|miopenStatus|rocblas_status_)\w*(?:ALLOC_?FAILED|AllocFailed|memory_error)\b",
+        r"\bCUDA error: resource allocation failed when calling `cusparse",
+        # "Not supported" is mostly a shape or a type; only its own text can say that it was memory.
+        r"CUDNN_STATUS_NOT_SUPPORTED\b.*(?:out of memory|(?:unable|failed) to allocate|allocation failed)",
+        r"\b(?:cudaErrorMemoryAllocation|hipErrorOutOfMemory): out of memory\b",  # Thrust and CUB: sorting, unique, nonzero
+        r"^(?:[\w.]+: )?Triton Error \[\w+\]:(?: *Code: \d+, Mess\w+:)? out of memory\b",  # a module or a launch, by any driver
+        r"\bin function [\w:]+: CUDA Error: out of memory\b",  # Transformer Engine
+        r"\bCUDA_ERROR_OUT_OF_MEMORY\b",
+        # NCCL and RCCL, which have memory of their own.
+        r"\b(?:[Cc]uda|CUDA|HIP) failure:? (?:\d+ )?'out of memory'",
+        r"\bFailed to CUDA (?:calloc|malloc|calloc async|host alloc) \d+ bytes\b",
+        # The host.
+        r"DefaultCPUAllocator: (?:can't allocate|not enough) memory\b",
+        r"\bPosixMemAlign\b.*can't allocate|\bunable to mmap \d+ bytes\b.*Cannot allocate memory",
+        r"^(?:[\w.]+: )?std::bad_alloc\b",
+    )
+)
+
+
+class _Counted(dict[torch.device, int]):
+    """Number of out-of-memory errors per device when memory was last freed.
+
+    If a device's allocator now reports a higher number, memory has run out since.
+    """
+
+
+def note_freed_memory() -> None:
+    """Record that memory has been freed, so that earlier out-of-memory errors no longer indicate a shortage."""
+    counted = scope.own(_Counted)
+    for hardware, device in _list_devices_in_use():
+        counted[device] = _count_device_ooms(hardware, device)
+
+
+def _is_short(hardware: Hardware, device: torch.device) -> bool:
+    """Whether the allocator has run out since memory was last freed, or the driver has almost no memory left."""
+    try:
+        now, before = _count_device_ooms(hardware, device), scope.own(_Counted).get(device, 0)
+        if now > before or 0 < now < before:  # fewer: a script has reset the allocator's counters
+            return True
+        return read_free_and_total(hardware, device)[0] < _SHORT_BYTES
+    except RuntimeError:  # after a failed assertion on the device nothing can be asked any more
+        return False
+
+
+def _count_device_ooms(hardware: Hardware, device: torch.device) -> int:
+    tell = hardware.find_memory_function("memory_stats")
+    return 0 if tell is None else int(tell(device).get("num_ooms", 0))
+
+
+def _list_devices_in_use() -> Iterator[tuple[Hardware, torch.device]]:
+    """Yield the devices on which this process holds memory and whose allocator can report it."""
+    for hardware in HARDWARE.values():
+        held, told = map(hardware.find_memory_function, ("memory_reserved", "mem_get_info"))
+        if hardware.kind == "cpu" or not hardware.is_available() or held is None or told is None:
+            continue
+        for index in range(hardware.count_devices()):
+            device = torch.device(hardware.kind, index)
+            if held(device):
+                yield hardware, device
+
+
+class EmergencyReserve:
+    """Reserved address space that is freed when memory has run out, so that a memory report can be written.
+
+    The pages of the reserve are never written, so they take no physical memory. The reserve is useful only if the
+    address space is limited (`ulimit -v`).
+    """
+
+    def __init__(self) -> None:
+        self._pages: bytearray | None = None
+
+    def fill(self) -> None:
+        """Allocate the reserve."""
+        self._pages = self._pages or bytearray(_RESERVE_BYTES)
+
+    def release(self) -> None:
+        """Free the reserve, so that its address space can be used."""
+        self._pages = None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory ran out, on a device or on the host.
+
+    True for torch.OutOfMemoryError, MemoryError, OSError with ENOMEM, and a RuntimeError with the text of an
+    allocator (CUDA, HIP, XPU, MPS, CPU), of cuBLAS, cuDNN, NCCL, Triton and similar libraries, or of std::bad_alloc.
+    Ambiguous texts (no engine found, library not initialized) count if a device is short of memory at this moment,
+    so call this before memory is freed.
+
+    Causes and contexts count, too (`raise ... from None` cuts them off), and so do errors raised by a backend of
+    torch.compile. An exception group counts if every error in it does. KeyboardInterrupt and SystemExit never count.
+    """
+    return _is_out_of_memory(error, set())
+
+
+def _is_out_of_memory(error: BaseException, seen: set[int]) -> bool:
+    if id(error) in seen:
+        return False
+    seen.add(id(error))
+    members = _list_members(error)
+    if members:
+        return all(_is_out_of_memory(member, seen) for member in members)
+    if not isinstance(error, Exception):
+        return False
+    if _names_out_of_memory(error):
+        return True
+    inner = _get_inner_error(error)
+    if inner is not None and _is_out_of_memory(inner, seen):
+        return True
+    origin = error.__cause__ if error.__cause__ is not None or error.__suppress_context__ else error.__context__
+    return origin is not None and _is_out_of_memory(origin, seen)
+
+
+def _names_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if not isinstance(error, RuntimeError):
+        return False
+    said = str(error)
+    if any(text.search(said) for text in _TEXTS):
+        return True
+    return _HINTS.search(said) is not None and any(
+        _is_short(hardware, device) for hardware, device in _list_devices_in_use()
+    )
+
+
+def _list_members(error: BaseException) -> tuple[BaseException, ...]:
+    """Return the exceptions in an exception group. The result is empty for other exceptions.
+
+    Exception groups are recognized by their attributes, because Python 3.10 has them only from a backport.
+    """
+    members = getattr(error, "exceptions", ())
+    return (
+        members if isinstance(members, tuple) and all(isinstance(member, BaseException) for member in members) else ()
+    )
+
+
+def _get_inner_error(error: BaseException) -> BaseException | None:
+    """Return the error of a torch.compile backend that torch has wrapped in another error, or None."""
+    inner = getattr(error, "inner_exception", None)
+    return inner if isinstance(inner, BaseException) else None
+
+
+def free_after(error: BaseException) -> None:
+    """Free the memory of a failed attempt: drop its frames, collect garbage and empty the devices' caches.
+
+    An error's traceback keeps every frame alive, and each frame keeps its tensors. While they exist, emptying a cache
+    frees nothing. Afterwards the error and its causes have no tracebacks, so format them first.
+
+    Args:
+        error: Error of the attempt.
+    """
+    drop_frames(error)
+    clear_device_cache(garbage_collection=True)
+
+
+def drop_frames(error: BaseException) -> None:
+    """Clear the stack frames that the error, its causes and its contexts keep alive, and remove their tracebacks."""
+    for each in _iterate_related(error):
+        traceback.clear_frames(each.__traceback__)
+        each.__traceback__ = None
+
+
+def _iterate_related(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, its causes and contexts (suppressed or not), and members of exception groups, each once."""
+    waiting, seen = [error], set()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        others = (each.__cause__, each.__context__, _get_inner_error(each), *_list_members(each))
+        waiting += [other for other in others if other is not None]
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Collect garbage, empty the devices' caches, and return one None per object, to assign to the caller's names.
+
+    Example::
+
+        model, optimizer = release_memory(model, optimizer)
+
+    Args:
+        objects: Objects that the caller no longer needs. Their memory is freed only when the caller's names no longer
+            refer to them. An exception loses its traceback, and so the frames that it keeps alive.
+
+    Returns:
+        A list with one None per object.
+    """
+    for each in objects:
+        if isinstance(each, BaseException):
+            drop_frames(each)
+    result = [None] * len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return result
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Return unused memory: the devices' caches to the driver, and free heap pages to the operating system.
+
+    Args:
+        garbage_collection: Whether to collect reference cycles first, which may keep tensors alive. Default: False.
+    """
+    if garbage_collection:
+        gc.collect()
+    for hardware in HARDWARE.values():
+        hardware.release_cache()
+    note_freed_memory()
+    if _trim is not None:
+        _trim(0)
+
+
+def _find_trim() -> Any:
+    """Return glibc's malloc_trim, or None on other systems. Without it, the heap keeps the memory of freed tensors."""
+    if not sys.platform.startswith("linux"):
+        return None
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+_trim = _find_trim()

@@ -1,0 +1,84 @@
+"""Search for the largest batch size by a prediction from small sizes."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+_FIRST = 2
+"""First size to probe. Some layers, such as BatchNorm, cannot train on one sample."""
+
+_MOST_GROWTH = 16
+"""Maximum factor from one size to the next. If a larger size is predicted, a size in between is tried first."""
+
+_TOLERANCE = 1 / 32
+"""Fraction by which the answer may be below the largest size that fits. Memory of one size varies by about that."""
+
+
+class PredictedSize:
+    """Search upward by predictions: two small sizes are measured, and the predicted size is tried and measured, too.
+
+    After a prediction that failed, slightly smaller sizes follow. All ranks must report equal values.
+
+    Args:
+        limit: Largest size to try.
+        sizes: Allowed sizes in ascending order. Default: all sizes.
+        tolerance: Fraction by which the answer may be below the largest size that fits. Default: 1/32, and never less.
+
+    Attributes:
+        size: Next size to try; 0 if none is left below the last failure.
+    """
+
+    def __init__(self, limit: int, sizes: Sequence[int] | None = None, tolerance: float = 0.0) -> None:
+        allowed: Sequence[int] = range(1, limit + 1) if sizes is None else sizes
+        self._sizes = allowed[: bisect_right(allowed, limit)]
+        self._tolerance = max(tolerance, _TOLERANCE)
+        self._fits = -1
+        self._fails = len(self._sizes)
+        self._is_first = True
+        self._num_failures = 0
+        self._is_settled = False
+        self._at = min(bisect_left(self._sizes, _FIRST), len(self._sizes) - 1)
+        self.size = self._sizes[self._at]
+
+    @property
+    def found(self) -> int:
+        """Largest size that has fitted so far; 0 if none has."""
+        return self._sizes[self._fits] if self._fits >= 0 else 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the next larger size is known or predicted not to fit, is not allowed, or is within the tolerance."""
+        return self._is_settled or self._fits + 1 >= self._fails
+
+    def report(self, fits: bool, most: int | None = None) -> None:
+        """Record whether the current size fits, and choose the next one.
+
+        Args:
+            fits: Whether it fits on all ranks.
+            most: Largest size that is predicted to fit on all ranks. None: memory is not measured.
+        """
+        if fits:
+            self._fits = self._at
+        else:
+            self._fails = self._at
+            self._num_failures += 1
+        if not self.is_done:
+            self._at = self._choose(most)
+        self._is_first = False
+        self.size = 0 if self.is_done and self._fits < 0 else self._sizes[self._at]
+
+    def _choose(self, most: int | None) -> int:
+        if self._fits < 0:
+            return max(0, bisect_right(self._sizes, self._sizes[self._fails] // 2) - 1)
+        if self._is_first:  # the second small size
+            return min(bisect_left(self._sizes, 2 * self.found), self._fails - 1)
+        wanted = self._sizes[-1] if most is None else min(most, self._sizes[-1], _MOST_GROWTH * self.found)
+        if self._fails < len(self._sizes) and wanted >= self._sizes[self._fails]:
+            # The prediction was too large, mostly by a little: go down in steps that double, at most to the middle.
+            failed = self._sizes[self._fails]
+            step = max(1, failed // 16) << (self._num_failures - 1)
+            wanted = max((self.found + failed) // 2, failed - step)
+        at = min(bisect_right(self._sizes, wanted), self._fails) - 1
+        if self._sizes[at] <= self.found * (1 + self._tolerance):
+            self._is_settled = True
+            return self._fits
+        return at

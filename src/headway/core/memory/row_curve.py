@@ -1,0 +1,92 @@
+"""Memory as a function of the number of rows: a prediction of the largest size that fits, from sizes that were measured.
+
+Memory is close to linear in rows: a constant part (weights, optimizer state, workspaces) and a part for each row. So
+two measured sizes are enough to predict a larger one. The prediction is meant to be tried once, not to be trusted.
+"""
+
+from dataclasses import dataclass
+
+_APART = 0.75
+"""Maximum ratio of a smaller to a larger measured size for computing a slope from both.
+
+The difference of closer sizes is mostly due to the allocator's rounding of block sizes.
+"""
+
+_LEAST_SLOPE = 1 / 8
+"""Lower limit of the estimated slope, as a fraction of the memory per row if no part of the memory were constant.
+
+If the measured slope is lower, something else determines the peak (an optimizer step, a workspace), and larger
+sizes will show a slope.
+"""
+
+
+@dataclass(frozen=True)
+class RowPeak:
+    """Peak memory measured with one number of rows, in bytes.
+
+    Attributes:
+        rows: Number of rows.
+        allocated: Peak memory of tensors.
+        reserved: Peak memory of the allocator, which also holds unused parts of its blocks.
+    """
+
+    rows: int
+    allocated: float
+    reserved: float
+
+    @property
+    def unused(self) -> float:
+        """Memory that the allocator holds, but that no tensor uses at the peak: its fragmentation."""
+        return max(0.0, self.reserved - self.allocated)
+
+
+class RowCurve:
+    """Peak memory by number of rows, on one device of one rank.
+
+    All peaks must be measured from the same base, such as the memory that is in use without a batch.
+    """
+
+    def __init__(self) -> None:
+        self._peaks: dict[int, RowPeak] = {}
+
+    def record_peak(self, peak: RowPeak) -> None:
+        """Add a measured size. An earlier measurement with the same number of rows is replaced."""
+        self._peaks[peak.rows] = peak
+
+    def clear(self) -> None:
+        """Forget all measurements."""
+        self._peaks.clear()
+
+    @property
+    def unused(self) -> float:
+        """Fragmentation in bytes at the largest measured size; 0 if nothing has been measured."""
+        return self._peaks[max(self._peaks)].unused if self._peaks else 0.0
+
+    def predict_largest(self, available: float) -> int | None:
+        """Return the largest number of rows that is expected to fit, or None if nothing has been measured.
+
+        With one measured size, all memory is assumed to be proportional to rows, which underestimates rather than
+        overestimates the number. A margin is left free: the allocator's fragmentation at the largest measured size,
+        which grows with rows because blocks grow.
+
+        Args:
+            available: Bytes that are available in addition to the base from which peaks are measured.
+        """
+        if not self._peaks:
+            return None
+        last = self._peaks[max(self._peaks)]
+        slope = self._estimate_slope(last) + last.unused / last.rows
+        left = available - last.unused - last.allocated
+        if slope <= 0:  # nothing was allocated at all
+            return last.rows
+        return max(0, int(last.rows + left // slope))
+
+    def _estimate_slope(self, last: RowPeak) -> float:
+        """Return the bytes per row above the largest measured size: the steepest slope to a smaller one."""
+        proportional = last.allocated / last.rows
+        slopes = [
+            (last.allocated - peak.allocated) / (last.rows - rows)
+            for rows, peak in self._peaks.items()
+            if rows <= _APART * last.rows
+        ]
+        return max(*slopes, proportional * _LEAST_SLOPE) if slopes else proportional

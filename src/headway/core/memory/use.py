@@ -1,0 +1,297 @@
+"""Memory in use on the host and on each device: by torch's allocator, by the driver, and by process.
+
+Memory of this process's tensors is read from torch's allocators. Memory of all processes on a device is read from
+NVML (package nvidia-ml-py, optional). The host's memory is read from psutil and the limits of the control group. Free
+memory of a device is queried in a way that does not itself allocate a CUDA context.
+"""
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.common.control_groups import list_control_groups
+from headway.common.optional import LazyModule
+from headway.core.memory.driver import read_driver_report, read_memory_by_driver
+from headway.core.runtime import process
+from headway.core.runtime.device import HARDWARE, Hardware
+from headway.errors import ConfigError, DeviceUnavailable
+
+psutil = LazyModule("psutil")
+
+
+CONTEXT_BYTES = 512 << 20
+"""Estimated bytes that the driver takes when a process first uses a device: 300 to 600 MB, depending on driver and
+GPU.
+"""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of one device, or of the host, at one moment. All sizes are in bytes.
+
+    Attributes:
+        device: Device name such as "cuda:0" or "cpu".
+        used: Memory of this process's tensors; on the host, this process's resident memory.
+        reserved: Memory that torch's allocator holds, in use or cached; on the host, this process's address space.
+        peak: Highest `used` since the last reset (by `MemoryMonitor` or automatic micro-batching), or since the start.
+        total: Total memory; on the host, the control group's limit if that is lower.
+        occupied: Memory held by all processes together.
+        utilization: Utilization of the device's cores, 0 to 1; None if unknown.
+        processes: Bytes by process ID, as far as known; on the host, this process and its children.
+        source: Origin of the numbers.
+    """
+
+    device: str
+    used: int
+    reserved: int
+    peak: int
+    total: int
+    occupied: int
+    utilization: float | None = None
+    processes: dict[int, int] = field(default_factory=dict)
+    source: str = ""
+
+    @property
+    def utilisation(self) -> float | None:
+        """Former name of `utilization`, which is kept for one more release."""
+        return self.utilization
+
+    @property
+    def free(self) -> int:
+        """Bytes that no process holds."""
+        return max(0, self.total - self.occupied)
+
+
+def memory_use(device: torch.device | str | None = None) -> MemoryUse:
+    """Return the memory use of one device, or of the host.
+
+    Args:
+        device: Device such as "cuda:0" or "cpu". Default: the one that this process computes on.
+
+    Raises:
+        ConfigError: If `device` is not a valid device, or its memory cannot be measured.
+        DeviceUnavailable: If this machine does not have the device.
+    """
+    chosen = check_device(device)
+    if chosen.type == "cpu":
+        return measure_host()
+    return _device(HARDWARE[chosen.type], chosen)
+
+
+def check_device(device: torch.device | str | None) -> torch.device:
+    """Return a device of this machine as a `torch.device`, or raise an error if its memory cannot be measured.
+
+    Args:
+        device: Device such as "cuda:0" or "cpu". None: the one that this process computes on.
+
+    Raises:
+        ConfigError: If `device` is not a valid device, or its memory cannot be measured.
+        DeviceUnavailable: If this machine does not have the device.
+    """
+    if device is None:
+        return process.current().device
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"device={device!r} is not a device; give 'cpu', 'cuda:0' or another of torch's names"
+        ) from error
+    hardware = HARDWARE.get(chosen.type)
+    if hardware is None:
+        raise ConfigError(f"the memory of device={device!r} is not measured; allowed: {', '.join(HARDWARE)}")
+    if not hardware.is_available() or (chosen.index or 0) >= hardware.count_devices():
+        here = ", ".join(HARDWARE)
+        raise DeviceUnavailable(f"this machine has no {chosen}; it has {here}. Leave the device out for the one in use")
+    return chosen
+
+
+def all_memory_use() -> list[MemoryUse]:
+    """Return the memory use of the host and of every visible device whose memory can be measured."""
+    found = [measure_host()]
+    for hardware in HARDWARE.values():
+        if hardware.kind != "cpu" and _is_counted(hardware):
+            found += [
+                _device(hardware, torch.device(hardware.kind, index)) for index in range(hardware.count_devices())
+            ]
+    return found
+
+
+# ---------------------------------------------------------------- the host
+
+
+def measure_host() -> MemoryUse:
+    """Return the memory use of the host."""
+    own = psutil.Process()
+    info, machine = own.memory_info(), psutil.virtual_memory()
+    limit, used = read_control_group()
+    is_limited = limit is not None and limit < machine.total
+    processes = {own.pid: int(info.rss)}
+    for child in own.children(recursive=True):
+        try:
+            processes[child.pid] = int(child.memory_info().rss)
+        except psutil.Error:  # it has ended meanwhile
+            continue
+    return MemoryUse(
+        "cpu",
+        int(info.rss),
+        int(info.vms),
+        max(read_host_peak(), int(info.rss)),
+        limit if is_limited and limit else machine.total,
+        used if is_limited else machine.total - machine.available,
+        psutil.cpu_percent() / 100,
+        processes,
+        "psutil and the control group's limit" if is_limited else "psutil",
+    )
+
+
+def read_host_peak() -> int:
+    """Return this process's peak resident memory in bytes, since the last reset if the kernel supports resets."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return highest if sys.platform == "darwin" else highest * 1024
+
+
+def read_control_group(root: Path = Path("/")) -> tuple[int | None, int]:
+    """Return the lowest memory limit of this process's control group and its parents, and the memory in use under it.
+
+    Args:
+        root: Folder that contains `proc` and `sys`.
+
+    Returns:
+        The limit in bytes, or None if there is none. The bytes in use under that limit.
+    """
+    limited = [(limit, group.used or 0) for group in list_control_groups(root) if (limit := group.limit) is not None]
+    return min(limited, key=lambda found: found[0], default=(None, 0))
+
+
+# ---------------------------------------------------------------- devices
+
+
+def _is_counted(hardware: Hardware) -> bool:
+    names = ("memory_allocated", "current_allocated_memory")
+    return any(hardware.find_memory_function(name) is not None for name in names)
+
+
+def _device(hardware: Hardware, device: torch.device) -> MemoryUse:
+    own = os.getpid()
+
+    def ask(name: str) -> int:
+        function = hardware.find_memory_function(name)
+        return 0 if function is None else int(function(device) if hardware.is_indexed else function())
+
+    used = ask("memory_allocated") or ask("current_allocated_memory")
+    reserved = max(ask("memory_reserved") or ask("driver_allocated_memory"), used)
+    total, occupied = ask("recommended_max_memory"), reserved
+    told = read_driver_report(hardware, device)
+    if told is not None:
+        total, occupied = told.total, told.occupied
+    elif hardware.find_memory_function("mem_get_info") is not None:
+        free, total = read_free_and_total(hardware, device)
+        occupied = total - free
+    return MemoryUse(
+        str(device),
+        used,
+        reserved,
+        max(ask("max_memory_allocated"), used),
+        total,
+        occupied,
+        None if told is None else told.utilization,
+        {own: reserved} if told is None else told.processes,
+        _source(hardware, told is not None),
+    )
+
+
+def _source(hardware: Hardware, has_told: bool) -> str:
+    if not _is_counted(hardware):
+        return "the driver, by NVML" if has_told else f"none: torch does not count memory of {hardware.kind}"
+    return "torch's allocator and NVML" if has_told else "torch's allocator"
+
+
+# ---------------------------------------------------------------- as notebooks print it
+
+
+def read_free_bytes(hardware: Hardware, device: torch.device) -> int:
+    """Return the bytes that the driver can still give this process. Memory cached by torch's allocator is not included.
+
+    If this process has no context on the device yet, the estimated size of one is subtracted.
+
+    Args:
+        hardware: Device type.
+        device: The device, with its index if there are several.
+    """
+    reserved = _read_reserved(hardware, device)
+    told = None if reserved else read_memory_by_driver(hardware, device)
+    free = _ask_runtime(hardware, device)[0] if told is None else told[0] - CONTEXT_BYTES
+    fraction = _read_memory_fraction(hardware, device)
+    if fraction < 1:
+        free = min(free, int(hardware.module.get_device_properties(device).total_memory * fraction) - reserved)
+    return max(0, free)
+
+
+def read_free_address_space() -> int | None:
+    """Return the bytes that this process can still map before it reaches its address-space limit (`ulimit -v`).
+
+    None without a limit.
+
+    Only under such a limit does host memory run out with an error. Otherwise the kernel kills a process.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    resource: Any = importlib.import_module("resource")
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    mapped: int = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return max(0, int(limit) - mapped)
+
+
+def read_host_memory() -> tuple[int, int]:
+    """Return this process's resident memory and its mapped address space, in bytes. Linux only."""
+    mapped, resident = Path("/proc/self/statm").read_text().split()[:2]
+    resource: Any = importlib.import_module("resource")
+    size: int = resource.getpagesize()
+    return int(resident) * size, int(mapped) * size
+
+
+def read_free_and_total(hardware: Hardware, device: torch.device) -> tuple[int, int]:
+    """Return a device's free and total bytes.
+
+    CUDA's mem_get_info creates a context, which takes some hundred MB until the process ends: on 8 GPUs, 8 contexts
+    from each of 8 ranks. So if this process has no memory on the device, NVML is asked first, and CUDA only if NVML
+    is not available.
+    """
+    told = None if _read_reserved(hardware, device) else read_memory_by_driver(hardware, device)
+    return _ask_runtime(hardware, device) if told is None else told
+
+
+def _read_reserved(hardware: Hardware, device: torch.device) -> int:
+    """Return the bytes that torch's allocator has reserved on the device; 0 if the device has no such count."""
+    ask = hardware.find_memory_function("memory_reserved")
+    return 0 if ask is None else int(ask(device))
+
+
+def _read_memory_fraction(hardware: Hardware, device: torch.device) -> float:
+    """Return the fraction of the device that this process may use (`set_per_process_memory_fraction`)."""
+    ask = hardware.find_function("get_per_process_memory_fraction")
+    return 1.0 if ask is None else float(ask(device))
+
+
+def _ask_runtime(hardware: Hardware, device: torch.device) -> tuple[int, int]:
+    ask = hardware.find_memory_function("mem_get_info")
+    assert ask is not None, "whoever calls has seen to it"
+    free, total = ask(device)
+    return int(free), int(total)

@@ -1,0 +1,83 @@
+"""Choose the precision of a training step from the run's settings and the device."""
+
+from inspect import signature
+
+import torch
+
+from headway.core import extensions
+from headway.core.config.engines import EngineOptions
+from headway.core.config.foreign_words import explain_precision
+from headway.core.config.launch import PRECISIONS
+from headway.core.precision.fp16 import Fp16Precision
+from headway.core.precision.mixed import Bf16Precision, Float8Precision, GradientParts, Precision
+from headway.core.runtime.device import Hardware
+from headway.errors import ConfigError, UnsupportedError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+
+def is_bf16_emulated(hardware: Hardware) -> bool:
+    """Whether torch emulates bfloat16 on this hardware, as on a V100 or T4, which have no bfloat16 units."""
+    probe = getattr(hardware.module, "is_bf16_supported", None)
+    if probe is None or "including_emulation" not in signature(probe).parameters:
+        return False
+    return not probe(including_emulation=False)
+
+
+def _name_hardware(hardware: Hardware) -> str:
+    name = getattr(hardware.module, "get_device_name", None)
+    return f"this {hardware.kind} device" if name is None else str(name())
+
+
+def build_precision(
+    name: str, hardware: Hardware, options: EngineOptions, parts: GradientParts | None = None
+) -> Precision:
+    """Create the precision for a value of `mixed_precision`.
+
+    Args:
+        name: "no", "bf16", "fp16" or "fp8".
+        hardware: Hardware that computes.
+        options: Options for autocast, the gradient scaler and float8.
+        parts: Object that returns this rank's shards of the gradients (the strategy). If None, gradients are unsharded.
+
+    Raises:
+        ConfigError: If the name is unknown, or options for another precision are given.
+        UnsupportedError: If the hardware cannot compute in this precision.
+        OptionalDependencyMissing: If float8 is requested and torchao is not installed.
+    """
+    if name == "fp8":
+        extensions.load("feature", "float8").check_float8(hardware, options)
+    elif options.float8 is not None:
+        raise ConfigError(
+            f"kwargs_handlers has options of float8, but mixed_precision={name!r}; pass mixed_precision='fp8', or remove them"
+        )
+    if name == "no":
+        return Precision()
+    if name in ("bf16", "fp8"):
+        if not hardware.supports_bf16():
+            raise UnsupportedError(
+                f"mixed_precision={name!r}, but this {hardware.kind} device has no bfloat16; use 'fp16' or 'no'"
+            )
+        if is_bf16_emulated(hardware):
+            log.warning_once(
+                "mixed_precision='%s', but %s only emulates bfloat16, which is slower than float32: it has no bfloat16 units "
+                "(CUDA devices have them from compute capability 8.0). Use mixed_precision='fp16'",
+                name,
+                _name_hardware(hardware),
+            )
+        _check_autocast(hardware, name, torch.bfloat16)
+        return Bf16Precision(hardware, options) if name == "bf16" else Float8Precision(hardware, options)
+    if name == "fp16":
+        _check_autocast(hardware, name, torch.float16)
+        return Fp16Precision(hardware, options, parts)
+    hint = explain_precision(name, PRECISIONS)
+    raise ConfigError(f"mixed_precision={name!r} is unknown; allowed: 'no', 'bf16', 'fp16', 'fp8'{hint}")
+
+
+def _check_autocast(hardware: Hardware, name: str, dtype: torch.dtype) -> None:
+    if not hardware.supports_autocast(dtype):
+        raise UnsupportedError(
+            f"mixed_precision={name!r}, but torch.autocast does not cast to {str(dtype).removeprefix('torch.')} on {hardware.kind} "
+            "devices; use 'no', or convert the model itself (model.to(dtype))"
+        )

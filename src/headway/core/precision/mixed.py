@@ -1,0 +1,164 @@
+"""Precision of a training step: the base class for full precision, and mixed precision by torch.autocast.
+
+Mixed precision is bf16, fp16 (with one gradient scaler for all optimizers), or fp8 (see `float8.py`).
+
+The fp16 loss scale changes only when no optimizer has unscaled gradients on which it has not stepped. So with several
+optimizers, all gradients of an accumulation window are unscaled by the scale with which they were computed. Whether an
+update was skipped is observed in the optimizer's step and not inferred from the scale.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from headway.core.config.engines import EngineOptions
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.device import Hardware
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+
+class GradientParts(Protocol):
+    """Protocol of objects that return this rank's shards of the gradients, such as the strategy."""
+
+    @property
+    def capabilities(self) -> Any: ...
+
+    @property
+    def everyone(self) -> Collectives: ...
+
+    def get_local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the existing gradients as plain tensors that may be changed in place.
+
+        A sharded gradient is this rank's shard.
+        """
+
+
+class Precision:
+    """Hooks that a number format adds to a training step. This base class is full precision, and its hooks do nothing.
+
+    Attributes:
+        scaler: Gradient scaler. None if losses are not scaled. The training step then does not call `scale_loss`,
+            `adjust`, `unscale` and `discard`.
+    """
+
+    name = "no"
+    is_mixed = False
+    scaler: torch.amp.GradScaler | None = None
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context manager for a forward pass."""
+        return nullcontext()
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss for the backward call, multiplied by the loss scale if the format has one."""
+        return loss
+
+    def get_gradient_scale(self) -> float:
+        """Return the loss scale, by which gradients must be divided. Synchronizes the host with an accelerator."""
+        return 1.0
+
+    def unscale_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """Convert the norm of scaled gradients to that of the unscaled ones, without a host synchronization."""
+        return norm
+
+    def adjust(self) -> None:
+        """Update the loss scale for completed steps.
+
+        Does nothing while an optimizer's gradients are unscaled: between its `unscale` and its `step` or `discard`.
+        """
+
+    def settle(self, num_optimizers: int) -> None:
+        """Update the loss scale if all optimizers have stepped, so that a later read returns the new value.
+
+        Args:
+            num_optimizers: Number of optimizers that step in each accumulation window.
+        """
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the loss scale. A second call in one accumulation window does nothing."""
+
+    def discard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record that the optimizer's gradients are discarded without a step.
+
+        The next gradients are then unscaled again.
+        """
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any] | None,
+        run: Callable[[], Any] | None = None,
+    ) -> bool:
+        """Step the optimizer. Return False if the gradient scaler (fp16) skipped the update.
+
+        Args:
+            optimizer: torch's own optimizer.
+            closure: Closure as in torch, or None.
+            run: Function that makes the update in place of `optimizer.step`. Default: None, which calls
+                `optimizer.step`.
+        """
+        if closure is None:
+            (run or optimizer.step)()
+        else:
+            optimizer.step(closure)
+        return True
+
+    def snapshot(self) -> Any:
+        """Return the state from which `restore` undoes an accumulation window."""
+        return None
+
+    def restore(self, snapshot: object) -> None:
+        """Restore the state from a snapshot. A snapshot can be restored several times."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to save in a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load state that `state_dict` returned."""
+
+
+def halve_embeddings(model: torch.nn.Module) -> torch.nn.Module:
+    """Make embeddings return outputs in autocast's dtype, so that the residual stream is in half precision.
+
+    Enabled by `AutocastKwargs(half_residual=True)`.
+    """
+    found = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    if not found:
+        log.warning_once("half_residual=True has no effect on %s, which has no embeddings", type(model).__name__)
+    for module in found:
+        module.register_forward_hook(_halve)
+    return model
+
+
+def _halve(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+    kind = output.device.type
+    is_cast = torch.is_autocast_enabled(kind) and output.dtype == torch.float32
+    return output.to(torch.get_autocast_dtype(kind)) if is_cast else output
+
+
+class Bf16Precision(Precision):
+    """bfloat16 autocast for forward passes. Weights, gradients and optimizer state keep their dtype."""
+
+    name = "bf16"
+    is_mixed = True
+    dtype = torch.bfloat16
+
+    def __init__(self, hardware: Hardware, options: EngineOptions) -> None:
+        self._kind = hardware.kind
+        self._options = options.autocast
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return torch.autocast for the device type in use."""
+        chosen = self._options
+        return torch.autocast(self._kind, dtype=self.dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled)
+
+
+class Float8Precision(Bf16Precision):
+    """bfloat16 autocast for forward passes in which linear layers compute in float8."""
+
+    name = "fp8"

@@ -1,0 +1,51 @@
+"""Counters of the collectives that this process enters and leaves, with the line of user code that called each one.
+
+The counts are written to the pulse, a memory-mapped file per rank that the hang watch reads. This module does not
+import torch.
+"""
+
+from dataclasses import dataclass
+
+from headway.common.callsite import find_call_site
+from headway.core.runtime import pulse
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One recorded collective.
+
+    Attributes:
+        sequence: Number of the collective in its process group.
+        operation: Kind of the collective, such as "gather".
+        call_site: Line of user code that called it.
+        number: Number of the collective in this process, counted over all groups. The pulse, a memory-mapped file,
+            contains this number.
+    """
+
+    sequence: int
+    operation: str
+    call_site: str
+    number: int
+
+
+class CollectiveLedger:
+    """Counter of the collectives of one process group.
+
+    It also records each collective in this process's pulse (a memory-mapped file), for the hang watch.
+
+    Attributes:
+        sequence: Number of collectives entered so far.
+    """
+
+    def __init__(self) -> None:
+        self.sequence = 0
+
+    def record_entry(self, operation: str) -> LedgerEntry:
+        """Record that a collective is entered now, and return its entry for `record_exit`."""
+        self.sequence += 1
+        site = find_call_site()
+        return LedgerEntry(self.sequence, operation, site, pulse.get_own_pulse().enter_collective(operation, site))
+
+    def record_exit(self, entry: LedgerEntry) -> None:
+        """Record that all ranks have entered this collective, so that a missing rank can no longer make it hang."""
+        pulse.get_own_pulse().leave_collective(entry.number)

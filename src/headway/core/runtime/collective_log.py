@@ -1,0 +1,126 @@
+"""Log of the collectives of the current batch, so that a rank that runs out of memory can join those of its peers.
+
+With sharded layouts a forward contains many collectives. A rank that runs out of memory in one of them cannot know
+which ones its peers have yet to run. All ranks run them in the same order, and each rank records a collective here
+before it enters it. The records are sent to other ranks only on request.
+
+A round is the part of a batch between two votes. In a vote the ranks agree whether all of them have succeeded.
+
+This module does not import torch.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+VOTE = "vote"
+"""Name under which a vote is recorded, in which the ranks agree whether all of them have succeeded so far in the
+batch.
+"""
+
+Step = list[Any]
+"""A recorded collective: name of the group ("all", "part1", "fsdp"), operation, and the values (such as sizes and
+dtypes) that a rank needs to take part in it.
+"""
+
+
+class CollectiveLog:
+    """Log of the collectives that this rank has entered in the current round of a batch.
+
+    The first round begins with the batch. Each vote, in which the ranks agree whether all have succeeded, ends a round.
+
+    Attributes:
+        is_open: Whether a batch is being processed.
+        number: Number of the current round, equal on all ranks.
+        is_inside: Whether this rank is inside the latest collective.
+        lost: Reason why some rank cannot finish this round; empty while all ranks can.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.number = 0
+        self.is_inside = False
+        self.lost = ""
+        self._steps: list[str | None] = []
+        self._tell: Callable[[int, str], None] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def position(self) -> int:
+        """Number of collectives that this rank has recorded or skipped in the current round (since the last vote)."""
+        return len(self._steps)
+
+    @property
+    def has_listener(self) -> bool:
+        """Whether a listener receives each collective until the next vote."""
+        return self._tell is not None
+
+    def begin_batch(self) -> None:
+        """Start recording the collectives of a new batch."""
+        self.begin_round()
+        self.is_open = True
+
+    def begin_round(self) -> None:
+        """Start the next round of the batch, after a vote, with an empty list of collectives and no listener."""
+        with self._lock:
+            self._steps = []
+            self._tell = None
+            self.number += 1
+            self.is_inside = False
+
+    def end_batch(self) -> None:
+        """Stop recording, because no batch is being processed."""
+        self.is_open = False
+
+    def record_entry(self, *step: Any) -> None:
+        """Record the collective that is about to be entered. Call `record_exit` after the collective.
+
+        Args:
+            step: Name of the group, operation, and values, as in `Step`.
+        """
+        if not self.is_open:
+            return
+        text = json.dumps(step)
+        with self._lock:
+            self.is_inside = True
+            self._steps.append(text)
+            if self._tell is not None:
+                self._tell(len(self._steps) - 1, text)
+
+    def record_exit(self) -> None:
+        """Record that this rank has left the latest collective."""
+        self.is_inside = False
+
+    def skip_collective(self) -> None:
+        """Count a collective that does not take place, because all of its ranks skip it."""
+        with self._lock:
+            self._steps.append(None)
+
+    def add_listener(self, number: int, listener: Callable[[int, str], None]) -> None:
+        """Pass every collective of a round (between two votes) to `listener`: past ones now, later ones when recorded.
+
+        Does nothing if the round is over or already has a listener.
+
+        Args:
+            number: Number of the round.
+            listener: Called with the index of a collective in the round and its JSON text.
+        """
+        with self._lock:
+            if number != self.number or self._tell is not None:
+                return
+            for index, step in enumerate(self._steps):
+                if step is not None:
+                    listener(index, step)
+            self._tell = listener
+
+
+def parse_exchange(text: str | bytes) -> Step:
+    """Parse a recorded collective from the JSON text that `CollectiveLog` passes to its listener."""
+    found: Step = json.loads(text)
+    return found
+
+
+def is_vote(step: Sequence[Any]) -> bool:
+    """Whether a recorded collective is a vote, in which the ranks agree whether all of them have succeeded so far."""
+    return step[1:3] == ["numbers", VOTE]

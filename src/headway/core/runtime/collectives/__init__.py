@@ -1,0 +1,1 @@
+"""Collectives that check in a handshake that all ranks agree, and helpers for nested batches."""

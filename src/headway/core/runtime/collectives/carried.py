@@ -1,0 +1,49 @@
+"""Dtypes that every communication backend supports, and the dtypes in which reductions compute."""
+
+from collections.abc import Iterable
+
+import torch
+
+_CARRIED_NAMES = "bool uint8 int8 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
+
+_CARRIED = frozenset(getattr(torch, name) for name in _CARRIED_NAMES.split())
+
+_BY_WIDTH = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
+
+
+def is_carried(dtype: torch.dtype) -> bool:
+    """Whether every backend can send tensors of this dtype. Others are sent as a dtype of equal width."""
+    return dtype in _CARRIED
+
+
+def as_carried(found: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors in dtypes that all backends support.
+
+    A tensor with another dtype is replaced by a view in a supported dtype of equal width.
+    """
+    return [tensor if is_carried(tensor.dtype) else view_as_carried(tensor.detach()) for tensor in found]
+
+
+def view_as_carried(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the tensor in a dtype that all backends support (gloo lacks int16, uint32 and float8).
+
+    The dtype has the same width. A tensor whose dtype is supported is returned unchanged.
+    """
+    return tensor if tensor.dtype in _CARRIED else tensor.view(_BY_WIDTH[tensor.dtype.itemsize])
+
+
+def choose_arithmetic(dtype: torch.dtype, reduction: str) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtype in which a reduction computes, and the dtype of its result.
+
+    Args:
+        dtype: Dtype of the tensors to reduce.
+        reduction: "sum", "mean", "max" or "min".
+    """
+    is_inexact = dtype.is_floating_point or dtype.is_complex
+    if is_inexact:
+        return (dtype, dtype) if dtype in _CARRIED else (torch.float32, dtype)
+    if reduction == "mean":
+        return torch.float32, torch.float32
+    if dtype == torch.bool:
+        return torch.int64, torch.int64 if reduction == "sum" else torch.bool
+    return (dtype, dtype) if dtype in _CARRIED else (torch.int64, dtype)

@@ -1,0 +1,585 @@
+"""Checked collectives: ranks agree on the operation in a handshake before they transfer tensors.
+
+Each call starts with a handshake: one small all-gather over gloo of (operation, a hash of structure and dtypes, up
+to 32 numbers such as first dimensions). If ranks disagree on the operation or the structure, all of them find out in
+the handshake. They raise one error that lists the line of user code on each rank, whereas torch would hang, abort or
+mix up memory.
+
+Small collectives (counts, loss weights, votes) consist of the handshake's numbers alone. Tensors whose sizes may
+differ between ranks are padded for the transfer and trimmed afterwards.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headway.common.callsite import find_call_site
+from headway.core.runtime.collective_ledger import CollectiveLedger, LedgerEntry
+from headway.core.runtime.collective_log import VOTE, CollectiveLog, Step
+from headway.core.runtime.collectives.carried import as_carried, choose_arithmetic, view_as_carried
+from headway.core.runtime.collectives.tree import Tree, describe_structure, list_tensors, map_tensors, require_tensors
+from headway.core.runtime.control_plane.attendance import Attendance
+from headway.core.runtime.group import MARGIN, can_carry_cpu, create_group, start_collectives
+from headway.core.runtime.process import ProcessRuntime
+from headway.errors import CollectiveError, ConfigError, StateError
+
+NUM_SLOTS = 32
+
+_HEADER = 3
+
+_FOLDS: dict[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "min": min, "max": max}
+
+
+# Renamed in torch 2.13.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+_EXCHANGES = ("numbers", "gather", "reduce", "broadcast", "pad", "objects", "object", "barrier", VOTE, "stream_weights")
+
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@dataclass
+class PendingHandshake:
+    """Handshake of a collective whose all-gather has started but has not been waited for.
+
+    Attributes:
+        entry: Record of the collective in the ledger.
+        signature: Description of the structure and dtypes of this rank's argument.
+        num_numbers: Number of values that the handshake carries.
+        rows: Buffer that receives one row of values from each rank.
+        work: Pending all-gather; None if there is nothing to wait for.
+    """
+
+    entry: LedgerEntry
+    signature: str
+    num_numbers: int
+    rows: torch.Tensor
+    work: dist.Work | None
+
+
+class Collectives:
+    """Collectives over a group of processes that check in a handshake that all ranks agree on the operation.
+
+    Args:
+        runtime: Runtime of this process.
+        group: torch process group, which must also carry CPU tensors. Default: all processes.
+        is_alone: Whether the group consists of this process only. `group` is None then, and does not mean all
+            processes.
+        place: Name under which a `CollectiveLog` records the collectives of this group. All groups of one `split` share
+            one name.
+
+    Attributes:
+        rank: Rank of this process in the group. Its global rank is `runtime.rank`.
+        world_size: Number of processes in the group.
+        ledger: Counter of this group's collectives.
+
+    Raises:
+        CollectiveError: If the group cannot carry CPU tensors, which handshakes need.
+    """
+
+    def __init__(
+        self,
+        runtime: ProcessRuntime,
+        group: dist.ProcessGroup | None = None,
+        *,
+        is_alone: bool = False,
+        place: str = "all",
+    ) -> None:
+        self.runtime = runtime
+        self.group = group
+        self.place = place
+        self._trail = runtime.scope.own(CollectiveLog)
+        self._attendance = runtime.scope.own(Attendance)
+        self._num_splits = 0
+        self._cpu_group = runtime.cpu_group if group is None else group
+        is_joined = dist.is_initialized() and not is_alone
+        self.rank = dist.get_rank(group) if is_joined else 0
+        self.world_size = dist.get_world_size(group) if is_joined else 1
+        if group is not None and self.world_size > 1 and not can_carry_cpu(group):
+            raise CollectiveError(
+                f"a group of {self.world_size} processes has no engine for CPU tensors, which ranks need to agree before each "
+                "collective; create it with Collectives.split, or with backend='cpu:gloo,cuda:nccl'"
+            )
+        self.ledger = CollectiveLedger()
+        self._last: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process group has ended, so that no collective is possible. Always False for a single process."""
+        return self.world_size > 1 and not dist.is_initialized()
+
+    def ensure_connected(self, operation: str) -> None:
+        """Raise an error if the process group has ended.
+
+        Args:
+            operation: Name of the collective that is about to start, for the message.
+
+        Raises:
+            StateError: If the group has ended, as after `end_training()`.
+        """
+        if self.has_ended:
+            raise StateError(
+                f"the process group has ended, so this rank cannot reach the others ({operation} at {find_call_site()}). After "
+                "end_training() each rank is alone: before it, call what all ranks do together, such as wait_for_everyone(), "
+                "gather(), prepare(), save_state(), and save_model() or get_state_dict() of a sharded model"
+            )
+
+    def split(self, groups: Sequence[Sequence[int]]) -> "Collectives":
+        """Create a process group for each entry of `groups`, and return the collectives of this process's group.
+
+        All processes must call this with equal arguments.
+
+        Args:
+            groups: Ranks of each group, equal on all processes. Each rank must be in exactly one group.
+
+        Raises:
+            CollectiveError: If a rank is in no group, is in two, or does not exist. Also if this object covers only
+                some of
+                the run's ranks, because only the collectives of all ranks can be split.
+        """
+        world = range(self.runtime.world_size)
+        if sorted(rank for ranks in groups for rank in ranks) != list(world) or self.world_size != len(world):
+            raise CollectiveError(f"groups {[list(g) for g in groups]} do not contain each of {len(world)} ranks once")
+        own: dist.ProcessGroup | None = None
+        for ranks in groups:
+            if len(ranks) > 1 and len(ranks) < len(world):  # all ranks must create all groups, in the same order
+                own = create_group(ranks, self.runtime.timeout + MARGIN) or own
+        is_alone = any(list(ranks) == [self.runtime.rank] for ranks in groups)
+        self._num_splits += 1
+        return Collectives(self.runtime, own, is_alone=is_alone, place=f"part{self._num_splits}")
+
+    # ---------------------------------------------------------------- small numbers
+
+    def gather_numbers(self, values: Sequence[float], operation: str = "numbers") -> list[list[float]]:
+        """Return the `values` of every rank, as a list indexed by rank. Integers up to 2^53 are exact.
+
+        Args:
+            values: Numbers of this rank. Each rank must pass the same number of values.
+            operation: Name of the collective in error messages.
+        """
+        if self.world_size == 1:
+            return [list(values)]
+        return self._agree(operation, "", values)
+
+    def start_sum(self, values: Sequence[float]) -> PendingHandshake | list[float]:
+        """Start to sum `values` over the ranks, element by element, without waiting.
+
+        Pass the result to `finish_sum`.
+        """
+        if self.world_size == 1:
+            return list(values)
+        return self._start("numbers", "", values)
+
+    def finish_sum(self, pending: PendingHandshake | list[float]) -> list[float]:
+        """Wait for a sum that `start_sum` started, and return the sum of each element over the ranks."""
+        if isinstance(pending, list):
+            return pending
+        return [sum(column) for column in zip(*self._finish(pending))]
+
+    def reduce_numbers(self, values: Sequence[float], op: str = "sum") -> list[float]:
+        """Return the sum, minimum or maximum of `values` over the ranks, element by element.
+
+        Args:
+            values: Numbers of this rank. Each rank must pass the same number of values.
+            op: "sum", "min" or "max".
+        """
+        return [_FOLDS[op](column) for column in zip(*self.gather_numbers(values))]
+
+    def barrier(self) -> None:
+        """Wait until every rank has called barrier()."""
+        if self.world_size > 1:
+            self._agree("barrier", "", ())
+
+    # ---------------------------------------------------------------- tensors
+
+    def gather(self, tree: Tree) -> Tree:
+        """Concatenate each tensor of all ranks along dim 0, in rank order. A 0-d tensor counts as one row.
+
+        First dimensions may differ between ranks.
+
+        Args:
+            tree: Tensor or nested structure of tensors.
+
+        Raises:
+            CollectiveError: If ranks differ in structure, dtype, or another dimension.
+            CallError: If an entry is not a tensor. Inside a container, None is also allowed.
+        """
+        rows = [tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in list_tensors(tree)]
+        if self.world_size == 1:
+            require_tensors(tree, "gather")
+            joined = iter(rows)
+            return map_tensors(lambda _: next(joined), tree)
+        signature = describe_structure(tree) + "".join(f"|{t.dtype}{tuple(t.shape[1:])}" for t in rows)
+        sizes = self._agree("gather", signature, [t.shape[0] for t in rows])
+        # Raise only after the handshake: if ranks pass different things, all have found out, and none waits for one
+        # that raised.
+        require_tensors(tree, "gather")
+        gathered = iter([self._gather_rows(t, [int(row[i]) for row in sizes]) for i, t in enumerate(rows)])
+        return map_tensors(lambda _: next(gathered), tree)
+
+    def _gather_rows(self, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        longest = max(sizes)
+        # Backends read raw memory, so tensors must be contiguous and of a supported dtype.
+        piece = view_as_carried(tensor.detach()).contiguous()
+        if piece.shape[0] < longest:
+            piece = torch.cat([piece, piece.new_zeros((longest - piece.shape[0], *piece.shape[1:]))])
+        out = piece.new_empty((longest * self.world_size, *piece.shape[1:]))
+        if piece.numel():
+            _all_gather_single(out, piece, group=self.get_group(piece))
+        if min(sizes) < longest:
+            out = torch.cat([out[rank * longest : rank * longest + size] for rank, size in enumerate(sizes)])
+        return out.view(tensor.dtype) if out.dtype != tensor.dtype else out
+
+    def reduce(self, tree: Tree, reduction: str = "sum", scale: float = 1.0) -> Tree:
+        """Combine each tensor over the ranks, element by element.
+
+        Args:
+            tree: Tensors of equal shapes on all ranks.
+            reduction: "sum" (of booleans: the count of True), "mean" (of integers: a float tensor), "max" or "min".
+            scale: Factor for the result.
+
+        Raises:
+            ConfigError: If the reduction is unknown.
+            CollectiveError: If ranks differ in structure, dtype or shape.
+            CallError: If an entry is not a tensor. Inside a container, None is also allowed.
+        """
+        if reduction not in _REDUCTIONS:
+            raise ConfigError(f"reduction={reduction!r} is unknown; allowed: {', '.join(_REDUCTIONS)}")
+        found = list(list_tensors(tree))
+        if self.world_size > 1:
+            signature = f"{reduction}{describe_structure(tree)}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in found)
+            self._agree("reduce", signature, ())
+        require_tensors(tree, "reduce")
+        return map_tensors(lambda tensor: self._reduce_one(tensor, reduction, scale), tree)
+
+    def _reduce_one(self, tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
+        working, result = choose_arithmetic(tensor.dtype, reduction)
+        out = tensor.detach().to(working).clone(memory_format=torch.contiguous_format)
+        if self.world_size > 1 and out.numel():
+            dist.all_reduce(out, _REDUCTIONS[reduction], group=self.get_group(out))
+        if reduction == "mean":
+            out = out / self.world_size
+        out = out.to(result)
+        return out * scale if scale != 1.0 else out
+
+    def broadcast(self, tree: Tree, src: int = 0) -> Tree:
+        """Return rank `src`'s tensors on every rank. The other ranks pass tensors of equal shapes and dtypes.
+
+        Args:
+            tree: Tensor or nested structure of tensors.
+            src: Rank in the group that sends.
+
+        Raises:
+            CollectiveError: If ranks differ in structure, dtype or shape.
+            CallError: If an entry is not a tensor. Inside a container, None is also allowed.
+        """
+        if self.world_size == 1:
+            require_tensors(tree, "broadcast")
+            return tree
+        found = list(list_tensors(tree))
+        signature = f"{src}{describe_structure(tree)}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in found)
+        self._agree("broadcast", signature, ())
+        require_tensors(tree, "broadcast")
+
+        def send(tensor: torch.Tensor) -> torch.Tensor:
+            out = view_as_carried(tensor.detach()).clone(memory_format=torch.contiguous_format)
+            if out.numel():
+                dist.broadcast(out, self._global_rank(src), group=self.get_group(out))
+            return out.view(tensor.dtype) if out.dtype != tensor.dtype else out
+
+        return map_tensors(send, tree)
+
+    def broadcast_into(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
+        """Copy rank `src`'s values into existing tensors of equal shapes and dtypes on all ranks.
+
+        A tensor that is not contiguous on some rank is transferred through a contiguous copy, one tensor at a time.
+
+        Args:
+            found: Tensors of this rank.
+            src: Rank in the group that sends.
+
+        Raises:
+            CollectiveError: If ranks differ in number, shapes or dtypes.
+        """
+        if self.world_size == 1:
+            return
+        self._agree("broadcast", f"into {src}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in found), ())
+        carried = [view_as_carried(tensor.detach()) for tensor in found]
+        # Memory order may differ between ranks, but all ranks must send a tensor in the same order.
+        scattered = [index for index, tensor in enumerate(carried) if not tensor.is_contiguous()]
+        through_copy: set[int] = set().union(*self._all_gather_objects(scattered))
+        straight = [tensor for index, tensor in enumerate(carried) if index not in through_copy]
+        self.broadcast_in_place(straight, src)
+        for index in sorted(through_copy):
+            self._broadcast_through_copy(carried[index], src)
+
+    def _broadcast_through_copy(self, tensor: torch.Tensor, src: int) -> None:
+        copy = tensor.contiguous()
+        self.broadcast_in_place([copy], src)
+        tensor.copy_(copy)
+
+    def sum_in_place(self, found: Sequence[torch.Tensor]) -> None:
+        """Sum contiguous tensors over the ranks in place, in as few launches as the backend allows.
+
+        There is no handshake. Ranks must already have agreed on the tensors, for example in a vote.
+
+        Args:
+            found: Contiguous tensors, in the same order on all ranks.
+        """
+        self._in_place("sum in place", found, lambda t: dist.all_reduce(t, group=self.get_group(t), async_op=True))
+
+    def broadcast_in_place(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
+        """Copy rank `src`'s values into contiguous tensors on all ranks.
+
+        There is no handshake. Ranks must already have agreed on the tensors, for example in a vote.
+
+        Args:
+            found: Contiguous tensors, in the same order on all ranks.
+            src: Rank in the group that sends.
+        """
+        root = self._global_rank(src)
+        self._in_place(
+            "broadcast in place", found, lambda t: dist.broadcast(t, root, group=self.get_group(t), async_op=True), src
+        )
+
+    def _in_place(
+        self,
+        operation: str,
+        found: Sequence[torch.Tensor],
+        start: Callable[[torch.Tensor], Any],
+        src: int | None = None,
+    ) -> None:
+        """Run one collective for each tensor: a broadcast from rank `src`, or an all-reduce if `src` is None.
+
+        Args:
+            operation: Name of the collective for reports of hangs.
+            found: Contiguous tensors, in the same order on all ranks.
+            start: Function that starts the asynchronous collective of one tensor.
+            src: Rank in the group that sends. Default: None.
+        """
+        is_sum = src is None
+        if self.world_size == 1:
+            return
+        if not is_sum:
+            found = as_carried(found)
+        entry = self.ledger.record_entry(operation)
+        if self._trail.is_open:
+            kinds = [(t.numel(), str(t.dtype).removeprefix("torch."), t.device.type) for t in found]
+            self._trail.record_entry(self.place, "in place", is_sum, src or 0, kinds)
+        for work in start_collectives(
+            [tensor for tensor in found if tensor.numel()], self.get_group, start, is_sum=is_sum
+        ):
+            work.wait()
+        self._trail.record_exit()
+        self.ledger.record_exit(entry)
+
+    def pad_across_processes(self, tree: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
+        """Pad each tensor along `dim` to the largest length on any rank.
+
+        Args:
+            tree: Tensors. A tensor without dimension `dim` is returned unchanged.
+            dim: Dimension to pad; negative numbers count from the end.
+            pad_index: Value of the padding.
+            pad_first: Whether to pad before the data instead of after it.
+
+        Raises:
+            CollectiveError: If ranks differ in structure, dtype or number of dimensions.
+            CallError: If an entry is not a tensor. Inside a container, None is also allowed.
+        """
+        if self.world_size == 1:
+            require_tensors(tree, "pad_across_processes")
+            return tree
+        found = list(list_tensors(tree))
+        signature = f"{dim}{describe_structure(tree)}" + "".join(f"|{t.dtype}{t.ndim}" for t in found)
+        sizes = self._agree("pad", signature, [t.shape[dim] if _has_dim(t, dim) else 0 for t in found])
+        require_tensors(tree, "pad_across_processes")
+        longest = iter([int(max(column)) for column in zip(*sizes)])
+        return map_tensors(lambda tensor: pad_dim(tensor, dim, next(longest), pad_index, pad_first), tree)
+
+    # ---------------------------------------------------------------- objects
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """Return every rank's object, as a list indexed by rank. Objects are transferred by pickling."""
+        if self.world_size == 1:
+            return [obj]
+        self._agree("objects", "", ())
+        return self._all_gather_objects(obj)
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s object on every rank."""
+        if self.world_size == 1:
+            return obj
+        self._agree("object", str(src), ())
+        box = [obj if self.rank == src else None]
+        dist.broadcast_object_list(box, self._global_rank(src), group=self._cpu_group)
+        return box[0]
+
+    # ---------------------------------------------------------------- between two ranks
+
+    def send(self, flat: torch.Tensor, to: int) -> None:
+        """Send the bytes of a CPU tensor to one rank, which calls `receive`.
+
+        There is no handshake. Both ranks must have agreed on the transfer.
+
+        Args:
+            flat: Tensor on the CPU.
+            to: Rank in the group that receives.
+        """
+        with self._attendance.exclude_pair_messages():
+            dist.send(flat, self._global_rank(to), group=self._cpu_group)
+
+    def receive(self, flat: torch.Tensor, source: int) -> None:
+        """Receive bytes from one rank into a CPU tensor.
+
+        Args:
+            flat: Tensor on the CPU to fill. It must have the size in bytes of the tensor that `source` sends.
+            source: Rank in the group that sends.
+        """
+        with self._attendance.exclude_pair_messages():
+            dist.recv(flat, self._global_rank(source), group=self._cpu_group)
+
+    # ---------------------------------------------------------------- the handshake
+
+    def _agree(self, operation: str, signature: str, numbers: Sequence[float]) -> list[list[float]]:
+        if len(numbers) <= NUM_SLOTS:
+            return self._finish(self._start(operation, signature, numbers))
+        # More numbers than slots: agree on the first ones, then send the rest in further all-gathers that all ranks
+        # expect.
+        rows = self._agree(operation, f"{signature}#{len(numbers)}", numbers[:NUM_SLOTS])
+        for start in range(NUM_SLOTS, len(numbers), NUM_SLOTS):
+            more = self._agree(operation, signature, numbers[start : start + NUM_SLOTS])
+            rows = [row + extra for row, extra in zip(rows, more)]
+        return rows
+
+    def _start(self, operation: str, signature: str, numbers: Sequence[float]) -> PendingHandshake:
+        self.ensure_connected(operation)
+        if len(numbers) > NUM_SLOTS:
+            raise CollectiveError(f"{len(numbers)} numbers in one handshake; it holds {NUM_SLOTS}")
+        if self.group is None:
+            self._attendance.count_exchange()
+        entry = self.ledger.record_entry(operation)
+        self._trail.record_entry(self.place, "numbers", operation, signature, len(numbers))
+        slots = [float(_EXCHANGES.index(operation)), digest_text(signature), float(len(numbers)), *numbers]
+        slots += [0.0] * (_HEADER + NUM_SLOTS - len(slots))
+        rows = torch.empty(self.world_size, _HEADER + NUM_SLOTS, dtype=torch.float64)
+        row = torch.tensor([slots], dtype=torch.float64)
+        work = _all_gather_single(rows, row, group=self._cpu_group, async_op=True)
+        # Keep a reference until the next call. A backend thread that drops the last reference needs the interpreter,
+        # which may be shutting down.
+        self._last = (row, rows)
+        return PendingHandshake(entry, signature, len(numbers), rows, work)
+
+    def _finish(self, pending: PendingHandshake) -> list[list[float]]:
+        try:
+            if pending.work is not None:
+                pending.work.wait()
+        except RuntimeError as error:  # the backend's message names a socket, not a cause
+            raise CollectiveError(_describe_missing_ranks(pending.entry, error)) from error
+        self._trail.record_exit()
+        self.ledger.record_exit(pending.entry)
+        rows: list[list[float]] = pending.rows.tolist()
+        if any(row[:_HEADER] != rows[0][:_HEADER] for row in rows):
+            self._raise_mismatch(pending)
+        return [row[_HEADER : _HEADER + pending.num_numbers] for row in rows]
+
+    # ---------------------------------------------------------------- for a rank that left a batch early
+
+    def members(self) -> list[int]:
+        """Return the global ranks of the group."""
+        return [self._global_rank(rank) for rank in range(self.world_size)]
+
+    def stand_in(self, step: Step) -> None:
+        """Join a collective of the other ranks with values that do not change its result.
+
+        A rank that has left a batch early calls this, so that its peers can finish.
+
+        Args:
+            step: Collective as recorded in another rank's `CollectiveLog`.
+
+        Raises:
+            CollectiveError: If this kind of collective does not occur within a batch.
+        """
+        _, kind, *how = step
+        if kind == "in place":
+            is_sum, src, kinds = how
+            nothing = [torch.zeros(n, dtype=getattr(torch, dtype), device=self._device(on)) for n, dtype, on in kinds]
+            if is_sum:
+                self.sum_in_place(nothing)
+            else:
+                self.broadcast_in_place(nothing, src)
+            return
+        operation, signature, count = how
+        if operation not in ("numbers", "objects"):
+            raise CollectiveError(f"{operation} was called by the script in the middle of a batch")
+        self._finish(self._start(operation, signature, [0.0] * count))
+        if operation == "objects":
+            self._all_gather_objects(None)
+
+    def _device(self, kind: str) -> torch.device:
+        own = self.runtime.device
+        return own if own.type == kind else torch.device(kind)
+
+    def _raise_mismatch(self, pending: PendingHandshake) -> None:
+        entry = pending.entry
+        lines = self._all_gather_objects((entry.operation, entry.call_site, pending.signature, pending.num_numbers))
+        calls = "\n".join(
+            f"  rank {self._global_rank(rank)}: {operation} #{entry.sequence} at {site} of {signature or 'nothing'}"
+            for rank, (operation, site, signature, _) in enumerate(lines)
+        )
+        raise CollectiveError(
+            f"ranks called collectives that do not fit together:\n{calls}\nEvery rank must make the same calls in the same order, "
+            "with equal structures, dtypes and shapes (dim 0 may differ in gather; pad_across_processes evens another out)"
+        )
+
+    def _all_gather_objects(self, obj: Any) -> list[Any]:
+        out: list[Any] = [None] * self.world_size
+        dist.all_gather_object(out, obj, group=self._cpu_group)
+        return out
+
+    def get_group(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
+        """Return the process group in which this tensor is transferred: the one for CPU tensors, or the main one."""
+        return self._cpu_group if tensor.device.type == "cpu" else self.group
+
+    def _global_rank(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def _describe_missing_ranks(entry: LedgerEntry, error: RuntimeError) -> str:
+    return (
+        f"{entry.operation} at {entry.call_site}: not every rank came here. One ended, was lost, or never makes this call: call it "
+        f"on every rank, outside conditions on the rank ({str(error).partition('. ')[0]})"
+    )
+
+
+def pad_dim(tensor: torch.Tensor, dim: int, length: int, pad_index: float, pad_first: bool) -> torch.Tensor:
+    """Return `tensor` padded to `length` along `dim`, or unchanged if it is long enough or has no such dimension.
+
+    Args:
+        tensor: Tensor to pad.
+        dim: Dimension to pad.
+        length: Length of the result along `dim`.
+        pad_index: Value of the padding.
+        pad_first: Whether to pad before the data instead of after it.
+    """
+    if not _has_dim(tensor, dim) or tensor.shape[dim] >= length:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = length
+    out = tensor.new_full(shape, pad_index)
+    start = length - tensor.shape[dim] if pad_first else 0
+    out.narrow(dim, start, tensor.shape[dim]).copy_(tensor)
+    return out
+
+
+def _has_dim(tensor: torch.Tensor, dim: int) -> bool:
+    return -tensor.ndim <= dim < tensor.ndim
+
+
+def digest_text(text: str) -> float:
+    """Return a 52-bit hash of `text` as a float, which ranks can exchange as a number without rounding."""
+    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 12)

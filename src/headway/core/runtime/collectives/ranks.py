@@ -1,0 +1,235 @@
+"""`RankAware`, the base class of the Accelerator with everything that depends on ranks but not on models."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+import torch
+
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.collectives.tree import Tree, split_inputs
+from headway.core.runtime.process import ProcessRuntime
+from headway.errors import ConfigError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class RankAware:
+    """Base class of the Accelerator with the methods that depend on ranks but not on models.
+
+    It offers rank properties, decorators that run a function on some ranks, ordering between ranks, and collectives.
+
+    Args:
+        runtime: Runtime of this process.
+        collectives: Collectives with the other ranks.
+    """
+
+    def __init__(self, runtime: ProcessRuntime, collectives: Collectives) -> None:
+        self.runtime = runtime
+        self.collectives = collectives
+        self._is_triggered = False
+
+    @property
+    def _readers(self) -> Collectives:
+        """Collectives over one rank of each data shard.
+
+        Ranks that read the same data shard compute equal values, so only one of them is counted.
+        """
+        return self.collectives
+
+    # ---------------------------------------------------------------- properties of this rank
+
+    @property
+    def device(self) -> torch.device:
+        """Device that this process computes on."""
+        return self.runtime.device
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes of the run."""
+        return self.runtime.world_size
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process."""
+        return self.runtime.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its machine."""
+        return self.runtime.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process is rank 0."""
+        return self.runtime.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this process has local rank 0, so that it is the first on its machine."""
+        return self.runtime.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this process has the highest rank."""
+        return self.runtime.is_last_process
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether the run has several processes."""
+        return self.runtime.world_size > 1
+
+    # ---------------------------------------------------------------- decorators and order
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Call `print()` on the first process of each machine only."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    def on_main_process(self, function: Function | None = None) -> Any:
+        """Decorate a function so that it runs on rank 0 only and returns None on the other ranks."""
+        return self._only(function, lambda rank, _: rank == 0)
+
+    def on_local_main_process(self, function: Function | None = None) -> Any:
+        """Decorate a function so that it runs on local rank 0 of each machine only and returns None on other ranks."""
+        return self._only(function, lambda _, local: local == 0)
+
+    def on_last_process(self, function: Function | None = None) -> Any:
+        """Decorate a function so that it runs on the highest rank only and returns None on the others."""
+        last = self.num_processes - 1
+        return self._only(function, lambda rank, _: rank == last)
+
+    def on_process(self, function: Function | None = None, process_index: int | None = None) -> Any:
+        """Decorate a function so that it runs on one rank only and returns None on the others.
+
+        Args:
+            function: Function to decorate.
+            process_index: Rank that runs it. Required.
+        """
+        wanted = self._index(process_index, self.num_processes, "process_index")
+        return self._only(function, lambda rank, _: rank == wanted)
+
+    def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
+        """Decorate a function so that it runs on one local rank of each machine only and returns None on the others.
+
+        Args:
+            function: Function to decorate.
+            local_process_index: Local rank that runs it. Required.
+        """
+        wanted = self._index(local_process_index, self.runtime.local_world_size, "local_process_index")
+        return self._only(function, lambda _, local: local == wanted)
+
+    @staticmethod
+    def _index(index: int | None, count: int, name: str) -> int:
+        if index is None or not 0 <= index < count:
+            raise ConfigError(f"{name}={index!r}; give a number from 0 to {count - 1}")
+        return index
+
+    def _only(self, function: Function | None, passes: Callable[[int, int], bool]) -> Any:
+        if function is None:  # used as @accelerator.on_...(options), which returns the decorator
+            return partial(self._only, passes=passes)
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if passes(self.process_index, self.local_process_index) else None
+
+        return run
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process has called wait_for_everyone()."""
+        self.collectives.barrier()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Return a context whose block runs on rank 0 first.
+
+        The other ranks run it after rank 0 has left it, even by an error.
+        """
+        yield from self._first(self.is_main_process)
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Return a context whose block runs on the first process of each machine first.
+
+        The other processes of the machine run it afterwards, even if the first one has left it by an error.
+        """
+        yield from self._first(self.is_local_main_process)
+
+    def _first(self, is_first: bool) -> Iterator[None]:
+        if not is_first:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            if is_first:
+                self.wait_for_everyone()
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Return a context manager that yields this process's part of `inputs`.
+
+        `headway.core.runtime.collectives.tree.split_inputs` describes how each type is split.
+
+        Args:
+            inputs: List, tuple, tensor, NumPy array, Hugging Face Dataset, or a dict of these.
+            apply_padding: Whether to pad all parts to one length by repeating the last item.
+        """
+        yield split_inputs(inputs, self.num_processes, self.process_index, apply_padding)
+
+    def set_trigger(self) -> None:
+        """Make the next `check_trigger` return True on every rank."""
+        self._is_triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has called `set_trigger` since the last check. Call this on every rank."""
+        answer = self.collectives.reduce_numbers([float(self._is_triggered)], "max")[0] > 0
+        if answer:
+            self._is_triggered = False
+        return answer
+
+    # ---------------------------------------------------------------- exchange
+
+    def gather(self, tensor: Tree) -> Tree:
+        """Concatenate the tensors of all ranks along dim 0 in rank order. A 0-d tensor counts as one row.
+
+        First dimensions may differ between ranks. Nested structures keep their shape.
+
+        Args:
+            tensor: Tensor or nested structure of tensors.
+        """
+        return self.collectives.gather(tensor)
+
+    def reduce(self, tensor: Tree, reduction: str = "sum", scale: float = 1.0) -> Tree:
+        """Combine tensors over all ranks, element by element. Shapes must be equal on all ranks.
+
+        Args:
+            tensor: Tensor or nested structure of tensors.
+            reduction: "sum", "mean", "max" or "min".
+            scale: Factor for the result.
+        """
+        return self.collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
+        """Pad tensors along one dimension to the largest length on any rank, so that they can be gathered.
+
+        Args:
+            tensor: Tensor or nested structure of tensors.
+            dim: Dimension to pad.
+            pad_index: Value of the padding.
+            pad_first: Whether to pad before the data instead of after it.
+        """
+        return self.collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def reduce_mean(self, total: torch.Tensor | float, weight: torch.Tensor | float) -> torch.Tensor:
+        """Return the exact mean over all ranks: the sum of `total` divided by the sum of `weight`.
+
+        Args:
+            total: Sum on this rank (of losses, of correct answers).
+            weight: Number of items in that sum.
+
+        Returns:
+            A 0-d float64 tensor on the CPU. It is NaN if `weight` is zero on all ranks.
+        """
+        sums = self._readers.reduce_numbers([float(total), float(weight)])
+        return torch.tensor(sums[0] / sums[1] if sums[1] else float("nan"), dtype=torch.float64)

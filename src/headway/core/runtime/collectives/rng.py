@@ -1,0 +1,90 @@
+"""RNG states that are equal on several ranks: copied from rank 0, or seeded equally on ranks that read equal data."""
+
+from collections.abc import Sequence
+
+import torch
+
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.device import is_kind
+from headway.core.runtime.process import current
+from headway.core.runtime.seed import digest_states, mix_seed, read_states, reseed_generator, write_states
+from headway.errors import ConfigError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_KNOWN = ("python", "numpy", "torch", "device", "generator")
+
+_VENDORS = frozenset({"npu", "mlu", "musa", "sdaa", "neuron"})
+"""Device types of vendors whose packages may not be imported yet, so that torch does not know them.
+
+Scripts written for Accelerate may still name them in `rng_types`.
+"""
+
+
+def resolve_generator_names(rng_types: Sequence[str]) -> list[str]:
+    """Translate RNG names into those that Headway uses. Device types such as "cuda" become "device". Drop duplicates.
+
+    Args:
+        rng_types: Names as the user gave them.
+
+    Raises:
+        ConfigError: If a name is unknown.
+    """
+    names = ["device" if _is_device(str(name)) else str(name) for name in rng_types]
+    for name in names:
+        if name not in _KNOWN:
+            raise ConfigError(f"unknown generator {name!r}; allowed: {', '.join(_KNOWN)}")
+    return list(dict.fromkeys(names))
+
+
+def _is_device(name: str) -> bool:
+    return name in _VENDORS or (name not in ("cpu", "meta") and is_kind(name))
+
+
+def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:
+    """Copy rank 0's RNG states to all ranks.
+
+    Args:
+        rng_types: Any of "python", "numpy", "torch", "device" (or its type, such as "cuda"), "generator".
+        generator: Generator to synchronize if `rng_types` contains "generator".
+
+    Raises:
+        ConfigError: If a name is unknown, or "generator" is named and no generator is given.
+        CollectiveError: If other ranks call a different collective at this point.
+    """
+    rng_types = resolve_generator_names(rng_types)
+    if "generator" in rng_types and generator is None:
+        raise ConfigError("rng_types names 'generator', but no generator was given; pass generator=, or leave it out")
+    runtime = current()
+    if runtime.world_size > 1:
+        own = read_states(rng_types, generator) if runtime.is_main_process else None
+        write_states(Collectives(runtime).broadcast_object(own), generator)
+
+
+def share_rng_states(everyone: Collectives, index: int) -> list[str]:
+    """Make ranks that read the same data shard draw equal random numbers, for example in dropout, noise and datasets.
+
+    Generators whose states already agree on these ranks keep their states. The others are seeded from rank 0's seed
+    and the shard's index. All ranks call this.
+
+    Args:
+        everyone: Collectives of all ranks.
+        index: Index of the data shard that this rank reads.
+
+    Returns:
+        Names of the generators that were reseeded.
+    """
+    rows = everyone.gather_numbers([float(index), float(torch.initial_seed() % (1 << 52)), *digest_states()])
+    begun = []
+    for place, name in enumerate(("python", "numpy", "torch")):
+        first: dict[float, float] = {}
+        if any(first.setdefault(row[0], row[2 + place]) != row[2 + place] for row in rows):
+            reseed_generator(name, mix_seed(int(rows[0][1]), place, index))
+            begun.append(name)
+    if "torch" in begun:
+        log.warning_once(
+            "ranks that read the same part of the data had different RNG states: torch's are now seeded again, alike on these ranks. "
+            "To seed ranks differently, call set_seed(seed, device_specific=True) after you create the Accelerator"
+        )
+    return begun

@@ -1,0 +1,68 @@
+"""Check that all ranks make a call on a sharded model, because such a call contains collectives of all ranks.
+
+A call that only some ranks make would wait forever. The check raises an error instead.
+"""
+
+from typing import Any
+
+import torch
+
+from headway.common.callsite import trace_calls
+from headway.core.runtime.control_plane.attendance import Attendance
+from headway.core.runtime.process import ProcessRuntime
+from headway.errors import UnsupportedError
+
+_DEPTH = 12
+"""Number of stack frames that distinguish one call path from another."""
+
+
+class RankConditionalCallCheck:
+    """Check that all ranks make a call on a sharded model.
+
+    The check runs only once for each stack (the innermost 12 frames) from which the call is made.
+
+    Args:
+        runtime: Runtime of this process.
+        strategy: Name of the strategy under which a forward contains collectives, for the message.
+    """
+
+    def __init__(self, runtime: ProcessRuntime, strategy: str) -> None:
+        self._runtime = runtime
+        self._strategy = strategy
+        self._seen: set[tuple[tuple[int, int], ...]] = set()
+
+    def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise an error before a forward of the model starts if other ranks do not run this forward.
+
+        Raises:
+            UnsupportedError: If other ranks do not make this call.
+        """
+        if not torch.compiler.is_compiling():  # torch.compile cannot trace a stack walk
+            # Distinguish call paths, so that an evaluation on one rank is not mistaken for the other ranks' next step.
+            action = "a forward" if torch.is_grad_enabled() else "a forward without gradients"
+            self.check(f"{type(model).__name__} is called", action)
+
+    def check(self, call: str, action: str) -> None:
+        """Raise an error before a call starts if other ranks do not make it.
+
+        Only the first call from each stack is checked.
+
+        Args:
+            call: Description of the call, as the start of a sentence.
+            action: Operation that needs all shards of the model, such as "a forward".
+
+        Raises:
+            UnsupportedError: If other ranks do not make this call.
+        """
+        attendance = self._runtime.scope.own(Attendance)
+        attendance.count_call(action)
+        key = trace_calls(_DEPTH)
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        attended = attendance.find_current_participants()
+        if attended.elsewhere:
+            raise UnsupportedError(
+                f"{call} {attended}. Under the {self._strategy} strategy each rank holds a part of the model, and {action} needs "
+                "all parts. Call it on every rank, and put only the code that uses the result under the condition"
+            )

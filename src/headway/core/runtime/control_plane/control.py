@@ -1,0 +1,303 @@
+"""Control plane of a run: votes, key-value exchange and aborts between ranks, independent of the process group.
+
+It uses its own TCPStore, hosted by the launcher's agent on machine 0, or by rank 0 without a launcher. A vote costs
+each rank one message with its values and one counted arrival. The last rank to arrive publishes the result and the
+others read it. The server's work therefore grows with the number of ranks, not with its square. The store holds
+three keys per rank and two per pending vote, whatever the number of votes.
+"""
+
+import math
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Literal, NoReturn
+
+from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
+
+from headway.common.callsite import find_call_site
+from headway.common.sealing import Seal, UnsealedCounter
+from headway.core.runtime import process, pulse
+from headway.core.runtime.control_plane.roll_call import find_whereabouts, name_ranks
+from headway.core.runtime.control_plane.sealed_store import SealedStore
+from headway.core.runtime.control_plane.store import (
+    NOTICE,
+    StoreLink,
+    end_process,
+    get_first_line,
+    wait_for_keys,
+    wait_for_value,
+)
+from headway.core.runtime.group import MARGIN
+from headway.errors import CollectiveError, ConfigError, ControlPlaneError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+Op = Literal["any", "min", "max", "sum"]
+_FOLDS: dict[str, Callable[[Iterable[float]], float]] = {
+    "any": lambda column: float(any(column)),
+    "min": min,
+    "max": max,
+    "sum": math.fsum,
+}
+_CODES = {op: code for code, op in enumerate(_FOLDS)}
+_HEAD = struct.Struct("<qBH")  # number of the vote, operation, number of values
+_MISMATCH = -1
+_ARRIVED, _WEIGHTY = 1, 1 << 32  # an arrival adds _ARRIVED, and _WEIGHTY too if it has a nonzero value
+
+UNTIL_ENDED = 30.0
+"""Seconds for which a process that has aborted the run waits for the launcher to end it. Then it ends itself."""
+
+
+class Control:
+    """Client of the control plane. `current()` returns the client of this process.
+
+    Votes must not overlap, but may be on any thread (such as autograd's). `set`, `get`, `has` and `abort` may be
+    called on any thread at any time.
+
+    Args:
+        rank: Rank of this process.
+        world_size: Number of processes.
+        link: Connection to the store; None on a single process, where every call returns at once.
+        timeout: Default time limit of a wait.
+    """
+
+    def __init__(self, rank: int, world_size: int, link: StoreLink | None, timeout: timedelta) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timeout
+        self._link = link
+        # The launcher's hang watch has more information, so let it report first.
+        self._limit = timeout + MARGIN if link is not None and link.is_launched else timeout
+        self._extension = timedelta()
+        self._num_votes = 0
+        # One connection for the votes of all threads, because requests on a connection are processed in order.
+        self._channel: SealedStore | None = None
+        self._broken = ""
+        self._own = SealedStore(HashStore(), "own", Seal(b"", UnsealedCounter(log.warning)))
+
+    # ---------------------------------------------------------------- votes
+
+    def vote(self, values: Sequence[float], op: Op = "max", *, timeout: timedelta | None = None) -> list[float]:
+        """Combine `values` over all ranks, element by element. All ranks make the same votes in the same order.
+
+        A vote is cheapest if all values on all ranks are zero, which is the usual case for flags.
+
+        Args:
+            values: Numbers of this rank. Each rank must pass the same number of values.
+            op: "any" (1.0 if some rank's value is not zero, else 0.0), "min", "max" or "sum".
+            timeout: Maximum time to wait for the other ranks. Default: the run's timeout.
+
+        Returns:
+            The combined values, equal on every rank.
+
+        Raises:
+            ConfigError: If the operation is unknown.
+            CollectiveError: If ranks voted with different operations or numbers of values.
+            ControlPlaneError: If ranks did not vote in time (the message names them), or the host of the store is gone.
+        """
+        if op not in _FOLDS:
+            raise ConfigError(f"vote(op={op!r}) is unknown; allowed: {', '.join(_FOLDS)}")
+        if self._link is None:
+            return [_FOLDS[op]((float(value),)) for value in values]
+        if self._broken:
+            raise ControlPlaneError(f"no more votes after one that failed ({self._broken}); end the run")
+        self._num_votes += 1
+        own = pulse.get_own_pulse()
+        entered = own.enter_collective("vote", find_call_site())
+        try:
+            if self._channel is None:
+                self._channel = self._link.store
+            result = self._vote(self._channel, values, op, timeout or self._limit + self._extension)
+            own.leave_collective(entered)
+            return result
+        except DistError as error:
+            self._broken = self._loss(error)
+            raise ControlPlaneError(self._broken) from error
+        except (ControlPlaneError, CollectiveError) as error:
+            self._broken = str(error)
+            raise
+
+    def extend_limit(self, seconds: float) -> None:
+        """Extend the timeout of every vote that is called without an explicit timeout.
+
+        A later call replaces the extension instead of adding to it.
+
+        Args:
+            seconds: Seconds to add to the run's timeout.
+        """
+        self._extension = timedelta(seconds=seconds)
+
+    def _vote(self, store: SealedStore, values: Sequence[float], op: Op, timeout: timedelta) -> list[float]:
+        number = self._num_votes
+        head = _HEAD.pack(number, _CODES[op], len(values))
+        store.set(f"vote/{self.rank}", head + struct.pack(f"<{len(values)}d", *values))
+        tally = store.add("arrived", _ARRIVED + (_WEIGHTY if any(values) else 0))
+        if tally % _WEIGHTY == self.world_size:
+            result = self._combine_values(store, head, values, op) if tally >= _WEIGHTY else head
+            store.reset("arrived")
+            store.set(f"result/{number}", result)
+        else:
+            # The first rank to arrive deletes it, since it waits anyway. All ranks have read that result.
+            if tally % _WEIGHTY == 1:
+                store.delete_key(f"result/{number - 2}")
+            if not wait_for_keys(store, [f"result/{number}"], timeout):
+                raise ControlPlaneError(self._describe_absence(store, number, timeout))
+            result = store.get(f"result/{number}")
+        return self._read(result, head, values)
+
+    def _combine_values(self, store: SealedStore, head: bytes, values: Sequence[float], op: Op) -> bytes:
+        """Return the encoded result of a vote, which the last rank to arrive publishes."""
+        votes = store.multi_get([f"vote/{rank}" for rank in range(self.world_size)])
+        if any(vote[: _HEAD.size] != head for vote in votes):
+            description = "; ".join(f"rank {rank}: {_parse_vote(vote)}" for rank, vote in enumerate(votes))
+            return _HEAD.pack(_MISMATCH, 0, 0) + description.encode()
+        rows = [struct.unpack_from(f"<{len(values)}d", vote, _HEAD.size) for vote in votes]
+        return head + struct.pack(f"<{len(values)}d", *(_FOLDS[op](column) for column in zip(*rows)))
+
+    def _read(self, result: bytes, head: bytes, values: Sequence[float]) -> list[float]:
+        if result[: _HEAD.size] != head:
+            description = f"rank {self.rank}: {_parse_vote(head)}; others: {_parse_vote(result)}"
+            if _HEAD.unpack_from(result)[0] == _MISMATCH:
+                description = result[_HEAD.size :].decode()
+            raise CollectiveError(
+                f"ranks voted about different things: {description}. Let all ranks vote alike, in one order"
+            )
+        if len(result) == _HEAD.size:
+            if any(values):  # the counter of arrivals is torch's and has no HMAC
+                raise ControlPlaneError(
+                    f"vote {self._num_votes} of rank {self.rank} was not counted: another program has changed the control plane's "
+                    "counter (docs/security.md)"
+                )
+            return [0.0] * len(values)
+        return list(struct.unpack_from(f"<{len(values)}d", result, _HEAD.size))
+
+    def _describe_absence(self, store: SealedStore, number: int, timeout: timedelta) -> str:
+        """Return an error message that names the ranks that have voted and those that have not."""
+        keys = [f"vote/{rank}" for rank in range(self.world_size)]
+        numbers = [_HEAD.unpack_from(vote)[0] if (vote := store.find(key)) else 0 for key in keys]
+        missing = [rank for rank, seen in enumerate(numbers) if seen < number]
+        came = [rank for rank, seen in enumerate(numbers) if seen >= number]
+        hosts = [f"rank {rank}: {here}" for rank in missing[:8] if (here := find_whereabouts(store, rank))]
+        return (
+            f"vote {number} missed {name_ranks(missing) if missing else 'nobody, but its result'} for {timeout.total_seconds():g} s: "
+            f"{name_ranks(came)} voted{f' ({_describe_progress()} here)' if _describe_progress() else ''}. See what keeps "
+            f"{'it' if len(missing) == 1 else 'them'} "
+            f"({'; '.join(hosts) or 'nothing is known of where'}), or give more time with --timeout"
+        )
+
+    def _loss(self, error: DistError) -> str:
+        assert self._link is not None
+        by = self._link.address.hosted_by
+        reason = f"{by}, which hosted the control plane, is gone"
+        if self._link.has_said_goodbye:
+            reason = f"{by}, which hosted the control plane, has ended its script; vote as often on every rank"
+        return f"{reason} ({get_first_line(error)})"
+
+    # ---------------------------------------------------------------- key-value exchange
+
+    def set(self, key: str, value: bytes) -> None:
+        """Publish `value` under `key`. After a restart of the run's processes, the value is no longer visible."""
+        self._store.set(f"user/{key}", value)
+
+    def get(self, key: str, timeout: timedelta) -> bytes:
+        """Return the value of `key`. Waits until some rank has set it.
+
+        Args:
+            key: Key to read.
+            timeout: Maximum time to wait.
+
+        Raises:
+            ControlPlaneError: If no rank has set the key within `timeout`.
+        """
+        return wait_for_value(self._store, f"user/{key}", timeout, key)
+
+    def has(self, key: str) -> bool:
+        """Whether some rank has set `key`."""
+        return self._store.find(f"user/{key}") is not None
+
+    def set_once(self, key: str, value: bytes) -> bytes:
+        """Set `key` unless another rank has set it. Return its value, which is equal on all ranks."""
+        return self._store.set_once(f"user/{key}", value)
+
+    def count(self, key: str, number: int = 1) -> int:
+        """Add `number` to a counter and return its new total over all ranks. `get` cannot read counters.
+
+        Args:
+            key: Key of the counter.
+            number: Number to add; 0 only reads the counter.
+        """
+        return self._store.add(f"user/{key}", number)
+
+    def delete(self, key: str) -> None:
+        """Delete `key` and its value, if it exists."""
+        self._store.delete_key(f"user/{key}")
+
+    @property
+    def _store(self) -> SealedStore:
+        return self._own if self._link is None else self._link.store
+
+    # ---------------------------------------------------------------- abort
+
+    def abort(self, reason: str) -> NoReturn:
+        """End the run on every rank at once, and report the reason. This method may be called on any thread.
+
+        Args:
+            reason: Text for the user, of one or more lines.
+        """
+        where = _describe_progress()
+        who = f"rank {self.rank} of {self.world_size} (host {socket.gethostname()}, pid {os.getpid()}" + (
+            f", {where})" if where else ")"
+        )
+        text = f"{who} ended the run: {reason}"
+        is_launched = self._link is not None and self._link.is_launched
+        try:
+            if self._link is not None:
+                self._store.set(NOTICE, text.encode())
+        except DistError as error:
+            is_launched = False
+            text += f"\n(the control plane could not be told: {get_first_line(error)})"
+        if is_launched:
+            time.sleep(UNTIL_ENDED)  # the agents print the report and end all ranks
+        elif self.rank == 0 and self.world_size > 1:
+            time.sleep(1.0)  # the store ends with this process, and the other ranks poll it every 0.25 s
+        end_process(text)
+
+
+def _parse_vote(vote: bytes) -> str:
+    number, code, count = _HEAD.unpack_from(vote)
+    return f"{list(_FOLDS)[code]} of {count} values in its vote {number}"
+
+
+def _describe_progress() -> str:
+    """Return the number of updates that this rank has completed, as text; "" before the first update."""
+    reading = pulse.get_own_pulse().read()
+    return f"update {reading.update}" if reading.update else ""
+
+
+def _joined() -> Control:
+    runtime = process.current()
+    return Control(runtime.rank, runtime.world_size, process.get_control_link(), runtime.timeout)
+
+
+def current() -> Control:
+    """Return the control plane client of this process, connected on first use.
+
+    Raises:
+        LaunchError: If the host of the store cannot be reached.
+    """
+    return process.current().scope.own(_joined)
+
+
+def note_progress(update: int, micro_step: int) -> None:
+    """Record the progress of training for failure and hang reports.
+
+    This only writes to mapped memory, without a system call.
+
+    Args:
+        update: Number of updates so far.
+        micro_step: Number of micro-batches in the current accumulation window.
+    """
+    pulse.get_own_pulse().note_progress(update, micro_step)

@@ -1,0 +1,337 @@
+"""Coordinated stop: after a stop request on any rank, all ranks agree on one check at which all of them stop.
+
+A check is a call of `StopAgreement.check`, for example before each batch, and costs one comparison. A rank's
+position is (accumulation windows started, checks since then). After a request a thread of each rank, which runs even
+while the rank waits in a collective, posts the next position::
+
+    rank 0   check (7, 0) ... (7, 1) ...                    stops at the first check from (7, 2) on
+    rank 1   check (7, 0) ... waits in a collective (7, 1) ...                    and so does this one
+    threads                       ^ request: post (7, 2) and (7, 1); the largest is the point to stop at
+
+No rank continues past the position that it posted before all posts have arrived, so no rank is beyond the largest
+one. Until then every rank continues, because others may wait for it in a collective. At that check (or the next one
+without an open accumulation window, if windows are short) ranks compare their places in the script. If a rank is
+elsewhere or does not arrive (for example because only one rank runs this loop), all go on to the next window.
+
+If a window is long, the stop does not wait for its end. If no rank has stopped after a while, the threads post once
+more, and the agreed point may then be inside an open window.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from headway.common import scope
+from headway.core.config.preemption import Deadline
+from headway.core.runtime import heartbeat, process, pulse
+from headway.core.runtime.control_plane.attendance import Attendance
+from headway.core.runtime.control_plane.control import Control, current
+from headway.core.runtime.control_plane.roll_call import name_ranks
+from headway.core.runtime.control_plane.store import get_first_line
+from headway.core.runtime.signals import SignalFlags
+from headway.errors import ControlPlaneError
+from headway.log import get_logger
+
+LOOK = 0.2
+"""Seconds between two checks for stop requests of other ranks."""
+
+POSTING = 30.0
+"""Seconds within which the threads of all ranks must post their positions after a stop request. A rank that does not do
+so is dead or suspended.
+"""
+
+LATE = 20.0
+"""Seconds by which ranks may differ in reaching the check at which they stop. The limit doubles with each further
+attempt.
+"""
+
+SOON = 5.0
+"""Longest duration, in seconds, of an update that is still finished before the stop, so that its work is not lost.
+
+A longer update is interrupted. So is one that is unfinished this many seconds after the request, even if earlier
+updates were shorter.
+"""
+
+AGAIN = 3.0
+"""Seconds after the first signal from which a repeated signal ends the process.
+
+A repeated signal has no effect if all ranks have already reached the check at which they stop.
+"""
+
+Position = tuple[int, int]
+
+log = get_logger(__name__)
+
+
+class StopAgreement:
+    """This rank's side of an agreement of all ranks to stop the run at the same point of their scripts.
+
+    The script calls `check` regularly. After a stop request on any rank, the ranks agree on one of these checks.
+
+    Args:
+        control: Control plane client.
+        signals: Signals that request a stop.
+        deadline: Time at which to stop the run even without a request; None for no such time.
+        name: Unique name of this agreement within the run.
+
+    Attributes:
+        reason: Text that names the signal and rank of the request; empty without a request.
+        is_agreed: Whether all ranks have reached the check at which they stop.
+    """
+
+    def __init__(self, control: Control, signals: Sequence[int], deadline: Deadline | None, name: str) -> None:
+        self.reason = ""
+        self.is_agreed = False
+        self._control = control
+        self._flags = SignalFlags(signals)
+        self._deadline = deadline
+        self._name = name
+        self._position: Position = (0, -1)
+        self._target: Position | None = None
+        self._is_in_a_hurry = False
+        self._is_arriving = False
+        self._asked_at = 0.0
+        self._has_posted_again = False
+        self._round = 0
+        self._began = time.monotonic()
+        self._paces = (0.0, 0.0)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="headway-stopping", daemon=True)
+
+    def start(self) -> None:
+        """Install the signal handlers, and start the thread that exchanges stop requests with the other ranks.
+
+        Raises:
+            StateError: If called outside the main thread.
+        """
+        self._flags.start()
+        pulse.get_own_pulse().set_saves_on_signal(True)
+        heartbeat.stop_before_shutdown(self._end_thread)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread and restore the signal handlers."""
+        self._end_thread()
+        pulse.get_own_pulse().set_saves_on_signal(False)
+        if threading.current_thread() is threading.main_thread():  # only the main thread may restore handlers
+            self._flags.stop(then_ignore=self.is_agreed)
+
+    def _end_thread(self) -> None:
+        self._over.set()
+        self._flags.heard.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(5)
+
+    # ---------------------------------------------------------------- the main thread
+
+    def check(self, window: int, where: Callable[[], tuple[str, bool]]) -> bool:
+        """Report that this rank has reached a point at which it can stop. Return whether all ranks stop here.
+
+        Args:
+            window: Number of accumulation windows started so far.
+            where: Function that returns a pair. Its first element describes this rank's place in the script and is
+                compared with that of other ranks. The second is whether an accumulation window is open.
+        """
+        was = self._position
+        if was[0] != window:
+            now = time.monotonic()
+            self._paces = (self._paces[1], now - self._began)
+            self._began = now
+        # Write the position before reading the reason. The thread uses the reverse order, so one of the two sees the
+        # other.
+        self._position = position = (window, was[1] + 1 if was[0] == window else 0)
+        if not self.reason or self.is_agreed:
+            return False
+        return self._decide(position, *where())
+
+    def _decide(self, position: Position, where: str, is_open: bool) -> bool:
+        if self._target is None:
+            self._target, pace = self._agree_on_target("post")
+            self._is_in_a_hurry = pace > SOON
+        self._move_target_forward()
+        while position >= self._target and (self._is_in_a_hurry or not is_open):
+            # Set before checking for a second post. The thread uses the reverse order.
+            self._is_arriving = True
+            if self._move_target_forward():
+                self._is_arriving = False
+                continue
+            is_here = self._wait_for_arrivals(where)
+            self._is_arriving = False
+            if is_here:
+                self._wait_for_readers()
+                self.is_agreed = True
+                return True
+            self._target = (self._target[0] + 1, 0)
+            self._round += 1
+        return False
+
+    def _move_target_forward(self) -> bool:
+        """Move the stop to the nearest check, even inside an accumulation window.
+
+        Do nothing unless the threads have posted their positions a second time, which they do if no rank has stopped
+        after a while.
+
+        Returns:
+            Whether this call has moved the stop.
+        """
+        if self._is_in_a_hurry or not self._has_posted_again:
+            return False
+        self._target, _ = self._agree_on_target("again")
+        self._is_in_a_hurry = True
+        return True
+
+    def _agree_on_target(self, name: str) -> tuple[Position, float]:
+        """Agree with all ranks on the check at which they stop: the largest position that any rank has posted.
+
+        Returns:
+            Position of the check, and the duration of an accumulation window in seconds (the longest over all ranks).
+
+        Raises:
+            ControlPlaneError: If a rank does not post its position in time.
+        """
+        keys = [self._key(f"{name}/{rank}") for rank in range(self._control.world_size)]
+        deadline = time.monotonic() + POSTING
+        while missing := [rank for rank, key in enumerate(keys) if not self._control.has(key)]:
+            if time.monotonic() > deadline:
+                raise ControlPlaneError(
+                    f"this run is asked to stop ({self.reason}), but {name_ranks(missing)} has not answered for {POSTING:g} s: it is "
+                    "dead or stopped. Nothing is saved now; go on from the last checkpoint"
+                )
+            time.sleep(0.005)
+        posts = [self._control.get(key, timedelta(seconds=POSTING)).decode().split() for key in keys]
+        target = max((int(window), int(checks)) for window, checks, _ in posts)
+        return target, max(float(pace) for _, _, pace in posts)
+
+    def _wait_for_arrivals(self, where: str) -> bool:
+        """Wait for the other ranks, and return whether all of them are at this check.
+
+        The last rank to arrive publishes the result. If a rank times out first, it publishes that not all have arrived.
+        """
+        control, verdict = self._control, self._key(f"{self._round}/verdict")
+        # Another rank may be waiting for this one in a save that only it makes.
+        process.current().scope.own(Attendance).count_call("stopping")
+        control.set(self._key(f"{self._round}/{control.rank}"), where.encode())
+        if control.count(self._key(f"{self._round}/count")) == control.world_size:
+            keys = [self._key(f"{self._round}/{rank}") for rank in range(control.world_size)]
+            places = {control.get(key, timedelta(seconds=POSTING)) for key in keys}
+            return control.set_once(verdict, b"here" if len(places) == 1 else b"on") == b"here"
+        deadline = time.monotonic() + LATE * 2**self._round
+        while not control.has(verdict):
+            if time.monotonic() > deadline:
+                return control.set_once(verdict, b"on") == b"here"
+            time.sleep(0.005)
+        return control.set_once(verdict, b"on") == b"here"
+
+    def _wait_for_readers(self) -> None:
+        """Wait on rank 0 until all other ranks have read the decision.
+
+        Rank 0's process may host the store, and could end too early otherwise.
+        """
+        control, known = self._control, self._key("known")
+        if control.count(self._key("read")) == control.world_size:
+            control.set(known, b"1")
+        deadline = time.monotonic() + POSTING
+        while control.rank == 0 and not control.has(known) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def _key(self, name: str) -> str:
+        return f"stopping/{self._name}/{name}"
+
+    # ---------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._over.is_set():
+                self._flags.heard.wait(LOOK)
+                self._flags.heard.clear()
+                if self.reason:
+                    self._look_again()
+                else:
+                    self._look()
+        except (ControlPlaneError, RuntimeError) as error:  # includes torch's DistError: the store's host is gone
+            if not self._over.is_set():
+                log.info("signals are heard no more, as the control plane is gone: %s", get_first_line(error))
+
+    def _look(self) -> None:
+        """Check once for a stop request.
+
+        If this rank has received one, publish it; otherwise read that of another rank. If there is a request, also
+        post the position of this rank's next check.
+        """
+        own_request = self._describe_own_request()
+        if own_request and pulse.get_own_pulse().is_run_over and not self._flags.has_previous_handler:
+            # Apply the default action of SIGTERM: another rank has failed, and the failure was reported.
+            os._exit(128 + signal.SIGTERM)
+        asked = self._key("asked")
+        if own_request:
+            reason = self._control.set_once(asked, own_request.encode())
+        elif self._control.world_size > 1 and self._control.has(asked):
+            reason = self._control.get(asked, timedelta(seconds=POSTING))
+        else:
+            return
+        self._asked_at = time.monotonic()
+        self.reason = reason.decode()
+        self._post("post")
+
+    def _post(self, name: str, *, is_at_check: bool = False) -> None:
+        window, checks = self._position
+        # The shorter of the last two, as an evaluation may have come between windows.
+        post = f"{window} {checks if is_at_check else checks + 1} {min(self._paces)}"
+        self._control.set(self._key(f"{name}/{self._control.rank}"), post.encode())
+
+    def _look_again(self) -> None:
+        """After a stop request, handle a long accumulation window and repeated signals.
+
+        If no rank has stopped after a while, request an earlier stop. If a signal is repeated, end this process,
+        because it may never reach another check.
+        """
+        is_late = time.monotonic() - self._asked_at > SOON
+        if not (self._has_posted_again or self.is_agreed) and (is_late or self._control.has(self._key("hurry"))):
+            self._control.set_once(self._key("hurry"), b"1")
+            self._has_posted_again = True
+            self._post("again", is_at_check=self._is_arriving)
+        first, last = self._flags.times or (0.0, 0.0)
+        if last - first > AGAIN and not self.is_agreed and not self._flags.has_previous_handler:
+            os._exit(128 + (self._flags.first or signal.SIGTERM))
+
+    def _describe_own_request(self) -> str:
+        """Return the text of a stop request, such as a signal, that this rank itself has received; "" if none."""
+        who = f" on rank {self._control.rank}" if self._control.world_size > 1 else ""
+        if (number := self._flags.first) is not None:
+            return f"{signal.Signals(number).name}{who}"
+        if self._deadline is not None and self._deadline.is_over:
+            return "the end of the allotted time"
+        return ""
+
+
+class _Agreements:
+    """Registry of the process's `StopAgreement` objects, of which at most one is active.
+
+    Attributes:
+        current: Active agreement; None before the first.
+        num_started: Number of agreements so far. All ranks start them in the same order, so the number identifies each.
+    """
+
+    def __init__(self) -> None:
+        self.current: StopAgreement | None = None
+        self.num_started = 0
+
+
+def start_agreement(signals: Sequence[int], deadline: Deadline | None) -> StopAgreement:
+    """Create and start a `StopAgreement`, which replaces any earlier one of this process.
+
+    The new agreement ends with the runtime.
+    """
+    own = scope.own(_Agreements)
+    if own.current is not None:
+        own.current.stop()
+        own.current = None
+    stopping = StopAgreement(current(), signals, deadline, str(own.num_started))
+    own.num_started += 1
+    stopping.start()
+    own.current = stopping
+    process.release_at_end(stopping.stop)
+    return stopping

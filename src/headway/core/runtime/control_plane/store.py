@@ -1,0 +1,329 @@
+"""TCPStore of the control plane: hosting it, connecting to it, and waiting for its keys."""
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from headway.common import env
+from headway.common.sealing import Seal, UnsealedCounter
+from headway.common.untrusted import escape_json, parse_json, show_value
+from headway.core.runtime.control_plane.sealed_store import SealedStore
+from headway.core.runtime.network import open_listener
+from headway.errors import ConfigError, ControlPlaneError, LaunchError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+NOTICE = "notice"
+"""Key of the store that announces the end of the run. Its value is the reason."""
+
+AGENT, RANK_0 = "the launcher", "rank 0"
+
+_RAREST = 0.05
+"""Maximum seconds between two polls of the store in a long wait."""
+
+_LISTEN, _FAREWELL = 0.25, 1.0
+
+_ADDRESS, _GOODBYE, _GONE = "control", "goodbye", "gone"
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """Address of the control plane's store.
+
+    Attributes:
+        host: Host of the server.
+        port: Port of the server.
+        attempt: Key prefix, equal on all ranks and different in each attempt (start of all ranks) of the run.
+        hosted_by: Process that hosts the store: `AGENT` (the launcher's agent) or `RANK_0`.
+        key: Secret of the run in hexadecimal. During the rendezvous, the salt with which it is derived from the user's
+            secret.
+        hub_port: Port on machine 0 for the heartbeats of other machines; 0 on a single machine.
+    """
+
+    host: str
+    port: int
+    attempt: str
+    hosted_by: str = AGENT
+    key: str = field(default="", repr=False)
+    hub_port: int = 0
+
+    def encode(self) -> str:
+        """Return the address as JSON text."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def decode(cls, text: str) -> "StoreAddress":
+        """Parse an address from JSON text.
+
+        Raises:
+            ConfigError: If the text is not a valid address.
+        """
+        try:
+            content: dict[str, Any] = parse_json(text)
+            bytes.fromhex(content["key"])
+            found = cls(**content)
+            is_sound = all(isinstance(each, str) for each in (found.host, found.attempt, found.hosted_by))
+            is_sound = is_sound and all(
+                type(each) is int and 0 <= each < 65536 for each in (found.port, found.hub_port)
+            )
+        except (ValueError, TypeError, KeyError):
+            is_sound = False
+        if not is_sound:
+            raise ConfigError(
+                f"{show_value(text)} is no address of this Headway's control plane; only the launcher sets {env.CONTROL}: unset it"
+            )
+        return found
+
+
+class StoreLink:
+    """Connection of a process to the store: address, server if this process hosts it, and one client per thread.
+
+    If rank 0 hosts the store, a thread waits for aborts. With a launcher the agent does this.
+
+    Args:
+        address: Address of the store.
+        timeout: Maximum time for connecting.
+        server: Server of the store, in the process that hosts it.
+        strangers: Counter of the values in the store that other programs have written.
+
+    Attributes:
+        seal: Computes and checks HMACs with the secret of the run.
+        has_said_goodbye: Whether rank 0 has announced that it ends without an error.
+    """
+
+    def __init__(
+        self,
+        address: StoreAddress,
+        timeout: timedelta,
+        server: TCPStore | None = None,
+        strangers: UnsealedCounter | None = None,
+    ) -> None:
+        self.address = address
+        self.seal = Seal(bytes.fromhex(address.key), strangers or UnsealedCounter(log.warning))
+        self.has_said_goodbye = False
+        self._timeout = timeout
+        self._server = server
+        self._connections = threading.local()
+        self._is_over = threading.Event()
+        self._presence: socket.socket | None = None
+        self._thread = threading.Thread(target=self._listen, name="headway-control", daemon=True)
+        if not self.is_launched:
+            self._thread.start()
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether a launcher's agent hosts the store and handles aborts."""
+        return self.address.hosted_by != RANK_0
+
+    @property
+    def store(self) -> SealedStore:
+        """Client of the store for the calling thread.
+
+        Its keys begin with the prefix of this attempt (start of all ranks) of the run.
+
+        Raises:
+            LaunchError: If the store cannot be reached.
+        """
+        found: SealedStore | None = getattr(self._connections, "store", None)
+        if found is None:
+            name = self.address.attempt
+            found = self._connections.store = SealedStore(
+                PrefixStore(name, self._connect()), f"control {name}", self.seal
+            )
+        return found
+
+    def _connect(self) -> TCPStore:
+        host, port = self.address.host, self.address.port
+        try:
+            return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._timeout)
+        except (DistError, RuntimeError, TimeoutError) as error:
+            raise LaunchError(
+                f"the control plane at {host}:{port}, hosted by {self.address.hosted_by}, cannot be reached: "
+                f"{get_first_line(error)}. Let this port through, or see whether {self.address.hosted_by} still runs"
+            ) from error
+
+    def _listen(self) -> None:
+        """Wait for an abort of the run in a thread, which works even while the main thread waits in C code.
+
+        The thread waits at a plain socket, which closes when the host ends. A torch store would then log a C++ stack
+        trace.
+        """
+        try:
+            self._presence = socket.create_connection((self.address.host, self.address.port))
+            while not self._is_over.is_set() and not select.select([self._presence], [], [], _LISTEN)[0]:
+                self.has_said_goodbye = self.has_said_goodbye or self.store.find(_GOODBYE) is not None
+                notice = self.store.find(NOTICE)
+                if notice is not None:
+                    # The store ends with its host, so the host must be the last to end.
+                    time.sleep(_FAREWELL if self._server is not None else 0.0)
+                    end_process(escape_json(notice.decode()))
+        except (DistError, LaunchError, OSError) as error:
+            log.debug("the control plane is lost: %s", get_first_line(error))
+        if not self._is_over.is_set() and not self.has_said_goodbye:
+            print("headway: rank 0, which hosted the control plane, is gone", file=sys.stderr, flush=True)
+
+    def close(self, rank: int, world_size: int) -> None:
+        """Close the connection at a regular end of the run.
+
+        If rank 0 hosts the store, it waits up to one second, so that the other ranks notice the regular end.
+
+        Args:
+            rank: Rank of this process.
+            world_size: Number of processes.
+        """
+        self._is_over.set()
+        if self.is_launched:
+            self._connections = threading.local()
+            return
+        self._thread.join(5)
+        try:
+            if self._server is None:
+                # Rank 0 may have ended already, and torch retries a refused connection until its timeout.
+                self._timeout = min(self._timeout, timedelta(seconds=_FAREWELL))
+                self.store.add(_GONE, 1)
+            else:
+                self.store.set(_GOODBYE, b"")
+                deadline = time.monotonic() + _FAREWELL
+                while self.store.add(_GONE, 0) < world_size - 1 and time.monotonic() < deadline:
+                    time.sleep(0.02)
+        except (DistError, LaunchError) as error:
+            log.debug("rank %d: the control plane was gone already: %s", rank, get_first_line(error))
+        self._connections = threading.local()
+        self._server = None
+
+
+def end_process(text: str) -> NoReturn:
+    """Print the reason and end this process at once, whatever its threads are doing."""
+    print(f"headway: {text}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def start_store(host: str, port: int = 0, timeout: timedelta = timedelta(seconds=60)) -> TCPStore:
+    """Start a store that listens on one address of this machine. torch's own server would listen on all interfaces.
+
+    Args:
+        host: Address that clients will use. All interfaces are used if it is not an address of this machine.
+        port: Port to listen on; 0 for any free port.
+        timeout: Maximum time of a call to the store.
+
+    Raises:
+        OSError: If the port is taken or not allowed.
+    """
+    listener = open_listener(host, port)
+    number, handle = listener.getsockname()[1], listener.detach()
+    return TCPStore(
+        host,
+        number,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=handle,
+    )
+
+
+def host_control_plane(
+    store: SealedStore, seal: Seal, rank: int, is_alone_on_machine: bool, timeout: timedelta
+) -> StoreLink:
+    """Host the control plane on rank 0, for runs without a launcher, and return this rank's connection to it.
+
+    Rank 0 publishes the address in the process group's store. The other ranks read it there.
+
+    Args:
+        store: Rendezvous store of the process group.
+        seal: Computes and checks HMACs with the user's secret.
+        rank: Rank of this process.
+        is_alone_on_machine: Whether all ranks run on this machine.
+        timeout: Maximum time that the other ranks wait for rank 0.
+    """
+    server = None
+    if rank == 0:
+        host = "127.0.0.1" if is_alone_on_machine else env.get("MASTER_ADDR") or socket.gethostname()
+        server = start_store(host)
+        address = StoreAddress(host, server.port, f"{os.getpid()}.{time.time_ns():x}", RANK_0, secrets.token_hex(16))
+        store.set(_ADDRESS, address.encode().encode())
+    else:
+        address = StoreAddress.decode(wait_for_value(store, _ADDRESS, timeout).decode())
+    return StoreLink(replace(address, key=seal.derive(address.key)), timeout, server, seal.strangers)
+
+
+def open_group_store(init_method: str | None, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, int]:
+    """Open the store for the rendezvous of a process group.
+
+    With MASTER_ADDR and MASTER_PORT the store is opened directly: torch's own rendezvous would wait for all ranks
+    and could not name the missing ones.
+
+    Args:
+        init_method: URL as for torch's `init_process_group`.
+        rank: Rank of this process.
+        world_size: Number of processes.
+        timeout: Maximum time of a call to the store.
+
+    Returns:
+        The store, this process's rank, and the number of ranks.
+    """
+    address, port = env.get("MASTER_ADDR"), env.get_int("MASTER_PORT")
+    if init_method not in (None, "env://") or not address or not port or env.get("TORCHELASTIC_USE_AGENT_STORE"):
+        store, rank, world_size = next(rendezvous(init_method or "env://", rank, world_size, timeout=timeout))
+        return store, rank, world_size
+    if rank == 0:
+        # A port in use may belong to a store of this process, which torch then returns again.
+        with contextlib.suppress(OSError):
+            return start_store(address, port, timeout), rank, world_size
+    store = TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, multi_tenant=True, timeout=timeout)
+    return store, rank, world_size
+
+
+def wait_for_keys(store: SealedStore, keys: Sequence[str], timeout: timedelta) -> bool:
+    """Poll the keys at increasing intervals, and return whether all of them exist before the timeout.
+
+    A wait in C++ would not react to signals and would log two lines at every timeout.
+    """
+    start, seconds = time.monotonic(), timeout.total_seconds()
+    names = list(keys)
+    while not store.check(names):
+        waited = time.monotonic() - start
+        if waited > seconds:
+            return False
+        time.sleep(min(_RAREST, waited / 20))
+    return True
+
+
+def wait_for_value(store: SealedStore, key: str, timeout: timedelta, name: str = "") -> bytes:
+    """Wait until a key has a value, and return the value.
+
+    Args:
+        store: Store to read from.
+        key: Key to wait for.
+        timeout: Maximum time to wait.
+        name: Name of the key in an error message. Default: `key`.
+
+    Raises:
+        ControlPlaneError: If the key has no value at the timeout.
+    """
+    if not wait_for_keys(store, [key], timeout):
+        raise ControlPlaneError(
+            f"no rank has set {name or key!r} on the control plane within {timeout.total_seconds():g} s; set it on one rank "
+            "before others wait for it, or give more time"
+        )
+    return store.get(key)
+
+
+def get_first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if the message is empty."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,20 @@
+"""State of a dry run, in which the user's script runs on tensors without values, only to forecast memory and time."""
+
+from headway.common import scope
+
+
+class DryRunMode:
+    """Marker object that is in the process scope during a dry run.
+
+    In a dry run the user's script runs on tensors without values.
+    """
+
+
+def begin_forecast() -> None:
+    """Mark this process as a dry run until it ends."""
+    scope.own(DryRunMode)
+
+
+def is_forecast() -> bool:
+    """Whether this process is a dry run. Tensors have no values then, so code that reads values must be skipped."""
+    return scope.has(DryRunMode)

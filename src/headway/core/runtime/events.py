@@ -1,0 +1,124 @@
+"""Listeners within one process: for run events, for phases of a training step, and for texts in progress bars.
+
+A run event (out of memory, a checkpoint, a resume) is reported once by the code that causes it, and received by all
+listeners of the run.
+
+The phases of a training step follow each other without gaps: "forward" (everything up to backward: the batch, the
+model, the loss), "backward", and "step" (from the last backward of an accumulation window to the end of the
+optimizer's step).
+
+"Facts" are additional texts that every progress bar shows, such as the peak memory that a MemoryMonitor measures.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.common import scope
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """Event of this process's run.
+
+    Attributes:
+        name: Kind of event: "out_of_memory", "checkpoint", "resumed", "preempted", "non_finite", ...
+        step: Number of the update that the event belongs to; None for the update in progress.
+        source: Update counter of the run that the event belongs to; None for this process's run.
+        details: Further data, as JSON values.
+    """
+
+    name: str
+    step: int | None = None
+    source: object = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Listeners:
+    """Functions of this process that receive run events and phases, or provide texts for progress bars.
+
+    Attributes:
+        to_happenings: Methods that receive run events. Only weak references are kept.
+        to_phases: Functions that are called at the start of each phase.
+        facts: Functions that return additional texts for progress bars. A progress bar calls them whenever it is drawn.
+            An object that provides a text, such as a memory monitor, adds its function at its start and removes it at
+            its end.
+    """
+
+    def __init__(self) -> None:
+        self.to_happenings: list[weakref.WeakMethod[Callable[[RunEvent], None]]] = []
+        self.to_phases: list[Callable[[str], None]] = []
+        self.facts: list[Callable[[], str]] = []
+
+
+def subscribe(listener: Callable[[RunEvent], None]) -> None:
+    """Register a method that receives every later run event, as long as its object is alive.
+
+    The method may be called on any thread.
+
+    Args:
+        listener: Method that receives the event. Only a weak reference is kept.
+    """
+    listeners, method = scope.own(Listeners).to_happenings, weakref.WeakMethod(listener)
+    if method not in listeners:
+        listeners.append(method)
+
+
+def notify_listeners(name: str, *, step: int | None = None, source: object = None, **details: Any) -> None:
+    """Report a run event to all listeners. If a listener raises, the error is logged and the run continues.
+
+    Args:
+        name: Kind of event.
+        step: Number of the update that the event belongs to. Default: the update in progress.
+        source: Update counter of the run that the event belongs to. Default: this process's run.
+        details: Further data, as JSON values.
+    """
+    happening = RunEvent(name, step, source, details)
+    listeners = scope.own(Listeners).to_happenings
+    for method in list(listeners):
+        listener = method()
+        if listener is None:
+            listeners.remove(method)
+            continue
+        try:
+            listener(happening)
+        except Exception as error:
+            log.warning("%r was not recorded: %s: %s", name, type(error).__name__, error)
+
+
+def mark_phase(phase: str) -> None:
+    """Report to all listeners that a phase of the training step begins. Without listeners this is an empty loop.
+
+    Args:
+        phase: "forward", "backward" or "step".
+    """
+    for listener in scope.own(Listeners).to_phases:
+        listener(phase)
+
+
+@contextmanager
+def listen_to_phases(listener: Callable[[str], None]) -> Iterator[None]:
+    """Return a context in which `listener` is called at the start of each phase of a training step.
+
+    Args:
+        listener: Function that receives the name of the phase.
+    """
+    listeners = scope.own(Listeners).to_phases
+    listeners.append(listener)
+    try:
+        yield
+    finally:
+        listeners.remove(listener)
+
+
+def collect_facts() -> list[Callable[[], str]]:
+    """Return the list of functions whose texts every progress bar shows in addition to its own.
+
+    The list itself is returned, not a copy, so that callers can add and remove functions.
+    """
+    return scope.own(Listeners).facts

@@ -1,0 +1,62 @@
+"""Record of the line of user code that first used a CUDA device in this process."""
+
+import linecache
+from types import FrameType
+
+import torch
+
+from headway.common import callsite, scope
+
+_UNKNOWN = "before Headway was imported"
+
+
+class FirstUse:
+    """Record of the line of user code at which this process first used a CUDA device.
+
+    Attributes:
+        place: The user's line or notebook cell. None if no CUDA device was used.
+    """
+
+    def __init__(self) -> None:
+        self.place: str | None = None
+
+
+def describe_frame(frame: FrameType | None) -> str:
+    """Return file, line number and source line of user code at `frame`, as text.
+
+    In a notebook, the cell's number is added. The cell is found by comparing the source that contains the line with
+    the cells' texts, which IPython keeps in `In`.
+
+    Args:
+        frame: Innermost frame of the user's code, or None if unknown.
+    """
+    if frame is None:
+        return _UNKNOWN
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(path, line).strip()
+    cells = frame.f_globals.get("In")
+    source = "".join(linecache.getlines(path)).strip()
+    number = (
+        next((n for n, cell in enumerate(cells) if cell.strip() == source), None) if isinstance(cells, list) else None
+    )
+    where = f"line {line} of the cell In [{number}]" if number and source else f"{path}:{line}"
+    return f"{where}: {text}" if text else where
+
+
+def note_first_use() -> None:
+    """Record the current line of user code as the first use of CUDA."""
+    scope.own(FirstUse).place = describe_frame(callsite.find_users_frame())
+
+
+def watch_first_use() -> None:
+    """Make torch call `note_first_use` when it initializes CUDA.
+
+    If CUDA is already in use, record that the line is unknown.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        scope.own(FirstUse).place = _UNKNOWN
+        return
+    # torch runs the queue when CUDA is initialized, below the line that caused it.
+    queue = getattr(torch.cuda, "_lazy_call", None)
+    if queue is not None:
+        queue(note_first_use)

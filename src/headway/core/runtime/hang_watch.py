@@ -1,0 +1,14 @@
+"""Start of the hang watch in processes that were not started by Headway's launcher, so that no agent watches them."""
+
+from headway.core import extensions
+from headway.core.runtime import process, pulse
+
+
+def start_hang_watch() -> None:
+    """Start the hang watch: a thread that finds ranks that no longer advance. It runs until the process runtime ends.
+
+    Does nothing if a launcher's agent watches this process, if there is only one rank, or if the timeout is infinite.
+    """
+    runtime = process.current()
+    if runtime.world_size > 1 and not pulse.is_watched() and runtime.timeout < process.FOR_EVER:
+        extensions.load("feature", "hang_watch")(runtime)

@@ -1,0 +1,139 @@
+"""Heartbeat thread that writes this process's stack and pending collectives to its pulse every second.
+
+The pulse is a memory-mapped file per rank that the launcher's agent reads. The heartbeat is stopped before Python shuts
+down: a thread that returns from C++ during finalization would abort the process. This module does not import torch.
+"""
+
+import atexit
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from itertools import islice
+from typing import IO, Any
+
+from headway.common import env, scope
+from headway.common.callsite import walk_stack
+from headway.core.runtime import pulse
+from headway.core.runtime.flight_recorder import FlightRecorder
+
+INTERVAL = 1.0
+"""Seconds between heartbeats."""
+
+ENDED = "ended"
+"""Phase that the pulse shows after the program has ended."""
+
+LIVE_SIGNAL: int | None = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
+"""Signal that makes a worker write the stacks of its threads, even while it runs C code; None if the system has no
+spare signal.
+"""
+
+_MAX_FRAMES = 60
+
+NUM_RECORDED = "128"
+"""Number of collectives that torch's flight recorder keeps, unless the user has set a number."""
+
+
+class Heartbeat:
+    """Thread that writes the stack and the pending collectives of this process to its pulse every second.
+
+    Args:
+        own: Pulse to write to: a memory-mapped file that the launcher's agent reads.
+        recorder: Reader of the flight recorders.
+    """
+
+    def __init__(self, own: pulse.HeartbeatFile, recorder: FlightRecorder) -> None:
+        self._pulse = own
+        self._beats = 0
+        self._stack: list[list[Any]] = []
+        self._still_since = time.monotonic()
+        self._recorder = recorder
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._is_live = False
+        self._dump: IO[str] | None = None
+        self._thread = threading.Thread(target=self._run, name="headway-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Start the heartbeat. It runs until the program ends."""
+        self._listen()
+        stop_before_shutdown(self.stop)
+        if hasattr(os, "register_at_fork"):
+            # A fork during a heartbeat would copy the locks that it holds.
+            os.register_at_fork(
+                before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._after_fork
+            )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread, and mark the program as ended in the pulse.
+
+        In a forked child this has no effect, because a child is not the rank.
+        """
+        if self._over.is_set():
+            return
+        self._over.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(5)
+        self._recorder.stop()
+        self._pulse.set_phase(ENDED)
+
+    def _listen(self) -> None:
+        """Register a signal handler that writes the stacks of all threads when the launcher's agent sends the signal.
+
+        It works without the interpreter, even while a thread runs C code.
+        """
+        if LIVE_SIGNAL is None or self._pulse.path is None or threading.current_thread() is not threading.main_thread():
+            return
+        self._dump = open(f"{self._pulse.path}.stacks", "w")  # noqa: SIM115  (held open for the process's life)
+        faulthandler.register(LIVE_SIGNAL, self._dump, all_threads=True)
+        self._is_live = True
+
+    def _after_fork(self) -> None:
+        self._over.set()
+        self._lock.release()
+
+    def _run(self) -> None:
+        while not self._over.wait(INTERVAL if self._beats else 0.0):
+            with self._lock:
+                self.write_beat()
+
+    def write_beat(self) -> None:
+        """Write one heartbeat: the stack of the main thread and the collectives of torch's backends."""
+        self._beats += 1
+        now = time.monotonic()
+        stack = _read_main_stack()
+        if stack != self._stack:
+            self._stack = stack
+            self._still_since = now
+        still, calls = round(self._still_since, 3), self._recorder.get_calls()
+        self._pulse.set_note({"stack": stack, "still": still, "torch": calls, "live": self._is_live})
+        self._pulse.record_beat(self._beats)
+
+
+def _read_main_stack() -> list[list[Any]]:
+    """Return [file, line, function] of the main thread's frames, innermost first."""
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = walk_stack(innermost) if innermost is not None else ()
+    return [[frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name] for frame in islice(frames, _MAX_FRAMES)]
+
+
+def stop_before_shutdown(stop: Any) -> None:
+    """Register a function to be called when the main thread has ended, before the interpreter is finalized."""
+    register = getattr(threading, "_register_atexit", None)
+    (register or atexit.register)(stop)
+
+
+def _of_this_process() -> Heartbeat:
+    return Heartbeat(pulse.get_own_pulse(), FlightRecorder())
+
+
+def start_heartbeat() -> None:
+    """Start the heartbeat of this process, unless it has been started."""
+    if not scope.has(_of_this_process):
+        # torch's default of 2,000 entries takes a third of a second to read; some versions of torch record none.
+        if env.get("TORCH_NCCL_TRACE_BUFFER_SIZE") is None:  # its older name
+            env.set_default("TORCH_FR_BUFFER_SIZE", NUM_RECORDED)
+        scope.own(_of_this_process).start()

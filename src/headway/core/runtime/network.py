@@ -1,0 +1,194 @@
+"""Network addresses of this machine, host names that resolve to loopback, and listening sockets.
+
+A port is opened only on the interface that needs it: loopback for one machine, one interface for several.
+"""
+
+import errno
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses that no machine has (RFC 5737, RFC 3849), used to find the default route. No packet is sent."""
+
+_PATIENT = 3.0
+"""Seconds to wait for an unknown host name before a message is printed."""
+
+_WITHOUT_OTHERS = ("docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "podman")
+"""Prefixes of the names of interfaces that only lead to containers on this machine."""
+
+
+BACKLOG = 4096
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Network interface of this machine that is up.
+
+    Attributes:
+        name: Name as shown by `ip link`.
+        addresses: IPv4 addresses, and IPv6 addresses without the scope ID that may follow a "%".
+    """
+
+    name: str
+    addresses: tuple[str, ...]
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the interface reaches only this machine."""
+        return any(is_loopback(address) for address in self.addresses)
+
+
+def list_interfaces() -> list[Interface]:
+    """Return the interfaces that are up and have an address, loopback first."""
+    import psutil
+
+    states = psutil.net_if_stats()
+    found = []
+    for name, entries in psutil.net_if_addrs().items():
+        addresses = tuple(
+            entry.address.partition("%")[0]
+            for entry in entries
+            if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80")
+        )
+        state = states.get(name)
+        if addresses and state is not None and state.isup:
+            found.append(Interface(name, addresses))
+    return sorted(found, key=lambda one: not one.is_loopback)
+
+
+def find_address_towards(host: str, port: int = 1) -> str | None:
+    """Return this machine's address on the route to `host`, or None if there is no route. No packet is sent.
+
+    Args:
+        host: Name or address of the other machine.
+        port: Any port number. Default: 1.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def find_own_address(host: str = "", port: int = 1) -> str | None:
+    """Return the address by which other machines reach this one.
+
+    Args:
+        host: Host of the rendezvous. The address on the route to it is used, unless it is a loopback address, as on
+            machine 0 if its own name resolves to 127.0.1.1.
+        port: Any port of `host`.
+
+    Returns:
+        The address on the route to `host`, else on the default route, else of the first interface that leads to other
+            machines. None if there is no such address.
+    """
+    for target in (host, *_ELSEWHERE):
+        address = find_address_towards(target, port) if target else None
+        if address is not None and not is_loopback(address):
+            return address
+    candidates = [interface for interface in list_interfaces() if not interface.is_loopback]
+    outward = [interface for interface in candidates if not interface.name.startswith(_WITHOUT_OTHERS)]
+    return next((interface.addresses[0] for interface in (*outward, *candidates)), None)
+
+
+def find_interface(address: str) -> str | None:
+    """Return the name of the interface that has `address`, or None."""
+    return next((interface.name for interface in list_interfaces() if address in interface.addresses), None)
+
+
+def resolve_name(host: str) -> tuple[str, ...]:
+    """Return the addresses that this machine resolves `host` to; empty if the name is unknown."""
+    try:
+        return tuple(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, 1, type=socket.SOCK_STREAM)))
+    except OSError:
+        return ()
+
+
+def is_loopback_name(host: str) -> bool:
+    """Whether other machines cannot reach this machine by the name `host`.
+
+    This is so if the name is unknown or resolves to a loopback address.
+    """
+    addresses = resolve_name(host)
+    return not addresses or any(map(is_loopback, addresses))
+
+
+def wait_for_name(host: str, seconds: float, say: Callable[[str], None]) -> None:
+    """Wait until the host name of machine 0 can be resolved. A pod's name, for example, is unknown until the pod runs.
+
+    Args:
+        host: Name to resolve.
+        seconds: Maximum time to wait.
+        say: Function that prints a message if it takes longer than three seconds.
+
+    Raises:
+        ConnectionError: If the name cannot be resolved in time.
+    """
+    begun, has_said = time.monotonic(), False
+    while not resolve_name(host):
+        waited = time.monotonic() - begun
+        if waited > seconds:
+            raise ConnectionError(f"the name {host!r} leads nowhere from {socket.gethostname()}; give its address")
+        if waited > _PATIENT and not has_said:
+            has_said = True
+            say(
+                f"headway: {socket.gethostname()} cannot resolve {host!r}, where the machines meet, and keeps trying for "
+                f"{seconds:g} s; give an address that all machines know (--main_process_ip)"
+            )
+        time.sleep(0.5)
+
+
+def choose_name_for_others(hostname: str) -> str:
+    """Return the name by which other machines reach this one.
+
+    This is `hostname`, unless other machines cannot resolve it or would resolve it to themselves. Then it is an
+    address.
+
+    Args:
+        hostname: Host name of this machine.
+    """
+    return (find_own_address() or hostname) if is_loopback_name(hostname) else hostname
+
+
+def find_free_port() -> int:
+    """Return a port that no process listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address or host name reaches only the machine itself."""
+    return address in ("localhost", "::1") or address.startswith(("127.", "::ffff:127."))
+
+
+def open_listener(host: str, port: int = 0) -> socket.socket:
+    """Open a listening socket at an address of this machine.
+
+    Args:
+        host: Address that clients use. The socket listens on all interfaces if this machine does not have the address
+            (for example if it is the address of a service in front of it), or if the name resolves only to loopback.
+        port: Port to listen on; 0 for any free port.
+
+    Raises:
+        OSError: If the port is taken or not allowed.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    for family, _, _, _, address in found:
+        if is_loopback(str(address[0])) and not is_loopback(host):
+            continue
+        try:
+            return socket.create_server(address, family=family, backlog=BACKLOG)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+    has_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=has_both, backlog=BACKLOG)

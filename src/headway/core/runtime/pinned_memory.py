@@ -1,0 +1,102 @@
+"""Pinned host memory for large copies, allocated in large pieces (arenas) by several threads.
+
+`cudaHostAlloc` pins page by page, at about 2 GB/s, and other calls to the device wait meanwhile. Here an arena is
+ordinary memory in huge pages, touched by the allocating thread and then registered with the device in one call.
+Several arenas are prepared at the same time.
+"""
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import numpy
+import torch
+
+from headway.common import env
+from headway.core.runtime.copy_stream import allocate_pinned
+from headway.errors import UnsupportedError
+
+ARENA = 1 << 28
+"""Maximum size of an arena in bytes, unless a single tensor is larger.
+
+It is small enough for several threads to share the work.
+"""
+_LARGE = 1 << 25
+"""Minimum size in bytes of memory that is registered with the device. torch's allocator provides and caches smaller
+blocks.
+"""
+_MAX_THREADS = 8
+_PORTABLE = 1
+"""Flag of `cudaHostRegister`: the memory is pinned for all devices."""
+
+
+def allocate_arena(num_bytes: int) -> torch.Tensor:
+    """Allocate pinned host memory as a uint8 tensor, and register it with the current device of the calling thread.
+
+    Args:
+        num_bytes: Size in bytes.
+
+    Raises:
+        RuntimeError: If the system cannot provide the memory.
+    """
+    if num_bytes < _LARGE or not torch.cuda.is_available() or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return allocate_pinned(num_bytes)
+    try:
+        return _allocate_registered(num_bytes)
+    except (OSError, RuntimeError):  # no memory, or a driver that cannot register it: torch's way may still work
+        return allocate_pinned(num_bytes)
+
+
+def _allocate_registered(num_bytes: int) -> torch.Tensor:
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    # After a fork, a write would move a page away from where the device expects it.
+    mapping.madvise(mmap.MADV_DONTFORK)
+    array = numpy.frombuffer(mapping, dtype=numpy.uint8)
+    memory = torch.from_numpy(array)
+    memory.zero_()  # the pages are created here, without a lock of the device's driver
+    result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, _PORTABLE)  # type: ignore[no-untyped-call]
+    if int(result) != 0:
+        raise UnsupportedError(f"cudaHostRegister failed with error {int(result)}")
+    # The tensor keeps the array, and the array the mapping, so it is unregistered before it is unmapped.
+    weakref.finalize(array, _unregister, memory.data_ptr()).atexit = False
+    return memory
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def start_in_threads(
+    sizes: Iterable[int], allocate: Callable[[int], torch.Tensor] = allocate_arena, max_threads: int = _MAX_THREADS
+) -> list["Future[torch.Tensor]"]:
+    """Start to allocate arenas in several threads, and return one future per arena.
+
+    Args:
+        sizes: Sizes in bytes, in the order in which the arenas will be needed.
+        allocate: Function that allocates one arena. Default: `allocate_arena`.
+        max_threads: Maximum number of threads. Default: 8.
+    """
+    wanted = list(sizes)
+    if not wanted:
+        return []
+    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    with_device = partial(_allocate_on, index, allocate)
+    executor = ThreadPoolExecutor(min(len(wanted), max_threads, count_threads()), "headway-pin")
+    futures = [executor.submit(with_device, num_bytes) for num_bytes in wanted]
+    executor.shutdown(wait=False)  # the threads end with the last arena
+    return futures
+
+
+def _allocate_on(index: int | None, allocate: Callable[[int], torch.Tensor], num_bytes: int) -> torch.Tensor:
+    if index is not None:
+        torch.accelerator.set_device_index(index)  # a new thread would create a context on device 0
+    return allocate(num_bytes)
+
+
+def count_threads() -> int:
+    """Return the number of threads that allocate arenas: this process's share of the CPU cores, at most 8."""
+    return max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // max(1, env.get_local_world_size())))

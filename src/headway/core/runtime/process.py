@@ -1,0 +1,465 @@
+"""Process runtime: rank, device and torch process group of this process, started once and resettable."""
+
+import atexit
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
+
+from headway.common import env, scope
+from headway.common.scope import Scope
+from headway.common.sealing import Seal, UnsealedCounter, read_secret
+from headway.common.tracebacks import ExceptionHook
+from headway.core.config.launch import DEFAULT_TIMEOUT
+from headway.core.config.load import UNSET, read_promised_device, read_requested_num_processes, resolve_run_setting
+from headway.core.runtime import _torch, group, pulse
+from headway.core.runtime.control_plane.roll_call import check_in
+from headway.core.runtime.control_plane.sealed_store import SealedStore
+from headway.core.runtime.control_plane.store import StoreAddress, StoreLink, host_control_plane, open_group_store
+from headway.core.runtime.device import CPU, Hardware, detect_hardware, find_hardware
+from headway.core.runtime.ending import AfterException, end_process, has_failed, is_uncaught, note_failure
+from headway.errors import ConfigError, DeviceUnavailable, LaunchError, UnsupportedError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ProcessRuntime:
+    """Rank, device and settings of this process, from `start()` until `reset()`.
+
+    Attributes:
+        rank: Rank among all processes, from 0.
+        world_size: Number of processes.
+        local_rank: Rank among the processes of this machine.
+        local_world_size: Number of processes on this machine.
+        hardware: Device type that this process computes on.
+        device: Device that this process computes on.
+        owns_group: Whether Headway started torch's process group and therefore ends it.
+        timeout: Maximum time that a rank may keep the others waiting.
+        scope: Container for objects that end with this runtime, such as the control plane.
+        cpu_group: Group for CPU tensors, if the default group was created by other code and cannot carry them.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    hardware: Hardware
+    device: torch.device
+    owns_group: bool
+    timeout: timedelta = timedelta(seconds=DEFAULT_TIMEOUT)
+    scope: Scope = field(default_factory=Scope, repr=False, compare=False)
+    cpu_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process is rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this process has local rank 0, so that it is the first on its machine."""
+        return self.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this process has the highest rank."""
+        return self.rank == self.world_size - 1
+
+
+class _Process:
+    """Process-wide state: the current runtime, and objects that outlive it, such as the rendezvous store.
+
+    Attributes:
+        runtime: Current runtime; None if none is running.
+        link: Connection to the control plane.
+        store: Store for the rendezvous of every process group of this process.
+        asked: Requested backends of the group, timeout of its collectives, and device that it is bound to.
+        after: Exception hook that ends the process after an uncaught exception. None if the process can end without
+            waiting for its peers.
+        endings: Functions that are called before the runtime ends.
+        engines: Functions that are called before the process group ends.
+    """
+
+    def __init__(self) -> None:
+        self.runtime: ProcessRuntime | None = None
+        self.link: StoreLink | None = None
+        self.store: Store | None = None
+        self.asked: tuple[str, timedelta, torch.device | None] = (group.CPU_ENGINE, default_pg_timeout, None)
+        self.after: AfterException | None = None
+        self.endings: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self.engines: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._num_groups = 0
+        self._num_starts = 0
+        self._strangers = UnsealedCounter(log.warning)
+
+    def set_runtime(self, runtime: ProcessRuntime) -> None:
+        """Set the current runtime."""
+        self.runtime = runtime
+        self._num_starts += 1
+
+    def set_group_options(self, backend: str, timeout: timedelta, device: torch.device) -> None:
+        """Set backends, timeout and device of the process groups that `join_group` creates."""
+        self.asked = backend, timeout, group.bind_device(device, backend)
+
+    def join_group(self, init_method: str | None, rank: int, world_size: int, timeout: timedelta) -> None:
+        """Create the process group together with the other ranks.
+
+        A process may create several groups in turn. Each uses a different key prefix in the store, so that no rank
+        reads the addresses of an earlier group.
+        """
+        backend, engine_timeout, device = self.asked
+        # This module's functions have the default group as a default argument. Imported later, they would keep the
+        # group alive forever.
+        import torch.distributed.nn.functional  # noqa: F401
+
+        if self.store is None:
+            launched = self.get_launched_link(timeout)
+            if launched is not None:  # names the missing ranks, while a process group only reports their number
+                check_in(launched.store, rank, world_size, timeout)
+            self.store, rank, world_size = open_group_store(init_method, rank, world_size, timeout)
+            if launched is None:
+                roll = SealedStore(PrefixStore("headway/roll", self.store), "roll call", self.seal)
+                check_in(roll, rank, world_size, timeout)
+            # A backend thread that frees a tensor while Python shuts down would abort the process.
+            atexit.register(_end_at_exit)
+        store = PrefixStore(f"headway/{self._num_groups}", self.store)
+        self._num_groups += 1
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=engine_timeout, device_id=device
+        )
+
+    @property
+    def seal(self) -> Seal:
+        """Object that computes and checks HMACs before the control plane exists.
+
+        It uses the launcher's secret if there is a launcher, else the user's.
+        """
+        return (
+            self.link.seal if self.link is not None and self.link.is_launched else Seal(read_secret(), self._strangers)
+        )
+
+    def get_launched_link(self, timeout: timedelta) -> StoreLink | None:
+        """Return the connection to the control plane that the launcher hosts, or None without a launcher."""
+        text = env.get(env.CONTROL)
+        if self.link is None and text:
+            self.link = StoreLink(StoreAddress.decode(text), timeout, strangers=self._strangers)
+        return self.link
+
+    def host_control(self, runtime: ProcessRuntime) -> None:
+        """Host the control plane on rank 0 and publish its address, if there is no launcher.
+
+        Does not wait for other ranks.
+        """
+        if self.get_launched_link(runtime.timeout) is None and runtime.rank == 0:
+            is_alone = runtime.local_world_size == runtime.world_size
+            self.link = host_control_plane(self.get_group_store(), self.seal, runtime.rank, is_alone, runtime.timeout)
+            atexit.register(_end_at_exit)  # the link's end announces the exit of rank 0
+
+    def get_group_store(self) -> SealedStore:
+        """Return the store that the ranks used for the rendezvous of the process group."""
+        store: Store = self.store if self.store is not None else _torch.get_default_store()
+        name = f"headway/beside/{self._num_starts}"
+        return SealedStore(PrefixStore(name, store), name, self.seal)
+
+    def end(self, *, is_exit: bool = False) -> None:
+        """Release everything that depends on the runtime, then end the runtime.
+
+        Args:
+            is_exit: Whether the process exits as well. The other ranks may then be gone or continue to run, so this
+                process
+                must not wait for them in a collective backend.
+        """
+        while self.endings:
+            release = self.endings.pop()()
+            if release is not None:
+                release()
+        runtime, link = self.runtime, self.link
+        has_group = runtime is not None and runtime.owns_group and dist.is_initialized()
+        is_left = (
+            is_exit
+            and runtime is not None
+            and has_group
+            and self.has_blocking_end()
+            and not self._are_all_ending(runtime)
+        )
+        if link is not None and runtime is not None:
+            link.close(runtime.rank, runtime.world_size)
+        if is_left:
+            group.close_cpu_engine()
+        elif has_group:
+            dist.destroy_process_group()
+        elif runtime is not None:
+            group.end_group(runtime.cpu_group)
+        if self.after is not None:
+            self.after.uninstall()
+        self.runtime = None
+        self.link = None
+        self.after = None
+        scope.own(ExceptionHook).uninstall()
+
+    def install_exception_hook(self) -> None:
+        """Install the exception hook as the outermost one, if ending the process group would wait for peers.
+
+        torch installs its own hook for each process group, so this method is called for each group.
+        """
+        if self.after is not None:
+            self.after.uninstall()
+        self.after = AfterException(_end_after) if self.has_blocking_end() else None
+
+    def has_blocking_end(self) -> bool:
+        """Whether ending the process group, if Headway started it, would wait for the other ranks."""
+        owns_group = self.runtime is not None and self.runtime.owns_group
+        return owns_group and group.has_waiting_engine()
+
+    def _are_all_ending(self, runtime: ProcessRuntime) -> bool:
+        """Announce that this rank is ending, and return whether all ranks announce it within the time limit."""
+        if has_failed():
+            return False
+        return group.wait_for_all_to_end(self.get_group_store(), runtime.rank, runtime.world_size, _TOGETHER)
+
+
+_TOGETHER = timedelta(seconds=10)
+"""Maximum time that an exiting process waits for the other ranks to exit, too.
+
+It waits only if its process group can only be ended by all ranks together, as with NCCL.
+"""
+
+INTERRUPTED = 130
+"""Exit code of a process that was ended by Ctrl-C, as shells report it."""
+
+FOR_EVER = timedelta(days=365)
+"""Timeout that means no time limit (`--timeout 0`)."""
+
+
+def start(
+    *, cpu: bool = False, backend: str | None = None, init_method: str | None = None, timeout: timedelta | None = None
+) -> ProcessRuntime:
+    """Start the runtime of this process, or return the one that is running.
+
+    Args:
+        cpu: Whether to compute on the CPU even if there is an accelerator.
+        backend: Backend for `init_process_group`. Default: gloo for CPU tensors plus the device's own backend.
+        init_method: URL as for torch's `init_process_group`. Default: taken from the launcher's environment.
+        timeout: Maximum time that a rank may keep the others waiting. Default: `--timeout` or HEADWAY_TIMEOUT.
+
+    Raises:
+        LaunchError: If the number of processes differs from the number that the launcher was asked for.
+        ConfigError: If a runtime on another device is already running, or if code and command line disagree about the
+            timeout.
+        DeviceUnavailable: If this machine has fewer devices than local ranks, or not the device type that the launcher
+            found.
+    """
+    here = scope.own(_Process)
+    if here.runtime is not None:
+        if cpu and here.runtime.hardware is not CPU:
+            raise ConfigError(
+                f"cpu=True was asked for, but this process computes on {here.runtime.device}: give it to the first Accelerator"
+            )
+        return here.runtime
+    wanted = env.get("HEADWAY_DEVICE")
+    hardware = CPU if cpu else find_hardware(wanted) if wanted else detect_hardware()
+    if not cpu and not wanted:
+        _check_promise(hardware)
+    rank, world_size, waits = env.get_rank(), env.get_world_size(), _choose_timeout(timeout)
+    _check_contract(world_size)
+    device = hardware.select_device(env.get_local_rank())
+    owns_group = world_size > 1 and not dist.is_initialized()
+    cpu_group = None
+    if owns_group:
+        # With a margin, so that the hang watch reports before the backend times out.
+        limit = timeout or waits + group.MARGIN
+        here.set_group_options(
+            group.map_engines(backend, hardware.kind) if backend else hardware.backend, limit, device
+        )
+        here.join_group(init_method, rank, world_size, waits)
+    elif dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        cpu_group = group.create_cpu_group(waits + group.MARGIN) if world_size > 1 else None
+        if cpu_group is not None:
+            atexit.register(_end_at_exit)
+    elif hardware.is_indexed and hardware.count_devices() > 1:
+        log.info_once(
+            "one process on a machine with %d %s devices: `headway launch` uses all of them",
+            hardware.count_devices(),
+            hardware.kind,
+        )
+    num_local = min(env.get_local_world_size(), world_size)
+    runtime = ProcessRuntime(
+        rank, world_size, env.get_local_rank(), num_local, hardware, device, owns_group, waits, cpu_group=cpu_group
+    )
+    here.set_runtime(runtime)
+    here.install_exception_hook()
+    pulse.get_own_pulse().set_timeout(waits.total_seconds())
+    if world_size > 1:
+        here.host_control(runtime)
+    return runtime
+
+
+def current() -> ProcessRuntime:
+    """Return the runtime of this process. Starts one if there is none."""
+    runtime = scope.own(_Process).runtime
+    return runtime if runtime is not None else start()
+
+
+def is_started() -> bool:
+    """Whether this process has a runtime. Does not start one."""
+    return scope.own(_Process).runtime is not None
+
+
+def release_at_end(release: Callable[[], None], *, is_engine: bool = False) -> None:
+    """Register a method to call before the runtime ends. Only a weak reference to its object is kept.
+
+    Args:
+        release: Method that releases a resource, for example the process group, whose threads would outlive the
+            runtime.
+        is_engine: Whether to call it even when only the process group ends (`leave_group`), because the resource
+            belongs to the group.
+    """
+    here, method = scope.own(_Process), weakref.WeakMethod(release)
+    for registered in (here.endings, here.engines) if is_engine else (here.endings,):
+        if method not in registered:
+            registered.append(method)
+
+
+def leave_group() -> None:
+    """Abort the process group and release everything that belongs to it, but keep the runtime.
+
+    Call `join_group` to create the next group. gloo's connections close as soon as the group is no longer
+    referenced, which wakes peers that wait in it.
+
+    Raises:
+        UnsupportedError: If other code started the group, because Headway could then not create a new one.
+    """
+    here = scope.own(_Process)
+    if here.runtime is None or not here.runtime.owns_group:
+        raise UnsupportedError(
+            "the process group has to be renewed, but was started outside Headway, by init_process_group or another library; leave "
+            "that call out, and Headway starts the group"
+        )
+    for each in list(here.engines):
+        release = each()
+        if release is not None:
+            release()
+    # Backends that can abort a pending operation do so; destroying the group would wait for it.
+    group.abort_groups()
+
+
+def abort_group() -> None:
+    """Abort the process group and its pending operations. This function may be called on any thread.
+
+    All ranks must call it at about the same time.
+    """
+    group.abort_groups()
+
+
+def does_exit_wait() -> bool:
+    """Whether the other ranks would wait forever in the backend of Headway's process group if this rank just ended."""
+    return scope.own(_Process).has_blocking_end()
+
+
+def join_group() -> None:
+    """Create the next process group with the settings of the first one. All ranks call this after `leave_group`."""
+    here = scope.own(_Process)
+    assert here.runtime is not None
+    here.join_group(None, here.runtime.rank, here.runtime.world_size, here.runtime.timeout)
+    here.install_exception_hook()
+
+
+def read_group_timeout() -> timedelta:
+    """Return the time after which a collective stops waiting for a missing rank."""
+    return scope.own(_Process).asked[1]
+
+
+def reset() -> None:
+    """End the runtime, and the process group if Headway started it. Called at process exit at the latest."""
+    scope.own(_Process).end()
+
+
+def _end_at_exit() -> None:
+    scope.own(_Process).end(is_exit=True)
+
+
+def _end_after(error: BaseException, is_said: bool) -> None:
+    """End this process at once after an uncaught exception, because peers may be inside a collective on the device.
+
+    Args:
+        error: The uncaught exception.
+        is_said: Whether the error's traceback has been printed.
+    """
+    if not is_uncaught(error) or not scope.own(_Process).has_blocking_end():
+        return
+    is_interrupt = not isinstance(error, Exception)
+    if is_said and not is_interrupt:
+        end_process(1)
+    # Python ends the process: by the signal, which shells expect, or after the outer hooks have printed.
+    note_failure(INTERRUPTED if is_interrupt else 1)
+
+
+def _choose_timeout(timeout: timedelta | None) -> timedelta:
+    """Return the maximum time that a rank may keep the others waiting. All other time limits derive from it.
+
+    Args:
+        timeout: Value from the user's code, or None.
+    """
+    requested = UNSET if timeout is None else timeout.total_seconds()
+    origin = f"InitProcessGroupKwargs(timeout={timeout!r})"
+    seconds, _ = resolve_run_setting("timeout", requested, DEFAULT_TIMEOUT, code_origin=origin)
+    return timedelta(seconds=seconds) if seconds else FOR_EVER
+
+
+def get_control_link() -> StoreLink | None:
+    """Return the connection to the control plane, or None on a single process.
+
+    Raises:
+        ControlPlaneError: If rank 0 has not published its address in time.
+        LaunchError: If the control plane cannot be reached.
+    """
+    runtime, here = current(), scope.own(_Process)
+    if runtime.world_size > 1 and here.link is None:
+        here.link = host_control_plane(here.get_group_store(), here.seal, runtime.rank, False, runtime.timeout)
+    return here.link
+
+
+def has_control_link() -> bool:
+    """Whether there is a connection to the control plane. Does not open one."""
+    here = scope.own(_Process)
+    return here.runtime is not None and here.link is not None
+
+
+def _check_promise(hardware: Hardware) -> None:
+    """Raise `DeviceUnavailable` if this process's device type differs from the one that the launcher found.
+
+    Without this check the run would continue on another device without an error.
+    """
+    promised = read_promised_device()
+    if promised in (None, hardware.kind):
+        return
+    if promised == CPU.kind:
+        raise DeviceUnavailable(
+            "`headway launch` found no accelerator on this machine and started this process for the CPU, but torch "
+            f"{torch.__version__} finds {hardware.count_devices()} of {hardware.kind} here. Start with "
+            f"HEADWAY_DEVICE={hardware.kind} in the environment, and the launcher counts what torch finds; --cpu computes on the CPU"
+        )
+    names = [name for name in env.copy_variables() if name.endswith("VISIBLE_DEVICES") or name == "ZE_AFFINITY_MASK"]
+    variables = ", ".join(f"{name}={env.get(name)!r}" for name in sorted(names)) or "no variable hides it"
+    raise DeviceUnavailable(
+        f"`headway launch` started this process for a {promised} device, but torch {torch.__version__} finds none ({variables}). "
+        "Check that the driver responds, torch is built for the device and the variables name devices that exist; --cpu runs without"
+    )
+
+
+def _check_contract(world_size: int) -> None:
+    asked = read_requested_num_processes()
+    if asked is not None and world_size not in asked:
+        fewest = f"{asked[0]} to " if len(asked) > 1 else ""
+        raise LaunchError(
+            f"`headway launch` was asked for {fewest}{asked[-1]} processes, but this one finds itself in a world of {world_size}; "
+            "start it with `headway launch`, and do not change WORLD_SIZE or unset RANK on the way"
+        )

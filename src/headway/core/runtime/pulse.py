@@ -1,0 +1,374 @@
+"""Pulse: a small memory-mapped file per rank that shows the launcher the rank's state.
+
+The launcher's agent creates the file and passes its path in HEADWAY_PULSE. The rank writes to mapped memory without
+a system call. The agent can read it while the rank is stopped, holds the interpreter lock, or is dead. Without an
+agent the pulse is anonymous memory of the process. This module does not import torch.
+
+Each text has two slots. The unused slot is written and then made current, so a writer that stops halfway leaves the
+previous text readable.
+"""
+
+import json
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headway.common import env, scope
+
+VARIABLE = "HEADWAY_PULSE"
+"""Name of the environment variable that passes the file's path to a worker."""
+
+PARTS = "waiting for the other ranks' parts of a checkpoint"
+"""Phase of a rank that commits a checkpoint and waits for the other ranks' files. This wait is not a collective."""
+
+NUM_CALLS = 64
+"""Number of collectives that the ring buffer holds."""
+
+SIZE = 69632
+_MAGIC = b"HWPULSE1"
+_HEAD = struct.Struct("=8sQQd")  # magic, pid, beats, time of the last beat
+_PROGRESS = struct.Struct("=QQ")  # update, micro-step
+_COUNT = struct.Struct("=Q")
+_CALL = struct.Struct("=Qdd32s184s")  # number, entered at, left at (0: still inside), operation, call site
+_SECONDS = struct.Struct("=d")
+_SLOT = struct.Struct("=Id")  # length, time
+_PROGRESS_AT, _TIMEOUT_AT, _LENIENCE_AT, _COUNT_AT, _RING_AT = 64, 96, 104, 128, 36864
+_IS_TOLD_AT, _SAVES_AT = 112, 113  # the only byte that the agent writes; whether signals are answered by a checkpoint
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Text field of the file in which a rank records its state.
+
+    It has one byte with the index of the current slot, then two slots of `room` bytes.
+    """
+
+    at: int
+    room: int
+
+    def write(self, memory: mmap.mmap, text: str) -> None:
+        slot = 1 - memory[self.at] % 2
+        start = self.at + 1 + slot * self.room
+        encoded = text.encode(errors="replace")[: self.capacity]
+        _SLOT.pack_into(memory, start, len(encoded), time.monotonic())
+        memory[start + _SLOT.size : start + _SLOT.size + len(encoded)] = encoded
+        memory[self.at] = slot
+
+    def read(self, memory: mmap.mmap) -> tuple[str, float]:
+        start = self.at + 1 + memory[self.at] % 2 * self.room
+        length, when = _SLOT.unpack_from(memory, start)
+        text = memory[start + _SLOT.size : start + _SLOT.size + min(length, self.capacity)]
+        return text.decode(errors="replace"), when
+
+    @property
+    def capacity(self) -> int:
+        return self.room - _SLOT.size
+
+
+_PHASE, _TRANSFER, _NOTE = _Text(192, 128), _Text(512, 128), _Text(1024, 17000)
+_LOG = _Text(_RING_AT + NUM_CALLS * _CALL.size, 4200)
+_RESUME_ADVICE = _Text(_LOG.at + 1 + 2 * _LOG.room, 4200)
+assert _PHASE.at + 1 + 2 * _PHASE.room <= _TRANSFER.at
+assert _TRANSFER.at + 1 + 2 * _TRANSFER.room <= _NOTE.at
+assert _NOTE.at + 1 + 2 * _NOTE.room <= _RING_AT
+assert _RESUME_ADVICE.at + 1 + 2 * _RESUME_ADVICE.room <= SIZE
+
+
+@dataclass(frozen=True)
+class PulseCall:
+    """A collective as recorded in the ring buffer of a rank's state file. Times are in seconds on the monotonic clock.
+
+    Attributes:
+        number: Number of the collective in this process.
+        operation: Kind of the collective.
+        site: Line of user code that called the collective.
+        entered: Time at which the process entered the collective.
+        left: Time at which the process left it; None if the process is still inside.
+    """
+
+    number: int
+    operation: str
+    site: str
+    entered: float
+    left: float | None
+
+
+@dataclass(frozen=True)
+class PulseReading:
+    """State of a rank as read from its pulse at one moment. All times are on this machine's monotonic clock.
+
+    Attributes:
+        pid: Process ID of the writer; 0 if no rank has opened the pulse yet.
+        beats: Number of heartbeats so far.
+        beat: Time of the last heartbeat; 0.0 before the first.
+        update: Number of updates that training has completed.
+        micro_step: Number of micro-batches started in the current accumulation window.
+        timeout: Seconds that a rank may keep the others waiting, as this rank's program has set it; 0.0 if not set.
+        phase: Activity of the process: "" (it runs the user's script), "ended", or a text such as "saving a
+            checkpoint".
+        calls: Collectives in the ring buffer, oldest first.
+        note: Latest note of the heartbeat: "stack" (frames, innermost first) and "torch" (its collectives).
+        noted: Time of that note; 0.0 if there is none.
+        lenience: Seconds that all ranks currently add to their timeout, at this rank's request.
+        saves_on_signal: Whether this rank saves a checkpoint and then ends when it receives a signal.
+        phase_since: Time at which the phase was set.
+        transfer: Description of a transfer with one other rank that this rank waits for; "" if there is none.
+        transfer_since: Time at which the transfer was set.
+        log: Path of the run log that this rank writes; "" if there is none.
+        resume_advice: Advice on how to continue the run from its last checkpoint; "" if the program saves none.
+        resume_advice_since: Time at which the advice was set.
+    """
+
+    pid: int = 0
+    beats: int = 0
+    beat: float = 0.0
+    update: int = 0
+    micro_step: int = 0
+    timeout: float = 0.0
+    phase: str = ""
+    calls: tuple[PulseCall, ...] = ()
+    note: dict[str, Any] = field(default_factory=dict)
+    noted: float = 0.0
+    lenience: float = 0.0
+    saves_on_signal: bool = False
+    phase_since: float = 0.0
+    transfer: str = ""
+    transfer_since: float = 0.0
+    log: str = ""
+    resume_advice: str = ""
+    resume_advice_since: float = 0.0
+
+
+class HeartbeatFile:
+    """Pulse of one rank: a record of its state, in a mapped file or in anonymous memory. The launcher's agent reads it.
+
+    Args:
+        path: File that the agent created. Default: None, for memory that no other process sees.
+        is_writer: Whether this process writes the pulse. A reader maps the file read-only.
+    """
+
+    def __init__(self, path: Path | None = None, *, is_writer: bool = True) -> None:
+        if path is None:
+            self._memory = mmap.mmap(-1, SIZE)
+        else:
+            with open(path, "r+b" if is_writer else "rb") as file:
+                access = mmap.ACCESS_WRITE if is_writer else mmap.ACCESS_READ
+                self._memory = mmap.mmap(file.fileno(), SIZE, access=access)
+        self.path = path
+        self._number = 0
+        self._sites: dict[str, bytes] = {}
+        if is_writer:
+            _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), 0, 0.0)
+
+    # ---------------------------------------------------------------- writing, by the rank
+
+    def record_beat(self, count: int) -> None:
+        """Record that this process is running.
+
+        Args:
+            count: Number of heartbeats so far.
+        """
+        _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), count, time.monotonic())
+
+    def note_progress(self, update: int, micro_step: int) -> None:
+        """Record the numbers of completed updates and of micro-batches in the current window.
+
+        This only writes memory.
+        """
+        _PROGRESS.pack_into(self._memory, _PROGRESS_AT, update, micro_step)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Record the run's timeout: how many seconds a rank may keep the others waiting in a collective.
+
+        The script or the launcher sets this timeout. The hang watch reads it.
+        """
+        _SECONDS.pack_into(self._memory, _TIMEOUT_AT, seconds)
+
+    def set_lenience(self, seconds: float) -> None:
+        """Record by how many seconds all ranks must extend their timeout.
+
+        A rank requests this before a long wait, for example for data from remote storage.
+
+        Args:
+            seconds: Additional seconds; 0 for none.
+        """
+        _SECONDS.pack_into(self._memory, _LENIENCE_AT, seconds)
+
+    def set_saves_on_signal(self, does_so: bool) -> None:
+        """Record whether this rank saves a checkpoint when it receives a signal.
+
+        If it does, the launcher gives it time to save.
+        """
+        self._memory[_SAVES_AT] = does_so
+
+    @property
+    def is_run_over(self) -> bool:
+        """Whether the agent has marked the run as over. If it has, a signal does not request a checkpoint."""
+        return bool(self._memory[_IS_TOLD_AT])
+
+    def enter_collective(self, operation: str, site: str) -> int:
+        """Record that a collective is entered, and return its number for `leave_collective`.
+
+        Args:
+            operation: Kind of the collective.
+            site: Line of user code that called the collective.
+        """
+        self._number = number = self._number + 1
+        encoded = self._sites.get(site)
+        if encoded is None:
+            encoded = self._sites[site] = site.encode(errors="replace")[-184:]
+        at = _RING_AT + number % NUM_CALLS * _CALL.size
+        _CALL.pack_into(self._memory, at, number, time.monotonic(), 0.0, operation.encode()[:32], encoded)
+        _COUNT.pack_into(self._memory, _COUNT_AT, number)
+        return number
+
+    def leave_collective(self, number: int) -> None:
+        """Record that this process has left a collective.
+
+        Args:
+            number: Number of the collective, as returned by `enter_collective`.
+        """
+        if self._number - number < NUM_CALLS:
+            _SECONDS.pack_into(self._memory, _RING_AT + number % NUM_CALLS * _CALL.size + 16, time.monotonic())
+
+    def set_phase(self, words: str) -> None:
+        """Record what this process is doing, as text such as "saving a checkpoint".
+
+        Args:
+            words: Description of the activity; "" while the process runs the user's script.
+        """
+        _PHASE.write(self._memory, words)
+
+    def set_transfer(self, words: str) -> None:
+        """Record that this process waits for a transfer between itself and one other rank.
+
+        Such a transfer does not count as a collective.
+
+        Args:
+            words: Description of the transfer; "" if the process waits for none.
+        """
+        _TRANSFER.write(self._memory, words)
+
+    def set_log(self, path: str) -> None:
+        """Record the path of the run log that this process writes."""
+        _LOG.write(self._memory, path)
+
+    def set_resume_advice(self, text: str) -> None:
+        """Record a text for the user on how to continue the run from its last checkpoint if it is stopped now."""
+        _RESUME_ADVICE.write(self._memory, text)
+
+    def set_note(self, note: dict[str, Any]) -> None:
+        """Write the heartbeat's note: the stack of the main thread and the collectives of torch's backends.
+
+        If the note is too long, the outer half of the stack is dropped until it fits.
+
+        Args:
+            note: "stack" (frames, innermost first) and "torch" (collectives).
+        """
+        text = json.dumps(note, separators=(",", ":"))
+        while len(text) > _NOTE.capacity and note.get("stack"):  # JSON is ASCII
+            note = {**note, "stack": note["stack"][: len(note["stack"]) // 2]}
+            text = json.dumps(note, separators=(",", ":"))
+        _NOTE.write(self._memory, text)
+
+    # ---------------------------------------------------------------- reading, by the agent
+
+    def read(self) -> PulseReading:
+        """Return the current contents. All fields have their defaults if no rank has opened the pulse yet."""
+        magic, pid, beats, beat = _HEAD.unpack_from(self._memory, 0)
+        if magic != _MAGIC:
+            return PulseReading()
+        update, micro_step = _PROGRESS.unpack_from(self._memory, _PROGRESS_AT)
+        (timeout,) = _SECONDS.unpack_from(self._memory, _TIMEOUT_AT)
+        (lenience,) = _SECONDS.unpack_from(self._memory, _LENIENCE_AT)
+        phase, phase_since = _PHASE.read(self._memory)
+        text, noted = _NOTE.read(self._memory)
+        try:
+            note = json.loads(text) if text else {}
+        except ValueError:
+            note = {}  # it was overwritten during the read; the next read finds it complete
+        saves = bool(self._memory[_SAVES_AT])
+        return PulseReading(
+            pid,
+            beats,
+            beat,
+            update,
+            micro_step,
+            timeout,
+            phase,
+            self._calls(),
+            note,
+            noted,
+            lenience,
+            saves,
+            phase_since,
+            *_TRANSFER.read(self._memory),
+            _LOG.read(self._memory)[0],
+            *_RESUME_ADVICE.read(self._memory),
+        )
+
+    def _calls(self) -> tuple[PulseCall, ...]:
+        (count,) = _COUNT.unpack_from(self._memory, _COUNT_AT)
+        found = []
+        for number in range(max(1, count - NUM_CALLS + 1), count + 1):
+            at = _RING_AT + number % NUM_CALLS * _CALL.size
+            said, entered, left, operation, site = _CALL.unpack_from(self._memory, at)
+            if said == number:  # otherwise the entry has been overwritten
+                found.append(PulseCall(number, _decode_text(operation), _decode_text(site), entered, left or None))
+        return tuple(found)
+
+
+def _decode_text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode(errors="replace")
+
+
+def _of_this_process() -> HeartbeatFile:
+    return _claim(env.remove_variable(VARIABLE)) or HeartbeatFile()
+
+
+def get_own_pulse() -> HeartbeatFile:
+    """Return this process's pulse (state record): the file that the agent created, else anonymous memory."""
+    return scope.own(_of_this_process)
+
+
+def is_watched() -> bool:
+    """Whether a launcher's agent reads the file in which this process records its state."""
+    return get_own_pulse().path is not None
+
+
+def create_pulse(path: Path) -> None:
+    """Create the empty pulse file of a rank."""
+    with open(path, "wb") as file:
+        file.truncate(SIZE)
+
+
+def request_end(path: Path) -> None:
+    """Mark the run as over in the file in which a rank records its state.
+
+    The agent does so before it sends a signal to the rank, so that the rank does not save a checkpoint.
+
+    Args:
+        path: Pulse file of the rank.
+    """
+    with open(path, "r+b") as file:
+        file.seek(_IS_TOLD_AT)
+        file.write(b"\1")
+
+
+def _claim(path: str | None) -> HeartbeatFile | None:
+    """Open the pulse file for this process, or return None if the file is gone or belongs to another process.
+
+    Child processes of a rank inherit the environment variable, so the file may belong to their parent.
+    """
+    if not path or not os.path.exists(path) or HeartbeatFile(Path(path), is_writer=False).read().pid:
+        return None
+    return HeartbeatFile(Path(path))
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked child (e.g. a data-loading worker) shares the mapping, but is not the rank.
+    os.register_at_fork(after_in_child=lambda: scope.drop(_of_this_process))

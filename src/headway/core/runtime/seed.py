@@ -1,0 +1,225 @@
+"""Global random number generators of this process: setting seeds, and reading and restoring states.
+
+Access to torch's host generator is limited to one thread at a time. torch takes the generator's own lock while it
+holds the interpreter lock. Reading the state may release the interpreter lock before the generator's lock is free
+again. Two threads that read at one time can then deadlock (torch 2.13, `THPGenerator_getState`). The loader of a
+stream reads the state at each batch, in the thread that runs the loop.
+"""
+
+import os
+import pickle
+import random
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from headway.core.runtime.device import Hardware
+from headway.core.runtime.process import current
+from headway.errors import ConfigError
+from headway.log import get_logger
+
+_ONE_AT_A_TIME = threading.Lock()
+# A worker forked while another thread holds the lock has no such thread to release it.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_ONE_AT_A_TIME._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+def read_torch() -> torch.Tensor:
+    """Return torch's host RNG state (`torch.get_rng_state`), under a lock."""
+    with _ONE_AT_A_TIME:
+        return torch.get_rng_state()
+
+
+def write_torch(state: torch.Tensor) -> None:
+    """Set torch's host RNG state (`torch.set_rng_state`), under a lock."""
+    with _ONE_AT_A_TIME:
+        torch.set_rng_state(state)
+
+
+log = get_logger(__name__)
+
+_MASK = (1 << 63) - 1
+_ALL = ["python", "numpy", "torch", "device"]
+
+
+class RNGReader:
+    """Record of which data shard this process reads, for `set_seed(device_specific=True)`.
+
+    Ranks that read the same shard draw equal random numbers.
+
+    Attributes:
+        index: Index of the shard; None if each rank reads its own shard, or before an Accelerator has set it.
+    """
+
+    def __init__(self) -> None:
+        self.index: int | None = None
+
+
+def mix_seed(*parts: int) -> int:
+    """Combine several integers into one 63-bit seed, with the finalizer of SplitMix64 (Steele et al. 2014)."""
+    state = 0
+    for part in parts:
+        state = (state + part + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state & _MASK
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed the generators of Python, NumPy and torch.
+
+    Args:
+        seed: Seed, 0 or more.
+        device_specific: Whether to give each rank its own seed (seed + rank). The data order stays equal on all ranks.
+            Ranks that share a data shard (tensor parallelism) need equal numbers, so the shard's index is added instead
+            of the rank. The index is known once the Accelerator has been created.
+        deterministic: Whether to make torch use deterministic algorithms as well.
+
+    Raises:
+        ConfigError: If the seed is negative or not an integer.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ConfigError(f"set_seed got {seed!r}; give a whole number, 0 or more")
+    if device_specific:
+        runtime = current()
+        index = runtime.scope.own(RNGReader).index
+        seed += runtime.rank if index is None else index
+    random.seed(seed)
+    _seed_numpy(seed)
+    torch.manual_seed(seed)  # includes the generators of all devices
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def digest_states() -> list[float]:
+    """Return a checksum of the state of each host generator, in the order "python", "numpy", "torch".
+
+    The checksum is -1 for a generator that is not in use.
+    """
+    states = read_states(_ALL[:-1], None)
+    if "torch" in states:
+        states["torch"] = states["torch"].numpy().tobytes()  # a pickled tensor would include its device
+    return [float(zlib.crc32(pickle.dumps(states[name]))) if name in states else -1.0 for name in _ALL[:-1]]
+
+
+def reseed_generator(name: str, seed: int) -> None:
+    """Seed one generator.
+
+    Args:
+        name: "python", "numpy", or "torch", which includes the generators of devices.
+        seed: Seed to set.
+    """
+    if name == "python":
+        random.seed(seed)
+    elif name == "numpy":
+        _seed_numpy(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+def _seed_numpy(seed: int) -> None:
+    # torch does not always import numpy.random, and an unused generator needs no seed.
+    import numpy
+
+    numpy.random.seed(seed % (1 << 32))
+
+
+def read_states(rng_types: list[str], generator: torch.Generator | None) -> dict[str, Any]:
+    """Return the current states of the named generators.
+
+    Args:
+        rng_types: Names as in `synchronize_rng_states`: "python", "numpy", "torch", "device", "generator".
+        generator: Generator to read if `rng_types` contains "generator".
+    """
+    states: dict[str, Any] = {}
+    if "python" in rng_types:
+        states["python"] = random.getstate()
+    if "numpy" in rng_types and "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    if "torch" in rng_types:
+        states["torch"] = read_torch()
+    if "device" in rng_types and (read := _find_device_function("get_rng_state")) is not None:
+        states["device"] = read()
+    if "generator" in rng_types and generator is not None:
+        states["generator"] = generator.get_state()
+    return states
+
+
+def _find_device_function(name: str) -> Callable[..., Any] | None:
+    """Return torch's function `name` for the RNG state of this process's device type.
+
+    None on the CPU, or if torch's module for the device type lacks the function.
+    """
+    hardware = current().hardware
+    found = None if hardware.kind == "cpu" else hardware.find_function(name)
+    if found is None and hardware.kind != "cpu":
+        log.warning_once(
+            "torch.%s has no %s: its random state is not in checkpoints, and a resumed run draws different numbers there",
+            hardware.kind,
+            name,
+        )
+    return found
+
+
+def write_states(states: dict[str, Any], generator: torch.Generator | None) -> None:
+    """Restore states that `read_states` returned.
+
+    Args:
+        states: States by name.
+        generator: Generator whose state is restored if `states` contains "generator".
+    """
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    if "torch" in states:
+        write_torch(states["torch"])
+    if "device" in states and (write := _find_device_function("set_rng_state")) is not None:
+        write(states["device"])
+    if "generator" in states and generator is not None:
+        generator.set_state(states["generator"])
+
+
+def read_rng_states(hardware: Hardware) -> dict[str, Any]:
+    """Return the states of the global generators of Python, NumPy, torch and the device."""
+    return read_states(_ALL if hardware.kind != "cpu" else _ALL[:-1], None)
+
+
+def write_rng_states(states: dict[str, Any], hardware: Hardware) -> None:
+    """Restore states that `read_rng_states` returned.
+
+    The device's state is skipped if this process computes on a CPU.
+    """
+    write_states({name: state for name, state in states.items() if name != "device" or hardware.kind != "cpu"}, None)
+
+
+@contextmanager
+def preserve_rng_states() -> Iterator[None]:
+    """Return a context that restores the host's RNG states at its end. This takes about 0.2 ms.
+
+    It is used around third-party code that may draw random numbers.
+    """
+    states = read_states(_ALL[:-1], None)
+    try:
+        yield
+    finally:
+        write_states(states, None)
+
+
+def derive_rng_states(seed: int, num_updates: int, index: int) -> None:
+    """Seed all generators from the run's seed, the number of updates and the data shard.
+
+    It is used after a resume if the checkpoint has no RNG states for this rank.
+
+    Args:
+        seed: Seed of the run.
+        num_updates: Number of updates so far.
+        index: Index of the data shard that this rank reads.
+    """
+    set_seed(mix_seed(seed, num_updates, index) >> 1)

@@ -1,0 +1,390 @@
+"""`Strategy`, the base class of everything that replicates or shards a model, and `SingleStrategy` for one process."""
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headway.core.data.sampling.shard import ShardIndex
+from headway.core.precision.mixed import Precision
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.moving import move_module
+from headway.core.strategies._torch import foreach_mul_
+from headway.core.strategies.checkpoint_protocol import CheckpointStrategy
+from headway.core.strategies.comparison_protocol import ComparedStrategy
+from headway.core.strategies.placeholders import Placeholder
+from headway.core.strategies.replay_protocol import ReplayStrategy
+from headway.errors import LossError, PrepareError, UnsupportedError
+
+Transform = Callable[[torch.nn.Module], torch.nn.Module]
+"""Function that changes a model before it is wrapped: activation checkpointing, compilation or sharding."""
+Engine = Callable[..., Any]
+"""Callable that runs a prepared model's forward with gradients.
+
+It also runs forwards without gradients if its attribute `serves_evaluation` is true.
+"""
+
+_SYNCHRONIZED = nullcontext()
+_CONSTANT = (
+    "backward() got a constant: a tensor made with requires_grad=True, which no model computed. No parameter of this rank gets a "
+    "gradient from it, and the other ranks wait for this rank's gradients for ever. For a batch that has nothing to learn from, call "
+    "the model all the same and give a loss of zero that depends on its output: (output * 0).sum()"
+)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Features that a strategy supports. Callers check these instead of the strategy's type.
+
+    Attributes:
+        several_models: Whether more than one model may be prepared.
+        deferred_sync: Whether gradients can stay unreduced for some micro-batches.
+        clip_by_value: Whether gradients can be clamped element by element.
+        rollback: Whether a step can be undone.
+        lone_forward: Whether a model may be called on one rank alone. False: its forward is a collective.
+        whole_gradients: Whether each rank has all gradients, with equal values on all ranks. False: each rank has only
+            its shards.
+        copies: Whether a prepared model can be copied and pickled. False: each rank has only a part of the model, or a
+            copy would lose the engine that runs it.
+        optimizer_state: Whether state_dict() of a prepared optimizer contains its state. False: an engine keeps the
+            state, and only checkpoints contain it.
+        scales_losses: Whether an engine scales fp16 losses itself and skips updates whose gradients overflow.
+        lone_pieces: Whether each rank can compute the micro-batches of a batch without its peers, because gradients are
+            reduced after the last one. False: every forward and backward contains collectives. A rank that runs out of
+            memory must then join the collectives of its peers with `join_collective`.
+        local_training: Whether ranks may train separately for some updates (local SGD). False: each rank has only a
+            part of the model, or gradients are summed over the ranks for every batch.
+    """
+
+    several_models: bool = True
+    deferred_sync: bool = True
+    clip_by_value: bool = True
+    rollback: bool = True
+    lone_forward: bool = True
+    whole_gradients: bool = True
+    copies: bool = True
+    optimizer_state: bool = True
+    scales_losses: bool = False
+    lone_pieces: bool = True
+    local_training: bool = True
+
+    def require(self, name: str, strategy: str, remedy: str) -> None:
+        """Raise `UnsupportedError` if the strategy lacks a capability. The wording is equal for all strategies.
+
+        Args:
+            name: Name of the attribute.
+            strategy: Name of the strategy for the message.
+            remedy: Advice to the user for the message.
+
+        Raises:
+            UnsupportedError: If the capability is missing.
+        """
+        if not getattr(self, name):
+            raise UnsupportedError(f"the {strategy} strategy does not support {name.replace('_', ' ')}; {remedy}")
+
+
+class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
+    """Base class of all strategies. Its defaults keep the full model on each rank and do not communicate.
+
+    This class defines the methods that training needs. It inherits three protocols with defaults: `ReplayStrategy`
+    discards gradients and repeats batches, `CheckpointStrategy` saves and loads values, and `ComparedStrategy` names
+    the parameters that ranks compare.
+
+    Args:
+        collectives: Collectives over all ranks.
+
+    Attributes:
+        name: Name of the strategy in messages.
+        capabilities: Features that the strategy supports.
+        data_shard: Index of this rank's shard of the data, and the number of shards. They may differ from the rank and
+            the world size.
+        data_group: Collectives over which loss weights and metrics are reduced: one rank per shard of the data.
+        everyone: Collectives over all ranks, for votes, decisions about gradients, replays, checkpoints and the
+            loaders' seed.
+        gradient_divisor: Number by which the engine divides summed gradients. The loss is multiplied by it in advance.
+    """
+
+    name: str
+    capabilities: Capabilities = Capabilities()
+    data_shard: ShardIndex
+    data_group: Collectives
+    everyone: Collectives
+    gradient_divisor: int
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.everyone = collectives
+        self.data_group = collectives
+        self._peers = collectives
+        self.data_shard = ShardIndex(collectives.rank, collectives.world_size)
+        self.gradient_divisor = 1
+        self._expected: Set[str] = frozenset()
+        self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def setup_model(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
+        """Wrap or shard a model. `prepare()` calls this once for each model.
+
+        Args:
+            model: Model to prepare. Parameter names in checkpoints are those that it has before this call.
+            transforms: Functions to apply to the model before it is wrapped.
+
+        Returns:
+            Engine that runs forwards, or None to call the model itself.
+        """
+        for transform in transforms:
+            transform(model)
+        return None
+
+    def create_engine(
+        self, optimizers: Sequence[torch.optim.Optimizer], precision: str, num_steps: int, micro_batches: Sequence[int]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Create an engine that needs the model and its optimizers together, such as DeepSpeed's.
+
+        Called once, after models and optimizers have been prepared.
+
+        Args:
+            optimizers: All prepared optimizers.
+            precision: "no", "bf16" or "fp16".
+            num_steps: Micro-batches per update.
+            micro_batches: Batch size per rank of each prepared loader whose batch size is known.
+
+        Returns:
+            Optimizers of the engine, which step in place of the prepared ones.
+        """
+        return ()
+
+    def replace_placeholder(self, placeholder: Placeholder, share: int) -> Any:
+        """Return the optimizer or scheduler that the engine's configuration defines in place of a placeholder.
+
+        Args:
+            placeholder: Placeholder that the script has prepared.
+            share: Factor by which this run makes fewer updates than a single process for the same data. The
+                placeholder's `total_num_steps` is divided by it.
+
+        Raises:
+            PrepareError: If the strategy's engine has no such configuration.
+        """
+        raise PrepareError(
+            f"{type(placeholder).__name__} is a placeholder for what {placeholder.defined_by} defines, but this run uses "
+            f"{self.name}; give a real one, or strategy={placeholder.engine!r}"
+        )
+
+    def move_model(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Move a model to this process's device, before `setup_model`.
+
+        A sharding strategy may leave this to `setup_model`.
+        """
+        move_module(model, device)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise an error if an optimizer cannot step on the parameters as this strategy stores them.
+
+        Raises:
+            UnsupportedError: If the optimizer cannot step on them, for example because they are shards.
+        """
+
+    def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the parameter that replaced `parameter` in `setup_model`, such as its shard.
+
+        If no parameter did, return `parameter`.
+        """
+        return parameter
+
+    def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a full tensor, sharded like a parameter.
+
+        Args:
+            tensor: Full tensor of the parameter's unsharded shape, such as an optimizer state.
+            parameter: Parameter as this strategy stores it.
+        """
+        return tensor
+
+    def forward_context(self, precision: Precision) -> Callable[[], AbstractContextManager[Any]] | None:
+        """Return a function that creates the context of a prepared model's forward, or None if none is needed."""
+        return precision.autocast if precision.is_mixed else None
+
+    def micro_batch_context(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
+        """Return the context in which a micro-batch runs.
+
+        Args:
+            model: Prepared model.
+            sync: Whether the backward of the micro-batch reduces gradients.
+        """
+        return _SYNCHRONIZED
+
+    def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which neither gradients nor buffers of the model are communicated.
+
+        This context takes precedence over that of `micro_batch_context`.
+
+        Raises:
+            UnsupportedError: If the strategy does not support `local_training`.
+        """
+        remedy = "use strategy='ddp' without microbatching='auto', or drop local SGD"
+        self.capabilities.require("local_training", self.name, remedy)
+        return nullcontext()
+
+    def compute_loss(
+        self,
+        fn: Callable[[Any], torch.Tensor],
+        batch: Any,
+        weigh: Callable[[Any], float | torch.Tensor] | None,
+        reduction: str,
+    ) -> torch.Tensor:
+        """Return the loss of a batch, `fn(batch)`, or a placeholder whose value is computed in `backward`.
+
+        Args:
+            fn: Function from the batch, or a micro-batch of it, to its loss.
+            batch: Nested tensors.
+            weigh: Function from the batch, or a micro-batch, to the number of items that its loss covers. If None, the
+                number of rows is used.
+            reduction: "mean" over the items, or "sum".
+        """
+        return fn(batch)
+
+    def unshard_loss(self, loss: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
+        """Convert a loss for its backward. All ranks must call this.
+
+        Args:
+            loss: Loss, which may be a DTensor.
+            factor: Factor by which backward multiplies the loss.
+
+        Returns:
+            The loss as a plain tensor, and the factor for it.
+        """
+        return loss, factor
+
+    def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
+        """Run backward, which accumulates the gradient of `loss * factor` in the parameters.
+
+        Args:
+            loss: Loss of the micro-batch.
+            factor: Factor for the gradient.
+            precision: Precision of the run, which may scale the loss.
+            kwargs: Further arguments of `torch.autograd.backward`.
+
+        Raises:
+            LossError: If the loss is a constant while other ranks wait for this rank's gradients.
+        """
+        if loss.is_leaf and self.must_join_backward():
+            raise LossError(_CONSTANT)
+        if precision.scaler is not None:
+            loss = precision.scale_loss(loss)
+        key = (factor, loss.dtype, loss.device)
+        seed = self._seeds.get(key)
+        if seed is None or seed.shape != loss.shape:
+            seed = torch.full_like(loss, factor, requires_grad=False)
+            if len(self._seeds) > 64:  # token counts differ from batch to batch
+                self._seeds.clear()
+            self._seeds[key] = seed
+        torch.autograd.backward(loss, seed, **kwargs)
+
+    def must_join_backward(self) -> bool:
+        """Whether the backward of other ranks blocks until this rank runs a backward, too."""
+        return False
+
+    def get_local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the existing gradients of the parameters as plain tensors that may be changed in place.
+
+        For a sharded gradient this is this rank's shard.
+        """
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
+        """Reduce gradients that the last backward of the accumulation window has not reduced, and synchronize buffers.
+
+        Args:
+            parameters: Trainable parameters of the window. Default: ().
+            has_gaps: Whether `prepare_reduction` has reported parameters without a gradient on any rank. Default:
+                False.
+        """
+
+    def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
+        """Multiply gradients by a factor.
+
+        The factor corrects for the actual total loss weight of the accumulation window.
+        """
+        grads = self.get_local_gradients(parameters)
+        if grads:
+            foreach_mul_(grads, factor)
+
+    def compute_total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return the norm of all gradients as a plain 0-d tensor, equal on all ranks.
+
+        For sharded models this is a collective. The norm is not finite if any gradient on any rank is not finite.
+
+        Args:
+            parameters: Parameters whose gradients are measured.
+            norm_type: Order of the norm; 2 for the Euclidean norm.
+        """
+        return torch.nn.utils.get_total_norm(self.get_local_gradients(parameters), norm_type)
+
+    def clip_gradients(
+        self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, known: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Clip gradients by their global norm, and return the norm before clipping as a plain 0-d tensor.
+
+        Args:
+            parameters: Parameters whose gradients are clipped.
+            max_norm: Largest norm after clipping.
+            norm_type: Order of the norm; 2 for the Euclidean norm.
+            known: Total norm of these gradients if it was already computed. If None, it is computed here.
+        """
+        norm = self.compute_total_norm(parameters, norm_type) if known is None else known
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as in torch; avoids a host synchronization
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for grad in self.get_local_gradients(parameters):
+            alike.setdefault((grad.device, grad.dtype), []).append(grad)
+        for (device, _), found in alike.items():
+            foreach_mul_(found, factor.to(device))
+        return norm
+
+    def step_optimizer(
+        self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None
+    ) -> bool:
+        """Step the optimizer. Return False if the gradient scaler (fp16) skipped the update.
+
+        Args:
+            optimizer: torch's own optimizer.
+            precision: Precision of the run, which may skip the step.
+            closure: Closure as in torch, or None.
+        """
+        return precision.step(optimizer, closure)
+
+    def call_optimizer(self, optimizer: torch.optim.Optimizer, method: str) -> None:
+        """Call a method of an optimizer that changes parameters, such as "train" or "eval", if it has the method."""
+        getattr(optimizer, method, lambda: None)()
+
+    def keeps_whole_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer's states must not be sharded like their parameters."""
+        return self.capabilities.whole_gradients
+
+    def release_model(self, model: torch.nn.Module | None = None) -> None:
+        """Drop all references to a prepared model, so that its memory can be freed.
+
+        Args:
+            model: Model to release. Default: None, which releases all models.
+
+        Raises:
+            UnsupportedError: If the given model cannot be restored to its original form.
+        """
+        self._seeds.clear()
+
+
+def does_override(strategy: Strategy, method: Callable[..., Any]) -> bool:
+    """Whether a strategy overrides a method whose default in `Strategy` does nothing.
+
+    The training step checks this once and then skips the calls that would do nothing.
+
+    Args:
+        strategy: Strategy of the run.
+        method: Method of `Strategy`, such as `Strategy.reduce_gradients`.
+    """
+    return getattr(type(strategy), method.__name__) is not method
+
+
+class SingleStrategy(Strategy):
+    """Strategy of a single process. It neither wraps nor shards the model."""
+
+    name = "single"

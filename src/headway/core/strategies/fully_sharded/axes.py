@@ -1,0 +1,100 @@
+"""Mesh axes that split a model by its structure (tensor, context and expert parallelism), in addition to FSDP.
+
+`MeshStrategy` finds the class of an axis in `headway.core.extensions` by the axis's name: "tp" for tensor, "cp" for
+context and "ep" for expert parallelism. It imports only the axes that a layout has. The classes are in
+`headway.layouts`.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headway.core.config.mesh import Layout
+from headway.core.config.parallelism import ShardingOptions, TensorParallelOptions, TorchContextParallelConfig
+from headway.core.runtime.collectives.checked import Collectives
+
+
+@dataclass(frozen=True)
+class AxisOptions:
+    """Settings of a run that the classes of mesh axes read.
+
+    Attributes:
+        layout: Number of ranks along each axis.
+        sharding: Options of sharding.
+        tensor: Options of tensor parallelism.
+        context: Options of context parallelism.
+        number_format: The run's mixed_precision.
+    """
+
+    layout: Layout
+    sharding: ShardingOptions
+    tensor: TensorParallelOptions
+    context: TorchContextParallelConfig
+    number_format: str
+
+
+class SplitModel:
+    """A model that has been split along one mesh axis. By default its methods do nothing.
+
+    Attributes:
+        distributed: Modules whose parameters differ between the ranks of the axis. They are sharded over the other axes
+            only.
+    """
+
+    distributed: Sequence[torch.nn.Module] = ()
+
+    def resume(self) -> None:
+        """Enable the split for a model that is prepared a second time.
+
+        The model has stayed split since the first time.
+        """
+
+    def release(self) -> None:
+        """Undo what the split has changed besides the parameters, such as hooks and patched functions."""
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which backward runs."""
+        return nullcontext()
+
+    def check_gradients(self, ranks: Collectives) -> None:
+        """Raise an error if gradients that must be equal on all ranks of the axis differ.
+
+        All ranks must call this.
+
+        Raises:
+            PrepareError: On all ranks, if such gradients differ between ranks.
+        """
+
+    def end_forward(self) -> None:
+        """Restore the modules after a pipeline stage has ended their forward early."""
+
+
+class ModelAxis:
+    """Mesh axis along which models are split, such as tensor parallelism.
+
+    Args:
+        options: Settings of the run.
+
+    Raises:
+        UnsupportedError: If the axis cannot be combined with the options.
+    """
+
+    def __init__(self, options: AxisOptions) -> None:
+        self.options = options
+
+    def split_model(self, model: torch.nn.Module, mesh: Any, ranks: Collectives) -> SplitModel:
+        """Split a model in place.
+
+        Args:
+            model: Model on the meta device, or with equal values on all ranks.
+            mesh: torch's device mesh, with axes named as in the layout.
+            ranks: Collectives over all ranks of the run.
+
+        Raises:
+            ConfigError: If the options do not fit the model.
+            PrepareError: If the model cannot be split.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define split_model(model, mesh, ranks)")

@@ -1,0 +1,404 @@
+"""Checks of sharded parameters: hooks, writes, optimizers, second-order gradients, and unused parameters.
+
+`prepare()` replaces parameters with DTensors, and FSDP shows gathered copies of them during and after a forward.
+Hooks on a tensor that is not the real parameter, and writes to it, would be lost silently. The checks raise an error
+that names the parameters.
+
+Most optimizers work element by element and can step on shards. The rejected ones compute means over rows and columns of
+a full matrix, keep state in blocks of memory that do not support DTensors, or step with an operation that torch has
+for unsharded tensors only. torch's own errors in the first step do not explain this.
+`tests/distributed/test_sharded_optimizers.py` runs those that work.
+
+`SecondOrder` detects a backward that is followed by another one through the same forward, as for a gradient penalty.
+`torch.autograd.grad(..., create_graph=True)` runs FSDP's hooks, which free gathered parameters. Some nodes of the
+graph that it creates have no hooks and read unsharded parameters. Other nodes have the hooks that free a unit and
+reduce its gradients. On an accelerator, autograd runs the nodes in a separate thread, and these hooks run before the
+unit's last gradient. So before the following backward all units are gathered, and gradients are reduced after it.
+
+`ParameterUsage` finds the sharded parameters that took part in an update's losses on any rank. FSDP reduces zeros for a
+parameter that one rank did not use, so that all ranks send messages of the same size. A parameter that no rank used
+must have no gradient, as on one process; otherwise weight decay and momentum would change it. So at the first update,
+ranks exchange which parameters they used. They repeat this at each update if some rank did not use a parameter in the
+first one, or if the options require it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from headway.common.text import join_names
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.strategies._torch import tree_leaves
+from headway.core.strategies.fully_sharded import dtensors, fsdp_state
+from headway.core.weights.pieces import is_dtensor
+from headway.errors import PrepareError, StateError, UnsupportedError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_AFTERWARDS = (
+    "parameter.register_post_accumulate_grad_hook(fn) after prepare(), which finds this rank's part of the reduced gradient in "
+    "parameter.grad"
+)
+
+Named = tuple[str, torch.Tensor]
+"""Pair of a name and a parameter, as yielded by `named_parameters()`."""
+
+
+def check_hooks(model: torch.nn.Module) -> None:
+    """Raise an error if a parameter has a gradient hook.
+
+    Sharding would replace the parameter and lose the hook.
+
+    Raises:
+        PrepareError: If a parameter has a gradient hook.
+    """
+    hooked = [name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if hooked:
+        raise PrepareError(
+            f"{_several(hooked)} of {type(model).__name__} have hooks on their gradients, made before prepare(). Sharding "
+            f"replaces these parameters, and the hooks would never run. Use {_AFTERWARDS}"
+        )
+
+
+class LostWrites:
+    """Detector of hooks and writes that scripts apply to tensors other than the real parameters of a sharded model.
+
+    Such hooks and writes would be lost without an error.
+
+    Args:
+        model: Sharded model, whose parameters are not gathered at the moment.
+        replaced: Names and parameters that sharding has replaced.
+        name: Name of the model in messages.
+    """
+
+    def __init__(self, model: torch.nn.Module, replaced: Sequence[Named], name: str) -> None:
+        self._model = model
+        self._name = name
+        self._old = [(name, weakref.ref(p), _get_write_state(p)) for name, p in replaced]
+        self._parts = [
+            (name, p, _get_storage_id(p), id(dtensors.get_local_shard(p)))
+            for name, p in model.named_parameters()
+            if is_dtensor(p)
+        ]
+        # PEFT adapts stacked experts by torch's parametrizations, which count as a write of the frozen parameter.
+        wrappers: list[Any] = [module for module in model.modules() if hasattr(module, "parameter_name")]
+        self._parametrized = {id(wrapper.get_param()) for wrapper in wrappers if hasattr(wrapper, "get_param")}
+
+    def check(self) -> None:
+        """Raise an error before an update if a hook or write of the script was lost.
+
+        Raises:
+            StateError: If a hook was registered on, or values were written to, a tensor that is not the real parameter.
+        """
+        self.check_assigned()
+        records = list(fsdp_state.iterate_records(self._model))
+        names = {id(part): name for name, part, _, _ in self._parts}
+        hooked = [record for record in records if record.sharded_param._backward_hooks]
+        self._refuse(
+            [names.get(id(record.sharded_param), "?") for record in hooked],
+            f"have hooks made by Tensor.register_hook, which autograd never runs there: it sees gathered copies. Use {_AFTERWARDS}",
+        )
+        written = [record for record in records if getattr(fsdp_state.get_gathered_parameter(record), "_version", 0)]
+        written = [record for record in written if id(record.sharded_param) not in self._parametrized]
+        self._refuse(
+            [names.get(id(record.sharded_param), "?") for record in written],
+            "were changed in place while they were gathered (in a forward, or after one under torch.no_grad()): only copies "
+            "were. Change them after a backward or before the first forward",
+        )
+        changed = [name for name, old, state in self._old if (p := old()) is not None and _get_write_state(p) != state]
+        self._refuse(
+            changed,
+            "were used or changed through tensors from before prepare(), in whose place stand others now. Take them from the "
+            "prepared model: model.parameters(), model.layer.weight",
+        )
+
+    def check_assigned(self) -> None:
+        """Raise an error if the script assigned values to `parameter.data`, which does not change a sharded parameter.
+
+        Raises:
+            StateError: If values were assigned.
+        """
+        assigned = [
+            name
+            for name, part, memory, held in self._parts
+            if _get_storage_id(part) != memory and id(dtensors.get_local_shard(part)) == held
+        ]
+        self._refuse(
+            assigned,
+            "were given other values by `parameter.data = tensor` after prepare(), which changes nothing in a sharded "
+            "parameter. Change them in place (parameter.data.copy_(tensor), torch.nn.init ...), or assign before prepare()",
+        )
+
+    def _refuse(self, names: list[str], what: str) -> None:
+        if names:
+            raise StateError(f"{_several(names)} of {self._name}, which is sharded, {what}")
+
+
+def _get_storage_id(tensor: torch.Tensor) -> int:
+    """Return an identifier of the tensor's storage, which changes when `.data` is assigned.
+
+    Supports DTensors and fake tensors.
+    """
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
+def _get_write_state(tensor: torch.Tensor) -> tuple[int, int, bool]:
+    """Return values that change when the tensor is written to or gets a gradient.
+
+    The tensor gets a gradient if a loss is computed from it.
+    """
+    return _get_storage_id(tensor), tensor._version, tensor.grad is None
+
+
+def _several(names: list[str]) -> str:
+    count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
+    return f"{count} ({join_names(names)})"
+
+
+_ELEMENTWISE = "use torch.optim.AdamW(fused=True) or another optimizer that works element by element"
+_WHOLE_MATRICES = f"it needs whole matrices for means over rows and columns; {_ELEMENTWISE}"
+_UNSHARDED_STATE = (
+    "it steps on plain tensors only, and gets DTensors under pp and with ShardingOptions(whole_updates=False). Leave out this "
+    f"option, use torchao's AdamW8bit, or {_ELEMENTWISE}"
+)
+_ONE_PROCESS = "it is for one process; use ShardingOptions(cpu_offload=True) with torch's AdamW"
+_REFUSED = {
+    ("torch", "Adafactor"): _WHOLE_MATRICES,
+    ("transformers", "Adafactor"): _WHOLE_MATRICES,
+    ("torch", "Rprop"): f"it changes elements of gradients by a mask, which shards do not support; {_ELEMENTWISE}",
+    ("torch", "SparseAdam"): f"it needs sparse gradients, and shards have none; {_ELEMENTWISE}",
+    **dict.fromkeys((("torchao", name) for name in ("AdamW4bit", "Adam4bit", "AdamWFp8", "AdamFp8")), _UNSHARDED_STATE),
+    ("torchao", "CPUOffloadOptimizer"): _ONE_PROCESS,
+}
+_NEVER_FUSED = ("SGD", "Adagrad")
+"""Class names of optimizers whose fused step supports unsharded tensors only. Fused Adam and AdamW support DTensors."""
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error if an optimizer cannot step on shards.
+
+    Raises:
+        UnsupportedError: If the optimizer needs unsharded parameters.
+    """
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    for kind in type(optimizer).__mro__:
+        package = kind.__module__.partition(".")[0]
+        reason = _REFUSED.get((package, kind.__name__))
+        if package == "bitsandbytes":
+            reason = _UNSHARDED_STATE
+        if (package, reason) == ("torch", None) and kind.__name__ in _NEVER_FUSED and is_fused:
+            reason = (
+                f"torch's fused step of {kind.__name__} does not support DTensor; use {kind.__name__}(foreach=True)"
+            )
+        if reason is not None:
+            raise UnsupportedError(f"{type(optimizer).__name__} cannot train a sharded model: {reason}")
+
+
+def warn_of_own_state_dict(optimizer: torch.optim.Optimizer) -> None:
+    """Warn if an optimizer's state dict has a custom form, in which a checkpoint cannot hold sharded state."""
+    saved = optimizer.state_dict()
+    if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
+        log.warning(
+            "%s.state_dict() returns no 'state' and 'param_groups' as torch's optimizers do: it trains, but a checkpoint cannot hold "
+            "its sharded tensors. Return these two from state_dict(), or train without sharding",
+            type(optimizer).__name__,
+        )
+
+
+def check_sizes(optimizer: torch.optim.Optimizer, current: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raise an error if LBFGS or Muon cannot step on the shards, because shards differ in size or a rank has none.
+
+    LBFGS flattens all parameters into one vector, which DTensor supports only if all ranks have shards of equal size.
+    Muon multiplies matrices and needs a row on each rank. torch's errors in the first step do not name the parameter.
+
+    Args:
+        optimizer: Optimizer of a sharded model.
+        current: Function that returns the shard that has replaced a parameter.
+
+    Raises:
+        UnsupportedError: If the shards of a parameter differ in size (LBFGS), or a rank has none (Muon).
+    """
+    is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+    if not is_lbfgs and not isinstance(optimizer, torch.optim.Muon):
+        return
+    for part in (current(p) for group in optimizer.param_groups for p in group["params"]):
+        for dimension, num_ranks in dtensors.count_shards(part).items():
+            size = part.shape[dimension]
+            if size % num_ranks if is_lbfgs else size < num_ranks:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} cannot train this sharded model: dimension {dimension} of a parameter of shape "
+                    f"{tuple(part.shape)} is shared by {num_ranks} ranks; it must "
+                    f"{'divide by them' if is_lbfgs else 'be at least that large'}. Choose such a size, strategy='ddp', or another "
+                    "optimizer for this parameter"
+                )
+
+
+class SecondOrder:
+    """Detector of a backward with `create_graph=True` through a sharded model, such as the one of a gradient penalty.
+
+    Args:
+        model: Sharded model.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._has_graph = False
+        self._hook = model.register_forward_hook(self._note)
+
+    def _note(self, module: Any, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for each in tree_leaves(output):
+                if isinstance(each, torch.Tensor) and each.requires_grad:
+                    each.register_hook(self._record_graph)  # type: ignore[no-untyped-call]
+
+    def _record_graph(self, grad: torch.Tensor) -> None:
+        """Record whether the current backward through the model creates a graph."""
+        self._has_graph |= torch.is_grad_enabled()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Return the context of the training loop's backward.
+
+        If an earlier backward created a graph, all FSDP units are gathered when the context begins.
+        """
+        if not self._has_graph:
+            yield
+            return
+        log.info_once(
+            "a backward has gone through %s before its loss's: all of it is gathered", type(self._model).__name__
+        )
+        try:
+            with fsdp_state.keep_gathered(self._model):
+                yield
+        finally:
+            self._has_graph = False
+
+    def release(self) -> None:
+        """Remove the hook from the model."""
+        self._hook.remove()
+
+
+_NUM_NAMES = 3
+
+
+class ParameterUsage:
+    """Record of which parameters of a sharded model took part in the losses on this rank since the last update.
+
+    Args:
+        model: Sharded model.
+        everyone: Collectives over all ranks.
+        changes: Whether the set of used parameters changes between updates.
+    """
+
+    def __init__(self, model: torch.nn.Module, everyone: Collectives, changes: bool) -> None:
+        self._records = list(fsdp_state.iterate_records(model))
+        self._frozen: list[Any] | None = None
+        self._groups = fsdp_state.list_groups(model)
+        self._everyone = everyone
+        self._asks = changes
+        self._is_known = False
+        self._is_settled = True
+        self._hooks: dict[int, Any] = {}
+        self._used: set[int] = set()
+        self._fired: list[int] = []
+
+    def watch(self) -> None:
+        """Start to record which gathered parameters get a gradient, before a backward."""
+        self._frozen = fsdp_state.set_missing_gradient_dtypes(self._groups if self._frozen is None else self._frozen)
+        if self._is_settled:
+            # Gradients left by earlier backwards of this update show that these parameters were used.
+            self._used.clear()
+            self._used.update(id(r) for r in self._records if r.sharded_param.grad is not None)
+            self._fired.clear()
+            self._is_settled = False
+        if len(self._hooks) < len(self._records):
+            for record in self._records:
+                whole = fsdp_state.get_gathered_parameter(record)
+                if id(record) not in self._hooks and whole is not None and whole.requires_grad:
+                    note = partial(_record_use, self._used, self._fired, id(record))
+                    self._hooks[id(record)] = whole.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+    def go_on(self) -> None:
+        """Prepare for a further backward of the accumulation window.
+
+        The parameters that this backward uses are added to the record.
+        """
+        self._is_settled = False
+
+    def forget(self) -> None:
+        """Discard the record of an accumulation window that failed."""
+        self._is_settled = True
+
+    def snapshot(self) -> Any:
+        """Return a copy of the record, from which `restore` undoes a batch."""
+        return self._is_settled, self._asks, self._is_known, set(self._used), list(self._fired)
+
+    def restore(self, snapshot: Any) -> None:
+        """Restore the record from a snapshot. A snapshot can be restored several times."""
+        self._is_settled, self._asks, self._is_known, used, fired = snapshot
+        self._used.clear()
+        self._used.update(used)
+        self._fired[:] = fired
+
+    def settle(self) -> None:
+        """Remove the gradients of parameters that no rank used, after the last backward of an accumulation window.
+
+        Raises:
+            StateError: On all ranks, if the unused parameters on any rank differ from those at the first update.
+        """
+        if self._is_settled or not self._fired:
+            return
+        self._is_settled = True
+        found = [record for record in self._records if record.sharded_param.requires_grad]
+        if self._asks or not self._is_known:
+            self._agree(found)
+            return
+        unused = [record for record in found if id(record) not in self._used]
+        # All ranks raise, because the others would wait for a failed rank in the next collective.
+        counts = [int(row[0]) for row in self._everyone.gather_numbers([float(len(unused))])]
+        if not any(counts):
+            return
+        told = self._everyone.gather_objects([str(record._param_fqn) for record in unused[:_NUM_NAMES]])
+        said = "; ".join(
+            f"{count} on rank {rank} ({', '.join(names)}{', ...' if count > len(names) else ''})"
+            for rank, (count, names) in enumerate(zip(counts, told))
+            if count
+        )
+        raise StateError(
+            f"parameters that took part in the first update's losses took no part in this one's: {said}. If the parameters in use "
+            "change, pass kwargs_handlers=[ShardingOptions(find_unused_parameters=True)]"
+        )
+
+    def _agree(self, found: list[Any]) -> None:
+        flags = torch.tensor([float(id(record) in self._used) for record in found])
+        self._everyone.sum_in_place([flags])
+        counts = flags.tolist()
+        for record, count in zip(found, counts):
+            if not count:
+                record.sharded_param.grad = None
+        # If every rank used every parameter, assume that this does not change.
+        self._asks = self._asks or any(count < self._everyone.world_size for count in counts)
+        self._is_known = True
+
+    def release(self) -> None:
+        """Remove all hooks from the model."""
+        for hook in self._hooks.values():
+            hook.remove()
+
+
+def _record_use(used: set[int], fired: list[int], key: int, parameter: torch.Tensor) -> None:
+    """Record that a parameter got a gradient, which shows that the loss used it.
+
+    This is called by a hook on the parameter.
+
+    It is a plain function, because hooks live as long as parameters and must not keep other objects alive.
+    """
+    used.add(key)
+    if not fired:
+        fired.append(key)

@@ -1,0 +1,317 @@
+"""Helpers for DTensors: conversions, gradients, their norm over all ranks, and `item()`.
+
+`WholeScalars` makes `item()` of a sum over shards return the sum over all ranks, as for a plain tensor. torch's
+DTensor returns only this rank's term. A norm computed by a script (`p.grad.pow(2).sum().item()`) would then be a
+different wrong number on each rank. The handler is registered in DTensor's dispatcher table, which torch's own context
+parallelism uses in this way, too.
+"""
+
+import math
+import os
+import traceback
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headway.common.optional import LazyModule
+from headway.core.runtime import process
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.control_plane.conditional_calls import RankConditionalCallCheck
+from headway.core.runtime.process import ProcessRuntime
+from headway.core.strategies._torch import foreach_norm, local_scalar_dense
+from headway.core.weights.pieces import is_dtensor, iterate_boxes, list_own_boxes, make_slices
+from headway.errors import LossError, UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.distributed import tensor as dtensor
+else:
+    dtensor = LazyModule("torch.distributed.tensor")
+
+
+def get_local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor as a plain tensor. A plain tensor is returned unchanged."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def put_whole(own: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy the values of a full tensor into this rank's tensor, which may be a shard of it.
+
+    Args:
+        own: Plain tensor, or DTensor whose local shard is filled.
+        whole: Full tensor with the values.
+    """
+    for offsets, memory in list_own_boxes(own):
+        memory.copy_(whole[make_slices(offsets, memory.shape)])
+
+
+def shard_like(tensor: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return a full tensor as a DTensor that is sharded like another one. Requires no communication."""
+    if is_dtensor(tensor) or not is_dtensor(like):
+        return tensor
+    whole = tensor.detach()
+    boxes = (
+        (offsets, whole[make_slices(offsets, get_local_shard(like)[where].shape)])
+        for offsets, where in iterate_boxes(like)
+    )
+    return assemble_boxes(boxes, tensor.dtype, like)
+
+
+def assemble_boxes(
+    boxes: Iterable[tuple[tuple[int, ...], torch.Tensor]], dtype: torch.dtype, like: Any
+) -> torch.Tensor:
+    """Assemble a DTensor, sharded like another one, from rectangular parts of this rank's shard.
+
+    Args:
+        boxes: Offsets and values of each part.
+        dtype: Type of the result.
+        like: DTensor whose sharding is copied.
+    """
+    part, where = (
+        torch.empty(get_local_shard(like).shape, dtype=dtype, device=get_local_shard(like).device),
+        dict(iterate_boxes(like)),
+    )
+    for offsets, values in boxes:
+        part[where[offsets]].copy_(values)
+    return wrap_like(part, like)
+
+
+def wrap_like(part: torch.Tensor, like: Any) -> torch.Tensor:
+    """Wrap this rank's shard in a DTensor that is sharded like another one."""
+    return wrap_shard(part, like.device_mesh, like.placements, like.shape, like.stride())
+
+
+def wrap_shard(part: torch.Tensor, mesh: Any, placements: Any, shape: torch.Size, stride: Any = None) -> torch.Tensor:
+    """Wrap this rank's shard of a tensor in a DTensor.
+
+    Args:
+        part: This rank's shard.
+        mesh: DeviceMesh of the ranks.
+        placements: Placement along each axis of the mesh.
+        shape: Shape of the full tensor.
+        stride: Stride of the full tensor. If None, the tensor is contiguous.
+    """
+    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
+    return dtensor.DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+_PARTS = (
+    "the parameters of a sharded model are DTensors outside of its forward, and torch cannot do everything with them. Call the model "
+    "itself, not model.forward() or a part of it. For arithmetic of your own with parameters or gradients, take p.full_tensor() on "
+    "all ranks. To average weights, use headway.ExponentialMovingAverage(model). If an optimizer's step failed, try foreach=False"
+)
+_ADVICE = {
+    "got mixed torch.Tensor and DTensor": _PARTS,
+    "is not supported for tensor subclasses": _PARTS,
+    "appears to not have been used in the graph": "if these are parameters of a sharded model, torch.autograd.grad does not find "
+    "them: accelerator.backward(loss) puts their gradients into p.grad",
+    "Tensor on device meta is not on the expected device": "in a pipeline, parameters of other stages are on the meta device. Make "
+    "the loss of the model's outputs alone; in place of a penalty on weights, use the optimizer's weight_decay",
+}
+"""Advice for errors of torch, by a substring of the error message."""
+
+
+def explain_error(error: BaseException) -> str:
+    """Return advice to append to an error message of torch, or "" if there is no advice for this message.
+
+    There is advice about DTensors and about parameters of other pipeline stages.
+    """
+    last = traceback.extract_tb(error.__traceback__, limit=-1)
+    is_theirs = any("/torch/distributed/tensor/" in frame.filename.replace(os.sep, "/") for frame in last)
+    found = next((advice for text, advice in _ADVICE.items() if text in str(error)), _PARTS if is_theirs else "")
+    return found and f"headway: {found}"
+
+
+def is_from_parameters(loss: torch.Tensor) -> bool:
+    """Whether a loss is computed from sharded parameters alone, such as a penalty on weights.
+
+    The loss's type does not show this, because a loss computed from sharded logits is a DTensor, too.
+
+    Raises:
+        LossError: If the loss adds plain tensors to parameters, because gradients would not reach those tensors.
+    """
+    if not is_dtensor(loss):
+        return False
+    is_alone, seen, left = True, set[Any](), [loss.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if "FromTorchTensor" in node.name():  # behind this node gradients are plain tensors
+            is_alone = False
+        elif "ToTorchTensor" in node.name() or (leaf is not None and not is_dtensor(leaf)):
+            raise LossError(
+                "the loss adds plain tensors to parameters, which are DTensors in this layout. Give what is made of parameters "
+                "alone, such as a penalty on weights, a backward of its own in the same micro-batch: accelerator.backward(penalty)"
+            )
+        else:
+            left += [following for following, _ in node.next_functions]
+    return is_alone
+
+
+def complete_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the parameter's gradient, or None.
+
+    If the gradient is a partial sum (Partial), it is first summed over ranks.
+    """
+    grad: Any = parameter.grad
+    if grad is None or not is_dtensor(grad) or not any(p.is_partial() for p in grad.placements):
+        return grad  # type: ignore[no-any-return]
+    wanted = [dtensor.Replicate() if p.is_partial() else p for p in grad.placements]
+    parameter.grad = grad.redistribute(placements=wanted)
+    return parameter.grad
+
+
+def get_local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this rank's shards of all existing gradients."""
+    found = [complete_gradient(parameter) for parameter in parameters]
+    return [get_local_shard(grad) for grad in found if grad is not None]
+
+
+def count_shards(tensor: torch.Tensor) -> dict[int, int]:
+    """Return the number of shards along each sharded dimension; empty for an unsharded tensor."""
+    found: dict[int, int] = {}
+    if is_dtensor(tensor):
+        for axis, placement in enumerate(tensor.placements):
+            dimension = getattr(placement, "dim", None)  # strided shards have it, too
+            if dimension is not None:
+                found[dimension] = found.get(dimension, 1) * tensor.device_mesh.size(axis)
+    return found
+
+
+def count_copies(tensor: torch.Tensor, num_ranks: int) -> int:
+    """Return on how many of `num_ranks` ranks each element of the tensor is stored."""
+    if not is_dtensor(tensor):
+        return num_ranks
+    mesh: Any = tensor.device_mesh
+    cut: list[int] = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return num_ranks // math.prod(cut)
+
+
+def compute_total_norm(
+    parameters: Iterable[torch.Tensor], norm_type: float, everyone: Collectives, num_holders: int | None = None
+) -> torch.Tensor:
+    """Return the norm of all gradients as a plain 0-d tensor, equal on all ranks. Requires one collective.
+
+    Each element counts once, even if several ranks hold copies of it. A non-finite gradient on one rank enters the
+    result on all ranks.
+
+    Args:
+        parameters: Parameters whose gradients are measured.
+        norm_type: Order of the norm; 2 for the Euclidean norm.
+        everyone: Collectives over the ranks that hold the gradients.
+        num_holders: Number of ranks that hold this rank's parameters or shards of them, if a rank may hold none. If
+            None, all ranks hold them.
+    """
+    if norm_type == 0:
+        return _count_nonzero(list(parameters), everyone, num_holders)
+    alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
+    device, dtype = torch.device("cpu") if num_holders is None else everyone.runtime.device, torch.float32
+    for parameter in parameters:
+        grad = complete_gradient(parameter)
+        if grad is not None:
+            part = get_local_shard(grad)
+            device, dtype = part.device, torch.promote_types(dtype, part.dtype)
+            if part.numel():
+                key = count_copies(grad, num_holders or everyone.world_size), part.device, part.dtype
+                alike.setdefault(key, []).append(part.detach())
+    # If gradients are on several devices (some may be offloaded), sum on the CPU.
+    device = device if all(key[1] == device for key in alike) else torch.device("cpu")
+    is_extreme = math.isinf(norm_type)
+    pick = torch.maximum if norm_type > 0 else torch.minimum
+    # The minimum over no elements is infinite, so that a rank without a shard does not determine the result.
+    start = math.inf if norm_type == -math.inf else 0.0
+    total = torch.full((), start, dtype=choose_wide_dtype(device), device=device)
+    for (count, _, kind), parts in alike.items():
+        working = torch.float32 if kind in (torch.float16, torch.bfloat16) else None
+        norms = torch.stack(foreach_norm(parts, norm_type, dtype=working)).to(device, total.dtype)
+        if is_extreme:
+            total = pick(total, norms.max() if norm_type > 0 else norms.min())
+        else:
+            total = total + norms.pow(norm_type).sum() / count
+    return _reduce_over_ranks(total, norm_type, everyone).to(dtype)
+
+
+def _count_nonzero(parameters: list[torch.Tensor], everyone: Collectives, num_holders: int | None) -> torch.Tensor:
+    """Return the norm of type 0 as torch defines it: the number of gradients with a nonzero element.
+
+    Raises:
+        UnsupportedError: In a pipeline with sharded stages, where no rank knows which shards belong to one parameter.
+    """
+    grads = [complete_gradient(parameter) for parameter in parameters]
+    if num_holders is not None and any(is_dtensor(grad) for grad in grads):
+        raise UnsupportedError("norm_type=0 is not supported in a pipeline with sharded stages; give another norm_type")
+    flags = torch.tensor([0.0 if grad is None else float(get_local_shard(grad).count_nonzero() > 0) for grad in grads])
+    if num_holders is not None:
+        total = flags.sum().reshape(1) / num_holders
+        everyone.sum_in_place([total])
+        return total.reshape(())
+    everyone.sum_in_place([flags])
+    return (flags > 0).sum().float()
+
+
+def _reduce_over_ranks(total: torch.Tensor, norm_type: float, everyone: Collectives) -> torch.Tensor:
+    if math.isinf(norm_type):
+        # A backend's maximum may ignore NaN, so send it as an additional number.
+        # The minimum is the maximum of the negated values. torch's norm of no gradients is 0.
+        sign = 1.0 if norm_type > 0 else -1.0
+        is_bad = ~total.isfinite() if norm_type > 0 else total.isnan()
+        pair = torch.stack([sign * total.nan_to_num(nan=0.0, posinf=math.inf), is_bad.to(total.dtype)])
+        highest, any_bad = everyone.reduce(pair, "max")
+        found = sign * highest
+        found = torch.where(found.isinf() & (any_bad == 0), torch.zeros_like(found), found) if sign < 0 else found
+        return torch.where(any_bad > 0, torch.full_like(found, math.nan), found)
+    total = total.reshape(1)
+    everyone.sum_in_place([total])
+    return total.reshape(()).pow(1.0 / norm_type)
+
+
+def choose_wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype for sums of squares: float64, or float32 on devices without it. Large norms overflow float32."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+_ITEM = local_scalar_dense
+
+
+class WholeScalars:
+    """Handler that makes `item()` of a DTensor return the value over all ranks.
+
+    It is registered in DTensor's dispatcher.
+
+    There is one per process, registered until the runtime ends.
+    """
+
+    def __init__(self) -> None:
+        self._calls: RankConditionalCallCheck | None = None
+        self._table: dict[Any, Any] = dtensor.DTensor._op_dispatcher._custom_op_handlers
+        self._entry = self._compute_item
+
+    def enter(self, runtime: ProcessRuntime) -> None:
+        """Register the handler. Does nothing if it is registered already."""
+        if self._calls is None:
+            self._calls = RankConditionalCallCheck(runtime, "sharded")
+            self._table.setdefault(_ITEM, self._entry)
+            process.release_at_end(self.release)
+
+    def _compute_item(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the number that a 0-d DTensor holds.
+
+        If ranks hold terms or shards of it, this is a collective over its mesh.
+
+        Raises:
+            UnsupportedError: If not all ranks of the mesh call it.
+        """
+        number = args[0]
+        if all(placed.is_replicate() for placed in number.placements):
+            return number.to_local().item()
+        if self._calls is not None:
+            self._calls.check("item() of a number that is summed over parts is called", "the number")
+        return number.full_tensor().item()
+
+    def release(self) -> None:
+        """Remove the handler from torch's table."""
+        if self._table.get(_ITEM) is self._entry:
+            del self._table[_ITEM]

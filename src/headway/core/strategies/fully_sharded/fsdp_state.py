@@ -1,0 +1,287 @@
+"""Access to the private state of torch's fully_shard, which only this file and `fsdp_collectives.py` read.
+
+After a backward without reduction, a gradient is unsharded and stored in FSDP's own records, and `parameter.grad` is
+None. Autograd sees the unsharded parameters, not the shards that the module tree shows otherwise. This file gives
+access to both.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from headway.common.optional import LazyModule
+from headway.core.config.parallelism import ShardingOptions
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.strategies._torch import list_param_groups
+from headway.errors import PrepareError, UnsupportedError
+
+fsdp = LazyModule("torch.distributed.fsdp")
+
+
+def iterate_sharded_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the modules of a model on which `fully_shard` was called, which may include the model itself."""
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            yield module
+
+
+def iterate_groups(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield each of FSDP's parameter groups once, with its module. A group is gathered by one collective."""
+    seen: set[int] = set()
+    for module in iterate_sharded_modules(model):
+        for group in _list_groups_of(module):
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield module, group
+
+
+def list_groups(model: torch.nn.Module) -> list[Any]:
+    """Return all of FSDP's parameter groups in a model."""
+    return [group for _, group in iterate_groups(model)]
+
+
+def _list_groups_of(module: torch.nn.Module) -> list[Any]:
+    """Return FSDP's parameter groups of one module on which `fully_shard` was called."""
+    return list_param_groups(module._get_fsdp_state())  # type: ignore[operator]
+
+
+def prepare_to_gather(model: torch.nn.Module) -> None:
+    """Make FSDP find its root module and create its streams, as the first forward does.
+
+    This is required before parameters can be gathered.
+    """
+    if isinstance(model, fsdp.FSDPModule):
+        model._get_fsdp_state()._lazy_init()
+
+
+def iterate_records(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield FSDP's record (`FSDPParam`) of each sharded parameter."""
+    for group in list_groups(model):
+        yield from group.fsdp_params
+
+
+def get_gathered_parameter(record: Any) -> torch.Tensor | None:
+    """Return the unsharded parameter that autograd sees, or None before the first all-gather.
+
+    Args:
+        record: FSDP2's `FSDPParam` object.
+    """
+    return getattr(record, "_unsharded_param", None)
+
+
+def reduce_unused_parameters(model: torch.nn.Module) -> None:
+    """Make all ranks reduce zeros for parameters that their loss did not use, so that all send messages of equal size.
+
+    Older versions of torch have no option for this.
+    """
+    for module in iterate_sharded_modules(model):
+        if hasattr(module, "set_reduce_scatter_unused_params"):
+            module.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]
+
+
+def set_missing_gradient_dtypes(frozen: Iterable[Any]) -> list[Any]:
+    """Set the gradient dtypes of parameter groups whose first parameters were unfrozen.
+
+    FSDP sets the dtypes at the first forward, from the parameters that are trainable then. A group with only frozen
+    parameters gets none. Once unfrozen, its gradients would be reduced and assigned in the compute dtype.
+
+    Args:
+        frozen: Groups that had no gradient dtypes at the last call.
+
+    Returns:
+        Groups that still have no gradient dtypes.
+    """
+    waiting = []
+    for group in frozen:
+        if not hasattr(group, "_orig_dtype"):  # its module has had no forward yet, which sets the formats
+            waiting.append(group)
+            continue
+        if group._orig_dtype is None and any(record.sharded_param.requires_grad for record in group.fsdp_params):
+            group._init_mp_dtypes()
+        if group._orig_dtype is None:
+            waiting.append(group)
+    return waiting
+
+
+def reshard_units(model: torch.nn.Module) -> None:
+    """Free all gathered parameters, so that the module tree shows shards again."""
+    for module in iterate_sharded_modules(model):
+        module.reshard()  # type: ignore[operator]
+
+
+def set_prefetching(units: list[Any], options: ShardingOptions) -> None:
+    """Set which units FSDP gathers ahead of each unit, in the order of the module tree."""
+    for index, unit in enumerate(units):
+        if options.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + options.forward_prefetch])
+        if options.backward_prefetch:
+            unit.set_modules_to_backward_prefetch(units[max(0, index - options.backward_prefetch) : index][::-1])
+
+
+@contextmanager
+def defer_reduction(model: Any) -> Iterator[None]:
+    """Return a context in which a backward leaves gradients unsharded and unreduced."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def add_forward_methods(model: Any, names: Iterable[str]) -> None:
+    """Make the named methods gather parameters, as forward does.
+
+    Args:
+        model: Sharded model.
+        names: Names of the methods.
+
+    Raises:
+        PrepareError: If the model has no such method.
+    """
+    for name in names:
+        if not callable(getattr(model, name, None)):
+            raise PrepareError(
+                f"ShardingOptions(forward_methods=...) names {name!r}, but {type(model).__name__} has no such method"
+            )
+        fsdp.register_fsdp_forward_method(model, name)
+
+
+def hold_gradients(model: Any, is_held: bool = True) -> None:
+    """Make backwards of pipeline stages leave parameters gathered and gradients unsharded.
+
+    Pipeline stages alternate between micro-batches, so parameters are needed again soon.
+
+    Args:
+        model: Sharded model.
+        is_held: Whether backwards leave them gathered and unsharded. False: restore FSDP's normal behavior. Default:
+            True.
+    """
+    model.set_requires_gradient_sync(not is_held)
+    model.set_reshard_after_backward(not is_held)
+    model.set_is_last_backward(not is_held)
+
+
+def reduce_held_gradients(model: torch.nn.Module, everyone: Collectives) -> None:
+    """Reduce the gradients that an accumulation window has left unsharded.
+
+    A parameter that no rank has used gets no gradient.
+
+    Args:
+        model: Sharded model on which `hold_gradients` was called.
+        everyone: Collectives over all ranks that hold the model.
+    """
+    learning = [record for record in iterate_records(model) if record.sharded_param.requires_grad]
+    for group in list_groups(model):
+        group.post_backward()  # adds gradients that zero-bubble schedules left out of the sums
+    flags = torch.tensor([float(bool(list_held_gradients([record]))) for record in learning])
+    everyone.sum_in_place([flags])
+    for record, count in zip(learning, flags.tolist()):
+        if count and not list_held_gradients([record]):
+            whole: Any = get_gathered_parameter(record)
+            whole.grad = torch.zeros_like(whole)
+            record.to_accumulated_grad_if_needed()
+    hold_gradients(model, False)
+    _reduce_gradients(model)
+    hold_gradients(model)
+
+
+def list_held_gradients(found: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the unsharded gradients that FSDP has not reduced yet.
+
+    Args:
+        found: FSDP2's `FSDPParam` objects.
+    """
+    pairs = (
+        (record.unsharded_accumulated_grad, getattr(get_gathered_parameter(record), "grad", None)) for record in found
+    )
+    return [grad for pair in pairs for grad in pair if grad is not None]
+
+
+def _reduce_gradients(model: torch.nn.Module) -> None:
+    for group in list_groups(model):
+        group.post_backward()
+    for unit in list(iterate_sharded_modules(model))[:1]:  # the root's callback covers all units
+        unit._get_fsdp_state()._root_post_backward_final_callback()  # type: ignore[operator]
+
+
+def leave_forward(model: torch.nn.Module, output: Any) -> Any:
+    """Run the post-forward hooks of FSDP's root after a forward that was ended early, and return the output."""
+    return model._get_fsdp_state()._post_forward(model, (), output)  # type: ignore[operator]
+
+
+def find_autograd_parameters(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gathered parameters that autograd uses in place of the given shards."""
+    whole = {id(record.sharded_param): get_gathered_parameter(record) for record in iterate_records(model)}
+    return [parameter if (found := whole.get(id(parameter))) is None else found for parameter in parameters]
+
+
+@contextmanager
+def keep_gathered(model: torch.nn.Module) -> Iterator[None]:
+    """Return a context for a backward in which all units stay gathered. Gradients are reduced when the context ends.
+
+    Gradients stay unreduced if they would also be unreduced without this context.
+    """
+    units: list[Any] = list(iterate_sharded_modules(model))
+    reductions = [(group, group.reduce_grads, group.all_reduce_grads) for group in list_groups(model)]
+    for unit in units:
+        unit.unshard()
+        unit.set_reshard_after_backward(False, recurse=False)
+        unit.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+        for group, *before in reductions:
+            group.reduce_grads, group.all_reduce_grads = before
+        _reduce_gradients(model)
+    finally:
+        for group, *before in reductions:
+            group.reduce_grads, group.all_reduce_grads = before
+        for unit in units:
+            unit.set_reshard_after_backward(True, recurse=False)
+            unit.reshard()
+
+
+Waiting = tuple[Any, torch.Tensor | None, torch.Tensor | None]
+"""A parameter's `FSDPParam` with its unreduced gradients: one in the reduction dtype, and one as autograd left it."""
+
+
+def take_gradients(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> list[Waiting]:
+    """Remove the unreduced gradients of those parameters that belong to this model, and return them."""
+    wanted, taken = set(map(id, parameters)), []
+    for record in iterate_records(model):
+        if id(record.sharded_param) in wanted:
+            whole = get_gathered_parameter(record)
+            taken.append((record, record.unsharded_accumulated_grad, None if whole is None else whole.grad))
+    put_back_gradients((record, None, None) for record, _, _ in taken)
+    return taken
+
+
+def put_back_gradients(taken: Iterable[Waiting]) -> None:
+    """Restore the unreduced gradients that `take_gradients` returned. Gradients computed since are replaced."""
+    for record, accumulated, grad in taken:
+        record.unsharded_accumulated_grad = accumulated
+        whole = get_gathered_parameter(record)
+        if whole is not None:
+            whole.grad = grad
+
+
+def discard_gradients(model: torch.nn.Module) -> None:
+    """Discard unreduced gradients, and the gathered parameters and pending collectives of an interrupted pass.
+
+    Raises:
+        UnsupportedError: If this version of torch does not support it.
+    """
+    if isinstance(model, fsdp.FSDPModule):
+        if not hasattr(model, "reset_iter_state"):
+            raise UnsupportedError(
+                f"continuing after a failed window with a sharded model needs torch 2.13, but this is torch {torch.__version__}: the "
+                "parameters that the interrupted forward gathered cannot be freed; end the run, and resume from a checkpoint"
+            )
+        if model._get_fsdp_state()._is_root is not None:  # before its first forward, nothing is in flight
+            model.reset_iter_state()
+    for record in iterate_records(model):
+        record.unsharded_accumulated_grad = None
+        whole = get_gathered_parameter(record)
+        if whole is not None:
+            whole.grad = None

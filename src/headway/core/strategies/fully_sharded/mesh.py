@@ -1,0 +1,700 @@
+"""Sharded layouts on torch's FSDP2 and DTensor: a device mesh with named axes along which parameters are DTensors.
+
+FSDP2 (`fully_shard`) shards each parameter along its first dimension over the axis "shard". It gathers a unit's
+parameters before its forward and its backward, and reduces gradients to shards again. HSDP adds the axis
+"replicate". Sharding has consequences: optimizers step on the parameters that `find_current` returns, norms need a
+collective (`dtensors.py`), and all ranks of the mesh must run a model together.
+"""
+
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from headway.common import scope, tracebacks
+from headway.common.optional import LazyModule
+from headway.common.text import join_names
+from headway.core import extensions
+from headway.core.config.float8 import Float8Options
+from headway.core.config.mesh import Layout, format_sizes
+from headway.core.config.parallelism import ShardingOptions, TensorParallelOptions, TorchContextParallelConfig
+from headway.core.data.sampling.shard import ShardIndex
+from headway.core.precision.mixed import Precision
+from headway.core.runtime import process
+from headway.core.runtime.collective_log import Step
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.strategies.base import Capabilities, Engine, Strategy, Transform
+from headway.core.strategies.fully_sharded import dtensors, fsdp_collectives, fsdp_state, units
+from headway.core.strategies.fully_sharded.axes import AxisOptions, ModelAxis, SplitModel
+from headway.core.strategies.fully_sharded.checks import (
+    LostWrites,
+    ParameterUsage,
+    SecondOrder,
+    check_hooks,
+    check_optimizer,
+    check_sizes,
+    warn_of_own_state_dict,
+)
+from headway.core.strategies.fully_sharded.shard_writes import ShardWrites
+from headway.core.strategies.fully_sharded.values import AwaitedValues, check_initializers
+from headway.core.strategies.parts import (
+    ReplacedParameters,
+    ShardedModels,
+    ShardedStages,
+    build_mesh,
+    explain_ended_groups,
+)
+from headway.errors import PrepareError, StateError
+from headway.log import get_logger
+
+fsdp = LazyModule("torch.distributed.fsdp")
+log = get_logger(__name__)
+
+_MODEL_AXES = ("cp", "tp", "ep")
+"""Axes that split models, in the order in which they are applied."""
+_CONTAINERS = (torch.nn.ModuleDict, torch.nn.ModuleList)
+_CONTAINER = (
+    "{name} has no forward, and strategy={strategy!r} gathers parameters when a model is called. Write a module that holds these "
+    "modules and calls them in its forward, and prepare that; or prepare each of them by itself"
+)
+_SHARED = (
+    "{name} shares parameters that learn ({keys}) with a model that is sharded already. With strategy={strategy!r} each prepared "
+    "model is sharded by itself, and a shared parameter would become two. Put both models into one module whose forward calls them, "
+    "and prepare that; or use strategy='ddp'"
+)
+
+
+@dataclass
+class ShardedModel:
+    """A prepared model with its helper objects.
+
+    Attributes:
+        model: The user's own model.
+        sequences: Context-parallel wrapper that is called in place of the model, or None.
+        splits: Splits of the model along the other axes.
+        lost_writes: Detector of hooks and writes that would be lost.
+        usage: Record of the parameters that the losses of an accumulation window have used.
+        second_order: Detector of backwards that create a graph.
+        writes: Counter of in-place changes of shards.
+        units: Modules that FSDP gathers separately.
+        freeing: Handle of the hook that frees the parameters gathered for an evaluation.
+        dtypes: Expected dtype of each shard and its gradient, by the shard's ID.
+    """
+
+    model: torch.nn.Module
+    sequences: Any = None
+    splits: list[SplitModel] = field(default_factory=list)
+    lost_writes: LostWrites | None = None
+    usage: ParameterUsage = field(init=False)
+    second_order: SecondOrder = field(init=False)
+    writes: ShardWrites = field(init=False)
+    units: list[Any] = field(default_factory=list)
+    freeing: Any = None
+    dtypes: dict[int, torch.dtype] = field(init=False)
+
+    def watch(self, everyone: Collectives, options: ShardingOptions, is_stage: bool) -> None:
+        """Create the detectors and counters for the parameters, after the model has been sharded.
+
+        Args:
+            everyone: Collectives over all ranks.
+            options: Options of sharding.
+            is_stage: Whether the model is a stage of a pipeline.
+        """
+        self.usage = ParameterUsage(self.model, everyone, options.find_unused_parameters)
+        self.second_order = SecondOrder(self.model)
+        self.writes = ShardWrites(self.model)
+        if not is_stage:
+            self.units = list(fsdp_state.iterate_sharded_modules(self.model))
+            self.freeing = self.model.register_forward_hook(self._end_evaluation)
+        parts = [record.sharded_param for record in fsdp_state.iterate_records(self.model)]
+        self.dtypes = {id(part): part.dtype for part in parts}
+
+    def _end_evaluation(self, module: Any, args: Any, output: Any) -> None:
+        """Free gathered parameters when a forward without gradients ends. This is a forward hook.
+
+        FSDP keeps the root's parameters gathered for a backward, which does not follow an evaluation. Until the next
+        update, the module tree would show the gathered copies. Later forwards would use these copies even after
+        values were written into the shards, such as averaged weights.
+        """
+        if torch.is_grad_enabled():
+            return
+        for unit in self.units:
+            unit.reshard()
+        if self.lost_writes is not None:
+            self.lost_writes.check_assigned()  # otherwise assigned weights would be evaluated silently
+
+    def release_splits(self) -> None:
+        """Undo the changes that the splits along mesh axes have made, except to the parameters.
+
+        Examples are hooks and patched functions.
+        """
+        for split in self.splits:
+            split.release()
+        if self.sequences is not None:
+            self.sequences.release()
+
+
+class MeshStrategy(Strategy):
+    """Strategy that shards parameters along the axes of a device mesh.
+
+    Args:
+        collectives: Collectives over all ranks.
+        layout: Number of ranks along each axis. In a pipeline, the attribute `everyone` covers only the ranks that hold
+            the same stages as this rank.
+        options: Options of sharding.
+        number_format: The run's mixed_precision: "no", "bf16", "fp16" or "fp8". Default: "no".
+        tensor: Options of tensor parallelism. If None, models' own plans are used.
+        context: Options of context parallelism. If None, defaults are used.
+        float8: Options of "fp8". If None, defaults are used.
+        computes_on: Device type for which number formats are chosen. If None, this process's device type.
+
+    Attributes:
+        mesh: torch's device mesh, with axes named as in the layout.
+        is_sharded: Whether FSDP manages the parameters.
+    """
+
+    name = "fsdp"
+    capabilities = Capabilities(
+        lone_forward=False, whole_gradients=False, copies=False, lone_pieces=False, local_training=False
+    )
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        layout: Layout,
+        options: ShardingOptions,
+        number_format: str = "no",
+        tensor: TensorParallelOptions | None = None,
+        context: TorchContextParallelConfig | None = None,
+        float8: Float8Options | None = None,
+        computes_on: str | None = None,
+    ) -> None:
+        super().__init__(collectives)
+        options.check(layout.num_shards)
+        units.check_float8(number_format, float8, options, layout.tp, layout.cp)
+        self.layout = layout
+        self.is_sharded = layout.replicate * layout.num_shards > 1
+        self.name = format_sizes(dict.fromkeys(layout.sizes)) if layout.sizes else self.name
+        self._options = options
+        self._number_format = number_format
+        self._tensor = tensor or TensorParallelOptions()
+        axis_options = AxisOptions(
+            layout=layout,
+            sharding=options,
+            tensor=self._tensor,
+            context=context or TorchContextParallelConfig(),
+            number_format=number_format,
+        )
+        axes: dict[str, ModelAxis] = {
+            word: extensions.load("axis", word)(axis_options) for word in _MODEL_AXES if getattr(layout, word) > 1
+        }
+        self._sequence_axis = axes.pop("cp", None)
+        self._axes = list(axes.values())
+        self._float8 = float8
+        self._computes_on = computes_on or collectives.runtime.device.type
+        self.mesh, self._shards = build_mesh(collectives.runtime.device.type, layout)
+        self._all = collectives
+        if layout.pp > 1:
+            self.everyone = collectives.split(layout.stages)
+        elif layout.num_data_shards < layout.num_ranks:
+            self.data_group = collectives.split(layout.data_groups)
+        self.data_shard = ShardIndex(layout.find_data_index(collectives.rank), layout.num_data_shards)
+        # Along cp each rank has one term of the gradient, as along the data-parallel axes.
+        self.gradient_divisor = layout.num_data_shards * layout.cp
+        self._prepared: list[ShardedModel] = []
+        self._replaced = ReplacedParameters(lambda: self._models)
+        self._comm_hooks = fsdp_collectives.CommHooks(collectives)
+        self._updates: Any = None
+        self._num_steps = 0
+        self._has_ended = False
+        collectives.runtime.scope.own(dtensors.WholeScalars).enter(collectives.runtime)
+        process.release_at_end(self._end_group, is_engine=True)
+        scope.own(tracebacks.ExceptionHook).add_note(dtensors.explain_error)
+
+    def _end_group(self) -> None:
+        """Release all models when the process group ends, because the device mesh becomes invalid with it."""
+        self.release_model()
+        self._has_ended = True
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        return [each.model for each in self._prepared]
+
+    # ---------------------------------------------------------------- setting up
+
+    def materialize_model(self, model: torch.nn.Module) -> None:
+        """Raise an error if a module on the meta device cannot initialize its parameters.
+
+        `setup_model` initializes them later, one unit at a time.
+
+        Raises:
+            PrepareError: If a module cannot initialize its parameters.
+        """
+        check_initializers(model, self._expected)
+
+    def move_model(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Do nothing: `setup_model` moves one unit after the other to the device, and keeps only this rank's shards."""
+
+    def setup_model(
+        self,
+        model: torch.nn.Module,
+        transforms: Iterable[Transform] = (),
+        elsewhere: Container[int] = (),
+        sequences: Any = None,
+    ) -> Engine | None:
+        """Broadcast rank 0's values, apply the transforms, and shard the model. Parameter names do not change.
+
+        Args:
+            model: The user's own model.
+            transforms: Functions to apply to the model before it is sharded.
+            elsewhere: IDs of parameters and buffers that are empty because they belong to other stages of a pipeline.
+            sequences: Return value of `split_sequences` for the model. If None, and the layout has context parallelism,
+                `split_sequences` is called.
+
+        Raises:
+            PrepareError: If the model cannot be sharded. The message names the modules or parameters.
+            StateError: If the process group of the mesh has ended.
+        """
+        if self._has_ended:
+            raise StateError(explain_ended_groups(self.layout))
+        made = ShardedModel(model, sequences or self.split_sequences(model))
+        try:
+            self._shard_once(made, transforms, elsewhere)
+        except BaseException:
+            made.release_splits()
+            raise
+        made.watch(self.everyone, self._options, self.layout.pp > 1)
+        self._prepared.append(made)
+        self._replaced.forget_gathered()
+        self._comm_hooks.open(model)
+        engine: Engine | None = made.sequences
+        return engine
+
+    def split_sequences(self, model: torch.nn.Module) -> Any:
+        """Set up context parallelism for a model before its transforms.
+
+        Returns:
+            The wrapper that splits the model's sequences, or None if the layout has no context parallelism.
+        """
+        return None if self._sequence_axis is None else self._sequence_axis.split_model(model, self.mesh, self._all)
+
+    def _shard_once(self, made: ShardedModel, transforms: Iterable[Transform], elsewhere: Container[int]) -> None:
+        model = made.model
+        known = self.everyone.runtime.scope.own(ShardedModels if self.layout.pp == 1 else ShardedStages)
+        how = (self.layout, self._options, f"mixed_precision={self._number_format!r}", self._tensor)
+        before_release = known.find(model, how)
+        if before_release is not None:
+            made.splits = [split for split in (reference() for reference in before_release) if split is not None]
+            for split in made.splits:
+                split.resume()
+            return
+        check_hooks(model)
+        name, before = type(model).__name__, list(model.named_parameters(remove_duplicate=False))
+        # A frozen parameter keeps its value in both models. A trainable one would be updated in one of them only.
+        shared = [key for key, p in before if p.requires_grad and self._replaced.current(p) is not p]
+        if shared:
+            raise PrepareError(_SHARED.format(name=name, keys=join_names(shared), strategy=self.name))
+        self._set_up(made, transforms, elsewhere)
+        # Weak references, because the splits refer to the model. Its hooks keep alive the splits that are resumed later.
+        known.record_model(model, how, [weakref.ref(split) for split in made.splits])
+        after = dict(model.named_parameters(remove_duplicate=False))
+        replaced = [(key, parameter) for key, parameter in before if after[key] is not parameter]
+        self._replaced.record_pairs((parameter, after[key]) for key, parameter in replaced)
+        made.lost_writes = LostWrites(model, replaced, name)
+
+    def await_values(self, model: torch.nn.Module, expected: Set[str]) -> AwaitedValues:
+        """Broadcast rank 0's values. Raise an error before anything is changed if the model cannot be sharded.
+
+        Args:
+            model: The user's own model.
+            expected: Names of tensors whose values are read from files afterwards.
+
+        Returns:
+            Object that fills in the missing values after the model is sharded.
+
+        Raises:
+            PrepareError: If the model cannot be sharded. The message names the modules or parameters.
+        """
+        if self.is_sharded:
+            if isinstance(model, _CONTAINERS) and type(model).forward is torch.nn.Module.forward:
+                raise PrepareError(_CONTAINER.format(name=type(model).__name__, strategy=self.name))
+            units.find_units(model, self._options)
+            units.check_sizes(model)
+        units.check_whole(model)
+        return AwaitedValues(model, self._all, expected)
+
+    def _set_up(self, made: ShardedModel, transforms: Iterable[Transform], elsewhere: Container[int]) -> None:
+        model = made.model
+        missing = self.await_values(model, self._expected) if self.layout.pp == 1 else None
+        for axis in self._axes:
+            made.splits.append(axis.split_model(model, self.mesh, self._all))
+        distributed = [module for split in made.splits for module in split.distributed]
+        super().setup_model(model, transforms)
+        if not self.is_sharded:
+            if missing is not None:
+                missing.fill(model, ())
+            units.move_buffers(model, self.everyone.runtime.device)
+            return
+        num_wrapped = units.wrap_weights(model, self._float8, self._options, self.layout.num_shards)
+        found = units.find_units(model, self._options)
+        if found.split:
+            log.info(
+                "%s share parameters with modules outside them; their submodules that share none are gathered one by one, and the "
+                "shared parameters with the root",
+                ", ".join(found.split),
+            )
+        inner = self._shard(model, found, elsewhere, distributed)
+        if num_wrapped:
+            # Compute all scales in one collective when a forward of the sharded model begins.
+            model.register_forward_pre_hook(lambda model, args: units.compute_scales([model]), prepend=True)
+        if missing is not None:
+            missing.fill(model, inner)
+
+    def _shard(
+        self, model: torch.nn.Module, found: units.ShardingUnits, elsewhere: Container[int], distributed: Sequence[Any]
+    ) -> list[torch.nn.Module]:
+        """Shard each unit and the root, and return the units, innermost first.
+
+        Args:
+            model: Model to shard.
+            found: Modules that become units, and parameters that stay unsharded.
+            elsewhere: IDs of parameters and buffers that are empty because they belong to other stages of a pipeline.
+            distributed: Modules whose parameters differ between the ranks of an axis, such as experts.
+        """
+        chosen, device_type = self._options, self.everyone.runtime.device.type
+        dtypes = units.choose_formats(chosen, self._number_format, self._computes_on)
+        if dtypes.message:
+            log.info_once("%s", dtypes.message)
+        offload = fsdp.CPUOffloadPolicy(pin_memory=device_type != "cpu")
+        given: dict[str, Any] = {
+            "offload_policy": offload if chosen.cpu_offload else fsdp.OffloadPolicy(),
+            "ignored_params": {*found.ignored, *(p for p in model.parameters() if id(p) in elsewhere)} or None,
+        }
+        is_held = self.layout.pp > 1
+        reshard = False if is_held else chosen.reshard_after_forward
+        kept = reshard if isinstance(reshard, bool) else None
+        for module in distributed:  # along "ep" each rank has different experts
+            among = self.mesh["replicate", "shard"] if self.layout.replicate > 1 else self.mesh["shard"]
+            fsdp.fully_shard(module, mesh=among, reshard_after_forward=kept, mp_policy=dtypes.blocks, **given)
+        given["mesh"] = self._shards
+        modules = units.list_local_units(model, found.modules, elsewhere)
+        norms = list(units.iterate_float32_norms(modules, dtypes))
+        for norm in norms:
+            fsdp.fully_shard(norm, reshard_after_forward=reshard, mp_policy=dtypes.root, **given)
+        for unit in (unit for unit in modules if not any(unit is module for module in distributed)):
+            fsdp.fully_shard(unit, reshard_after_forward=reshard, mp_policy=dtypes.blocks, **given)
+        fsdp.fully_shard(model, reshard_after_forward=kept, mp_policy=dtypes.root, **given)
+        (fsdp_state.hold_gradients if is_held else fsdp_state.reduce_unused_parameters)(model)
+        wanted = set(map(id, modules))
+        fsdp_state.set_prefetching([module for module in model.modules() if id(module) in wanted], chosen)
+        fsdp_state.add_forward_methods(model, chosen.forward_methods)
+        return [*norms, *modules]
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise an error if an optimizer cannot step on shards.
+
+        Optimizers that work element by element or support DTensors can.
+
+        Raises:
+            UnsupportedError: If the optimizer is known to do neither.
+        """
+        warn_of_own_state_dict(optimizer)
+        if self.layout.pp == 1 and self._options.whole_updates is not False:
+            if self._updates is None:
+                make = extensions.load("feature", "whole_updates")
+                self._updates = make(self.everyone, bool(self._options.whole_updates))
+            if self._updates.take_over(optimizer):
+                return
+        check_optimizer(optimizer)
+        check_sizes(optimizer, self.find_current)
+
+    def call_optimizer(self, optimizer: torch.optim.Optimizer, method: str) -> None:
+        """Call a method of an optimizer that changes parameters, such as "train" or "eval".
+
+        If the optimizer needs full parameters, they are gathered for the call.
+        """
+        if hasattr(optimizer, method) and self.keeps_whole_state(optimizer):
+            self._updates.call(optimizer, method)
+        else:
+            super().call_optimizer(optimizer, method)
+
+    def keeps_whole_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer keeps unsharded states.
+
+        The state of each parameter is then on the one rank that updates the parameter.
+        """
+        return self._updates is not None and self._updates.keeps_whole_state(optimizer)
+
+    def expose_state(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        """Return a context in which an optimizer has the states of all parameters.
+
+        This includes states that only other ranks keep.
+        """
+        return nullcontext() if self._updates is None else self._updates.expose_state(optimizer)
+
+    def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the shard that has replaced a parameter."""
+        return self._replaced.current(parameter)
+
+    def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a full tensor, as a DTensor that is sharded like the parameter."""
+        return dtensors.shard_like(tensor, parameter)
+
+    def free_gathered(self, model: torch.nn.Module) -> None:
+        """Free gathered parameters, so that the model's parameters are the shards.
+
+        FSDP keeps the root's parameters gathered after a forward until its backward, which may not follow.
+        """
+        fsdp_state.reshard_units(model)
+
+    # ---------------------------------------------------------------- micro-batches
+
+    def micro_batch_context(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
+        """Return the context of a micro-batch.
+
+        If its backward does not reduce gradients, each rank keeps unsharded gradients.
+        """
+        return nullcontext() if sync or not isinstance(model, fsdp.FSDPModule) else fsdp_state.defer_reduction(model)
+
+    def unshard_loss(self, loss: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
+        """Return the loss as a plain tensor, with a factor that is equal on all ranks.
+
+        The loss is a DTensor if it is computed from parameters alone.
+        """
+        if not dtensors.is_from_parameters(loss):
+            return loss, factor
+        whole: torch.Tensor = loss.full_tensor()  # type: ignore[attr-defined]
+        return whole, self.data_group.reduce_numbers([factor])[0] / self.gradient_divisor
+
+    def must_join_backward(self) -> bool:
+        """Whether the backward of other ranks waits for this rank's backward, because ranks train on different data.
+
+        Ranks gather parameters and reduce gradients together during backward.
+        """
+        return self.data_shard.count > 1 and bool(self._models)
+
+    def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
+        """Accumulate the gradient of `loss * factor`, and record which parameters the loss used."""
+        with ExitStack() as stack:
+            for each in self._prepared:
+                each.usage.watch()
+                if each.sequences is not None:
+                    stack.enter_context(each.sequences.backward_context())
+                stack.enter_context(each.second_order.backward())
+            super().backward(loss, factor, precision, **kwargs)
+
+    def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
+        """Prepare for another backward in the accumulation window.
+
+        The parameters that this backward uses are added to the record of used parameters.
+        """
+        for each in self._prepared:
+            each.usage.go_on()
+
+    @contextmanager
+    def silence_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+        """Return a context in which backward produces zero gradients.
+
+        The context puts hooks on the gathered parameters that autograd sees, because hooks on FSDP's shards would
+        never run. Distributed experts get no hook, because their gradients also include those of other ranks'
+        tokens.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(super().silence_gradients(parameters))
+            for model in self._models:
+                for record in fsdp_state.iterate_records(model):
+                    whole = fsdp_state.get_gathered_parameter(record)
+                    is_distributed = "ep" in record.sharded_param.device_mesh.mesh_dim_names
+                    if whole is not None and whole.requires_grad and not is_distributed:
+                        stack.callback(whole.register_hook(torch.zeros_like).remove)  # type: ignore[no-untyped-call]
+            yield
+
+    def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Discard the gradients of the parameters, and parameters that are still gathered because a forward failed.
+
+        This includes unsharded gradients that wait for the end of the accumulation window.
+        """
+        super().drop_gradients([self.find_current(p) for p in parameters])  # type: ignore[misc]
+        for each in self._prepared:
+            fsdp_state.discard_gradients(each.model)
+            each.usage.forget()
+
+    def stash_gradients(self, parameters: Iterable[torch.Tensor]) -> Any:
+        """Remove the gradients of the parameters, and the record of used parameters.
+
+        This includes unsharded gradients that wait for the end of the accumulation window.
+
+        Returns:
+            Value for `restore_gradients`.
+        """
+        chosen = list(parameters)
+        whole = [(each.usage, fsdp_state.take_gradients(each.model, chosen)) for each in self._prepared]
+        usage = [(each, each.snapshot()) for each, taken in whole if taken]
+        return super().stash_gradients(chosen), [pair for _, taken in whole for pair in taken], usage
+
+    def restore_gradients(self, kept: Any) -> None:
+        """Restore the gradients that `stash_gradients` removed, including the unsharded ones that FSDP stores."""
+        parts, whole, usage = kept
+        super().restore_gradients(parts)
+        fsdp_state.put_back_gradients(whole)
+        for each, state in usage:
+            each.restore(state)
+
+    # ---------------------------------------------------------------- a batch that is run again
+
+    def clean_up_failure(self) -> None:
+        """Free gathered parameters, communication buffers and unsharded gradients of a failed forward or backward."""
+        for model in self._models:
+            fsdp_state.prepare_to_gather(model)
+            fsdp_state.discard_gradients(model)
+
+    def list_members(self, step: Step) -> Sequence[int]:
+        """Return the ranks that take part in a collective of an FSDP unit or of a process group.
+
+        Args:
+            step: Collective, as recorded in the `CollectiveLog`.
+        """
+        is_ours = step[0] == fsdp_collectives.PLACE
+        return self._comm_hooks.unit(step).ranks(step[1]) if is_ours else super().list_members(step)
+
+    def join_collective(self, step: Step) -> None:
+        """Join a collective of other ranks with this rank's shards, or with zeros as gradients.
+
+        Args:
+            step: Collective, as recorded in the `CollectiveLog`.
+        """
+        if step[0] != fsdp_collectives.PLACE:
+            super().join_collective(step)
+        else:
+            self._comm_hooks.unit(step).stand_in(step[1], step[4:])
+
+    def snapshot(self) -> Any:
+        """Return a copy of the record of parameters that the accumulation window has used so far."""
+        return [(each.usage, each.usage.snapshot()) for each in self._prepared]
+
+    def restore(self, snapshot: Any) -> None:
+        """Restore the record of used parameters from a snapshot. Free gathered parameters and pending collectives."""
+        self.clean_up_failure()
+        for usage, state in snapshot:
+            usage.restore(state)
+
+    def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
+        """Remove the gradients of parameters that no rank used, and broadcast rank 0's buffers.
+
+        Gradients were already reduced in backward, except in a pipeline, where they are reduced here.
+        """
+        for each in self._prepared:
+            if self.layout.pp == 1:
+                each.usage.settle()
+            elif self.is_sharded:
+                fsdp_state.reduce_held_gradients(each.model, self.everyone)
+        for each in self._prepared:
+            for split in each.splits:
+                split.check_gradients(self._all)
+            if self._options.broadcast_buffers and each.model.training:
+                buffers = [buffer for buffer in each.model.buffers() if buffer.numel() and not buffer.is_meta]
+                self.everyone.broadcast_in_place(buffers)
+
+    def end_forward(self, model: torch.nn.Module, output: Any) -> Any:
+        """Finish a model's forward that a pipeline stage has ended early, and return its output."""
+        for each in self._prepared:
+            for split in each.splits if each.model is model else ():
+                split.end_forward()
+        return fsdp_state.leave_forward(model, output) if self.is_sharded else output
+
+    # ---------------------------------------------------------------- final gradients
+
+    def find_changed_shards(self) -> tuple[list[str], list[int]]:
+        """Return which shards user code has changed in place since the last call.
+
+        Returns:
+            Names of the changed parameters, and for every parameter the number by which an optimizer step increases its
+                version counter.
+        """
+        found = [each.writes.look() for each in self._prepared]
+        return [name for names, _ in found for name in names], [count for _, counts in found for count in counts]
+
+    def get_local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return this rank's shards of the gradients."""
+        return dtensors.get_local_gradients(map(self.find_current, parameters))
+
+    def compute_total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return the norm of all gradients over all ranks.
+
+        Each element counts once, even if several ranks hold copies of it.
+        """
+        return dtensors.compute_total_norm(map(self.find_current, parameters), norm_type, self.everyone)
+
+    def step_optimizer(
+        self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None
+    ) -> bool:
+        """Step the optimizer on the shards. Return False if the gradient scaler (fp16) skipped the update.
+
+        Before the first step, the dtypes of parameters and gradients are checked.
+        """
+        if not self._num_steps:
+            for each in self._prepared:
+                units.check_formats(each.model, each.dtypes)
+        self._num_steps += 1
+        if self._num_steps & (self._num_steps - 1) == 0:  # 1, 2, 4, 8 ...
+            for lost in filter(None, (each.lost_writes for each in self._prepared)):
+                lost.check()
+        run = None if self._updates is None else self._updates.find_step(optimizer, closure)
+        if run is not None and closure is not None:
+            # The optimizer would call it first, but while the optimizer runs, its parameters are not the model's.
+            closure()
+            closure = None
+        for model in self._models:  # copies gathered since backward would be outdated after the update
+            fsdp_state.reshard_units(model)
+        for each in self._prepared:
+            each.writes.begin_step()
+        did_step = precision.step(optimizer, closure, run)
+        for each in self._prepared:
+            each.writes.end_step(did_step)
+        if did_step and self._number_format == "fp8":
+            units.compute_scales(self._models)
+        return did_step
+
+    def apply_loaded_values(self) -> None:
+        """Recompute the scales of float8 weights after a load.
+
+        The detection of in-place changes by user code starts anew.
+        """
+        for each in self._prepared:
+            each.writes.forget()
+        if self._number_format == "fp8":
+            units.compute_scales(self._models)
+
+    # ---------------------------------------------------------------- release
+
+    def release_model(self, model: torch.nn.Module | None = None) -> None:
+        """Release a prepared model, or all models if `model` is None. A released model can be prepared again.
+
+        Parameters stay sharded, because the full model might not fit into memory.
+        """
+        super().release_model()
+        gone = [each for each in self._prepared if model is None or each.model is model]
+        for each in gone:
+            each.release_splits()
+            fsdp_state.reshard_units(each.model)
+            self._comm_hooks.close(each.model)
+            each.usage.release()
+            each.second_order.release()
+            if each.freeing is not None:
+                each.freeing.remove()
+        self._prepared = [each for each in self._prepared if not any(each is one for one in gone)]
+        self._replaced.forget_released()
+        self._num_steps = 0
+
+    # ---------------------------------------------------------------- state
+
+    def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield pairs of (name, tensor) for the model's tensors, with the names of the unwrapped module.
+
+        Sharded tensors are DTensors.
+        """
+        self.free_gathered(model)
+        yield from super().export_state(model)

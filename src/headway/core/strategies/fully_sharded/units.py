@@ -1,0 +1,493 @@
+"""Choose a model's units, which FSDP shards and gathers together, and their dtypes; reject what cannot be sharded.
+
+A unit is a module whose parameters are gathered by one collective when its forward begins. Repeated blocks are
+units; all other modules belong to the root. If several modules use one parameter (tied weights), one unit must contain
+all of them, because each unit would turn the parameter into a separate one. If a block is tied to a module outside of
+it, those of its submodules that are not tied are units instead.
+
+Under mixed precision, forwards run under autocast, as in other strategies. Autocast alone would keep a
+half-precision copy of each unsharded weight from forward to backward, which sharding should avoid. So blocks are
+gathered in half precision, and autocast has nothing to copy. Their inputs are not cast: the residual stream stays
+float32, as under DDP. The root (embeddings, the last norm, the head) is gathered in float32, and so are norms that a
+device cannot compute from half-precision weights.
+
+For float8 all-gathers, a sharded weight of a float8 layer is cast before it is gathered, with one scale for all of
+its shards. torchao's tensor subclass around the shard casts it and passes the gathered float8 values to the layer.
+The scale needs the largest absolute value over all shards. The scales of all weights are computed in one collective;
+otherwise each all-gather, in forward and in backward, would need another collective first. The scales are computed
+after an update, for scripts that call a block alone. They are computed again when a forward begins, because weights may
+have changed in between (a checkpoint, an optimizer that swaps averages) and an older scale would clip values.
+"""
+
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from headway.common.optional import LazyModule
+from headway.common.text import join_names
+from headway.core.config.float8 import Float8Options
+from headway.core.config.parallelism import ShardingOptions
+from headway.core.strategies._torch import BatchNormBase, is_traceable_wrapper_subclass
+from headway.core.strategies.fully_sharded import fsdp_state
+from headway.core.strategies.parts import find_blocks, find_holders, is_wanted
+from headway.core.weights.pieces import is_dtensor
+from headway.core.weights.shards import get_dtype_name
+from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
+from headway.log import get_logger
+
+fsdp = LazyModule("torch.distributed.fsdp")
+torchao = LazyModule("torchao.float8")
+weights = LazyModule("torchao.float8.fsdp_utils")
+log = get_logger(__name__)
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+# Running statistics are float32 on every device, and the weights must have the same dtype.
+_WITH_STATISTICS = BatchNormBase
+_NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
+
+
+@dataclass(frozen=True)
+class ShardingUnits:
+    """Modules of a model that FSDP gathers separately, and what stays outside of them.
+
+    Attributes:
+        modules: Modules that are units, innermost first, without the root.
+        ignored: Frozen parameters that stay unsharded.
+        split: Names of blocks that are not units, because their parameters are tied to the rest of the model.
+    """
+
+    modules: tuple[torch.nn.Module, ...]
+    ignored: frozenset[torch.nn.Parameter]
+    split: tuple[str, ...] = ()
+
+
+def find_units(model: torch.nn.Module, options: ShardingOptions) -> ShardingUnits:
+    """Choose the modules of a model that FSDP gathers separately (its units).
+
+    Raises:
+        PrepareError: If the model cannot be sharded. The message names the cause and a remedy.
+        ConfigError: If the options name modules that the model does not contain.
+    """
+    _check_wrapped(model)
+    ignored = _ignored(model, options.ignored)
+    names = {id(module): name for name, module in model.named_modules()}
+    chosen = list(_iterate_by_size(model, options.min_num_params)) if options.min_num_params else _named(model, options)
+    tied = _find_ties(model)
+    split: list[str] = []
+    units: list[torch.nn.Module] = []
+    for module in chosen:
+        whole = list(_iterate_untied(module, tied))
+        if whole != [module]:
+            split.append(names[id(module)])
+        units += [part for part in whole if not any(part is known for known in units)]
+    units = [unit for unit in units if any(p not in ignored for p in unit.parameters())]
+    units.sort(key=lambda unit: -names[id(unit)].count("."))
+    _check_parameters(model, units, ignored)
+    return ShardingUnits(tuple(units), frozenset(ignored), tuple(split))
+
+
+# ---------------------------------------------------------------- choice of units
+
+
+def _named(model: torch.nn.Module, options: ShardingOptions) -> list[torch.nn.Module]:
+    if not options.units:
+        return find_blocks(model)
+    for one in options.units:
+        if not any(is_wanted(name, module, (one,)) for name, module in model.named_modules()):
+            raise ConfigError(
+                f"ShardingOptions(units=...) names {one!r}, which {type(model).__name__} lacks; give classes or names"
+            )
+    found = [(name, m) for name, m in model.named_modules() if m is not model and is_wanted(name, m, options.units)]
+    for name, module in found:
+        if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
+            raise ConfigError(
+                f"ShardingOptions(units=...) names {name!r}, a {type(module).__name__}, which is never called; name its submodules"
+            )
+    return [module for _, module in found]
+
+
+def _iterate_by_size(module: torch.nn.Module, least: int, is_root: bool = True) -> Iterator[torch.nn.Module]:
+    """Yield modules with at least `least` parameters, innermost first.
+
+    Parameters of modules that were already yielded do not count.
+    """
+    found: list[torch.nn.Module] = []
+    for child in module.children():
+        found += _iterate_by_size(child, least, is_root=False)
+    yield from found
+    taken = {id(p) for unit in found for p in unit.parameters()}
+    is_called = not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)
+    if not is_root and is_called and sum(p.numel() for p in module.parameters() if id(p) not in taken) >= least:
+        yield module
+
+
+def _find_ties(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
+    """Return the modules that use each tied parameter, by the parameter's ID."""
+    found = {key: [module for _, module, _ in holders] for key, (_, holders) in find_holders(model).items()}
+    return {key: modules for key, modules in found.items() if len(modules) > 1}
+
+
+def _iterate_untied(module: torch.nn.Module, tied: dict[int, list[torch.nn.Module]]) -> Iterator[torch.nn.Module]:
+    """Yield the largest modules within `module` that contain all users of their tied parameters.
+
+    Args:
+        module: Module to divide. It is yielded itself if it contains all users of its tied parameters.
+        tied: Modules that use each tied parameter, by the parameter's ID.
+    """
+    inside = {id(part) for part in module.modules()}
+    shared = [key for part in module.modules() for p in part._parameters.values() if (key := id(p)) in tied]
+    if all(id(holder) in inside for key in shared for holder in tied[key]):
+        yield module
+        return
+    for child in module.children():
+        yield from _iterate_untied(child, tied)
+
+
+def _ignored(model: torch.nn.Module, wanted: tuple[object, ...]) -> set[torch.nn.Parameter]:
+    found: set[torch.nn.Parameter] = set()
+    for one in wanted:
+        matching = [(name, m) for name, m in model.named_modules() if is_wanted(name, m, (one,))]
+        direct = [p for name, p in model.named_parameters() if name == one]
+        if not matching and not direct:
+            raise ConfigError(
+                f"ShardingOptions(ignored=...) names {one!r}, which {type(model).__name__} does not contain; give classes, class "
+                "names, module names or names of parameters"
+            )
+        found.update(direct, *(m.parameters() for _, m in matching))
+    whole = [p for p in model.parameters() if _must_stay_whole(p)]
+    if whole:
+        log.info("%d frozen, quantized weights of %s stay whole on every rank", len(whole), type(model).__name__)
+    found.update(whole)
+    learning = [name for name, p in model.named_parameters() if p in found and p.requires_grad]
+    if learning:
+        raise PrepareError(
+            f"ShardingOptions(ignored=...) contains trainable parameters ({join_names(learning)}): their gradients "
+            "would not be summed "
+            "over the ranks. Freeze them with requires_grad_(False), or shard them"
+        )
+    return found
+
+
+def _must_stay_whole(parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter is frozen and quantized in a format that sharding would break.
+
+    Such formats are bitsandbytes int8 and torchao's.
+    """
+    if parameter.requires_grad or type(parameter) is torch.nn.Parameter or is_dtensor(parameter):
+        return False
+    is_wrapper = is_traceable_wrapper_subclass(parameter) and not hasattr(parameter, "fsdp_pre_all_gather")
+    return is_wrapper or parameter.dtype is torch.int8
+
+
+# ---------------------------------------------------------------- models that cannot be sharded
+
+
+def _check_wrapped(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        where = f"the module {name!r} of {type(model).__name__}" if name else type(model).__name__
+        kind = type(module).__name__
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel) or kind == "FullyShardedDataParallel":
+            raise PrepareError(f"{where} is a {kind}; give the bare model; prepare() shards it")
+        if isinstance(module, fsdp.FSDPModule):
+            raise PrepareError(f"{where} is already sharded (fully_shard), as prepare() would do; give the bare model")
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            raise PrepareError(
+                f"{where} produces sparse gradients, which cannot be sharded; build it with sparse=False"
+            )
+
+
+def _check_parameters(
+    model: torch.nn.Module, units: Iterable[torch.nn.Module], ignored: set[torch.nn.Parameter]
+) -> None:
+    kind = type(model).__name__
+    for name, parameter in model.named_parameters():
+        if parameter in ignored:
+            continue
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise PrepareError(f"{kind} has the lazy parameter {name!r}; run one forward pass before prepare()")
+        if parameter.ndim == 0:
+            raise PrepareError(
+                f"the parameter {name!r} of {kind} is a scalar, which cannot be sharded; make it torch.nn.Parameter(value.reshape(1))"
+            )
+        if not parameter.is_contiguous():
+            raise PrepareError(
+                f"the parameter {name!r} of {kind} is not contiguous (shape {tuple(parameter.shape)}, strides {parameter.stride()}); "
+                "before prepare(): parameter.data = parameter.data.contiguous()"
+            )
+    taken: set[int] = set()
+    names = {id(p): name for name, p in model.named_parameters()}
+    for unit in [*units, model]:
+        own = [p for p in unit.parameters() if id(p) not in taken and p not in ignored]
+        taken.update(map(id, own))
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for parameter in own:
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(names[id(parameter)])
+        if len(by_dtype) > 1:
+            told = "; ".join(f"{get_dtype_name(dtype)}: {join_names(n)}" for dtype, n in by_dtype.items())
+            raise PrepareError(
+                f"trainable parameters that are gathered together must have one dtype, but a unit of {kind} has several ({told}). "
+                "Convert them, or make their modules separate units: kwargs_handlers=[ShardingOptions(units=[...])]"
+            )
+
+
+def check_whole(model: torch.nn.Module) -> None:
+    """Raise an error if a parameter of the model is already sharded or otherwise distributed over ranks.
+
+    Raises:
+        PrepareError: If a parameter is already distributed. The message names one.
+    """
+    parts = [name for name, parameter in model.named_parameters() if is_dtensor(parameter)]
+    if parts:
+        raise PrepareError(
+            f"{len(parts)} parameters of {type(model).__name__}, such as {parts[0]!r}, are spread over the ranks already: it shares "
+            "them with a model that was prepared before, or the script has sharded them itself. Models that share parameters "
+            "need strategy='ddp', or one module that holds both; leave the script's own sharding out"
+        )
+
+
+def check_sizes(model: torch.nn.Module) -> None:
+    """Raise an error if a trainable parameter has no elements, because FSDP cannot reduce its gradient.
+
+    Raises:
+        PrepareError: If trainable parameters are empty. The message names up to three.
+    """
+    empty = [name for name, parameter in model.named_parameters() if parameter.requires_grad and not parameter.numel()]
+    if empty:
+        raise PrepareError(
+            f"{', '.join(empty[:3])} of {type(model).__name__} have no elements, and a sharded layout cannot reduce their gradients: "
+            "freeze them with requires_grad_(False) before prepare(), leave them out, or use strategy='ddp'"
+        )
+
+
+def list_local_units(
+    model: torch.nn.Module, units: Iterable[torch.nn.Module], elsewhere: Container[int]
+) -> list[torch.nn.Module]:
+    """Return the units whose parameters are on this rank.
+
+    Args:
+        model: Model that contains the units, for messages.
+        units: Modules that are units.
+        elsewhere: IDs of parameters and buffers that are empty because they belong to other pipeline stages.
+
+    Raises:
+        ConfigError: If only some of a unit's parameters are on this rank.
+    """
+    found = []
+    for unit in units:
+        there = [id(p) in elsewhere for p in unit.parameters()]
+        if not all(there):
+            found.append(unit)
+        if len(set(there)) > 1:
+            name = next(name for name, module in model.named_modules() if module is unit)
+            raise ConfigError(
+                f"ShardingOptions(units=...) takes {name!r} for a unit, which lies on several stages of the pipeline; name modules "
+                "within blocks, or the blocks"
+            )
+    return found
+
+
+def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Move a model's buffers to the device of its parameters, which are DTensors there already.
+
+    Not needed after `fully_shard`, which moves buffers itself.
+    """
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:  # meta buffers belong to other pipeline stages
+                module._buffers[name] = buffer.to(device)
+
+
+# ---------------------------------------------------------------- dtypes
+
+
+@dataclass(frozen=True)
+class MixedPrecisionFormats:
+    """Dtypes of sharded parameters and gradients.
+
+    Attributes:
+        blocks: Mixed-precision policy of units below the root.
+        root: Mixed-precision policy of the root, and of norms that stay in float32.
+        keeps_norms: Classes of norms within blocks that become separate units in float32.
+        message: Log message about the conversion. Empty if nothing is converted.
+    """
+
+    blocks: Any
+    root: Any
+    keeps_norms: tuple[type, ...]
+    message: str = ""
+
+
+def choose_formats(options: ShardingOptions, number_format: str, device_type: str) -> MixedPrecisionFormats:
+    """Return the dtypes for the run's mixed_precision and the options of sharding.
+
+    Args:
+        options: Options of sharding, which override `number_format`.
+        number_format: The run's mixed_precision.
+        device_type: Device type that computes.
+    """
+    reduce, output = _dtype(options.reduce_dtype), _dtype(options.output_dtype)
+    given = _dtype(options.param_dtype)
+    half = _HALF.get(number_format)
+    if half is None:
+        # Without autocast, a unit's inputs must have the type of its parameters.
+        is_cast = given is not None
+        reduce = reduce or (torch.float32 if is_cast else None)
+        policy = partial(fsdp.MixedPrecisionPolicy, param_dtype=given, reduce_dtype=reduce, cast_forward_inputs=is_cast)
+        message = "" if given is None else f"all units compute with {get_dtype_name(given)} parameters"
+        return MixedPrecisionFormats(policy(), policy(output_dtype=output), (), message)
+    param = given or half
+    policy = partial(fsdp.MixedPrecisionPolicy, cast_forward_inputs=False)
+    blocks = policy(param_dtype=param, reduce_dtype=reduce or torch.float32)
+    root = policy(reduce_dtype=reduce, output_dtype=output)
+    # On accelerators autocast computes these norms in float32 with any weights. On a CPU torch rejects mixed types.
+    norms = (_WITH_STATISTICS, *_NORMS) if device_type == "cpu" else (_WITH_STATISTICS,)
+    message = (
+        f"mixed_precision={number_format!r}: blocks are gathered in {get_dtype_name(param)}, the root and its residual stream "
+        f"keep their dtype; gradients of blocks are summed in {get_dtype_name(reduce or torch.float32)}, and the optimizer's "
+        "parameters keep their dtype"
+    )
+    return MixedPrecisionFormats(blocks, root, norms, message)
+
+
+def iterate_float32_norms(
+    units: Iterable[torch.nn.Module], formats: MixedPrecisionFormats
+) -> Iterator[torch.nn.Module]:
+    """Yield each norm within the units that has parameters and stays in float32."""
+    seen = {id(unit) for unit in units}
+    for unit in units:
+        for module in unit.modules():
+            has_own = any(p is not None for p in module._parameters.values())
+            if isinstance(module, formats.keeps_norms) and id(module) not in seen and has_own:
+                seen.add(id(module))
+                yield module
+
+
+def check_formats(model: torch.nn.Module, expected: dict[int, torch.dtype]) -> None:
+    """Raise an error before the first update if parameters or gradients do not have the expected dtypes.
+
+    Args:
+        model: Sharded model.
+        expected: Dtype of each sharded parameter when it was set up, by the parameter's ID.
+
+    Raises:
+        StateError: If user code has converted parameters or gradients to another dtype.
+    """
+    for record in fsdp_state.iterate_records(model):
+        part, whole = record.sharded_param, fsdp_state.get_gathered_parameter(record)
+        wanted = expected.get(id(part))
+        if wanted is None:
+            continue
+        computed = record.mp_policy.param_dtype or wanted
+        found = {"its part": (part.dtype, wanted)}
+        if part.grad is not None:
+            found["its gradient"] = (part.grad.dtype, wanted)
+        if whole is not None and wanted.is_floating_point:
+            found["the gathered parameter"] = (whole.dtype, computed)
+        for what, (dtype, should) in found.items():
+            if dtype != should:
+                raise StateError(
+                    f"the parameter {record._param_fqn} of {type(model).__name__}: {what} is {get_dtype_name(dtype)} instead of "
+                    f"{get_dtype_name(should)}. Convert models (model.to(dtype)) before prepare(), not after"
+                )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def check_float8(
+    number_format: str,
+    options: Float8Options | None,
+    sharding: ShardingOptions,
+    num_parts: int,
+    num_sequence_parts: int = 1,
+) -> None:
+    """Raise an error if this layout cannot compute in float8 with these options.
+
+    Args:
+        number_format: The run's mixed_precision.
+        options: Options of float8.
+        sharding: Options of sharding.
+        num_parts: Number of ranks that split a matrix (tensor parallelism).
+        num_sequence_parts: Number of ranks that split a sequence (context parallelism). Default: 1.
+
+    Raises:
+        UnsupportedError: If the combination is not supported.
+    """
+    if number_format != "fp8":
+        return
+    if num_parts > 1:
+        raise UnsupportedError(
+            "mixed_precision='fp8' does not support tensor parallelism yet: the parts of a matrix would have scales of their own; "
+            "use strategy='fsdp' or 'hsdp', or mixed_precision='bf16'"
+        )
+    if num_sequence_parts > 1:
+        raise UnsupportedError(
+            "mixed_precision='fp8' does not support context parallelism (cp): parts of a sequence would have scales of their own, so "
+            "that they cannot be compared with the whole; use strategy='fsdp' or 'hsdp', or mixed_precision='bf16'"
+        )
+    if options is not None and options.all_gather and _is_partly_kept(sharding):
+        raise UnsupportedError(
+            f"ShardingOptions(reshard_after_forward={sharding.reshard_after_forward}) keeps parts of gathered weights, which torch "
+            "cannot do with weights in float8; use True or False, or Float8Options(fsdp_all_gather=False)"
+        )
+
+
+def _is_partly_kept(sharding: ShardingOptions) -> bool:
+    chosen = sharding.reshard_after_forward
+    return chosen is not None and not isinstance(chosen, bool)
+
+
+def wrap_weights(
+    model: torch.nn.Module, options: Float8Options | None, sharding: ShardingOptions, num_shards: int
+) -> int:
+    """Wrap weights of float8 layers so that they are all-gathered in float8. Call this before they are sharded.
+
+    A weight is not wrapped if several modules use it, its scales are per row, or its rows cannot be divided evenly
+    among the shards.
+
+    Args:
+        model: Model whose layers were converted to float8.
+        options: Options of float8.
+        sharding: Options of sharding.
+        num_shards: Number of shards of a weight.
+
+    Returns:
+        Number of weights that are gathered in float8.
+    """
+    wish = None if options is None else options.all_gather
+    layers: list[Any] = [module for module in model.modules() if _is_float8(module)]
+    if wish is False or not layers or _is_partly_kept(sharding):
+        return 0
+    holders, count = find_holders(model), 0
+    for layer in layers:
+        weight, cast = layer.weight, layer.config.cast_config_weight
+        is_one_scale = cast.scaling_granularity.value == "tensorwise" and cast.scaling_type.value == "dynamic"
+        # torchao rounds scales in the layer, not in the all-gather.
+        is_one_scale = is_one_scale and not layer.config.round_scales_to_power_of_2
+        if is_one_scale and len(holders[id(weight)][1]) == 1 and weight.shape[0] % num_shards == 0:
+            wrapped = weights.WeightWithDynamicFloat8CastTensor(
+                weight.detach(), layer.linear_mm_config, cast.target_dtype
+            )
+            layer.weight = torch.nn.Parameter(wrapped, requires_grad=weight.requires_grad)
+            count += 1
+    if count or wish:
+        log.info("%d of %d float8 weights of %s are gathered in float8", count, len(layers), type(model).__name__)
+    return count
+
+
+def compute_scales(models: Iterable[torch.nn.Module]) -> None:
+    """Compute the float8 scales of the current weights, in one collective per model that has such weights.
+
+    All ranks must call it.
+    """
+    for model in models:
+        torchao.precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def _is_float8(module: Any) -> bool:
+    return isinstance(module, torch.nn.Linear) and hasattr(module, "linear_mm_config")

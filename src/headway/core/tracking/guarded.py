@@ -1,0 +1,100 @@
+"""Wrapper that prevents a failing tracker from ending the training."""
+
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from headway.core.runtime.seed import preserve_rng_states
+from headway.core.tracking.base import Tracker
+from headway.core.tracking.selection import Choice
+from headway.log import get_logger
+
+log = get_logger(__name__)
+NUM_FAILURES = 3
+SLOW_CALL = 1.0
+SLOW_FINISH = 15.0
+
+
+class GuardedTracker:
+    """Wrapper that catches the exceptions of a tracker, and stops calling it after three failures in a row.
+
+    Args:
+        name: Name of the tracker.
+        report: Bound method that records a failure in the run log. Its arguments are the name of an event, None as the
+            step, and details.
+    """
+
+    def __init__(self, name: str, report: Callable[[str, int | None, Mapping[str, Any]], None]) -> None:
+        self.name = name
+        self.tracker: Tracker | None = None
+        self.is_dropped = False
+        self._report = weakref.WeakMethod(report)
+        self._num_failures = 0
+        self._is_warned = False
+
+    def build(self, choice: Choice, init_kwargs: Mapping[str, Any]) -> None:
+        """Create the tracker with a factory, or use the user's instance. A tracker whose factory fails is never called.
+
+        Args:
+            choice: Tracker or factory.
+            init_kwargs: Arguments for the factory.
+        """
+
+        def make() -> None:
+            self.tracker = choice if isinstance(choice, Tracker) else choice.make(**init_kwargs)
+
+        self._try("__init__", make, is_fatal=True)
+
+    @property
+    def takes(self) -> str:
+        """Kind of values that the tracker's `log` accepts: "numbers", "objects" or "given" (see `Tracker.takes`)."""
+        return getattr(self.tracker, "takes", "numbers")
+
+    def call(self, method: str, *args: Any, is_fatal: bool = False, **kwargs: Any) -> None:
+        """Call a method of the tracker, and catch its exceptions.
+
+        Does nothing if the tracker was dropped after earlier failures. A call of a `log` method that takes longer
+        than 1 s leads to one warning.
+
+        Args:
+            method: Name of the method.
+            args: Positional arguments for the method.
+            is_fatal: Whether a failure of this call drops the tracker at once. Default: False.
+            kwargs: Keyword arguments for the method.
+        """
+        if self.tracker is None or self.is_dropped:
+            return
+        begun = time.monotonic()
+        self._try(method, partial(getattr(self.tracker, method), *args, **kwargs), is_fatal)
+        took = time.monotonic() - begun
+        if took > SLOW_CALL and method.startswith("log"):
+            log.warning_once("the tracker %s is slow, and training waits for it in %s()", self.name, method)
+
+    def _try(self, method: str, act: Callable[[], Any], is_fatal: bool) -> None:
+        # Starting and ending a run draw random numbers (run names), so the RNG states are preserved. Around each log() this
+        # would cost more than the log itself.
+        is_rare = not method.startswith("log") and method != "flush"
+        try:
+            with preserve_rng_states() if is_rare else nullcontext():
+                act()
+        except Exception as error:
+            self._count_failure(method, error, is_fatal)
+        else:
+            self._num_failures = 0
+
+    def _count_failure(self, method: str, error: Exception, is_fatal: bool) -> None:
+        text = f"{type(error).__name__}: {error}"
+        self._num_failures += 1
+        self.is_dropped = is_fatal or self._num_failures >= NUM_FAILURES
+        if not self._is_warned or self.is_dropped:
+            fate = "is used no more" if self.is_dropped else "failed"
+            message_args = self.name, fate, text[:1000], method
+            log.warning("the tracker %s %s: %s in %s(); training goes on", *message_args, main_process_only=False)
+            self._is_warned = True
+            event = "tracker_dropped" if self.is_dropped else "tracker_failed"
+            report = self._report()
+            if report is not None:
+                report(event, None, {"tracker": self.name, "call": method, "error": text[:1000]})

@@ -1,0 +1,120 @@
+"""Images for trackers: converts arrays and tensors of common shapes to uint8 arrays, and writes PNG files."""
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from headway.errors import TrackingError
+
+_CHANNELS = (1, 3, 4)
+_COLOR_TYPES = {1: 0, 3: 2, 4: 6}
+_LAYOUTS = "[H, W], [H, W, C], [C, H, W], [N, H, W, C] or [N, C, H, W] with C 1, 3 or 4"
+
+Picture = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
+"""Image as a uint8 array of shape [H, W, C], with C 1, 3 or 4."""
+
+
+def convert_images(value: object, name: str) -> list[Picture]:
+    """Convert one or more images to uint8 arrays of shape [H, W, C].
+
+    Args:
+        value: Tensor or array of shape [H, W], [H, W, C], [C, H, W], [N, H, W, C] or [N, C, H, W]; a PIL image; or a
+            list of these. Values are bytes 0..255, floats 0..1 or booleans. If the first and the last dimension could
+            both be channels, the last one is used.
+        name: Name of the image, for the error message.
+
+    Raises:
+        TrackingError: If shape or type is not supported.
+    """
+    if isinstance(value, list | tuple):
+        return [picture for item in value for picture in convert_images(item, name)]
+    array = _to_array(value, name)
+    if array.ndim == 4:
+        return [_picture(each, name) for each in array]
+    return [_picture(array, name)]
+
+
+def _to_array(value: object, name: str) -> numpy.ndarray[Any, Any]:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        array: numpy.ndarray[Any, Any] = (value.float() if value.is_floating_point() else value).numpy()
+        return array
+    if isinstance(value, numpy.ndarray) or hasattr(value, "__array_interface__"):
+        return numpy.asarray(value)
+    raise TrackingError(
+        f"log_images() got {type(value).__name__} for {name!r}; allowed: arrays and tensors of {_LAYOUTS}"
+    )
+
+
+def _picture(array: numpy.ndarray[Any, Any], name: str) -> Picture:
+    shape = array.shape
+    if array.ndim == 2:
+        array = array[:, :, None]
+    elif array.ndim == 3 and shape[-1] not in _CHANNELS and shape[0] in _CHANNELS:
+        array = numpy.moveaxis(array, 0, -1)
+    if array.ndim != 3 or array.shape[-1] not in _CHANNELS or 0 in array.shape:
+        raise TrackingError(f"log_images() got shape {shape} for {name!r}; allowed: {_LAYOUTS}")
+    if array.dtype == numpy.bool_:
+        array = array.astype(numpy.uint8) * 255
+    elif numpy.issubdtype(array.dtype, numpy.floating):
+        array = numpy.nan_to_num(numpy.clip(array, 0.0, 1.0)) * 255.0 + 0.5
+    elif not numpy.issubdtype(array.dtype, numpy.integer):
+        raise TrackingError(f"log_images() got type {array.dtype} for {name!r}; allowed: bytes 0..255 or floats 0..1")
+    return numpy.ascontiguousarray(numpy.clip(array, 0, 255).astype(numpy.uint8))
+
+
+def number_images(values: Mapping[str, Sequence[Picture]]) -> Iterator[tuple[str, str, Picture]]:
+    """Yield triples of (name, suffix, image) for all images.
+
+    The suffix is "/0", "/1", ... if a name has several images, else "".
+    """
+    for name, images in values.items():
+        several = convert_images(images, name)
+        for index, image in enumerate(several):
+            yield name, f"/{index}" if len(several) > 1 else "", image
+
+
+def drop_axis(image: Picture) -> Picture:
+    """Return a grayscale image as an array of shape [H, W]; return other images unchanged."""
+    return image.squeeze(2) if image.shape[2] == 1 else image
+
+
+def convert_to_color(image: Picture) -> Picture:
+    """Return a grayscale image as an array of shape [H, W, 3]; return other images unchanged."""
+    return numpy.repeat(image, 3, axis=2) if image.shape[2] == 1 else image
+
+
+def encode_png(picture: Picture) -> bytes:
+    """Return the contents of a PNG file with the image (https://www.w3.org/TR/png: one IDAT chunk, no row filters)."""
+    height, width, channels = picture.shape
+    rows = numpy.concatenate([numpy.zeros((height, 1), numpy.uint8), picture.reshape(height, -1)], axis=1)
+    header = struct.pack(">IIBBBBB", width, height, 8, _COLOR_TYPES[channels], 0, 0, 0)
+    chunks = [_chunk(b"IHDR", header), _chunk(b"IDAT", zlib.compress(rows.tobytes())), _chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def write_png(path: Path, picture: Picture) -> None:
+    """Write a PNG file. Missing folders are created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encode_png(picture))
+
+
+def make_file_name(name: str, part: str, step: int | None) -> str:
+    """Return the file name of an image. Characters that file systems do not allow become '_'.
+
+    Args:
+        name: Name of the image.
+        part: Suffix from `number_images`.
+        step: Step of the run, or None.
+    """
+    plain = "".join(each if each.isalnum() or each in "-_.@" else "_" for each in name).strip(".") or "image"
+    return f"{plain}{'' if step is None else f'-{step:08d}'}{part.replace('/', '-')}.png"

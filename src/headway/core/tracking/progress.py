@@ -1,0 +1,269 @@
+"""Progress of a loop on one rank: a live bar in a terminal or notebook, or else one line of text per interval."""
+
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any, Generic, TextIO, TypeVar
+
+import torch
+from rich.console import Console
+
+from headway.common.text import format_bytes, format_seconds
+from headway.core.runtime import events
+from headway.core.runtime.process import current
+from headway.core.runtime.readback import Readback
+from headway.core.tracking.progress_outputs import (
+    SEPARATOR,
+    CellOutput,
+    LinesOutput,
+    TerminalOutput,
+    in_notebook,
+    is_live_possible,
+)
+from headway.errors import ConfigError
+
+Item = TypeVar("Item")
+_BROKEN_OFF = 1.0
+"""Maximum number of seconds that an interrupted loop waits until the values of its device tensors are on the host."""
+
+
+class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
+    """Iterable that loops over the items of another iterable and shows the progress, as `tqdm` does.
+
+    It shows the number of items, values, rates, memory and the remaining time.
+
+    Example::
+
+        bar = track(loader, description="epoch 0")
+        for inputs, targets in bar:
+            ...
+            bar.show(loss=loss)
+            bar.add(tokens=targets.numel())
+
+    Args:
+        iterable: Iterable to loop over.
+        description: Text at the start of the line.
+        total: Total number of items, including those before a resume. Default: the length of the iterable, if it has
+            one.
+        initial: Number of items that were done before a resume. Default: the position of a resumed prepared loader,
+            else 0.
+        main_process_only: Whether only rank 0 shows progress. Otherwise the first process of each machine does.
+        interval: Seconds between lines of text if the output is not a terminal.
+        file: File to write to. Default: standard error.
+    """
+
+    def __init__(
+        self,
+        iterable: Iterable[Item],
+        *,
+        description: str = "",
+        total: int | None = None,
+        initial: int | None = None,
+        main_process_only: bool = True,
+        interval: float = 10.0,
+        file: TextIO | None = None,
+    ) -> None:
+        runtime = current()
+        self._iterable = iterable
+        self.description = description
+        self.total = total if total is not None else _length(iterable)
+        self._is_shown = runtime.is_main_process if main_process_only else runtime.is_local_main_process
+        self._interval = interval
+        self._file = file or sys.stderr
+        self._values: dict[str, Any] = {}
+        self._read: dict[str, float] = {}
+        self._asked: dict[str, Readback] | None = None
+        self._counts: dict[str, float] = {}
+        self._initial = initial
+        self._num_before = self._num_done = initial or 0
+        self._is_over = False
+        self._is_broken_off = False
+        self._start = time.monotonic()
+
+    def show(self, **values: float | str | torch.Tensor) -> None:
+        """Show the values next to the bar until they are replaced. Floats have four significant digits.
+
+        Args:
+            values: Values by name. A tensor must contain one number, which is read when the bar is drawn. On an
+                accelerator the host does not wait for it. The bar then shows the latest number that has been copied to
+                the host, and at the end of the loop the last one.
+
+        Raises:
+            ConfigError: If a tensor contains several numbers.
+        """
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise ConfigError(
+                    f"show({name}=...) got a tensor of shape {tuple(value.shape)}; give one number, such as {name}.mean()"
+                )
+            self._values[name] = value.detach() if isinstance(value, torch.Tensor) else value
+            if not isinstance(value, torch.Tensor):
+                self._read.pop(name, None)
+
+    def add(self, **counts: float) -> None:
+        """Add to counters that are shown as rates, as in `add(tokens=512)` for "3,210 tokens/s".
+
+        Only this rank's numbers are counted. They are not summed over ranks.
+
+        Args:
+            counts: Amounts to add, by the counters' names.
+        """
+        for name, count in counts.items():
+            self._counts[name] = self._counts.get(name, 0.0) + count
+
+    @property
+    def num_done(self) -> int:
+        """Number of items done, including those before a resume."""
+        return self._num_done
+
+    def facts(self, width: int | None = None) -> str:
+        """Return the text next to the bar: number of items, values, rates, memory, remaining time.
+
+        Args:
+            width: Available characters. The least important parts are left out until the rest fits. Default: no limit.
+        """
+        parts = self._parts()
+        text = SEPARATOR.join(part for _, part in parts)
+        while width is not None and len(text) > width and (least := max(rank for rank, _ in parts)):
+            parts = [(rank, part) for rank, part in parts if rank < least]
+            text = SEPARATOR.join(part for _, part in parts)
+        return text
+
+    def _parts(self) -> list[tuple[int, str]]:
+        """Return pairs of (priority, text) for the parts of the line.
+
+        Parts with priority 0 are always shown. If the line is too long, the parts with the largest priority number
+        are left out first.
+        """
+        elapsed, num_moved = max(time.monotonic() - self._start, 1e-9), self._num_done - self._num_before
+        parts = [(0, f"{self._num_done}/{self.total}" if self.total is not None else str(self._num_done))]
+        # Users look at the first values most: the first one is always shown, the last ones are left out first.
+        parts += [
+            (min(number, 1) * (3 + number), f"{name} {_number(value)}")
+            for number, (name, value) in enumerate(self._collect_arrived().items())
+        ]
+        parts += [(1, f"{count / elapsed:,.0f} {name}/s") for name, count in self._counts.items()]
+        if not self._counts:
+            parts.append((1, f"{num_moved / elapsed:,.1f}/s"))
+        parts.append((2, format_bytes(current().hardware.get_process_memory())))
+        parts += [(3, source()) for source in events.collect_facts()]
+        if self._is_over or (self.total is not None and self._num_done >= self.total):
+            parts.append((0, f"in {format_seconds(elapsed)}"))
+        elif self.total is not None and num_moved:
+            left = elapsed / num_moved * max(0, self.total - self._num_done)
+            parts.append((0, f"{format_seconds(left)} left"))
+        else:
+            parts.append((0, format_seconds(elapsed)))
+        return parts
+
+    def _collect_arrived(self) -> dict[str, float | str]:
+        """Return the values to show. For a device tensor it is the latest number that has been copied to the host."""
+        known: dict[str, float | str] = {}
+        for name, value in self._values.items():
+            if not isinstance(value, torch.Tensor):
+                known[name] = value
+            elif value.device.type == "cpu":
+                known[name] = value.item()
+            elif name in self._read:
+                known[name] = self._read[name]
+        return known
+
+    def _request_values(self) -> None:
+        """Start copying the values of device tensors to the host, without blocking the loop.
+
+        Nothing is started if an earlier copy has not been read yet.
+        """
+        if self._asked is None:
+            tensors = {name: value for name, value in self._values.items() if isinstance(value, torch.Tensor)}
+            self._asked = {name: Readback(each) for name, each in tensors.items() if each.device.type != "cpu"}
+
+    def _read_values(self) -> bool:
+        """Read the values of device tensors if all copies to the host are complete.
+
+        Return whether they were read. False if some copies are not complete, or if none were requested.
+        """
+        if self._asked is None or not all(asked.is_ready for asked in self._asked.values()):
+            return False
+        self._read.update((name, asked.read().item()) for name, asked in self._asked.items())
+        self._asked = None
+        return True
+
+    def _end(self) -> None:
+        """Mark the loop as ended, and wait until the values of device tensors from its last iterations are on the host.
+
+        After an interrupted loop the wait is at most 1 s. The interruption may come from a failure on another rank,
+        in which case the device would never finish.
+        """
+        self._is_over = True
+        self._asked = None
+        deadline = time.monotonic() + (_BROKEN_OFF if self._is_broken_off else math.inf)
+        with suppress(RuntimeError):  # the device has failed, and the error that ends the loop explains it
+            self._request_values()
+            while not self._read_values() and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+    def __len__(self) -> int:
+        if self.total is None:
+            raise TypeError(f"{type(self._iterable).__name__} has no length, and track() was given no total")
+        return self.total
+
+    def __iter__(self) -> Iterator[Item]:
+        self._num_before = _count_resumed(self._iterable) if self._initial is None else self._initial
+        self._start = time.monotonic()
+        self._num_done = self._num_before
+        self._is_over = False
+        self._is_broken_off = True  # set to False when the loop completes
+        self._counts.clear()
+        if not self._is_shown:
+            yield from self._iterable
+            return
+        display = self._open_display()
+        last = self._start if isinstance(display, LinesOutput) else 0.0
+        try:
+            for item in self._iterable:
+                yield item
+                self._num_done += 1
+                now = time.monotonic()
+                if now - last >= display.interval:
+                    last = now
+                    self._request_values()
+                if self._read_values():
+                    display.draw(self)
+            else:
+                self._is_broken_off = False
+        finally:  # runs even if the loop is interrupted
+            self._end()
+            display.close(self)
+
+    def _open_display(self) -> "TerminalOutput | CellOutput | LinesOutput":
+        if self._file is sys.stderr and in_notebook():
+            return CellOutput()
+        console = Console(file=self._file)
+        return (
+            TerminalOutput(self, console)
+            if is_live_possible(console, self._file)
+            else LinesOutput(self._file, self._interval)
+        )
+
+
+def _count_resumed(iterable: Any) -> int:
+    """Return the number of batches that a prepared loader had consumed when the loaded checkpoint was saved.
+
+    0 if the loader was not resumed in the middle of an epoch, or is not a prepared loader.
+    """
+    consumed, size = getattr(iterable, "num_consumed", 0), getattr(iterable, "total_batch_size", None)
+    is_running = getattr(iterable, "is_running", True)  # an interrupted pass is not continued
+    return consumed // size if isinstance(consumed, int) and isinstance(size, int) and size and not is_running else 0
+
+
+def _length(iterable: Any) -> int | None:
+    try:
+        return len(iterable)
+    except TypeError:
+        return None
+
+
+def _number(value: float | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,319 @@
+"""Recorder behind `accelerator.log` and `init_trackers`. It records values, images, files and events of a run."""
+
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from headway.common.object_path import ObjectPath, to_path
+from headway.common.optional import LazyModule
+from headway.core.config.run import ProjectConfiguration
+from headway.core.runtime import events, pulse
+from headway.core.runtime.process import ProcessRuntime
+from headway.core.tracking.base import BlankTracker, Tracker
+from headway.core.tracking.pictures import convert_images
+from headway.core.tracking.selection import select_trackers
+from headway.errors import ConfigError, TrackingError
+from headway.log import get_logger
+from headway.version import __version__
+
+# Imported on first use, because a run without a record does not need them.
+if TYPE_CHECKING:
+    from headway.core.tracking import mirror, runlog
+    from headway.core.tracking import run_feed as feeding
+    from headway.core.tracking import values as logged_values
+else:
+    feeding = LazyModule("headway.core.tracking.run_feed")
+    logged_values = LazyModule("headway.core.tracking.values")
+    mirror = LazyModule("headway.core.tracking.mirror")
+    runlog = LazyModule("headway.core.tracking.runlog")
+
+log = get_logger(__name__)
+
+TrackerKwargs = Mapping[str, Mapping[str, Any]]
+STEP = "tracker_step"
+
+
+class UpdateCounter(Protocol):
+    """Interface of an object that counts optimizer updates.
+
+    Attributes:
+        num_updates: Number of optimizer updates so far.
+    """
+
+    num_updates: int
+
+
+class Recorder:
+    """Recorder of one Accelerator's run. It writes the run log and calls the trackers.
+
+    Args:
+        runtime: Runtime of this process.
+        project: Function that returns the project configuration, with the folders of the run.
+        log_with: Selection of trackers, as passed to the Accelerator.
+        clock: Counter of optimizer updates.
+        notes: Mapping that is stored in each checkpoint's manifest. The recorder adds the last step that the script
+            passed.
+        has_checkpoints: Function that returns whether there are automatically named checkpoints to resume from.
+        grad_norm: Function that returns the total norm from the last gradient clipping; None if there was none.
+    """
+
+    def __init__(
+        self,
+        runtime: ProcessRuntime,
+        project: Callable[[], ProjectConfiguration],
+        log_with: Any,
+        clock: UpdateCounter,
+        notes: dict[str, Any],
+        has_checkpoints: Callable[[], bool],
+        grad_norm: Callable[[], torch.Tensor | None],
+    ) -> None:
+        self.feed: feeding.RunFeed | None = None
+        self._runtime = runtime
+        self._project = project
+        self._clock = clock
+        self._notes = notes
+        self._has_trackers = log_with is not None
+        self._has_checkpoints = has_checkpoints
+        self._grad_norm = grad_norm
+        is_main = self._runtime.is_main_process
+        has_folder = self._project().logging_dir is not None
+        self._choices = select_trackers(log_with, has_folder=has_folder, is_main=is_main)
+        self._is_begun = False
+        self._resumed: events.RunEvent | None = None
+        self._ended: tuple[tuple[str, Path | None], float] | None = None
+        events.subscribe(self._on_event)
+
+    def start_run(self, project_name: str, config: Any = None, init_kwargs: TrackerKwargs | None = None) -> None:
+        """Start a run in its folder and in the trackers. A run in progress is ended first.
+
+        Args:
+            project_name: Name of the run, or a relative path.
+            config: Configuration: a mapping, a dataclass or an argparse.Namespace.
+            init_kwargs: Arguments for each tracker's class, by the tracker's name.
+
+        Raises:
+            ConfigError: If the name is not a relative path, or the config is not a mapping.
+            TrackingError: If the folder contains a `log.jsonl` that is not a run log.
+        """
+        path = PurePosixPath(project_name)
+        if not str(project_name).strip() or path.is_absolute() or ".." in path.parts:
+            raise ConfigError(f"project_name={project_name!r}; give a name, or a relative path without '..'")
+        values = runlog.convert_to_json(_convert_to_mapping(config))
+        self.end_run()
+        is_main = self._runtime.is_main_process
+        place = self._project().logging_dir
+        self._is_begun = place is not None
+        choices = [each for each in self._choices if is_main or not getattr(each, "main_process_only", True)]
+        folder = None if place is None else to_path(place).absolute() / project_name
+        if isinstance(folder, ObjectPath):
+            folder = mirror.make_local_folder(folder) if is_main else None
+        if not choices and not (is_main and folder is not None):
+            self.feed = None
+            return
+        feed = feeding.RunFeed(project_name, folder, choices, is_main, lambda: self._clock.num_updates, self._measure)
+        about = {
+            "world_size": self._runtime.world_size,
+            "device": self._runtime.hardware.kind,
+            "versions": _list_versions(),
+        }
+        same = self._ended is not None and self._ended[0] == (project_name, folder) and self._clock.num_updates > 0
+        since = self._ended[1] if self._ended is not None and same else None
+        feed.start(values, init_kwargs or {}, about, self._is_continuing(feed), since)
+        self.feed = feed
+        self._at_exit = feeding.flush_at_exit(feed)
+        if feed.runlog is not None:
+            pulse.get_own_pulse().set_log(str(feed.runlog.path))
+        if self._resumed is not None:
+            self._on_event(self._resumed)
+
+    def _measure(self) -> dict[str, Any]:
+        return {"grad_norm": self._grad_norm(), "memory": self._runtime.hardware.get_process_memory()}
+
+    def _is_continuing(self, feed: "feeding.RunFeed") -> bool:
+        """Whether the run is expected to continue the one in the existing run log.
+
+        Called before the first value is logged.
+        """
+        if self._resumed is not None:
+            return True
+        if self._project().automatic_checkpoint_naming:
+            return self._has_checkpoints()  # without a resume, a save into the same folder is rejected
+        return feed.before is not None and not feed.before.is_ended
+
+    # ---------------------------------------------------------------- log
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None) -> None:
+        """Log the values of one step. A value that cannot be logged leads to one warning and never ends the run.
+
+        Args:
+            values: Values by name, possibly nested.
+            step: Step of the run. Default: the number of optimizer updates.
+            log_kwargs: Further keyword arguments for trackers, by the trackers' names.
+        """
+        feed = self._feed_or_hint()
+        if feed is None:
+            return
+        if isinstance(values, Mapping):
+            feed.log(values, self._note_step(step), log_kwargs or {}, step)
+        else:
+            log.warning_once(
+                "log() takes a mapping of names and values; %s is left out", logged_values.describe_type(values)
+            )
+
+    def log_images(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None
+    ) -> None:
+        """Log the images of one step.
+
+        Args:
+            values: One image, or a list of images, by name.
+            step: Step of the run. Default: the number of optimizer updates.
+            log_kwargs: Further keyword arguments for trackers, by the trackers' names.
+
+        Raises:
+            TrackingError: If shape or type of an image is not supported. The message contains the image's name.
+        """
+        feed = self._feed_or_hint()
+        if feed is not None:
+            images = {name: convert_images(value, name) for name, value in values.items()}
+            feed.log_images(images, self._note_step(step), log_kwargs or {})
+
+    def log_artifact(
+        self,
+        path: str | Path,
+        name: str | None = None,
+        step: int | None = None,
+        log_kwargs: TrackerKwargs | None = None,
+    ) -> None:
+        """Log a file or folder that belongs to the run.
+
+        Args:
+            path: Path of the file or folder.
+            name: Name of the artifact. Default: the last part of the path.
+            step: Step of the run. Default: the number of updates.
+            log_kwargs: Further keyword arguments for trackers, by the trackers' names.
+
+        Raises:
+            TrackingError: If the file or folder does not exist, on a rank that records the run.
+        """
+        feed = self._feed_or_hint()
+        if feed is not None:
+            where = Path(path).absolute()
+            if not where.exists():
+                raise TrackingError(f"log_artifact({str(path)!r}): there is no such file or folder; write it first")
+            feed.log_artifact(where, name or where.name, self._note_step(step), log_kwargs or {})
+
+    def log_event(self, name: str, step: int | None, details: dict[str, Any]) -> None:
+        """Log a run event. Nothing is logged if no run is in progress.
+
+        Args:
+            name: Kind of event.
+            step: Number of optimizer updates at which the event occurred; None for the current number.
+            details: Details of the event, as JSON values.
+        """
+        if self.feed is not None:
+            self.feed.log_event(name, step, details)
+
+    def _feed_or_hint(self) -> "feeding.RunFeed | None":
+        if self.feed is None and self._runtime.is_main_process:
+            if self._has_trackers or self._project().logging_dir is not None:
+                log.warning_once("log() keeps nothing: call accelerator.init_trackers(project_name) first")
+            else:
+                log.warning_once(
+                    "log() keeps nothing: the Accelerator has neither a project_dir for the run's log nor trackers. Pass "
+                    "Accelerator(project_dir=...), log_with=... or both, and call accelerator.init_trackers(project_name)"
+                )
+        return self.feed
+
+    def _note_step(self, step: int | None) -> int:
+        if step is None:
+            return self._clock.num_updates
+        self._notes[STEP] = int(step)
+        return int(step)
+
+    def _on_event(self, happening: events.RunEvent) -> None:
+        """Record an event that another component of this process published.
+
+        This method may be called from any thread.
+        """
+        if happening.source not in (None, self._clock):
+            return
+        details = dict(happening.details)
+        if happening.name != "resumed":
+            if self.feed is not None:
+                self.feed.log_event(happening.name, happening.step, details)
+            return
+        notes = details.pop("notes", None)
+        given = notes.get(STEP) if isinstance(notes, Mapping) else None
+        if self.feed is None:
+            self._resumed = happening
+            return
+        self._resumed = None
+        if isinstance(given, int):
+            self._notes[STEP] = given
+        self.feed.log_resume(max(happening.step or 0, given if isinstance(given, int) else 0), details)
+
+    # ---------------------------------------------------------------- trackers
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """Trackers that are in use on this rank."""
+        several = [] if self.feed is None else self.feed.guarded
+        return [each.tracker for each in several if each.tracker is not None and not each.is_dropped]
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker by its name.
+
+        If the tracker is selected but not in use on this rank, return a placeholder that does nothing.
+
+        Args:
+            name: Name of the tracker.
+            unwrap: Whether to return the package's own object, such as its run.
+
+        Raises:
+            ConfigError: If `log_with` contains no tracker with this name.
+        """
+        for tracker in self.trackers:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        known = [each.name for each in self._choices]
+        if str(name) not in known:
+            raise ConfigError(f"get_tracker({name!r}): log_with has {', '.join(known) if known else 'no trackers'}")
+        return BlankTracker()
+
+    def end_run(self, summary: Mapping[str, Any] | None = None) -> None:
+        """End the run, its run log and its trackers. Does nothing if no run is in progress.
+
+        Args:
+            summary: Final values of the run.
+        """
+        feed = self.feed
+        self.feed = None
+        if feed is not None:
+            self._at_exit.detach()
+            self._ended = (feed.project, feed.folder), feed.begun
+            feed.finish(_simplify_summary(summary))
+            if isinstance(to_path(self._project().logging_dir or ""), ObjectPath):
+                mirror.send_all()
+
+
+def _simplify_summary(summary: Mapping[str, Any] | None) -> dict[str, Any]:
+    flat = logged_values.flatten(summary or {})
+    return {name: logged_values.to_python(value) for name, value in flat.items() if logged_values.is_loggable(value)}
+
+
+def _convert_to_mapping(config: Any) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    if hasattr(config, "__dict__") and not isinstance(config, type):
+        return dict(vars(config))
+    raise ConfigError(f"config={config!r} is not a configuration; give a mapping, a dataclass or an argparse.Namespace")
+
+
+def _list_versions() -> dict[str, str]:
+    return {"headway": __version__, "torch": torch.__version__, "python": platform.python_version()}

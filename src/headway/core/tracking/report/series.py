@@ -1,0 +1,126 @@
+"""Series of a report's charts: downsampling to buckets of averages, and marks for values that are not finite."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from headway.core.tracking.report.data import MAX_MARKS, Point
+
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteMark:
+    """Mark on a chart for consecutive values that are not finite.
+
+    Attributes:
+        kind: "nan", "inf" or "-inf"; "mixed" if neighboring marks of several kinds were merged.
+        steps: First and last step.
+        times: First and last time, in seconds since the start of the run.
+        count: Number of values.
+    """
+
+    kind: str
+    steps: tuple[float, float]
+    times: tuple[float, float]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class DownsampledSeries:
+    """Series that is reduced to a limited number of buckets, for drawing.
+
+    Attributes:
+        steps: Step of each bucket.
+        times: Time of each bucket, in seconds since the start of the run.
+        means: Mean of each bucket. None if the bucket contains no finite value; the line has a gap there.
+        lows: Minimum of each bucket; empty if each bucket is one value.
+        highs: Maximum of each bucket; empty if each bucket is one value.
+        count: Number of values in the series, including those that are not finite.
+        marks: Marks for values that are not finite.
+    """
+
+    steps: list[float]
+    times: list[float]
+    means: list[float | None]
+    lows: list[float | None] = field(default_factory=list)
+    highs: list[float | None] = field(default_factory=list)
+    count: int = 0
+    marks: list[NonFiniteMark] = field(default_factory=list)
+
+    def find_bounds(self) -> tuple[float, float] | None:
+        """Return the lowest and the highest finite value, or None if no value is finite."""
+        low = [value for value in (self.lows or self.means) if value is not None]
+        high = [value for value in (self.highs or self.means) if value is not None]
+        return (min(low), max(high)) if low else None
+
+
+def downsample(points: Sequence[Point], limit: int) -> DownsampledSeries:
+    """Reduce a series to at most `limit` buckets with equal numbers of values.
+
+    The first bucket is drawn at the first point and the last bucket at the last point, so that the line spans the full
+    run. A series that is short enough is returned without buckets.
+
+    Args:
+        points: Points in the order of their steps.
+        limit: Maximum number of buckets, at least 2.
+    """
+    count = len(points)
+    steps, times, values = zip(*points, strict=True) if points else ((), (), ())
+    marks = [] if all(map(math.isfinite, values)) else _find_marks(points)
+    if count <= limit:
+        means = [value if math.isfinite(value) else None for value in values]
+        return DownsampledSeries(list(steps), list(times), means, count=count, marks=marks)
+    found = DownsampledSeries([], [], [], count=count, marks=marks)
+    for index, (start, end) in enumerate(_split_evenly(count, limit)):
+        place = {0: start, limit - 1: end - 1}.get(index, (start + end) // 2)
+        finite = [value for value in values[start:end] if math.isfinite(value)] if marks else values[start:end]
+        found.steps.append(steps[place])
+        found.times.append(times[place])
+        found.means.append(_average(finite))
+        found.lows.append(min(finite, default=None))
+        found.highs.append(max(finite, default=None))
+    return found
+
+
+def _split_evenly(count: int, limit: int) -> Iterator[tuple[int, int]]:
+    return ((index * count // limit, (index + 1) * count // limit) for index in range(limit))
+
+
+def _average(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    total = sum(values)
+    # Values near the largest float: their sum would be inf.
+    return total / len(values) if math.isfinite(total) else sum(value / len(values) for value in values)
+
+
+def _find_marks(points: Sequence[Point]) -> list[NonFiniteMark]:
+    """Return a mark for each sequence of consecutive non-finite values of one kind.
+
+    Neighboring marks are merged if there are more than `MAX_MARKS`.
+    """
+    found: list[NonFiniteMark] = []
+    previous = -2
+    for index, (step, seconds, value) in enumerate(points):
+        if math.isfinite(value):
+            continue
+        kind = "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+        if index == previous + 1 and found[-1].kind == kind:
+            last = found.pop()
+            found.append(NonFiniteMark(kind, (last.steps[0], step), (last.times[0], seconds), last.count + 1))
+        else:
+            found.append(NonFiniteMark(kind, (step, step), (seconds, seconds), 1))
+        previous = index
+    if len(found) <= MAX_MARKS:
+        return found
+    return [_merge_marks(found[start:end]) for start, end in _split_evenly(len(found), MAX_MARKS)]
+
+
+def _merge_marks(marks: Sequence[NonFiniteMark]) -> NonFiniteMark:
+    kinds = {mark.kind for mark in marks}
+    first, last = marks[0], marks[-1]
+    return NonFiniteMark(
+        kinds.pop() if len(kinds) == 1 else "mixed",
+        (first.steps[0], last.steps[1]),
+        (first.times[0], last.times[1]),
+        sum(mark.count for mark in marks),
+    )

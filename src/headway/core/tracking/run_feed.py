@@ -1,0 +1,418 @@
+"""One run on one rank: writes its run log and passes its values on to trackers.
+
+Errors in a tracker never reach the training loop. A failure is logged as a warning once and recorded in the run log.
+After three failures in a row the tracker is dropped for this run. The run log still contains the values that the
+tracker did not receive.
+
+A process cannot know at its start whether it will resume a run or start over. If a resume is likely, the trackers
+continue the run in the log. If the guess was wrong, the trackers are restarted::
+
+    resumed, or a checkpoint exists to resume from          continue the tracker's run
+    last start was killed, nothing else is known            continue, unless the first value indicates a new run
+    last start ended                                        new run, unless a resume follows
+
+Names of nested values are joined with '/'. Values can be numbers, 0-d tensors, NumPy scalars, strings, or objects
+that only some trackers accept.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.common import env
+from headway.core.runtime.readback import Readback
+from headway.core.tracking.base import TrackedRun
+from headway.core.tracking.guarded import SLOW_FINISH, GuardedTracker
+from headway.core.tracking.pictures import Picture, make_file_name, number_images, write_png
+from headway.core.tracking.runlog import MEASURED, RunLog, Value, convert_to_json
+from headway.core.tracking.runlog_reader import LoggedRun, read_run
+from headway.core.tracking.selection import Choice
+from headway.core.tracking.values import describe_type, flatten, is_loggable, to_python
+from headway.errors import StateError, TrackingError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+
+class RunFeed:
+    """Run log and trackers of one run on this rank.
+
+    Args:
+        project: Name of the run.
+        folder: Folder of the run; None if there is no run log.
+        choices: Trackers of this rank.
+        is_main: Whether this is rank 0, which writes the run log.
+        position: Function that returns the current number of optimizer updates.
+        measure: Function that returns "memory" in bytes and "grad_norm" (a tensor, or None). They are written to the
+            run log if the script does not log such values itself.
+
+    Attributes:
+        begun: Start time of the run, in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        folder: Path | None,
+        choices: Sequence[Choice],
+        is_main: bool,
+        position: Callable[[], int],
+        measure: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self.project = project
+        self.folder = folder
+        self._choices = choices
+        self._position = position
+        self._measure = measure
+        self._last_norm: torch.Tensor | None = None
+        self._pending_norm: tuple[int, Readback] | None = None
+        self._named: set[str] = set()
+        self._is_log_warned = False
+        self.runlog: RunLog | None = None
+        self.before: LoggedRun | None = None
+        self.guarded: list[GuardedTracker] = []
+        self._identities: dict[str, dict[str, Any]] = {}
+        self._config: dict[str, Any] = {}
+        self._is_continuing = False
+        self._is_settled = False
+        self._num_at_start = 0
+        self._odd: set[str] = set()
+        self.begun = time.time()
+        if folder is not None and is_main:
+            self._open_log(folder)
+
+    def _open_log(self, folder: Path) -> None:
+        try:
+            self.runlog = RunLog(folder)
+        except OSError as error:
+            log.warning("there is no log of this run: %s cannot be written (%s); training goes on", folder, error)
+            return
+        try:
+            self.before = read_run(folder)
+        except TrackingError:
+            self.before = None  # no process has written a complete line yet
+        for event in self.before.events if self.before is not None else ():
+            if event.name == "tracker":
+                self._identities[str(event.details.get("tracker"))] = dict(event.details.get("identity") or {})
+
+    # ---------------------------------------------------------------- start
+
+    def start(
+        self,
+        config: dict[str, Any],
+        init_kwargs: Mapping[str, Mapping[str, Any]],
+        about: Mapping[str, Any],
+        is_continuing: bool,
+        since: float | None = None,
+    ) -> None:
+        """Write the first line of the run log and start the trackers.
+
+        Args:
+            config: Configuration of the run, as JSON values.
+            init_kwargs: Arguments for each tracker's class, by the tracker's name.
+            about: Mapping with "world_size", "device" and "versions".
+            is_continuing: Whether the run is expected to continue the one in the existing run log.
+            since: Original start time of the run in seconds since 1970, if this process ended the run earlier and now
+                continues it. Default: None.
+        """
+        self._config = config
+        self._num_at_start = self._position()
+        if since is not None and (self.runlog is None or self.before is not None):
+            self.begun = since
+            self._is_settled = True
+            is_continuing = True
+            self._write("reopen")
+        else:
+            self._write("write_start", self.project, config, **about)
+        self._is_continuing = is_continuing and bool(self._identities)
+        for choice in self._choices:
+            guarded = GuardedTracker(choice.name, self.log_event)
+            guarded.build(choice, init_kwargs.get(choice.name, {}))
+            self.guarded.append(guarded)
+            self._begin_tracker(guarded, self._is_continuing)
+        restarts = env.get_int("TORCHELASTIC_RESTART_COUNT") or 0
+        if since is None and (restarts or (self.before is not None and not self.before.is_ended)):
+            reason = env.get(env.RESTART_REASON) if restarts else None
+            about = {} if reason is None else {"reason": reason}
+            self.log_event("restart", None, about | {"restart_count": restarts})
+
+    def _begin_tracker(self, guarded: GuardedTracker, is_continuing: bool) -> None:
+        identity = self._identities.get(guarded.name) if is_continuing else None
+        guarded.call("begin", TrackedRun(self.project, self.folder, identity), is_fatal=True)
+        if self._config or guarded.takes != "given":
+            guarded.call("store_init_configuration", self._config)
+        if guarded.tracker is not None and not guarded.is_dropped and guarded.tracker.identity != identity:
+            self.log_event("tracker", None, {"tracker": guarded.name, "identity": guarded.tracker.identity})
+
+    def _restart_trackers(self, is_continuing: bool) -> None:
+        """Restart the trackers that can continue an earlier run.
+
+        The run was wrongly assumed to be new, or to be continued.
+
+        Args:
+            is_continuing: Whether the trackers now continue the run in the log. Otherwise they start a new run.
+        """
+        self._is_continuing = is_continuing
+        for guarded in self.guarded:
+            if guarded.name in self._identities:
+                guarded.call("finish")
+                self._begin_tracker(guarded, is_continuing)
+
+    def log_resume(self, step: int, details: Mapping[str, Any]) -> None:
+        """Record that a checkpoint was loaded, and make trackers discard values that were logged for later steps.
+
+        Args:
+            step: Step of the checkpoint.
+            details: Details of the event, as JSON values.
+        """
+        self.log_event("resumed", step, details)
+        if not self._is_settled and not self._is_continuing:
+            self._restart_trackers(True)
+        self._is_settled = True
+        self._call_trackers("rewind", step)
+        self._replay_values(step)
+
+    def _replay_values(self, step: int) -> None:
+        """Log values from the run log again in trackers that may have lost them when the previous process was killed.
+
+        Args:
+            step: Last step to log again.
+        """
+        before = self.before
+        if before is None or before.is_ended or not self._is_continuing:
+            return
+        rows: dict[tuple[float, int | None], dict[str, Value]] = {}
+        for name, points in before.values.items():
+            for at, moment, value in points:
+                if at is None or at <= step:
+                    rows.setdefault((moment, at), {})[name] = value
+        for guarded in self.guarded:
+            since = before.last_time - (0.0 if guarded.tracker is None else guarded.tracker.holds_back)
+            for (moment, at), values in sorted(rows.items(), key=lambda row: row[0][0]):
+                if moment > since:
+                    guarded.call("log", values, step=at)
+
+    def _decide_which_run(self, step: int | None) -> None:
+        """Decide whether the script continues the run in the log or starts a new one.
+
+        Does nothing if a checkpoint was loaded. Called with the first logged value.
+
+        Args:
+            step: Step of the first value.
+        """
+        if self._is_settled:
+            return
+        self._is_settled = True
+        before = self.before
+        if before is None:
+            return
+        steps = (at for points in before.values.values() for at, _, _ in points if at is not None)
+        first = min(steps, default=None)
+        if self._num_at_start:
+            last = self._num_at_start
+        elif step is not None and first is not None and step > first:
+            last = step - 1  # resumed by the script itself, as a new run would repeat the first step
+        else:
+            last = -1
+            if self._is_continuing:
+                self._restart_trackers(False)
+        self.log_event("started_over" if last < 0 else "resumed", last, {})
+        self._call_trackers("rewind", last)
+        if last >= 0:
+            self._replay_values(last)
+
+    # ---------------------------------------------------------------- logging
+
+    def log(
+        self, given: Mapping[str, Any], step: int, log_kwargs: Mapping[str, Mapping[str, Any]], said: int | None
+    ) -> None:
+        """Log the values of one step to the run log and to every tracker.
+
+        If the run log cannot store a value because of its type, this is reported once per name.
+
+        Args:
+            given: Values by name, as the script passed them.
+            step: Step of the run.
+            log_kwargs: Further keyword arguments for trackers, by the trackers' names.
+            said: Step that the script passed, or None. It is passed to trackers whose `takes` is "given".
+        """
+        self._decide_which_run(step)
+        flat = flatten(given)
+        known = {name: to_python(value) for name, value in flat.items() if is_loggable(value)}
+        odd = {name: describe_type(value) for name, value in flat.items() if name not in known}
+        if known or not flat:
+            self._write("write_values", step, known)
+            self._log_measured(known, step)
+        if new := odd.keys() - self._odd:
+            self._odd |= new
+            self.log_event("objects", step, {"kinds": {name: odd[name] for name in sorted(new)}})
+            self._warn_of_lost({name: odd[name] for name in sorted(new)})
+        by_kind = {"numbers": known, "objects": {name: known.get(name, flat[name]) for name in flat}, "given": given}
+        for guarded in self.guarded:
+            values = by_kind[guarded.takes]
+            if values or not given:
+                known_step = said if guarded.takes == "given" else step
+                guarded.call("log", dict(values), step=known_step, **log_kwargs.get(guarded.name, {}))
+
+    def _warn_of_lost(self, kinds: Mapping[str, str]) -> None:
+        """Warn about values that are not stored anywhere.
+
+        Neither the run log nor any tracker accepts their types.
+
+        Args:
+            kinds: Descriptions of the types, by the values' names.
+        """
+        if any(guarded.takes != "numbers" and not guarded.is_dropped for guarded in self.guarded):
+            return
+        log.warning(
+            "log() keeps single numbers and texts only, and leaves out %s. Log value.item() of one element, a mean, or the "
+            "elements by name; pictures go to log_images(), files to log_artifact()",
+            ", ".join(f"{name!r}, {kind}" for name, kind in kinds.items()),
+        )
+
+    def _log_measured(self, known: Mapping[str, Value], step: int) -> None:
+        """Write the memory use, and the gradient norm of the last clipping, to the run log for the report.
+
+        A value that the script logs itself is left out. A norm is read from the device only when the next values are
+        logged, so that the host does not wait for it.
+
+        Args:
+            known: Values that the script logs in this step.
+            step: Step of the run.
+        """
+        self._write_norm()
+        if self.runlog is None:
+            return
+        self._named |= {word for word in ("norm", "memory") for name in known if word in name}
+        measured = self._measure()
+        norm = measured.get("grad_norm")
+        if type(norm) is torch.Tensor and norm is not self._last_norm and "norm" not in self._named:
+            self._last_norm = norm
+            self._pending_norm = (step, Readback(norm))
+        if "memory" not in self._named and measured.get("memory") is not None:
+            self._write("write_values", step, {f"{MEASURED}memory": measured["memory"]})
+
+    def _write_norm(self) -> None:
+        pending, self._pending_norm = self._pending_norm, None
+        if pending is not None:
+            self._write("write_values", pending[0], {f"{MEASURED}grad_norm": pending[1].read().item()})
+
+    def log_images(
+        self, images: Mapping[str, Sequence[Picture]], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Write the images of one step as files in the run's folder, and log them to the run log and the trackers.
+
+        Args:
+            images: Images by name.
+            step: Step of the run.
+            log_kwargs: Further keyword arguments for trackers, by the trackers' names.
+        """
+        self._decide_which_run(step)
+        if self.runlog is not None:
+            for name, part, image in number_images(images):
+                path = self.runlog.folder / "images" / make_file_name(name, part, step)
+                if self._try_to_write(partial(write_png, path, image)):
+                    self._write("write_medium", "image", name + part, step, path)
+        self._call_trackers("log_images", images, step=step, by_name=log_kwargs)
+
+    def log_artifact(
+        self, path: Path, name: str, step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Log a file or folder that belongs to the run. The file or folder is neither moved nor copied.
+
+        Args:
+            path: Path of the file or folder.
+            name: Name of the artifact.
+            step: Step of the run.
+            log_kwargs: Further keyword arguments for trackers, by the trackers' names.
+        """
+        self._decide_which_run(step)
+        self._write("write_medium", "artifact", name, step, path)
+        self._call_trackers("log_artifact", path, name, step=step, by_name=log_kwargs)
+
+    def log_event(self, name: str, step: int | None, details: Mapping[str, Any]) -> None:
+        """Log a run event. Trackers get all events except those about trackers.
+
+        After "checkpoint" and "preempted", the trackers are flushed.
+
+        Args:
+            name: Kind of event.
+            step: Number of optimizer updates at which the event occurred; None for the current number.
+            details: Details of the event, as JSON values.
+        """
+        step = self._position() if step is None else step
+        self._write("write_event", name, step, **details)
+        if not name.startswith("tracker"):
+            self._call_trackers("log_event", name, convert_to_json(details), step=step)
+        if name in ("checkpoint", "preempted"):  # values logged before it must not be lost with the process
+            self._call_trackers("flush")
+
+    def _call_trackers(
+        self, method: str, *args: Any, by_name: Mapping[str, Mapping[str, Any]] | None = None, **kwargs: Any
+    ) -> None:
+        for guarded in self.guarded:
+            guarded.call(method, *args, **kwargs, **(by_name or {}).get(guarded.name, {}))
+
+    def _write(self, line: str, *args: Any, **kwargs: Any) -> None:
+        if self.runlog is not None:
+            self._try_to_write(partial(getattr(self.runlog, line), *args, **kwargs))
+
+    def _try_to_write(self, act: Callable[[], Any]) -> bool:
+        try:
+            act()
+        except (OSError, StateError) as error:
+            if not self._is_log_warned:
+                log.warning("the log of this run is not complete (%s); training goes on", error)
+                self._is_log_warned = True
+            return False
+        return True
+
+    # ---------------------------------------------------------------- end
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Write the last line of the run log, and finish the trackers one after the other.
+
+        A warning names each tracker that takes longer than 15 s.
+
+        Args:
+            summary: Final values of the run.
+        """
+        self._write_norm()
+        final_values = {"num_updates": self._position(), "seconds": round(time.time() - self.begun, 3)} | dict(
+            summary or {}
+        )
+        self._write("write_end", final_values)
+        self._call_trackers("log_event", "end", final_values, step=self._position())
+        for guarded in self.guarded:
+            timer = threading.Timer(SLOW_FINISH, _warn_of_slow_end, (guarded.name,))
+            timer.daemon = True
+            timer.start()
+            try:
+                guarded.call("finish")
+            finally:
+                timer.cancel()
+        if self.runlog is not None:
+            self.runlog.close()
+
+
+def flush_at_exit(feed: RunFeed) -> "weakref.finalize[[list[GuardedTracker]], RunFeed]":
+    """Register a finalizer that flushes the trackers of `feed` if the process exits without `finish`, and return it.
+
+    Detach the finalizer after `finish`.
+    """
+    return weakref.finalize(feed, _flush_trackers, feed.guarded)
+
+
+def _flush_trackers(several: list[GuardedTracker]) -> None:
+    for guarded in several:
+        guarded.call("flush")
+
+
+def _warn_of_slow_end(name: str) -> None:
+    log.warning("training is over; the tracker %s is still finishing, and this process waits for it", name)

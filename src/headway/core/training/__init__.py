@@ -1,0 +1,1 @@
+"""Training: the step, accumulation windows, and the objects that `prepare()` returns."""

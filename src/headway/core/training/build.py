@@ -1,0 +1,270 @@
+"""Functions that build a run, its training step and its preparation from the Accelerator's settings.
+
+The Accelerator calls these functions in this order.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from headway.common import scope, tracebacks
+from headway.core import extensions
+from headway.core.config.float8 import Float8Options
+from headway.core.config.load import resolve_run_setting
+from headway.core.config.run import is_automatic, resolve_windows
+from headway.core.data.loader import LoaderEvents
+from headway.core.memory.oom import EmergencyReserve, is_out_of_memory
+from headway.core.precision.build import build_precision
+from headway.core.precision.mixed import halve_embeddings
+from headway.core.runtime import events, process, pulse
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.control_plane.attendance import Attendance
+from headway.core.runtime.control_plane.control import note_progress
+from headway.core.runtime.dry_run import is_forecast
+from headway.core.runtime.process import ProcessRuntime
+from headway.core.runtime.seed import RNGReader
+from headway.core.strategies.build import choose_strategy
+from headway.core.training.behavior import Behavior
+from headway.core.training.checks.bypass import BypassDetector
+from headway.core.training.checks.notices import NonFiniteNotice
+from headway.core.training.checks.replicas import ReplicaCheck, RowCountCheck
+from headway.core.training.hooks import StepHooks
+from headway.core.training.prepared.objects import PreparedObjects
+from headway.core.training.prepared.prepare import Preparation
+from headway.core.training.prepared.registry import AcceleratorRegistration, AcceleratorRegistry
+from headway.core.training.prepared.scheduler import choose_rule
+from headway.core.training.run import Run
+from headway.core.training.settings import Settings
+from headway.core.training.step import StepGuard, TrainingStep, WholeStep
+from headway.core.training.windows import UpdateClock
+
+ModelTransform = Callable[[torch.nn.Module], Any]
+
+
+def start_process(settings: Settings) -> ProcessRuntime:
+    """Start this process's runtime, and its process group if there are several processes.
+
+    Raises:
+        LaunchError: If the number of processes that joined differs from the number that the launcher announced.
+        DeviceUnavailable: If a requested accelerator cannot be used by this process.
+    """
+    group = settings.options.process_group
+    return process.start(
+        cpu=settings.is_on_cpu, backend=group.backend, init_method=group.init_method, timeout=group.timeout
+    )
+
+
+def build_run(
+    settings: Settings,
+    runtime: ProcessRuntime,
+    behavior: Behavior,
+) -> Run:
+    """Create the `Run` that the settings describe.
+
+    Args:
+        settings: Settings of the Accelerator.
+        runtime: Runtime of this process.
+        behavior: Rules of the Accelerator, such as how losses are averaged.
+
+    Raises:
+        ConfigError: If the settings contradict each other, or do not fit the number of processes.
+        UnsupportedError: If the layout or the precision is not supported.
+    """
+    collectives = Collectives(runtime)
+    layout = settings.layout.resolve(settings.options, runtime.world_size, runtime.local_world_size)
+    mixed_precision, _ = resolve_run_setting(
+        "mixed_precision",
+        settings.mixed_precision,
+        layout.default_precision,
+        code_origin=settings.origin,
+    )
+    steps = settings.accumulation_steps
+    if steps is None and settings.accumulation_plugin is None:
+        steps = layout.default_num_steps
+    accumulation = resolve_windows(steps, settings.accumulation_plugin, settings.global_batch_size, settings.origin)
+    replays_batches = is_automatic(settings.microbatching, accumulation)
+    strategy = choose_strategy(layout, collectives, mixed_precision, replays_batches)
+    scaling = layout.options.without_loss_scaling() if strategy.capabilities.scales_losses else layout.options
+    loader_events = LoaderEvents()
+    prepared = PreparedObjects(strategy.free_gathered)
+    is_watched = pulse.is_watched() or runtime.world_size > 1
+    return Run(
+        runtime=runtime,
+        collectives=collectives,
+        layout=layout,
+        mixed_precision=mixed_precision,
+        accumulation=accumulation,
+        compilation=settings.compilation,
+        replays_batches=replays_batches,
+        strategy=strategy,
+        precision=build_precision(mixed_precision, runtime.hardware, scaling, strategy),
+        clock=UpdateClock(),
+        events=loader_events,
+        prepared=prepared,
+        windows=behavior.windows(
+            accumulation.num_steps,
+            loader_events,
+            accumulation.sync_with_dataloader,
+            accumulation.sync_each_batch,
+            partial(runtime.scope.own(AcceleratorRegistry).find_other_loader, prepared),
+            clips_partial_gradients=behavior.clips_partial_gradients,
+        ),
+        hooks=StepHooks(
+            begun=[note_progress] if is_watched else [],
+            phases=scope.own(events.Listeners).to_phases,
+        ),
+    )
+
+
+# ---------------------------------------------------------------- the step
+
+
+def build_step(run: Run, settings: Settings, behavior: Behavior) -> TrainingStep:
+    """Create the training step of a run with its `StepGuard`, and register the checks that compare ranks.
+
+    Args:
+        run: Run of the Accelerator.
+        settings: Settings of the Accelerator.
+        behavior: Rules of the Accelerator, such as how losses are averaged.
+    """
+    guard = _choose_guard(run, settings)
+    policy = behavior.loss_policy
+    if run.runtime.world_size > 1:
+        run.hooks.begun.append(run.runtime.scope.own(Attendance).count_micro_batch)
+        _compare_ranks(run, is_weighed=policy.weighs_losses, refuses_drift=behavior.refuses_drift)
+    make_step = extensions.load("feature", "microbatching") if run.replays_batches else WholeStep
+    step: TrainingStep = make_step(run, policy, guard)
+    return step
+
+
+def _choose_guard(run: Run, settings: Settings) -> StepGuard:
+    """Return the `StepGuard` that applies `on_non_finite` or `on_spike`, or one that only reports non-finite losses."""
+    if settings.on_spike is not None:
+        make_guard = extensions.load("feature", "on_spike")
+        guard: StepGuard = make_guard(settings.on_spike, settings.on_non_finite, run, lambda: run)
+        return guard
+    if settings.on_non_finite is not None:
+        from headway.core.training.checks.finite import FiniteGuard
+
+        return FiniteGuard(settings.on_non_finite, run)
+    if is_forecast():  # the tensors of a forecast have no values
+        return StepGuard(run)
+    is_left_out = run.precision.name == "fp16" and run.options.scaler.enabled
+    return StepGuard(run, NonFiniteNotice(run.windows, run.clock, run.runtime, is_left_out))
+
+
+def _compare_ranks(run: Run, *, is_weighed: bool, refuses_drift: bool) -> None:
+    """Register the checks that replicas have not diverged and that the batches of all ranks have equal numbers of rows.
+
+    Args:
+        run: Run of the Accelerator.
+        is_weighed: Whether losses are weighted by their numbers of rows. Row counts are only checked if this is true.
+        refuses_drift: Whether it is an error if ranks differ. False: one warning.
+    """
+    hooks = run.hooks
+    rows = RowCountCheck(run.windows)
+    replicas = ReplicaCheck(run.prepared, run.strategy, rows, refuses_drift)
+    hooks.reduced.append(replicas.note)
+    # If batches run in pieces, an update may be tried several times. Ranks are in step right after the reduction of
+    # gradients.
+    checks = hooks.reduced if run.replays_batches else hooks.before_update
+    checks.append(replicas.check)
+    if run.strategy.data_shard.count > 1 and is_weighed:
+        hooks.before_forward.append(rows.record_rows)
+        hooks.unweighed.append(rows.warn_of_varying_rows)
+
+
+# ---------------------------------------------------------------- prepare
+
+
+def build_preparation(run: Run, settings: Settings, step: TrainingStep, behavior: Behavior) -> Preparation:
+    """Create the object that prepares the run's models, optimizers, loaders and schedulers.
+
+    Args:
+        run: Run of the Accelerator.
+        settings: Settings of the Accelerator.
+        step: Training step of the run.
+        behavior: Rules of the Accelerator, such as its classes of optimizers and schedulers.
+    """
+    more_updates = 1 if settings.loading.split_batches else run.strategy.data_shard.count
+    counts_micro_batches = settings.schedules_count_micro_batches or run.accumulation.adjust_scheduler
+    return Preparation(
+        step=step,
+        neighbors=run.runtime.scope.own(AcceleratorRegistry),
+        loading=settings.loading,
+        places=settings.places_objects,
+        rule=choose_rule(settings.scheduler_ticks, counts_micro_batches, more_updates),
+        follows_optimizer=settings.schedules_follow_updates,
+        rng_types=settings.rng_types,
+        global_batch_size=settings.global_batch_size,
+        transforms=partial(list_transforms, run),
+        behavior=behavior,
+    )
+
+
+def list_transforms(run: Run, is_trained: bool) -> tuple[ModelTransform, ...]:
+    """Return the transforms to apply to a model before it is wrapped: float8, activation checkpointing, compilation.
+
+    Args:
+        run: Run of the Accelerator.
+        is_trained: Whether the model is trained. If False, it is only evaluated.
+    """
+    options = run.options
+    device = run.runtime.device
+    transforms: list[ModelTransform] = []
+    if run.mixed_precision == "fp8":
+        float8 = extensions.load("feature", "float8")
+        ranks = run.collectives if is_trained else None
+        transforms.append(partial(float8.convert_model, options=options.float8 or Float8Options(), ranks=ranks))
+    if options.autocast.half_residual:
+        transforms.append(halve_embeddings)
+    if options.checkpointing is not None and is_trained:
+        checkpoint_activations = extensions.load("feature", "checkpoint_activations")
+        transforms.append(partial(checkpoint_activations, plan=options.checkpointing, device=device))
+    if run.compilation.compiles:
+        compile_model = extensions.load("feature", "compile")
+        transforms.append(
+            partial(
+                compile_model,
+                plugin=run.compilation,
+                device=device,
+                is_gathered=is_trained and not run.strategy.capabilities.lone_forward,
+                accumulates=run.windows.num_steps > 1,
+            )
+        )
+    return tuple(transforms)
+
+
+# ---------------------------------------------------------------- the process
+
+
+def join_process(run: Run, step: TrainingStep, preparation: Preparation) -> AcceleratorRegistration:
+    """Register a run with its process, for shutdown and for reports of uncaught errors.
+
+    Shutdown then releases the prepared objects, and uncaught out-of-memory errors get a memory report.
+
+    Args:
+        run: Run of the Accelerator.
+        step: Training step of the run.
+        preparation: Preparation whose objects are released.
+
+    Returns:
+        The registration. The run stays registered until this object is freed.
+    """
+    runtime = run.runtime
+    runtime.scope.own(Attendance).start(runtime)
+    process.release_at_end(preparation.release)
+    runtime.scope.own(RNGReader).index = run.strategy.data_shard.index
+    scope.own(EmergencyReserve).fill()
+    scope.own(tracebacks.ExceptionHook).add_note(_explain_memory_error)
+    return runtime.scope.own(BypassDetector).join(step)
+
+
+def _explain_memory_error(error: BaseException) -> str:
+    """Return a report of memory use for an uncaught out-of-memory error, or "" for any other error."""
+    if not is_out_of_memory(error):
+        return ""
+    scope.own(EmergencyReserve).release()
+    return str(extensions.load("feature", "memory_report").explain_once(error))

@@ -1,0 +1,197 @@
+"""Detection of training that bypasses the prepared objects, which runs without an error but gives wrong results.
+
+torch's own step hook is used for two checks. The first step of each optimizer is examined in full. For every step, a
+few attribute comparisons detect one that comes inside an unfinished accumulation window. There is no communication
+with other ranks. Cases that may be legitimate give one warning;
+`logging.getLogger("headway.core.training.checks.bypass").setLevel("ERROR")` silences this file.
+
+::
+
+    which optimizer steps                               where             consequence
+    any optimizer, inside a window of its parameters    everywhere        StateError
+    an unprepared optimizer of a prepared model         sharded model     StateError: its parameters were replaced
+                                                        fp16              StateError: gradients are still scaled
+                                                        several ranks     a warning: no checkpoint holds its state
+    an optimizer of parameters in no prepared model     several ranks     a warning: weights drift apart
+    any, on batches of a DataLoader that is not         several ranks     a warning: every rank reads everything
+    prepared; gather_for_metrics of such batches
+"""
+
+import gc
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler, Subset, SubsetRandomSampler, WeightedRandomSampler
+
+from headway.core import extensions
+from headway.core.runtime import process
+from headway.core.training._torch import DataLoaderIterator, is_fake
+from headway.core.training.prepared.objects import iterate_parameters
+from headway.core.training.prepared.optimizer import StepWatch
+from headway.core.training.prepared.registry import AcceleratorRegistration, AcceleratorRegistry, find_replaced_ids
+from headway.core.training.step import TrainingStep
+from headway.errors import StateError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_SILENCE = f'logging.getLogger("{__name__}").setLevel("ERROR")'
+_WHOLE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Sampler classes that ignore ranks, so that every rank reads all samples. Other classes may take ranks into
+account.
+"""
+_MOST_LOOKS = 4
+"""Maximum number of searches for unprepared loaders. Each search goes through all Python objects of the process.
+
+The number of searches made so far is reset whenever an Accelerator is created.
+"""
+
+
+class BypassDetector:
+    """Detector of optimizers in this process that step without Headway's prepared objects.
+
+    One detector serves all Accelerators of the process. It ends with the process runtime.
+    """
+
+    def __init__(self) -> None:
+        self._neighbors = process.current().scope.own(AcceleratorRegistry)
+        self._num_looks = 0
+        self._watch = StepWatch(self._neighbors, self._judge)
+
+    def join(self, step: TrainingStep) -> AcceleratorRegistration:
+        """Register an Accelerator by its training step.
+
+        The Accelerator stays registered until the returned object is freed.
+        """
+        self._num_looks = 0
+        return self._neighbors.join(step)
+
+    # ---------------------------------------------------------------- optimizers
+
+    def _judge(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise an error or warn if the first step of an optimizer bypasses the prepared objects.
+
+        Raises:
+            StateError: If `prepare()` has replaced the optimizer's parameters, or its gradients still contain the loss
+                scale.
+        """
+        name, parameters = type(optimizer).__name__, list(iterate_parameters(optimizer))
+        preparer, steps = self._neighbors.find_preparer(optimizer), self._neighbors.list_newest_first()
+        stale = [p for p in parameters if any(step.strategy.find_current(p) is not p for step in steps)]
+        if preparer is None and stale:
+            raise StateError(
+                f"{name} is not prepared, and {len(stale)} of its {len(parameters)} parameters were replaced when prepare() sharded "
+                "their model: its step changes nothing. Pass it to accelerator.prepare() together with the model, and call step() on "
+                "what prepare() returned"
+            )
+        owners = [
+            step for step in steps if not find_replaced_ids(step, parameters).isdisjoint(step.prepared.list_ids())
+        ]
+        for owner in owners:
+            if owner is not preparer and _sees_scaled(optimizer, owner):
+                raise StateError(
+                    f"{name} stepped on gradients that are multiplied by fp16's loss scale. Prepare it with the Accelerator that has "
+                    "prepared its model, and call step() on what prepare() returned"
+                )
+        if preparer is not None and preparer.prepared.has_untrained_gradients():
+            extensions.load("feature", "untrained_parameters")(preparer, self._neighbors)
+        num_ranks = steps[-1].strategy.everyone.world_size if steps else 1
+        if num_ranks == 1 or any(map(is_fake, parameters)):  # the optimizer of a forecast changes no weights
+            return
+        self.look_for_loader(steps[-1])
+        if preparer is not None:
+            return
+        if owners:
+            log.warning_once(
+                "%s is not prepared, but its model is: its updates are not counted, checkpoints lack its state, and it does not wait "
+                "for accumulation windows. Prepare it, or silence this with %s",
+                name,
+                _SILENCE,
+            )
+        elif _may_drift(steps) and not _is_reduced_elsewhere(optimizer):
+            log.warning_once(
+                "%s updates parameters of a model that is not prepared: each of the %d processes learns from its own gradients, and "
+                "their weights drift apart. Pass model and optimizer to accelerator.prepare(). If you mean that (or "
+                "average gradients yourself), silence this with %s",
+                name,
+                num_ranks,
+                _SILENCE,
+            )
+
+    # ---------------------------------------------------------------- loaders
+
+    def look_for_loader(self, step: TrainingStep) -> None:
+        """Warn if the current batch must have come from a DataLoader that was not prepared.
+
+        Args:
+            step: Training step of the Accelerator that trains on the batch.
+        """
+        count = step.strategy.data_shard.count
+        if count == 1 or step.windows.loader is not None or self._num_looks >= _MOST_LOOKS:
+            return
+        self._num_looks += 1
+        found = next((obj for obj in gc.get_objects() if _reads_everything(obj, count)), None)
+        if found is not None:
+            log.warning_once(
+                "batches come from a DataLoader of %s that is not prepared: each of the %d processes reads all of its %d samples, "
+                "so every sample is trained on and gathered %d times. Pass the loader to accelerator.prepare(). If each process "
+                "has data of its own, silence this with %s",
+                type(found._dataset).__name__,
+                count,
+                len(found._dataset),
+                count,
+                _SILENCE,
+            )
+
+
+def _may_drift(steps: list[TrainingStep]) -> bool:
+    """Whether weights may diverge between ranks if an optimizer trains parameters of no prepared model.
+
+    This is so if no Accelerator has ever prepared a model. It is also so if an Accelerator is being used for training:
+    its accumulation window is unfinished, or its latest micro-batch used the last batch that its loader returned.
+
+    Args:
+        steps: Training steps of all Accelerators of the process.
+    """
+    is_nothing_prepared = not any(step.prepared.parameters or step.prepared.num_resets for step in steps)
+    return is_nothing_prepared or any(step.windows.is_unfinished or step.windows.is_in_hand for step in steps)
+
+
+def _sees_scaled(optimizer: torch.optim.Optimizer, owner: TrainingStep) -> bool:
+    """Whether an optimizer's gradients are still multiplied by the loss scale.
+
+    This is so if neither Headway nor the user has unscaled them.
+
+    Args:
+        optimizer: Optimizer that is about to step.
+        owner: Training step of the Accelerator that prepared the optimizer's model.
+    """
+    scaler = getattr(owner.precision, "scaler", None)
+    return scaler is not None and scaler.is_enabled() and id(optimizer) not in scaler._per_optimizer_states
+
+
+def _is_reduced_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a wrapper that the script created, such as DDP, reduces the optimizer's gradients over ranks.
+
+    Called once, before a warning, because it searches all Python objects of the process.
+    """
+    parameters = list(iterate_parameters(optimizer))
+    if any(hasattr(p, "device_mesh") for p in parameters):
+        return True
+    wanted = set(map(id, parameters))
+    engines = (obj for obj in gc.get_objects() if issubclass(type(obj), torch.nn.parallel.DistributedDataParallel))
+    return any(not wanted.isdisjoint(map(id, engine.parameters())) for engine in engines)
+
+
+def _reads_everything(obj: Any, num_ranks: int) -> bool:
+    """Whether an object is an iterator of a map-style DataLoader whose sampler ignores ranks."""
+    if not issubclass(type(obj), DataLoaderIterator):
+        return False
+    sampler = getattr(obj._index_sampler, "sampler", obj._index_sampler)
+    if type(sampler) not in _WHOLE:
+        return False
+    dataset = obj._dataset
+    if isinstance(dataset, Subset):
+        # A subset of about 1 / world_size of the data is one rank's shard, e.g. range(rank, n, world_size).
+        return abs(len(dataset) * num_ranks - len(dataset.dataset)) >= num_ranks  # type: ignore[arg-type]
+    return hasattr(dataset, "__len__")

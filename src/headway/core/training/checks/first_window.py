@@ -1,0 +1,106 @@
+"""Check of the first accumulation window for losses that the script scales itself, and gradients cleared too early."""
+
+import torch
+
+from headway.core.training.run import Run
+from headway.errors import StateError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+BY_HAND = (
+    "backward came outside accumulate(), with gradient_accumulation_steps=%d: each loss is divided by %d, and step() and "
+    "zero_grad() act whenever they are called. `with accelerator.accumulate(model):` makes it exact, for short windows and ragged "
+    "batches too, and reduces gradients only once per window. Do not divide the loss yourself"
+)
+_SCALED = (
+    "the loss was %s by %d, which is the number of %s, before it came to backward(). backward() accounts for that itself: give it "
+    "the loss as it is. If the number means something else here, this warning does not concern you"
+)
+_CLEARED = (
+    "the gradients of the window in progress were cleared between two of its micro-batches: by model.zero_grad(), or by an "
+    "optimizer that is not prepared. Call zero_grad() on what prepare() returned for the optimizer; it waits for the window's end"
+)
+_SEVERAL_BATCHES = (
+    "two losses came in one accumulate() block in which several batches of a loader were read. A block is one micro-batch, with "
+    "one loss, or with several over the same samples: give each batch a block of its own"
+)
+
+
+class FirstWindow:
+    """Check of each backward in the first accumulation window, for mistakes of the training loop.
+
+    Later windows are not checked, so the check costs nothing from then on.
+
+    Args:
+        run: Run of the Accelerator.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._windows = run.windows
+        self._prepared = run.prepared
+        self._strategy = run.strategy
+        self._had_gradients = False
+        self._scaled: tuple[object, ...] = ()
+        """Arguments of the pending warning that the script itself scales the micro-batch's loss, or ().
+
+        Dropped if the micro-batch has a second loss, because two halved losses are a correct mean.
+        """
+
+    def before_backward(self, loss: torch.Tensor, is_weighed: bool) -> None:
+        """Raise an error, or prepare a warning, if a loss shows that the training loop makes a mistake.
+
+        Args:
+            loss: Scalar loss with a graph, before its backward.
+            is_weighed: Whether backward divides the loss by a weight that Headway derives, because the caller passed
+                none.
+
+        Raises:
+            StateError: If gradients were cleared within the accumulation window, or if two batches are trained in one
+                `accumulate` block.
+        """
+        window = self._windows.current
+        if window.micro_weight is not None and self._windows.num_read > 1:
+            raise StateError(_SEVERAL_BATCHES)
+        # If a batch runs in pieces, gradients of earlier batches are set aside, so they may be None here.
+        if not self._windows.is_cut and window.has_gradient and self._had_gradients and not self._has_gradients():
+            raise StateError(_CLEARED)
+        if window.micro_weight is None:
+            self._tell()
+            self._scaled = self._find_scale_warning(loss) if is_weighed else ()
+        else:
+            self._scaled = ()
+
+    def after_backward(self) -> None:
+        """Record after a backward whether gradients exist, and give the pending warning if the window has closed."""
+        is_closed = self._windows.current.is_closed
+        self._had_gradients = not is_closed and self._has_gradients()
+        if is_closed:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._scaled:
+            log.warning_once(_SCALED, *self._scaled)
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for p in self._prepared.list_parameters_of(self._windows.current))
+
+    def _find_scale_warning(self, loss: torch.Tensor) -> tuple[object, ...]:
+        """Return the arguments of a log warning if the script itself has scaled the loss, else ().
+
+        The factor is the number of accumulation steps or of ranks.
+
+        The last operation of the loss's graph shows the division or multiplication.
+        """
+        kind, factor = type(loss.grad_fn).__name__, getattr(loss.grad_fn, "_saved_other", None)
+        if kind not in ("DivBackward0", "MulBackward0") or not isinstance(factor, torch.Tensor):
+            return ()
+        if factor.ndim or factor.device.type != "cpu":  # a tensor that the script created
+            return ()
+        steps, ranks = self._windows.num_steps, self._strategy.everyone.world_size
+        number = factor.item()
+        if steps > 1 and number == (steps if kind == "DivBackward0" else 1 / steps):
+            return "divided", steps, "micro-batches of an update"
+        if ranks > 1 and kind == "MulBackward0" and number in (ranks, ranks * steps):
+            return "multiplied", number, "processes" if number == ranks else "processes times micro-batches"
+        return ()

@@ -1,0 +1,161 @@
+"""Checks that warn of learning rate schedules that end before the run does, because their length was counted wrongly.
+
+A schedule's length is in scheduler steps. An update may make several of them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch.optim.lr_scheduler import ConstantLR, LinearLR
+
+from headway.core.data.loader import PreparedLoader
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_NEARLY_ZERO = 1e-3
+"""Fraction of its initial value below which a learning rate is too small for updates to have an effect."""
+
+
+class _Rule(Protocol):
+    def ticks(self, window_length: int) -> int:
+        """Return the number of scheduler steps for one update of `window_length` micro-batches."""
+
+
+def get_schedule_length(scheduler: Any) -> int | None:
+    """Return the number of scheduler steps after which a schedule ends, or None if it does not expose it."""
+    for name in ("total_steps", "T_max", "total_iters"):
+        value = getattr(scheduler, name, None)
+        if isinstance(value, int):
+            return value
+    # transformers' schedules are LambdaLR over functools.partial objects that carry their length.
+    for function in getattr(scheduler, "lr_lambdas", None) or ():
+        length = getattr(function, "keywords", {}).get("num_training_steps")
+        if isinstance(length, int):
+            return length
+    return _length_of_children(scheduler, get_schedule_length)
+
+
+def get_decay_length(scheduler: Any) -> int | None:
+    """Return the length in scheduler steps of a schedule that decays to a low learning rate.
+
+    None if the schedule does not expose its length, or if it is a warm-up, which ends at the full rate.
+    """
+    if isinstance(scheduler, ConstantLR) or (
+        isinstance(scheduler, LinearLR) and scheduler.end_factor >= scheduler.start_factor
+    ):
+        return None
+    if getattr(scheduler, "_schedulers", None):
+        return _length_of_children(scheduler, get_decay_length)
+    return get_schedule_length(scheduler)
+
+
+def _length_of_children(scheduler: Any, measure: Callable[[Any], int | None]) -> int | None:
+    children = getattr(scheduler, "_schedulers", None)
+    if not children:
+        return None
+    milestones = getattr(scheduler, "_milestones", None)
+    if milestones:
+        rest = measure(children[-1])
+        return None if rest is None else int(milestones[-1]) + rest
+    return max((length for each in children if (length := measure(each)) is not None), default=None)
+
+
+def warn_of_prepared_length(
+    scheduler: Any, rule: _Rule, num_parts: int, num_steps: int, loaders: Sequence[PreparedLoader]
+) -> bool:
+    """Warn if a schedule's length was probably computed with `len()` of a prepared loader.
+
+    The length then matches a number of epochs in updates of the loader, but not in the steps that the rule counts. Only
+    loaders whose `len()` was called after they were prepared are considered.
+
+    Args:
+        scheduler: Schedule of the user, about to be prepared.
+        rule: Rule for the number of scheduler steps per update.
+        num_parts: Number of shards into which the data is split over ranks.
+        num_steps: Micro-batches per update.
+        loaders: Loaders that have been prepared.
+
+    Returns:
+        Whether a warning was given.
+    """
+    length, ticks = get_decay_length(scheduler), rule.ticks(num_steps)
+    if not length or ticks == 1:
+        return False
+    sizes = [(loader, num_batches) for loader in loaders if (num_batches := loader.count_batches()) > num_steps]
+    if any(_does_fit_rule(length, num_batches, num_parts, num_steps) for _, num_batches in sizes):
+        return False
+    for loader, num_batches in sizes:
+        num_updates = -(-num_batches // num_steps)
+        is_own = length % num_updates == 0 or _is_whole(length * num_steps, num_batches, num_steps)
+        if not (loader.was_measured and is_own):
+            continue
+        end = -(-length // ticks)
+        log.warning_once(
+            "%s ends after %d updates, in the middle of an epoch of %d: it has %d ticks and makes %d an update, one for each "
+            "update of the single-process loop. Its length fits %g epochs of the prepared loader, whose updates are those of all "
+            "processes together. If it was computed from that loader, multiply it by accelerator.num_processes, compute it before "
+            "prepare(), or pass Accelerator(scheduler_ticks='updates') (docs/schedules.md)",
+            type(scheduler).__name__,
+            end,
+            num_updates,
+            length,
+            ticks,
+            round(length * num_steps / num_batches, 2),
+        )
+        return True
+    return False
+
+
+def _is_whole(numerator: int, denominator: int, slack: int) -> bool:
+    """Whether a schedule's length is a whole number of epochs.
+
+    A remainder that the script's floor division dropped is allowed.
+
+    Args:
+        numerator: Length of the schedule.
+        denominator: Length of an epoch.
+        slack: Exclusive upper limit of the remainder.
+    """
+    return -numerator % denominator < slack
+
+
+def _does_fit_rule(length: int, num_batches: int, num_parts: int, num_steps: int) -> bool:
+    """Whether a schedule ends together with an epoch, if its length counts the updates of a loop on a single process.
+
+    If a loader returns n batches to each of P ranks, the data had between (n - 1) P + 1 and n P batches. So the length
+    of E epochs is a range.
+
+    Args:
+        length: Length of the schedule in scheduler steps.
+        num_batches: Batches per epoch on each rank (n).
+        num_parts: Number of ranks among which the batches are divided (P).
+        num_steps: Micro-batches per update.
+    """
+    if length % (-(-num_batches // num_steps) * num_parts) == 0:
+        return True
+    most = -(-num_batches * num_parts // num_steps)
+    least = ((num_batches - 1) * num_parts + 1) // num_steps
+    epochs = -(-length // most)
+    return least * epochs <= length <= most * epochs
+
+
+def has_run_its_course(scheduler: Any, length: int) -> bool:
+    """Whether a schedule has ended. OneCycleLR ends one step before its length.
+
+    Args:
+        scheduler: Schedule to check.
+        length: Its length in scheduler steps.
+    """
+    last = getattr(scheduler, "last_epoch", None)
+    if last is None:  # ChainedScheduler counts steps only in its parts
+        last = max((getattr(each, "last_epoch", 0) for each in getattr(scheduler, "_schedulers", ())), default=0)
+    return int(last) >= length - 1
+
+
+def is_nearly_zero(scheduler: Any) -> bool:
+    """Whether the learning rates of all parameter groups have decayed so far that updates have no effect."""
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+    return bool(groups) and all(
+        float(group["lr"]) <= _NEARLY_ZERO * float(group.get("initial_lr", 0.0)) for group in groups
+    )

@@ -1,0 +1,50 @@
+"""Hooks into the training step: lists of functions that are empty while nothing is measured or watched.
+
+Guards, checks, meters and checkpoints append their functions when they are created, so that a disabled feature costs
+nothing. Hooks of the loaders are `headway.core.data.loader.LoaderEvents`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class StepHooks:
+    """Lists of functions that are called at certain moments of a training step.
+
+    They are empty while no feature needs them.
+
+    No hook receives the loss. Losses go to the run's only `StepGuard` (`headway.core.training.step`).
+
+    Attributes:
+        before_learning: Called before a micro-batch begins, and before a backward outside any micro-batch.
+        before_begin: Called before a micro-batch begins.
+        begun: Called after a micro-batch has begun, with the number of its accumulation window and the number of the
+            micro-batch in this window.
+        before_forward: Called before a prepared model's outermost call, with the model and the call's arguments.
+        before_backward: Called before the backward of a loss.
+        unweighed: Called when a loss gets weight 1, because its number of items is unknown.
+        reduced: Called when the gradients of an accumulation window are final.
+        before_update: Called before an optimizer steps on final gradients.
+        updated: Called after an optimizer has made an update that will not be undone by a replay, with the optimizer
+            and the number of its accumulation window.
+        before_swap: Called before model weights are exchanged for averaged ones outside of an optimizer step.
+        phases: Called with the name of the phase that begins: "forward", "backward" or "step".
+    """
+
+    before_learning: list[Callable[[], None]] = field(default_factory=list)
+    before_begin: list[Callable[[], None]] = field(default_factory=list)
+    begun: list[Callable[[int, int], None]] = field(default_factory=list)
+    before_forward: list[Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]] = field(
+        default_factory=list
+    )
+    before_backward: list[Callable[[], None]] = field(default_factory=list)
+    unweighed: list[Callable[[], None]] = field(default_factory=list)
+    reduced: list[Callable[[], None]] = field(default_factory=list)
+    before_update: list[Callable[[], None]] = field(default_factory=list)
+    updated: list[Callable[[torch.optim.Optimizer, int], None]] = field(default_factory=list)
+    before_swap: list[Callable[[], None]] = field(default_factory=list)
+    phases: list[Callable[[str], None]] = field(default_factory=list)

@@ -1,0 +1,212 @@
+"""Results and interfaces of optional features. The features themselves are in `headway.extras`."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class NanOrigin:
+    """Origin of a NaN or infinity in an accumulation window, as the action "explain" of `on_non_finite` reports it.
+
+    Attributes:
+        phase: "forward", "backward", "weight" (a parameter or buffer contained it), "input" (the batch contained it) or
+            "elsewhere" (it existed before, or came from another rank).
+        operation: Operation of torch that produced it, such as "aten.log". In backward the autograd node is added, as
+            in "aten.div in SqrtBackward0". For the phase "weight", the name of the parameter or buffer.
+        module: Full name of the module that was being called, or an empty string.
+        line: Line of the user's code, such as "train.py:12 in loss", or an empty string if unknown.
+        rows: Indices of the affected rows in this rank's batch, at most 8. Empty if unknown.
+        rank: Rank on which it originated.
+    """
+
+    phase: str
+    operation: str
+    module: str
+    line: str
+    rows: tuple[int, ...] = ()
+    rank: int = 0
+
+    def __str__(self) -> str:
+        rows = (
+            f", row{'s' if len(self.rows) > 1 else ''} {', '.join(map(str, self.rows))} of the batch"
+            if self.rows
+            else ""
+        )
+        what = {
+            "weight": f"with {self.operation}, which holds values that are not finite",
+            "input": f"with the values that were given to {self.operation}",
+            "elsewhere": "with a tensor that no checked operation has produced",
+        }.get(self.phase, f"in {self.phase} with {self.operation}")
+        where = f" in {self.module}" if self.module else ""
+        return f"it began {what}{where}{f' ({self.line})' if self.line else ''}{rows}, on rank {self.rank}"
+
+
+class Proofs(Protocol):
+    """Result of `Accelerator.verify`.
+
+    Attributes:
+        passed: Whether no proof failed.
+        statuses: "PASS", "FAIL" or "NOT CHECKED" by the word of each proof, such as "resume".
+    """
+
+    passed: bool
+    statuses: dict[str, str]
+
+    def describe(self) -> str:
+        """Return the table and the details of failed proofs as text."""
+
+
+class OriginSearch(Protocol):
+    """Interface of the search for the origin of a NaN.
+
+    The search runs an accumulation window a second time and checks each operation.
+
+    Attributes:
+        tracer: Tracer of the window that is being run a second time, or None.
+    """
+
+    tracer: Any
+
+    def forget_window(self) -> None:
+        """Drop the recorded batches of the accumulation window.
+
+        Its gradients are finite, and the update will be made.
+        """
+
+    def arm(self) -> bool:
+        """Prepare to replay the accumulation window whose update the guard has refused, to find the origin of the NaN.
+
+        Returns:
+            Whether the window can be replayed. False if one was replayed before, or if its batches did not come from a
+                prepared loader.
+        """
+
+    def end(self) -> NanOrigin | None:
+        """Stop tracing, and return the origin found on this rank, or None."""
+
+
+class SpikeReport(Protocol):
+    """Counts and latest message of the guard that `on_spike` enables.
+
+    Attributes:
+        num_spikes: Number of updates that were refused as spikes.
+        num_skipped: Number of skipped updates.
+        report: Latest message, or an empty string if there was none.
+    """
+
+    num_spikes: int
+    num_skipped: int
+    report: str
+
+
+class WeightBuckets(Protocol):
+    """Interface of a stream of a model's weights, which can be iterated over once. Every rank must iterate over it.
+
+    Each item is a bucket: a list of (name, tensor) of limited size.
+
+    Attributes:
+        metadata: (name, dtype name, shape) of each tensor, in the order in which they are sent.
+    """
+
+    metadata: list[tuple[str, str, list[int]]]
+
+    def __iter__(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield the buckets. Rank 0 gets full tensors, and the other ranks get meta tensors without memory."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peak computing rate of a device.
+
+    Attributes:
+        flops_per_second: FLOP/s of one device.
+        source: Origin of the value: "stated for NAME" if it is from the built-in table, "measured", or "given" by the
+            user.
+    """
+
+    flops_per_second: float
+    source: str
+
+
+@dataclass(frozen=True)
+class RankPace:
+    """Speed of one rank, without the time that it waits for other ranks.
+
+    Attributes:
+        rank: Rank that published it.
+        num_updates: Number of updates at which it was published.
+        forward: Median time in seconds of its latest forward passes, in which no rank waits for another.
+        data_wait: Fraction of its time, 0 to 1, in which it waited for data.
+    """
+
+    rank: int
+    num_updates: int
+    forward: float
+    data_wait: float
+
+
+class ThroughputMeter(Protocol):
+    """Meter of the training loop's throughput, which `Accelerator.throughput` returns.
+
+    Attributes:
+        every: Number of updates between two reports of each rank's speed.
+        factor: Multiple of the median forward time above which a rank is a straggler.
+        flops_per_sample: FLOPs of forward and backward per sample, for "mfu". None if unknown.
+        flops_per_token: FLOPs of forward and backward per token, for "mfu". None if unknown.
+    """
+
+    every: int
+    factor: float
+    flops_per_sample: float | None
+    flops_per_token: float | None
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context during which time is not measured, for example for a save."""
+
+    def add(self, tokens: float | torch.Tensor) -> None:
+        """Add tokens of this rank to the token count.
+
+        A tensor on an accelerator is read only when values are requested.
+        """
+
+    def values(self) -> dict[str, float]:
+        """Return the throughput since the last call: `samples_per_second`, `tokens_per_second`, `data_wait` and `mfu`.
+
+        `mfu` is the model FLOPs utilization. Values that are unknown are left out.
+        """
+
+    def total(self) -> dict[str, float]:
+        """Return the throughput since the meter was started, under the same names as `values`."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds measured so far, without paused time."""
+
+    def show_in_bars(self) -> None:
+        """Show the throughput of the last seconds in all progress bars of `headway.track` in this process."""
+
+    def fact(self) -> str:
+        """Return the throughput as one line.
+
+        The line contains samples and tokens per second, and the share of time spent waiting for data.
+        """
+
+    def count_flops(self) -> None:
+        """Count the FLOPs of the next batch of a prepared loader, and assume them for all later batches."""
+
+    @property
+    def peak(self) -> Peak:
+        """Peak computing rate of one device in the run's precision. Can be set, in FLOP/s."""
+
+    @peak.setter
+    def peak(self, flops_per_second: float | Peak) -> None: ...
+
+    def paces(self) -> list[RankPace]:
+        """Return the latest speed of each rank. Ranks publish it every `every` updates."""
+
+    def stragglers(self) -> dict[int, str]:
+        """Return a description of each rank whose forward or data loading is much slower than the median, by rank."""

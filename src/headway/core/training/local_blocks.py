@@ -1,0 +1,89 @@
+"""Interface and registry of local SGD blocks, in which ranks train separately, for saving and resuming checkpoints.
+
+The block itself is in `headway.extras.local_sgd`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.training.weights import iterate_buckets
+from headway.core.training.windows import AccumulationWindows
+
+_GROUP_BYTES = 256 << 20
+"""Bytes of parameters that are averaged at once. Averaging needs this much memory in addition to the model."""
+
+
+class LocalBlock(Protocol):
+    """Interface of a local SGD block: a `with` block in which ranks train without gradient reduction.
+
+    Attributes:
+        model: Prepared model.
+        num_steps: Number of optimizer steps made in the block.
+    """
+
+    model: torch.nn.Module
+    num_steps: int
+
+
+class LocalTraining:
+    """Registry of the local SGD blocks of a run.
+
+    Args:
+        windows: Accumulation windows of the run.
+
+    Attributes:
+        blocks: Active local SGD block of each model.
+        parted: Models that have been in a local SGD block. Their optimizer states differ between ranks from then on.
+    """
+
+    def __init__(self, windows: AccumulationWindows) -> None:
+        self.blocks: dict[torch.nn.Module, LocalBlock] = {}
+        self.parted: WeakSet[torch.nn.Module] = WeakSet()
+        self._windows = windows
+        self._interrupted: WeakKeyDictionary[torch.nn.Module, tuple[int, int, Callable[[], None]]] = WeakKeyDictionary()
+
+    @property
+    def num_windows(self) -> int:
+        """Number of accumulation windows begun so far, equal on all ranks."""
+        return self._windows.num_windows
+
+    def interrupt(self, model: torch.nn.Module, num_steps: int, put_back: Callable[[], None]) -> None:
+        """Record that the checkpoint from which the run resumes was saved inside a local SGD block.
+
+        The model's next block continues the saved one, unless the model is first trained outside a block.
+
+        Args:
+            model: Prepared model, whose parameters are now the mean over all ranks.
+            num_steps: Number of optimizer steps made in the saved block.
+            put_back: Function that restores this rank's own values in the model.
+        """
+        self._interrupted[model] = self.num_windows, num_steps, put_back
+
+    def begin_block(self, block: LocalBlock) -> int:
+        """Register a local SGD block as active.
+
+        Return the number of optimizer steps made in it before the run was resumed.
+
+        The number is 0 if the checkpoint was not saved inside a block of this model.
+        """
+        self.blocks[block.model] = block
+        self.parted.add(block.model)
+        num_windows, num_steps, put_back = self._interrupted.pop(block.model, (-1, 0, lambda: None))
+        if num_windows != self.num_windows:
+            return 0
+        put_back()
+        return num_steps
+
+    def end_block(self, block: LocalBlock) -> None:
+        """End a local SGD block."""
+        del self.blocks[block.model]
+
+
+def iterate_averages(values: Iterable[torch.Tensor], collectives: Collectives) -> Iterator[torch.Tensor]:
+    """Yield the mean over the ranks of each tensor, in the given order."""
+    for group in iterate_buckets(((each, each.nbytes) for each in values), _GROUP_BYTES):
+        yield from collectives.reduce([each.detach() for each in group], "mean")

@@ -1,0 +1,173 @@
+"""Gather of per-sample results from all ranks, in the order of the data and without padding samples."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+
+from headway.core.data.loader import PreparedLoader
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.collectives.tree import Tree, list_tensors
+from headway.errors import MetricError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+
+def gather_for_metrics(
+    tree: Tree, loader: PreparedLoader | None, collectives: Collectives, use_gather_object: bool
+) -> Tree:
+    """Concatenate per-sample results of all ranks, without the samples that only padded the batch.
+
+    Args:
+        tree: Tuples and dicts of tensors or arrays with one row per sample, or lists with one item per sample. A list
+            of tensors counts as a structure if its length differs from the batch's, or if its tensors have one row per
+            sample.
+        loader: Loader that returned the batch. None: padding is unknown, and everything is concatenated.
+        collectives: Collectives over the ranks.
+        use_gather_object: Whether every list has one item per sample.
+
+    Raises:
+        MetricError: If a leaf does not have one entry per sample, or if a list could be read both as a structure and as
+            one item per sample.
+    """
+    num_rows = None if loader is None else loader.num_rows
+    num_valid = None if loader is None else loader.num_valid
+    plan = _Gathering(num_rows, num_valid, _get_full_size(loader), use_gather_object, collectives)
+    put_together = plan.read(tree)
+    plan.gather()
+    return put_together()
+
+
+def warn_of_repeats(tree: Tree, loader: PreparedLoader | None, num_ranks: int) -> None:
+    """Warn once if `gather()` returns samples that were repeated to complete a batch.
+
+    The script would count them as additional samples.
+
+    Args:
+        tree: Tensors to gather.
+        loader: Loader that returned the current batch.
+        num_ranks: Number of ranks that contribute rows.
+    """
+    num_rows = None if loader is None else loader.num_rows
+    counts = None if loader is None else loader.valid_counts
+    if not num_rows or not counts or not any(each.ndim and each.shape[0] == num_rows for each in list_tensors(tree)):
+        return
+    num_repeats = num_rows * num_ranks - sum(counts)
+    if num_repeats > 0 and (len(counts) < num_ranks or min(counts) < num_rows):
+        log.warning_once(
+            "of the %d rows that gather() joins from here, %d are repeats; gather_for_metrics() gives each sample once",
+            num_rows * num_ranks,
+            num_repeats,
+        )
+
+
+def _get_full_size(loader: PreparedLoader | None) -> int | None:
+    """Return the number of rows of a full batch on this rank, or None if batches vary in size."""
+    total = None if loader is None else loader.total_batch_size
+    counts = None if loader is None else loader.valid_counts
+    return total // len(counts) if total and counts else None
+
+
+@dataclass
+class _Gathering:
+    """One gather of a nested structure: the leaves to send, and later the values received from all ranks.
+
+    Tensors are gathered together in one collective. Lists with one item per sample are gathered as objects.
+    """
+
+    num_rows: int | None
+    num_valid: int | None
+    full_size: int | None
+    is_list_per_sample: bool
+    collectives: Collectives
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    sequences: list[Any] = field(default_factory=list)
+    joined: Iterator[torch.Tensor] = field(init=False)
+    lists: Iterator[Sequence[Any]] = field(init=False)
+
+    def gather(self) -> None:
+        """Gather the recorded leaves from all ranks."""
+        self.joined = iter(self.collectives.gather(self.tensors))
+        self.lists = zip(*self.collectives.gather_objects(self.sequences)) if self.sequences else iter(())
+
+    def read(self, tree: Tree) -> Callable[[], Any]:
+        """Record the leaves of a tree.
+
+        Return a function that builds a tree of this structure from the gathered values.
+        """
+        if isinstance(tree, torch.Tensor):
+            self._check(tree.shape[0] if tree.ndim else None, f"a tensor of shape {tuple(tree.shape)}")
+            self.tensors.append(tree[: self.num_valid])
+            return lambda: next(self.joined)
+        if isinstance(tree, Mapping):
+            named = {key: self.read(value) for key, value in tree.items()}
+            return lambda: {key: value() for key, value in named.items()}
+        if isinstance(tree, tuple) or (isinstance(tree, list) and self._is_structure(tree)):
+            kind, values = type(tree) if isinstance(tree, tuple) else list, [self.read(value) for value in tree]
+            is_named = hasattr(kind, "_fields")
+            return lambda: kind(*(each() for each in values)) if is_named else kind(each() for each in values)
+        if isinstance(tree, numpy.ndarray):
+            self._check(tree.shape[0] if tree.ndim else None, f"an array of shape {tree.shape}")
+        elif isinstance(tree, list):
+            self._check(len(tree), f"a list of {len(tree)} items")
+        else:
+            raise MetricError(
+                f"gather_for_metrics got a {type(tree).__name__} ({tree!r:.40}), which does not hold one entry per sample; give "
+                "tensors, arrays or lists with one row per sample. For a number per rank use reduce_mean(total, weight)"
+            )
+        self.sequences.append(tree[: self.num_valid])
+        return lambda: _joined(next(self.lists))
+
+    def _is_structure(self, values: list[Any]) -> bool:
+        is_nested = bool(values) and all(isinstance(v, torch.Tensor | list | Mapping | tuple) for v in values)
+        if self.is_list_per_sample or not is_nested:
+            return False
+        are_tensors = all(isinstance(value, torch.Tensor) for value in values)
+        if self.num_rows is None:
+            return are_tensors
+        # On one rank the lengths can be equal by chance, so a rank on which they differ decides for all.
+        may_be_items = len(values) == self.num_rows
+        may_be_structure = not may_be_items or all(
+            isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == self.num_rows for value in values
+        )
+        rows = self.collectives.gather_numbers([float(may_be_items), float(may_be_structure)])
+        may_be_items, may_be_structure = (all(row[i] for row in rows) for i in (0, 1))
+        if may_be_items and may_be_structure and len(rows) > 1:
+            raise MetricError(
+                f"gather_for_metrics got a list of {len(values)} tensors of {self.num_rows} rows each for a batch of {self.num_rows} "
+                "samples: is it one tensor per sample, or several tensors of the whole batch? For the first pass "
+                "use_gather_object=True, for the second a tuple"
+            )
+        return may_be_structure
+
+    def _check(self, length: int | None, what: str) -> None:
+        if length is None:
+            raise MetricError(
+                f"gather_for_metrics got {what}, which is one value for the whole batch; it would be joined as if it were a sample. "
+                "Use reduce_mean(total, weight) for a mean, or gather() for one value per rank"
+            )
+        if self.num_rows is None or length == self.num_rows:
+            return
+        if self.num_valid is None or length != self.full_size or length < self.num_rows:
+            raise MetricError(
+                f"gather_for_metrics got {what} for a batch of {self.num_rows} samples; give one entry per sample, or use gather() "
+                "for values that are not per sample"
+            )
+        log.warning_once(
+            "gather_for_metrics got %s for a batch of %d samples, the short last one of its loader: only the first %d count. "
+            "Write loss.repeat(len(batch)) instead of repeating to the batch size",
+            what,
+            self.num_rows,
+            self.num_valid,
+        )
+
+
+def _joined(pieces: Sequence[Any]) -> Any:
+    return (
+        numpy.concatenate(pieces)
+        if isinstance(pieces[0], numpy.ndarray)
+        else [each for piece in pieces for each in piece]
+    )

@@ -1,0 +1,1 @@
+"""Prepared models, optimizers and schedulers, as prepare() returns them."""

@@ -1,0 +1,51 @@
+"""Detection of dispatched models, whose parts are on several devices and which `prepare()` must therefore not move."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+EXECUTION = "headway_execution"
+"""Key in a dispatched model's `__dict__` under which its `Execution` is stored."""
+_HOST = ("cpu", "disk")
+"""Entries of a device map that name no accelerator: host memory and disk."""
+
+
+def list_spread_places(model: nn.Module, device: torch.device) -> list[str]:
+    """Return the places (devices, "cpu", "disk") of a dispatched model.
+
+    The list is empty if `prepare()` may move the model.
+
+    A model may be moved if its device map names one place, or if all of it is on `device` already. On the CPU, parts on
+    "disk" are memory-mapped and used there.
+
+    Args:
+        model: Model that dispatch_model(), transformers' `device_map=` or Accelerate may have placed, completely or in
+            part.
+        device: Device of this process.
+    """
+    found: dict[str, None] = {}
+    for module in model.modules():
+        own = vars(module)
+        running: Any = own.get(EXECUTION)  # its `Execution`
+        device_map = own.get("hf_device_map")
+        named = dict.fromkeys(map(_name_place, device_map.values())) if isinstance(device_map, Mapping) else {}
+        if running is not None:
+            is_spread = not running.is_all_on(device)
+        else:
+            is_on_host = device.type == "cpu" and not named.keys() - set(_HOST)
+            is_one = len(named) <= 1 and "disk" not in named
+            lies_there = all(each.device == device for each in (*module.parameters(), *module.buffers()))
+            is_spread = not is_one and not (is_on_host and lies_there)
+        if is_spread:
+            found.update(named or {str(device): None})
+    return sorted(found)
+
+
+def _name_place(place: Any) -> str:
+    """Return a place in a device map as text, such as "cpu" or "device 0"."""
+    if isinstance(place, int):
+        return f"device {place}"
+    text = str(place)
+    return text if text in _HOST or text.isalpha() else f"device {text.rpartition(':')[2]}"

@@ -1,0 +1,298 @@
+"""Prepared model: the user's own object, with a subclass of its class that routes calls through autocast and DDP.
+
+The object keeps its isinstance relations, attributes and state_dict keys, because only its class is replaced by a
+subclass of it, as torch's fully_shard does. `forward` is never replaced. The engine (for example a DDP instance) is
+kept outside the module tree. It calls the module a second time, and a flag lets that inner call run the user's forward.
+
+On several processes scripts expect the attributes of DistributedDataParallel: `model.module`, which is the model
+itself, and `model.no_sync()`. If the user's class already has an attribute or submodule of one of these names, it is
+kept.
+"""
+
+import copyreg
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headway.common.callsite import is_called_by, is_user_file, walk_stack
+from headway.core.runtime.control_plane.conditional_calls import RankConditionalCallCheck
+from headway.core.strategies.base import Engine
+from headway.core.strategies.fully_sharded.dtensors import shard_like
+from headway.core.training._torch import functional_call, peek_interpreter_stack
+from headway.core.weights.compiled import rename_bare_items
+from headway.errors import PrepareError, StateError, UnsupportedError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_KEY = "_headway_call"
+_MOST_OPENED = 100_000
+_PARTS = (
+    "state_dict() of %s holds this rank's part of each tensor, so a file of it lacks the other ranks' parts. Whole weights: "
+    "accelerator.save_model(model, folder), or accelerator.get_state_dict(model), on every rank"
+)
+
+KeepLocal = Callable[[torch.nn.Module], AbstractContextManager[Any]]
+"""Function that returns a context for a model, in which backward does not reduce gradients over processes."""
+Look = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
+"""Function that is called before a prepared model's forward, with the model and the call's arguments."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """Settings and state of the calls of one prepared model."""
+
+    bare_class: type
+    engine: Engine | None
+    autocast: Callable[[], AbstractContextManager[Any]] | None
+    keep_local: KeepLocal | None
+    shards: str | None
+    looks: Sequence[Look]
+    lone: RankConditionalCallCheck | None
+    serves_all: bool
+    is_inside: bool = False
+    num_opened: int = 0
+
+
+class PreparedModel:
+    """Mixin that precedes the user's class in a prepared model's class. It overrides calls and copying."""
+
+    _is_accelerate_prepared = True  # a flag that libraries check
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's forward under autocast. If gradients are enabled, run it through the engine, such as DDP."""
+        call: _Call = self.__dict__[_KEY]
+        bare = super().__call__  # type: ignore[misc]
+        if call.is_inside:
+            return bare(*args, **kwargs)
+        for look in call.looks:
+            look(self, args, kwargs)  # type: ignore[arg-type]
+        run: Any = bare
+        if call.engine is not None and (call.serves_all or torch.is_grad_enabled()) and not _is_transformed():
+            run = call.engine
+        call.is_inside = True
+        call.num_opened = 0
+        try:
+            if call.autocast is None:
+                return run(*args, **kwargs)
+            with call.autocast():
+                return run(*args, **kwargs)
+        finally:
+            call.is_inside = False
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply a conversion such as to(), double() or half().
+
+        Raises:
+            StateError: If the dtype of replicated parameters changed, because DDP would not reduce their gradients.
+        """
+        before = [parameter.dtype for parameter in self.parameters()]  # type: ignore[attr-defined]
+        moved = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        after = [parameter.dtype for parameter in self.parameters()]  # type: ignore[attr-defined]
+        if after != before and self.__dict__[_KEY].engine is not None:
+            name = self.__dict__[_KEY].bare_class.__name__
+            raise StateError(
+                f"the dtype of {name}'s parameters was changed after prepare(), which leaves their gradients unreduced; change it "
+                "before prepare(), or use mixed_precision="
+            )
+        return moved
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Make pickle and deepcopy create an object of the original class, without the engine.
+
+        Raises:
+            UnsupportedError: If the model is sharded over processes, because a copy could not be trained.
+        """
+        refuse_copies(self)
+        return reduce_to_bare(self, super().__reduce_ex__(protocol), self.__dict__[_KEY].bare_class, (_KEY,))
+
+
+class PreparedPart(PreparedModel):
+    """Variant of `PreparedModel` for models that are sharded over processes.
+
+    It forbids copies and checks state-dict calls.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's forward under autocast and through the engine.
+
+        Raises:
+            UnsupportedError: If torch.func calls the model with parameters other than those that the layout gathers.
+        """
+        # TorchDynamo cannot read frames.
+        if (not torch.compiler.is_compiling() and is_called_by(functional_call.__code__)) or _is_transformed():
+            call: _Call = self.__dict__[_KEY]
+            raise UnsupportedError(
+                f"torch.func cannot be used on {call.bare_class.__name__} under the {call.shards} strategy, where each process "
+                "holds a part of its parameters. Use the layout ddp"
+            )
+        return super().__call__(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """Raise an error, because a sharded model cannot be copied.
+
+        Without this method, torch's own error would be raised before `__reduce_ex__` is called.
+        """
+        refuse_copies(self)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return this rank's shards, as torch's sharded models do.
+
+        Raises:
+            UnsupportedError: If only some ranks make the call, for example under a condition, so that the other shards
+                would be missing.
+        """
+        name = self.__dict__[_KEY].bare_class.__name__
+        self._look(
+            f"the state_dict() of {name} is asked for",
+            "putting whole weights together (accelerator.get_state_dict(model))",
+        )
+        _, caller, *_ = walk_stack()
+        if is_user_file(caller.f_code.co_filename):
+            log.warning_once(_PARTS, name)
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load this rank's shards of a state dict that has full tensors or shards.
+
+        Raises:
+            UnsupportedError: If only some ranks make the call, for example under a condition.
+        """
+        self._look(f"the load_state_dict() of {self.__dict__[_KEY].bare_class.__name__} is called", "loading weights")
+        own = super().state_dict()  # type: ignore[misc]
+        # Names with and without the prefixes of compiled submodules are accepted.
+        parts = own | dict(rename_bare_items(own.items()))
+        fits = {
+            name: shard_like(value, parts[name]) if name in parts and value.shape == parts[name].shape else value
+            for name, value in state_dict.items()
+        }
+        return super().load_state_dict(fits, *args, **kwargs)  # type: ignore[misc]
+
+    def _look(self, call: str, action: str) -> None:
+        lone: RankConditionalCallCheck | None = self.__dict__[_KEY].lone
+        if lone is not None:
+            lone.check(call, action)
+
+
+def _is_transformed() -> bool:
+    """Whether the call runs inside vmap, grad or another transform of torch.func.
+
+    Gradients that such a transform computes are not reduced over ranks.
+    """
+    return peek_interpreter_stack() is not None
+
+
+def reduce_to_bare(model: Any, reduced: Any, bare: type, keys: tuple[str, ...]) -> tuple[Any, ...]:
+    """Return the value for `__reduce_ex__` with which copy and pickle rebuild `model` in its original class.
+
+    Args:
+        model: Object whose class was replaced.
+        reduced: Result of `__reduce_ex__` of the replaced class.
+        bare: Original class.
+        keys: Names of attributes that were added with the replaced class. The rebuilt object lacks them.
+    """
+    made = list(reduced)
+    made[1] = tuple(bare if argument is type(model) else argument for argument in made[1])
+    # copyreg's own constructor requires the object's current class.
+    made[0] = bare if made[0] is type(model) else _new if made[0] is copyreg.__newobj__ else made[0]  # type: ignore[attr-defined]
+    if len(made) > 2 and isinstance(made[2], dict):
+        made[2] = {key: value for key, value in made[2].items() if key not in keys}
+    return tuple(made)
+
+
+def _new(kind: type, *args: Any) -> Any:
+    return kind.__new__(kind, *args)
+
+
+def _get_module(model: Any) -> Any:
+    """Return the model itself as the attribute `module`, because a prepared model has no wrapper to remove.
+
+    Raises:
+        AttributeError: If the attribute is read very often without a forward in between. This ends loops such as `while
+            hasattr(model, "module"): model = model.module`, which remove nested wrappers.
+    """
+    call: _Call = model.__dict__[_KEY]
+    call.num_opened += 1
+    if call.num_opened > _MOST_OPENED:
+        call.num_opened = 0
+        raise AttributeError("module")
+    return model
+
+
+def _no_sync(model: Any) -> AbstractContextManager[Any]:
+    """Return a context in which backward does not reduce gradients over processes."""
+    keep_local: KeepLocal = model.__dict__[_KEY].keep_local
+    return keep_local(model)
+
+
+def attach_engine(
+    model: torch.nn.Module,
+    engine: Engine | None,
+    autocast: Callable[[], AbstractContextManager[Any]] | None,
+    keep_local: KeepLocal | None = None,
+    shards: str | None = None,
+    looks: Sequence[Look] = (),
+    lone: RankConditionalCallCheck | None = None,
+    methods: Mapping[str, Any] | None = None,
+) -> None:
+    """Route calls of `model` through `engine` and `autocast`. If neither is needed, leave the object unchanged.
+
+    Args:
+        model: User's model.
+        engine: Engine, such as a DDP instance. It runs forwards with gradients. If it has the attribute
+            `serves_evaluation`, it runs all other forwards, too.
+        autocast: Function that creates the autocast context of a forward.
+        keep_local: Function that creates the context of `no_sync()`. None on a single process: the model then gets
+            neither `no_sync()` nor `module`.
+        shards: Name of the strategy that sharded the model, so that it cannot be copied. None: the model is not
+            sharded.
+        looks: Functions that are called before each outermost forward.
+        lone: Check that raises if only some ranks request the state dict of a sharded model, which needs all ranks.
+            None: no check.
+        methods: Methods that replace those of the user's class, by name. Default: None, for none.
+
+    Raises:
+        PrepareError: If the class cannot be extended, because it defines __slots__ or forbids subclasses.
+    """
+    if not looks and all(each is None for each in (engine, autocast, keep_local, shards)):
+        return
+    bare: Any = type(model)
+    added: dict[str, Any] = {"__module__": bare.__module__, "__doc__": bare.__doc__}
+    if keep_local is not None:
+        expected: dict[str, Any] = {"module": property(_get_module), "no_sync": _no_sync}
+        added.update({name: value for name, value in expected.items() if not hasattr(model, name)})
+    added |= methods or {}
+    try:
+        # Keep the class name, because repr, wrapping by class name and configuration files refer to it.
+        model.__class__ = type(bare.__name__, (PreparedModel if shards is None else PreparedPart, bare), added)
+    except TypeError as error:
+        raise PrepareError(
+            f"the class {bare.__qualname__} cannot be prepared, because it cannot be extended: {error}"
+        ) from error
+    serves_all = bool(getattr(engine, "serves_evaluation", False))
+    model.__dict__[_KEY] = _Call(bare, engine, autocast, keep_local, shards, looks, lone, serves_all)
+
+
+def refuse_copies(model: Any) -> None:
+    """Raise an error if the model is sharded, because it cannot be copied or pickled.
+
+    Raises:
+        UnsupportedError: If this process holds only part of the model.
+    """
+    call: _Call = model.__dict__[_KEY]
+    if call.shards is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be copied or pickled: under the {call.shards} strategy each process holds a part of it. "
+            "For an average of its weights (AveragedModel), use headway.ExponentialMovingAverage(model). Otherwise copy it before "
+            "prepare(), or save it with accelerator.save_model()"
+        )
+
+
+def detach_engine(model: torch.nn.Module) -> None:
+    """Restore the model's original class."""
+    call = model.__dict__.pop(_KEY, None)
+    if call is not None:
+        model.__class__ = call.bare_class

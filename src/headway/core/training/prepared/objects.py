@@ -1,0 +1,166 @@
+"""Registry of the objects that an Accelerator has prepared, in order of preparation."""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from headway.core.data.loader import PreparedLoader
+from headway.core.training.windows import AccumulationWindow
+
+
+class OptimizerEntry(Protocol):
+    """Interface of a prepared optimizer, as far as the registry of prepared objects needs it.
+
+    Attributes:
+        optimizer: torch's own optimizer.
+        num_updates: Number of updates that it has made. Skipped steps do not count.
+        step_was_skipped: Whether its last step at a closed accumulation window made no update.
+        last_window_length: Number of micro-batches in the accumulation window of its last update.
+    """
+
+    optimizer: torch.optim.Optimizer
+    num_updates: int
+    step_was_skipped: bool
+    last_window_length: int
+
+    def resume(self, num_updates: int) -> None:
+        """Continue the count of updates from `num_updates`."""
+
+    def snapshot(self) -> Any:
+        """Return the state from which `restore` undoes a batch."""
+
+    def restore(self, snapshot: Any) -> None:
+        """Restore the state from a snapshot. A snapshot can be restored several times."""
+
+
+class SchedulerEntry(Protocol):
+    """Interface of a prepared scheduler, as far as the registry of prepared objects needs it.
+
+    Attributes:
+        scheduler: User's scheduler.
+        optimizers: Prepared optimizers whose updates advance it.
+        rule: Rule for the number of scheduler steps per update; it has a `name`.
+        follows_optimizer: Whether it advances only with updates. If False, every call of step() advances it once.
+        num_calls: Number of calls of step() that advanced it without an update.
+    """
+
+    scheduler: Any
+    optimizers: Sequence[OptimizerEntry]
+    rule: Any
+    follows_optimizer: bool
+    num_calls: int
+
+    def set_rule(self, rule: Any) -> None:
+        """Set the rule for the number of scheduler steps per update."""
+
+    def seek(self, tick: int) -> None:
+        """Continue the schedule from the scheduler step `tick`."""
+
+    def ignore_repeated(self, num_calls: int) -> None:
+        """Ignore the next `num_calls` calls of step(), which a resumed loop repeats."""
+
+    def catch_up(self) -> None:
+        """Treat all updates so far as already counted, because the loaded state of the schedule includes them."""
+
+
+def iterate_parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Return the parameters in all groups of a torch optimizer."""
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+class PreparedObjects:
+    """Registry of the prepared objects of one Accelerator.
+
+    Args:
+        rest: Function that frees a model's gathered parameters, so that its names and parameters can be read until its
+            next forward. Default: None, for models that need none.
+
+    Attributes:
+        models: Models in order of preparation.
+        optimizers: Optimizers in order of preparation.
+        loaders: Loaders in order of preparation.
+        schedulers: Schedulers in order of preparation.
+        parameters: Parameters that each model had when it was prepared, by the model's ID.
+        num_resets: Number of times that objects were removed from the registry.
+        has_had_loader: Whether a loader has ever been prepared, even if it was removed since.
+    """
+
+    def __init__(self, rest: Callable[[torch.nn.Module], None] | None = None) -> None:
+        self._rest = rest
+        self.models: list[torch.nn.Module] = []
+        self.optimizers: list[OptimizerEntry] = []
+        self.loaders: list[PreparedLoader] = []
+        self.schedulers: list[SchedulerEntry] = []
+        self.parameters: dict[int, list[torch.nn.Parameter]] = {}
+        self.num_resets = 0
+        self.has_had_loader = False
+
+    def add_model(self, model: torch.nn.Module) -> None:
+        """Add a model to the registry, whether it is trained or only evaluated."""
+        self.models.append(model)
+        self.parameters[id(model)] = list(model.parameters())
+
+    def at_rest(self) -> list[torch.nn.Module]:
+        """Return the models with gathered parameters freed, so that their names and parameters can be read.
+
+        This lasts until a model's next forward.
+        """
+        for model in self.models if self._rest is not None else ():
+            self._rest(model)  # type: ignore[misc]
+        return self.models
+
+    def add_loader(self, loader: PreparedLoader) -> None:
+        """Add a prepared loader to the registry."""
+        self.loaders.append(loader)
+        self.has_had_loader = True
+
+    # ---------------------------------------------------------------- parameters
+
+    def list_parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters of all models, each parameter once."""
+        return list({id(p): p for parameters in self.parameters.values() for p in parameters}.values())
+
+    def list_parameters_of(self, window: AccumulationWindow) -> Iterable[torch.nn.Parameter]:
+        """Return the parameters that train in an accumulation window: those of the window's models.
+
+        If the window names no models, these are the parameters of all models.
+        """
+        models = [id(model) for model in window.models] or list(self.parameters)
+        unique = {id(p): p for model in models for p in self.parameters.get(model, ())}
+        return unique.values()
+
+    def list_ids(self) -> set[int]:
+        """Return the `id()` of each parameter of all models."""
+        return {id(p) for parameters in self.parameters.values() for p in parameters}
+
+    def has_untrained_gradients(self) -> bool:
+        """Whether a trainable parameter has a gradient, although no prepared optimizer holds it."""
+        held = {id(p) for each in self.optimizers for p in iterate_parameters(each.optimizer)}
+        return any(p.requires_grad and p.grad is not None and id(p) not in held for p in self.list_parameters())
+
+    def iterate_named(self, attribute: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield pairs of (name for messages, tensor) for the tensors of all models.
+
+        Args:
+            attribute: Method of the models that lists the tensors: "named_parameters" or "named_buffers".
+        """
+        several = len(self.models) > 1
+        for number, model in enumerate(self.at_rest()):
+            for name, tensor in getattr(model, attribute)():
+                yield f"{type(model).__name__} {number}: {name}" if several else name, tensor
+
+    # ---------------------------------------------------------------- the end
+
+    def forget(self, kept: Container[int] = ()) -> None:
+        """Remove all objects from the registry.
+
+        Args:
+            kept: IDs of objects that stay. Default: (), so that nothing stays.
+        """
+        everything: tuple[list[Any], ...] = (self.models, self.optimizers, self.loaders, self.schedulers)
+        for held in everything:
+            held[:] = [each for each in held if id(each) in kept]
+        self.parameters.clear()
+        self.parameters.update({id(model): list(model.parameters()) for model in self.at_rest()})
+        self.num_resets += 1

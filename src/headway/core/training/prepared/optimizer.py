@@ -1,0 +1,496 @@
+"""Prepared optimizer, which steps only when an accumulation window is closed, and counts updates.
+
+Optimizers created before prepare() hold the original parameters. A strategy that shards replaces these parameters, so
+the groups and the state of the optimizer are changed to the shards. Steps without gradients are skipped.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from headway.common.callsite import find_call_site
+from headway.core import extensions
+from headway.core.runtime import process
+from headway.core.runtime.control_plane.conditional_calls import RankConditionalCallCheck
+from headway.core.strategies.base import Strategy
+from headway.core.training.prepared.objects import iterate_parameters
+from headway.core.training.prepared.registry import AcceleratorRegistry
+from headway.core.training.step import TrainingStep
+from headway.core.training.windows import AccumulationWindow
+from headway.core.weights.pieces import is_dtensor
+from headway.errors import PrepareError, StateError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_OTHER_BACKWARD = (
+    "step() found gradients that accelerator.backward() has not made. Was loss.backward() called? Write "
+    "accelerator.backward(loss): it weighs the loss, scales it under fp16 and knows when the window ends. Do not prepare an "
+    "optimizer whose gradients you make yourself"
+)
+_NO_STEP = (
+    "zero_grad() at %s came before step(): the gradient of a whole window was dropped without an update. Move zero_grad() below "
+    "optimizer.step(), or above the backward; if the update is meant to be left out, this is no mistake"
+)
+_NO_BACKWARD = (
+    "step() at %s came at the end of a window whose last micro-batch has run no accelerator.backward(): its gradients are not "
+    "final, so no update was made. Move accelerator.backward(loss) above this line, or add it where it is missing"
+)
+_LEFT = (
+    "a window of %d micro-batches ended without step() and zero_grad() before the step() at %s, so its gradient is part of this "
+    "update too. Call both in each micro-batch: they act at the end of a window, and wait until then"
+)
+_MISSED = (
+    "step() of %s at %s waited for the end of a window, and was not called there: that window made no update with it. Give the turn "
+    "of each model a block of its own, accumulate(model) (docs/several_models.md), or call step() in each micro-batch"
+)
+_CLOSURE = (
+    "step(closure) came inside accumulate() before any backward: the window waits for a backward that only this step would "
+    "make. Open the block in the closure, `def closure(): with accelerator.accumulate(model): ...`, and call step(closure) "
+    "outside of it"
+)
+_SCALER = (
+    "a GradScaler steps %s, which is prepared: gradients are scaled twice, or divided before a window's end. Leave the scaler out: "
+    "pass mixed_precision='fp16' to the Accelerator, give accelerator.backward() the loss as it is, and call optimizer.step()"
+)
+_BY_CHECKPOINT = "its engine keeps that: use accelerator.save_state() and accelerator.load_state()"
+
+
+class PreparedOptimizer(torch.optim.Optimizer):
+    """Wrapper around the user's optimizer. Attributes that it does not define are read from the wrapped optimizer.
+
+    It is a separate object, because schedulers created before prepare() refer to the `step` of the user's optimizer.
+
+    Args:
+        optimizer: User's optimizer.
+        step: Training step that makes updates.
+        neighbors: Registry of the Accelerators of this process, because another of them may have prepared the model.
+        looks: Function that raises if not all ranks make the call, called before sharded state is read or loaded.
+            Default: None, for no check.
+
+    Attributes:
+        optimizer: Wrapped optimizer.
+        num_updates: Number of updates that it has made.
+        step_was_skipped: Whether the last step() at a closed accumulation window made no update. The cause is an fp16
+            overflow, a window of weight 0, or a guard that refused the update.
+        last_window_length: Number of micro-batches in the accumulation window of its last update.
+    """
+
+    _step_supports_amp_scaling = True
+    """Flag for torch's GradScaler, which then passes its scale to step() and leaves the gradients unchanged."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: TrainingStep,
+        neighbors: AcceleratorRegistry,
+        looks: RankConditionalCallCheck | None = None,
+    ) -> None:
+        # Optimizer.__init__ would build a second set of groups and state: everything is delegated instead.
+        self.optimizer = optimizer
+        self.num_updates = 0
+        self.step_was_skipped = False
+        self.last_window_length = 1
+        self._step = step
+        self._windows = step.windows
+        self._strategy = step.strategy
+        self._neighbors = neighbors
+        self._looks = looks
+        self._checked = -1
+        self._last_window = -1  # number of the window of its last update
+        self._asked_in = -1  # number of the window of its last step()
+        self._came_early = False
+        neighbors.note_prepared(optimizer, step)
+
+    def resume(self, num_updates: int) -> None:
+        """Continue the count of updates from `num_updates`."""
+        self.num_updates = num_updates
+
+    def snapshot(self) -> Any:
+        """Return the state from which `restore` undoes a batch."""
+        return self.num_updates, self.step_was_skipped, self.last_window_length
+
+    def restore(self, snapshot: Any) -> None:
+        """Restore the state from a snapshot. A snapshot can be restored several times."""
+        self.num_updates, self.step_was_skipped, self.last_window_length = snapshot
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """State of the wrapped optimizer."""
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """Parameter groups of the wrapped optimizer."""
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        """Default options of the wrapped optimizer."""
+        return self.optimizer.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # requested before __init__ (by copy or pickle)
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"Prepared({self.optimizer!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Make pickle and deepcopy create a plain optimizer, because a copy is not part of the run."""
+        return _itself, (self.optimizer,)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+        self._checked = -1
+        repoint_parameters(self.optimizer, self._strategy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state dict.
+
+        Raises:
+            UnsupportedError: If an engine such as DeepSpeed keeps the state itself, or if the state is sharded and only
+                some ranks make the call.
+        """
+        self._require_state("state_dict() is asked for")
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state dict.
+
+        Raises:
+            UnsupportedError: If an engine such as DeepSpeed keeps the state itself, or if the state is sharded and only
+                some ranks make the call.
+        """
+        self._require_state("load_state_dict() is called")
+        self.optimizer.load_state_dict(state_dict)
+        fit_state(self.optimizer, self._strategy)
+
+    def _require_state(self, call: str) -> None:
+        self._strategy.capabilities.require("optimizer_state", self._strategy.name, _BY_CHECKPOINT)
+        if self._looks is not None:
+            self._looks.check(
+                f"{type(self.optimizer).__name__}'s {call}", "the state of an optimizer (accelerator.save_state())"
+            )
+
+    def train(self) -> None:
+        """Switch a schedule-free optimizer to training mode. Other optimizers ignore the call."""
+        self._strategy.call_optimizer(self.optimizer, "train")
+
+    def eval(self) -> None:
+        """Switch a schedule-free optimizer to evaluation mode. Other optimizers ignore the call."""
+        self._strategy.call_optimizer(self.optimizer, "eval")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, unless they are part of an unfinished accumulation window.
+
+        Args:
+            set_to_none: Whether to set gradients to None instead of zero. Default: True.
+        """
+        step, windows = self._step, self._windows
+        window = windows.current if len(step.prepared.optimizers) < 2 else step.turns.find_window_of(self.optimizer)
+        if not step.weighs_losses:
+            may_clear = windows.is_due
+        elif window is None:
+            may_clear = True
+        else:
+            may_clear = (window.is_closed or not window.has_gradient) and not windows.is_held
+        if may_clear:
+            # After step() the window is applied, and nothing is lost.
+            if window is not None and not window.is_applied and window.is_closed and window.is_waiting:
+                self._warn_of_lost_gradients(window)
+            step.clear_gradients(self.optimizer, set_to_none)
+        elif window is not None and window.micro_weight is not None:
+            window.was_asked = True
+
+    def _warn_of_lost_gradients(self, window: AccumulationWindow) -> None:
+        """Warn that `zero_grad()` drops gradients of a complete accumulation window on which no optimizer stepped."""
+        if self._list_weighed_gradients():
+            if not self._came_early:  # that warning has already named the mistake
+                log.warning_once(_NO_STEP, find_call_site())
+            window.is_applied = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step the wrapped optimizer at the end of an accumulation window. Do nothing inside a window.
+
+        Args:
+            closure: Closure as in torch. Default: None.
+
+        Raises:
+            PrepareError: If parameters belong to no prepared model, so that processes would diverge.
+            StateError: If gradients did not come from `accelerator.backward`, or not from this optimizer's models.
+        """
+        step, windows = self._step, self._windows
+        if "grad_scale" in self.__dict__:
+            raise StateError(_SCALER % type(self.optimizer).__name__)
+        is_alone = len(step.prepared.optimizers) < 2
+        window = windows.current if is_alone else step.turns.find_window_of(self.optimizer)
+        if window is None or (window is not windows.current and window.number == self._last_window):
+            raise StateError(self._describe_missing_models())
+        if window.was_left and step.weighs_losses:
+            log.warning_once(_LEFT, windows.num_steps, find_call_site())
+        elif not self._came_early and self._asked_in not in (self._last_window, window.number) and step.weighs_losses:
+            log.warning_once(_MISSED, type(self.optimizer).__name__, find_call_site())
+        self._asked_in = window.number
+        # Gradients of a window that a backward has closed are final. Other cases need a closer check.
+        is_final = window.is_closed and not windows.is_held and windows.num_windows > 0
+        if not is_final and not self._is_final(window, closure):
+            return
+        if self._checked != step.prepared.num_resets:
+            self._check_parameters()
+        phases = step.hooks.phases
+        for listener in phases:
+            listener("step")
+        did_step = not window.is_empty and step.apply_update(self.optimizer, self._strategy, closure)
+        for listener in phases:
+            listener("forward")
+        # If the batch was replayed within the update, the window may be another one.
+        window = (windows.current if is_alone else step.turns.find_window_of(self.optimizer)) or window
+        self.step_was_skipped = not did_step
+        window.is_applied = True
+        self._last_window = window.number
+        self._asked_in = window.number
+        self._came_early = False
+        if did_step:
+            self.num_updates += 1
+            self.last_window_length = window.num_done or 1
+            step.run.clock.count_update(window.number)
+            for note_update in step.hooks.updated:
+                note_update(self.optimizer, window.number)
+        if not window.is_empty and (step.guard.is_judge or not did_step):
+            step.guard.after_step(did_step)
+
+    def _is_final(self, window: AccumulationWindow, closure: Callable[[], Any] | None) -> bool:
+        """Whether this step() ends the accumulation window, so that it may update the parameters.
+
+        Raises:
+            StateError: If gradients come from a backward outside `Accelerator.backward`, or if a closure is passed
+                before the window is complete.
+        """
+        windows = self._windows
+        if windows.can_step(window):
+            # The first step of a run comes after a backward, or has one in its closure.
+            is_first = not windows.num_windows and bool(self._step.prepared.models)
+            if is_first and closure is None and self._has_foreign_gradients():
+                raise StateError(_OTHER_BACKWARD)
+            return True
+        if windows.is_inside and window.micro_weight is None:
+            if closure is not None:
+                raise StateError(_CLOSURE)
+            if not window.has_gradient and self._has_foreign_gradients():
+                raise StateError(_OTHER_BACKWARD)
+        elif window.micro_weight is not None:
+            window.was_asked = True
+        is_due = windows.is_due and window is windows.current
+        if is_due and not self._step.weighs_losses:
+            window.close(1.0)
+            return True
+        if is_due:
+            log.warning_once(_NO_BACKWARD, find_call_site())
+            self._came_early = True
+        return False
+
+    def _has_foreign_gradients(self) -> bool:
+        """Whether some gradients come from a backward other than `accelerator.backward`."""
+        return any(bool(grad.count_nonzero()) for grad in self._list_weighed_gradients())
+
+    def _list_weighed_gradients(self) -> list[torch.Tensor]:
+        """Return this rank's gradients.
+
+        The list is empty if the loss policy allows the script to run backward itself.
+        """
+        return (
+            self._strategy.get_local_gradients(iterate_parameters(self.optimizer)) if self._step.weighs_losses else []
+        )
+
+    def _describe_missing_models(self) -> str:
+        models = self._step.turns.find_models_of(iterate_parameters(self.optimizer))
+        own = ", ".join(type(model).__name__ for model in self._step.prepared.models if id(model) in models)
+        given = ", ".join(type(model).__name__ for model in self._windows.current.models)
+        if not all(isinstance(model, torch.nn.Module) for model in self._windows.current.models):
+            return f"accumulate() got {given}, which is not a model; write accumulate(model) (docs/several_models.md)"
+        return (
+            f"{type(self.optimizer).__name__} of {own} steps, but no accumulate() block has named {own} since its last step, and "
+            f"a backward in accumulate({given}) leaves nothing in other models. For a loss that trains both, name both: "
+            f"accumulate({given}, {own}) (docs/several_models.md)"
+        )
+
+    def _check_parameters(self) -> None:
+        prepared = self._step.prepared
+        self._checked = prepared.num_resets
+        if self._strategy.everyone.world_size == 1:
+            return
+        known = prepared.list_ids()
+        every = list(iterate_parameters(self.optimizer))
+        owner = None if known.issuperset(map(id, every)) else self._neighbors.find_owner(every)
+        if owner is None:
+            self.check_owned(known)
+        else:  # another Accelerator has prepared the model, and reduces its gradients
+            self._strategy = owner.strategy
+            repoint_parameters(self.optimizer, self._strategy)
+
+    def check_owned(self, known: set[int]) -> None:
+        """Raise an error unless every parameter belongs to a prepared model.
+
+        Args:
+            known: IDs of the parameters of prepared models.
+
+        Raises:
+            PrepareError: If some parameters belong to no prepared model. The message gives their number and shapes.
+        """
+        strangers = [p for p in iterate_parameters(self.optimizer) if id(p) not in known]
+        if strangers:
+            shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+            raise PrepareError(
+                f"{type(self.optimizer).__name__} holds {len(strangers)} parameters that belong to no prepared model (shapes "
+                f"{shapes}{', ...' if len(strangers) > 3 else ''}). Prepare that model too, and build the optimizer from the very "
+                "model that is prepared (not from a copy, nor before its layers were replaced). Add layers and adapters before "
+                "prepare()" + ("" if known else "; after end_training() or free_memory() nothing is prepared any more")
+            )
+
+
+class StepWatch:
+    """Hook of torch that checks each step of any optimizer in this process, prepared or not.
+
+    Args:
+        neighbors: Registry of the Accelerators whose unfinished accumulation windows no optimizer may step on.
+        judge: Function that is called with each optimizer at its first step.
+    """
+
+    def __init__(self, neighbors: AcceleratorRegistry, judge: Callable[[torch.optim.Optimizer], None]) -> None:
+        self._neighbors = neighbors
+        self._judge = judge
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        process.release_at_end(self.release)
+
+    def release(self) -> None:
+        """Remove the hook."""
+        self._hook.remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Raise an error if an optimizer is about to step on incomplete or still scaled gradients.
+
+        Raises:
+            StateError: If the gradient covers only part of an accumulation window, or still contains the loss scale.
+        """
+        for reference in self._neighbors.members:
+            member = reference()
+            if member is None or member.step.windows.current.is_closed:
+                continue  # usual, because the window's backwards came first
+            if member.step.windows.is_partial:
+                _check_apart(optimizer, member.step)
+        if optimizer not in self._seen:
+            self._seen.add(optimizer)
+            self._judge(optimizer)
+
+
+def _check_apart(optimizer: torch.optim.Optimizer, step: TrainingStep) -> None:
+    """Raise `StateError` if the optimizer holds parameters that train in the unfinished accumulation window.
+
+    Args:
+        optimizer: Optimizer that is about to step.
+        step: Training step whose current window is unfinished.
+    """
+    learning = {id(parameter) for parameter in step.prepared.list_parameters_of(step.windows.current)}
+    current = step.strategy.find_current
+    if any(id(current(p)) in learning for p in iterate_parameters(optimizer)):
+        raise StateError(
+            f"{type(optimizer).__name__} stepped inside an accumulation window, on a part of its gradient. Only an optimizer "
+            "that the same Accelerator has prepared waits for the window's end: prepare it together with its model, and call "
+            "step() on what prepare() returned"
+        )
+
+
+def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer
+
+
+def repoint_parameters(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+    """Replace an optimizer's parameters by the prepared ones, and shard its state like them. Log the first replacement.
+
+    Parameter groups keep their list objects, because an optimizer may also refer to one of them elsewhere (LBFGS does).
+
+    Args:
+        optimizer: User's optimizer.
+        strategy: Strategy that set up the parameters' model.
+    """
+    num_exchanged = 0
+    is_moved = any(strategy.find_current(parameter) is not parameter for parameter in iterate_parameters(optimizer))
+    with _convert_low_bit_states(optimizer, is_moved):
+        for group in optimizer.param_groups:
+            given = group["params"]
+            now = [strategy.find_current(parameter) for parameter in given]
+            for old, new in zip(given, now):
+                if new is not old:
+                    num_exchanged += 1
+                    if old in optimizer.state:
+                        state, is_whole = optimizer.state.pop(old), strategy.keeps_whole_state(optimizer)
+                        optimizer.state[new] = state if is_whole else _shard_value(state, old.shape, new, strategy)
+            if any(new is not old for old, new in zip(given, now)):
+                given[:] = now
+    if num_exchanged:
+        log.info_once(
+            "%s was created before prepare(): %d of its parameters were replaced by the prepared ones",
+            type(optimizer).__name__,
+            num_exchanged,
+        )
+
+
+def fit_state(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+    """Shard full tensors in the optimizer's state like their parameters, for example after `load_state_dict`."""
+    if strategy.keeps_whole_state(optimizer):
+        return
+    with _convert_low_bit_states(optimizer, any(map(is_dtensor, iterate_parameters(optimizer)))):
+        for parameter, state in optimizer.state.items():
+            optimizer.state[parameter] = _shard_value(state, parameter.shape, parameter, strategy)
+
+
+def _shard_value(state: Any, shape: torch.Size, parameter: torch.Tensor, strategy: Strategy) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {
+        name: strategy.shard_like(value, parameter)
+        if isinstance(value, torch.Tensor) and value.ndim and value.shape == shape
+        else value
+        for name, value in state.items()
+    }
+
+
+_LOW_BIT_PACKAGES = {"bitsandbytes", "torchao"}
+
+
+def load_low_bit_extension() -> Any:
+    """Return the module for optimizer states of few bits, or None if no package that has such optimizers is imported."""
+    return extensions.load("feature", "low_bit_states") if _LOW_BIT_PACKAGES & sys.modules.keys() else None
+
+
+def find_low_bit_extension(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the module that converts an optimizer's states of few bits, or None if it has no such states."""
+    found = load_low_bit_extension()
+    return found if found is not None and found.keeps_low_bit_state(optimizer) else None
+
+
+@contextmanager
+def _convert_low_bit_states(optimizer: torch.optim.Optimizer, is_needed: bool) -> Iterator[None]:
+    """Return a context in which states of few bits are values, which can be sharded. They are quantized at its end.
+
+    Args:
+        optimizer: Any optimizer.
+        is_needed: Whether to convert states. If False, the context does nothing.
+    """
+    found = find_low_bit_extension(optimizer) if is_needed and optimizer.state else None
+    if found is None:
+        yield
+        return
+    for parameter, state in optimizer.state.items():
+        optimizer.state[parameter] = found.export_state(optimizer, state)
+    yield
+    found.quantize_states(optimizer)

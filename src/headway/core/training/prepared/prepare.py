@@ -1,0 +1,583 @@
+"""Preparation of models, optimizers, loaders and schedulers for `Accelerator.prepare`."""
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from headway.common import scope
+from headway.core import extensions
+from headway.core.config.layout_choice import find_launched_ranks
+from headway.core.config.run import DataLoaderConfiguration
+from headway.core.data.build import prepare_loader
+from headway.core.data.loader import PreparedLoader
+from headway.core.data.sampling.loader_generator import LoaderGenerator
+from headway.core.memory import attempt
+from headway.core.runtime.collectives.rng import share_rng_states, synchronize_rng_states
+from headway.core.runtime.control_plane.conditional_calls import RankConditionalCallCheck
+from headway.core.runtime.dry_run import is_forecast
+from headway.core.runtime.moving import move_module
+from headway.core.runtime.seed import mix_seed
+from headway.core.strategies.placeholders import OptimizerPlaceholder, SchedulerPlaceholder
+from headway.core.training.behavior import Behavior
+from headway.core.training.checks.replicas import check_alike, compare_data
+from headway.core.training.checks.schedule_lengths import get_schedule_length, warn_of_prepared_length
+from headway.core.training.prepared import model as prepared_model
+from headway.core.training.prepared.dispatched import list_spread_places
+from headway.core.training.prepared.objects import OptimizerEntry
+from headway.core.training.prepared.odd_tensors import check_odd_tensors
+from headway.core.training.prepared.optimizer import PreparedOptimizer, load_low_bit_extension, repoint_parameters
+from headway.core.training.prepared.registry import AcceleratorRegistry, PreparationListeners
+from headway.core.training.prepared.scheduler import (
+    KeptSteps,
+    PreparedScheduler,
+    SchedulerStepRule,
+    StepsPerMicroBatch,
+    StepsPerProcess,
+    StepsPerUpdate,
+    is_like_optimizer,
+)
+from headway.core.training.step import TrainingStep
+from headway.core.training.weights import PretrainedLoads
+from headway.core.weights.compiled import accept_bare_names
+from headway.errors import ConfigError, PrepareError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_REACH = 4
+"""Factor that limits the search for a number of micro-batches when lost machines force a global batch to be split
+unevenly.
+
+Numbers up to this factor times the smallest possible number are tried. If none fits, preparing the loader raises an
+error.
+"""
+
+
+@dataclass(eq=False)
+class Preparation:
+    """Part of an Accelerator that prepares models, optimizers, loaders and schedulers.
+
+    Args:
+        step: Training step of the run, whose registry holds the objects.
+        neighbors: Registry of the Accelerators of this process.
+        loading: Settings for splitting, padding and moving batches. `set_evenness` and `set_loading` change them.
+        places: Whether to move models and batches to the device.
+        rule: Rule for the number of scheduler steps per update.
+        follows_optimizer: Whether schedulers advance only with updates. If False, each call of step() advances them.
+        rng_types: RNGs to synchronize across ranks at the start of each pass over a loader.
+        global_batch_size: Samples per update, from which the number of accumulation steps is derived. None: the number
+            of accumulation steps is set directly.
+        transforms: Function that returns the functions to apply to a model before it is wrapped, in order. Its argument
+            is whether the model trains.
+        behavior: Rules of the Accelerator, such as its classes of optimizers and schedulers.
+
+    Attributes:
+        models: Models in order of preparation.
+        optimizers: Optimizers in order of preparation.
+        loaders: Loaders in order of preparation.
+        schedulers: Schedulers in order of preparation.
+        weights: Pretrained checkpoints from which models are filled.
+        loader_rng: Random generator from which the shuffled orders of loaders are drawn.
+        events: Callbacks for events of the loaders.
+    """
+
+    step: TrainingStep
+    neighbors: AcceleratorRegistry
+    loading: DataLoaderConfiguration
+    places: bool
+    rule: SchedulerStepRule
+    follows_optimizer: bool
+    rng_types: tuple[str, ...]
+    global_batch_size: int | None
+    transforms: Callable[[bool], Sequence[Callable[[torch.nn.Module], Any]]]
+    behavior: Behavior
+
+    def __post_init__(self) -> None:
+        run = self.step.run
+        self.events = run.events
+        self.models = run.prepared.models
+        self.optimizers = run.prepared.optimizers
+        self.loaders = run.prepared.loaders
+        self.schedulers = run.prepared.schedulers
+        self._windows = run.windows
+        self._prepared = run.prepared
+        self._strategy = run.strategy
+        self._runtime = run.runtime
+        self._evaluated: set[int] = set()
+        self._separating: set[int] = set()
+        self.weights = PretrainedLoads(self._strategy)
+        self.loader_rng = LoaderGenerator(is_private=self._is_spread and self.behavior.loading_rules.parts_streams)
+        self._tick_base: tuple[int, int] | None = None
+        self._is_sharing = False
+        capabilities = self._strategy.capabilities
+        self._lone = None if capabilities.lone_forward else RankConditionalCallCheck(self._runtime, self._strategy.name)
+        # Stages of a pipeline are called one after another and synchronize themselves, so they need no check.
+        is_joint = not capabilities.lone_pieces
+        lone: Sequence[prepared_model.Look] = (self._lone,) if self._lone is not None and is_joint else ()
+        self._looks = (*lone, *run.hooks.before_forward)
+        attempt.register_owner(self)
+
+    def prepare(self, objects: Sequence[Any], placement: list[bool] | None, is_strict: bool = False) -> list[Any]:
+        """Prepare models, optimizers, loaders and schedulers, and return them in the given order.
+
+        Args:
+            objects: Objects as for `Accelerator.prepare`.
+            placement: For each object, whether to move it to the device. None: the Accelerator's setting for all.
+            is_strict: Whether objects of other types are an error. Otherwise they are returned unchanged, with one
+                warning.
+
+        Raises:
+            PrepareError: If there are no objects, or one cannot be prepared.
+            ConfigError: If `placement` and `objects` differ in length.
+        """
+        if not objects:
+            raise PrepareError("prepare() got nothing; give models, optimizers, loaders, schedules")
+        if placement is not None and len(placement) != len(objects):
+            raise ConfigError(
+                f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each"
+            )
+        places: Sequence[bool | None] = placement or [None] * len(objects)
+        kinds = [self._find_kind(obj) for obj in objects]
+        unknown = [obj for obj, kind in zip(objects, kinds) if kind is None]
+        if unknown:
+            _report_unknown(unknown, is_strict)
+        made = dict(enumerate(objects))
+        for kind in ("model", "optimizer", "loader", "scheduler"):
+            for index, obj in enumerate(objects):
+                if kinds[index] == kind:
+                    made[index] = self._prepare_one(kind, obj, places[index])
+        if "model" in kinds:
+            self._check_optimizers()
+        self.create_engine_if_ready()
+        return [made[index] for index in range(len(objects))]
+
+    def _find_kind(self, obj: Any) -> str | None:
+        is_prepared = isinstance(obj, PreparedLoader | PreparedOptimizer | PreparedScheduler)
+        if is_prepared or getattr(obj, "follows_model", obj is None):  # an average listens for its model
+            return "done"
+        if isinstance(obj, torch.nn.Module):
+            return "model"
+        if isinstance(obj, torch.optim.Optimizer | OptimizerPlaceholder):
+            return "optimizer"
+        if isinstance(obj, DataLoader):
+            return "loader"
+        if isinstance(obj, SchedulerPlaceholder) or self.behavior.scheduler.wraps(obj):
+            return "scheduler"
+        if self.behavior.scheduler.needs_optimizer and is_like_optimizer(obj):
+            # Such an optimizer would make an update in each micro-batch, and its state would be missing in checkpoints.
+            raise PrepareError(
+                f"prepare() got a {type(obj).__module__}.{type(obj).__qualname__}, which has an optimizer's methods but is not a "
+                "torch.optim.Optimizer, so its updates cannot be counted, skipped or saved. Use a subclass of torch.optim.Optimizer: "
+                "instead of schedulefree.ScheduleFreeWrapper, say, AdamWScheduleFree, SGDScheduleFree or RAdamScheduleFree"
+            )
+        return None
+
+    def _prepare_one(self, kind: str, obj: Any, place: bool | None) -> Any:
+        if kind == "model":
+            return self.prepare_model(obj, place)
+        if kind == "optimizer":
+            return self.prepare_optimizer(obj)
+        return self.prepare_loader(obj, place) if kind == "loader" else self.prepare_scheduler(obj)
+
+    def _share_rng_states(self) -> None:
+        """Give ranks that read the same data shard equal RNG states. Only the first call has an effect."""
+        if not self._is_sharing and self._strategy.everyone.world_size > self._strategy.data_shard.count:
+            share_rng_states(self._strategy.everyone, self._strategy.data_shard.index)
+        self._is_sharing = True
+
+    # ---------------------------------------------------------------- each kind
+
+    def prepare_model(
+        self, model: torch.nn.Module, place: bool | None = None, is_evaluation: bool = False
+    ) -> torch.nn.Module:
+        """Move and wrap a model, and return it as the same object.
+
+        Args:
+            model: Model to prepare.
+            place: Whether to move it to the device. None: the Accelerator's setting.
+            is_evaluation: Whether it is only evaluated, and therefore not sharded. Default: False.
+
+        Raises:
+            PrepareError: If the model cannot be prepared.
+        """
+        if any(model is known for known in self.models):
+            if not is_evaluation and id(model) in self._evaluated and self._is_spread:
+                raise PrepareError(
+                    f"{type(model).__name__} was prepared with evaluation_mode=True, so its gradients would not be reduced; call "
+                    "free_memory() before preparing it for training"
+                )
+            return model
+        self._share_rng_states()
+        if not is_evaluation:  # each rank may evaluate a different model
+            self._compare(model)
+        is_moved = self._is_moved(model, place, is_evaluation)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            if is_evaluation:
+                raise PrepareError(
+                    f"{type(model).__name__}, to evaluate with, is without memory (meta device); load it before"
+                )
+            self._strategy.materialize_model(model)
+        if is_moved and is_evaluation:
+            move_module(model, self._runtime.device)  # it is not sharded, whatever the strategy
+        elif is_moved:
+            self._strategy.move_model(model, self._runtime.device)
+        elif self._is_spread:
+            self._check_device(model)
+        if self.models:
+            self._strategy.capabilities.require("several_models", self._strategy.name, "prepare one model")
+        for transform in self.transforms(False) if is_evaluation else ():
+            transform(model)
+        prepared_model.detach_engine(model)  # the model may have been forgotten and still run under autocast
+        if is_evaluation:
+            prepared_model.attach_engine(model, None, self._strategy.forward_context(self.step.precision))
+            self._evaluated.add(id(model))
+        else:
+            self._set_up(model)
+        self._prepared.add_model(model)
+        return model
+
+    def _compare(self, model: torch.nn.Module) -> None:
+        """Raise `PrepareError` if ranks built different models.
+
+        Tell the strategy which tensors are filled from files or from rank 0.
+        """
+        if self._is_spread:
+            check_odd_tensors(model)
+        steps, expected = str(self._windows.num_steps), self.weights.names(model)
+        settings = {"gradient_accumulation_steps": steps, "mixed_precision": self.step.precision.name}
+        if check_alike(model, settings, self._strategy.everyone):
+            expected.update(name for name, _ in (*model.named_parameters(), *model.named_buffers()))
+        self._strategy.expect_values(expected)
+
+    def _set_up(self, model: torch.nn.Module) -> None:
+        accept_bare_names(model)
+        engine = self._strategy.setup_model(model, self.transforms(True))
+        self.weights.read(model)
+        context, capabilities = self._strategy.forward_context(self.step.precision), self._strategy.capabilities
+        learns = any(parameter.requires_grad for parameter in model.parameters())
+        is_replicated = learns and self._is_spread and capabilities.deferred_sync
+        keep_local = partial(self._strategy.micro_batch_context, sync=False) if is_replicated else None
+        shards = None if capabilities.copies else self._strategy.name
+        methods = None
+        if shards is not None and callable(getattr(type(model), "save_pretrained", None)):
+            methods = extensions.load("feature", "sharded_adapters")(model, self._strategy, self._runtime)
+        prepared_model.attach_engine(model, engine, context, keep_local, shards, self._looks, self._lone, methods)
+        for listener in scope.own(PreparationListeners):
+            listener(model, self.step)
+
+    @property
+    def _is_spread(self) -> bool:
+        """Whether the model trains on several processes, replicated or sharded."""
+        return self._strategy.everyone.world_size > 1
+
+    def _is_moved(self, model: torch.nn.Module, place: bool | None, is_evaluation: bool) -> bool:
+        """Whether to move the model to this process's device.
+
+        Dispatched models stay on the devices where their parts are.
+        """
+        is_moved = self.places if place is None else place
+        places, count = list_spread_places(model, self._runtime.device), self._strategy.everyone.world_size
+        if not places:
+            return is_moved
+        what = f"{type(model).__name__} was dispatched over {', '.join(places)} (hf_device_map)"
+        if count > 1 and not is_evaluation:
+            raise PrepareError(
+                f"{what}, so it cannot be one of {count} replicas: a model that was loaded with device_map= or placed by "
+                "dispatch_model() can only be trained by one process. Start one (headway launch -n 1), or load it without a device "
+                "map, so that each process holds all of it"
+            )
+        if place:
+            raise PrepareError(
+                f"{what}, and device_placement=[True] would move all of it to {self._runtime.device}, under hooks that expect it "
+                "elsewhere. Leave device_placement out, or load the model without a device map"
+            )
+        log.info_once(f"{what}: it stays there")
+        return False
+
+    def _check_device(self, model: torch.nn.Module) -> None:
+        wanted = self._runtime.device
+        found = {parameter.device for parameter in model.parameters()}
+        if found - {wanted}:
+            raise PrepareError(
+                f"{type(model).__name__} lies on {', '.join(sorted(map(str, found)))}, but this process computes on {wanted}; "
+                "move it there, or leave device_placement on"
+            )
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
+        """Wrap an optimizer, or return the existing wrapper if the optimizer was prepared before."""
+        if isinstance(optimizer, OptimizerPlaceholder):
+            optimizer = self._strategy.replace_placeholder(optimizer, 1)
+        for known in map(_as_prepared, self.optimizers):
+            if optimizer is known or optimizer is known.optimizer:
+                return known
+        self._strategy.check_optimizer(optimizer)
+        if (low_bit := load_low_bit_extension()) is not None:
+            low_bit.prepare_optimizer(optimizer, self._strategy)
+        repoint_parameters(optimizer, self._strategy)
+        made = self.behavior.optimizer(optimizer, self.step, self.neighbors, self._lone)
+        self.optimizers.append(made)
+        return made
+
+    def create_engine_if_ready(self) -> None:
+        """Create an engine that needs models and optimizers together, such as DeepSpeed's, once both are prepared."""
+        optimizers, count = [each.optimizer for each in self.optimizers], self._strategy.data_shard.count
+        rows = [loader.total_batch_size // count for loader in self.loaders if loader.total_batch_size]
+        for made in self._strategy.create_engine(optimizers, self.step.precision.name, self._windows.num_steps, rows):
+            self.neighbors.note_prepared(made, self.step)
+        self.check_packed_models()
+
+    def check_packed_models(self) -> None:
+        """Raise an error if a loader packs several documents into a sequence, but a model does not separate them.
+
+        A loader's collator requests this check. Models are checked once.
+
+        Raises:
+            PrepareError: If a model ignores the boundaries of documents.
+        """
+        collators = [loader.collate_fn for loader in self.loaders]
+        asking = next((each for each in collators if getattr(each, "check_model", False) is True), None)
+        models = [each for each in self.models if id(each) not in self._evaluated | self._separating]
+        if asking is not None and models and not is_forecast():
+            is_half = self.step.precision.name != "no" or None
+            extensions.load("feature", "packing")(models, asking, is_half)
+            self._separating.update(map(id, models))
+
+    def _check_optimizers(self) -> None:
+        known = {id(parameter) for model in self.models for parameter in model.parameters()}
+        for optimizer in self.optimizers:
+            repoint_parameters(optimizer.optimizer, self._strategy)
+            _as_prepared(optimizer).check_owned(known)
+
+    def prepare_loader(self, loader: DataLoader[Any], place: bool | None = None) -> PreparedLoader:
+        """Shard a loader over ranks, and derive the number of accumulation steps if a global batch size is set.
+
+        Args:
+            loader: Loader to prepare.
+            place: Whether to move batches to the device. None: the Accelerator's setting.
+        """
+        for known in self.loaders:
+            if loader is known:
+                return known
+        self._share_rng_states()
+        if not (self.loading.dispatch_batches or isinstance(loader.dataset, IterableDataset)):
+            compare_data(loader.dataset, self._strategy.everyone, self.behavior.loading_rules.refuses_unlike_data)
+        places = self.places if place is None else place
+        made = prepare_loader(
+            loader,
+            shard=self._strategy.data_shard,
+            config=self.loading,
+            device=self._runtime.device if places else None,
+            collectives=self._strategy.data_group,
+            everyone=self._strategy.everyone,
+            events=self.events,
+            seed=self._derive_seed(),
+            rng_types=self.rng_types,
+            stream=self.loader_rng,
+            rules=self.behavior.loading_rules,
+        )
+        others = [name for name in self.rng_types if name != "generator"]
+        if others:
+            synchronize_rng_states(others)
+        self._prepared.add_loader(made)
+        for told in self.events.prepared:
+            told(made)
+        if self.global_batch_size is not None and len(self.loaders) == 1:
+            self._windows.set_steps(self._derive_steps(made, self.global_batch_size))
+        return made
+
+    def _derive_steps(self, loader: PreparedLoader, wanted: int) -> int:
+        """Return the number of micro-batches per update for a global batch size.
+
+        If the micro-batches of an update need different sizes, the loader is configured accordingly.
+
+        Args:
+            loader: Prepared loader that yields the micro-batches.
+            wanted: Samples per update over all ranks.
+
+        Raises:
+            ConfigError: If the ranks' batches cannot add up to `wanted`. If machines were lost, the batch is split
+                unevenly instead.
+        """
+        num_shards, per_step = self._strategy.data_shard.count, loader.total_batch_size
+        if per_step and wanted % per_step == 0:
+            steps = wanted // per_step
+            log.info("global batch %d = %d per process x %d processes x %d accumulation steps",
+                     wanted, per_step // num_shards, num_shards, steps)  # fmt: skip
+            return steps
+        if per_step and find_launched_ranks(self._strategy.everyone.world_size) is not None:
+            fewest = -(-wanted // per_step)
+            for steps in range(fewest, _REACH * fewest + 1):
+                if loader.can_fit_window(wanted, steps):
+                    loader.request_window(wanted, steps, per_step)
+                    log.warning_once("the global batch of %d samples is split unevenly among the ranks", wanted)
+                    return steps
+        raise ConfigError(
+            f"global_batch_size={wanted} is not a multiple of what all ranks read at once ({per_step} samples); choose a "
+            "multiple, or another batch size for the loader"
+        )
+
+    def _derive_seed(self) -> int:
+        """Return the seed for the next loader, derived from rank 0's seed. Every loader has a different order."""
+        given = self.loading.data_seed
+        seed = torch.initial_seed() if given is None else given
+        agreed = self._strategy.everyone.broadcast_object(seed)
+        return mix_seed(agreed & ((1 << 63) - 1), len(self.loaders))
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Wrap a scheduler, and connect it to its prepared optimizer. Log once how many steps it makes per update."""
+        rule = self.rule
+        if isinstance(scheduler, SchedulerPlaceholder):
+            scheduler = self._strategy.replace_placeholder(scheduler, self.tick_base[0])
+            rule = StepsPerUpdate()  # with this setting, schedules count updates
+        for known in self.schedulers:
+            if scheduler is known or scheduler is known.scheduler:
+                return cast(PreparedScheduler, known)
+        bound = getattr(scheduler, "optimizer", None)
+        followed = [o for o in self.optimizers if bound is None or bound is o or bound is o.optimizer]
+        if not followed and self.follows_optimizer and self.behavior.scheduler.needs_optimizer:
+            raise PrepareError(
+                f"{type(scheduler).__name__} follows an optimizer that is not prepared; prepare that optimizer before it or in the "
+                "same call, or pass step_scheduler_with_optimizer=False"
+            )
+        made = self.behavior.scheduler(
+            scheduler, followed, rule=rule, follows_optimizer=self.follows_optimizer, step=self.step
+        )
+        self.schedulers.append(made)
+        if self.follows_optimizer and rule is self.rule:
+            self._explain(made)
+            num_parts = self.tick_base[0]
+            if warn_of_prepared_length(made.scheduler, rule, num_parts, self._windows.num_steps, self.loaders):
+                made.is_doubted = True
+        return made
+
+    # ---------------------------------------------------------------- scheduler steps
+
+    def _explain(self, scheduler: PreparedScheduler) -> None:
+        name, rule = type(scheduler.scheduler).__name__, self.rule
+        length, end = get_schedule_length(scheduler.scheduler), ""
+        if length is not None:
+            updates = -(-length // max(1, rule.ticks(self._windows.num_steps)))
+            end = f"; it ends after {length} ticks, {updates} updates from now"
+        log.info_once(f"{name} is {rule.reason}{end}")
+
+    @property
+    def tick_base(self) -> tuple[int, int]:
+        """Pair of (number of processes, micro-batches per update).
+
+        The scheduler steps per update are computed from this pair.
+
+        If the run was resumed, these may be the numbers of the earlier run.
+        """
+        # With split batches, the number of updates does not depend on the number of processes.
+        num_processes = 1 if self.loading.split_batches else self._strategy.data_shard.count
+        return self._tick_base or (num_processes, self._windows.num_steps)
+
+    def keep_ticks(self, num_processes: int, accumulation: int) -> None:
+        """Keep the number of scheduler steps per update that the earlier, now resumed run used.
+
+        This has no effect on schedules whose steps do not depend on the number of processes, such as one step per
+        update.
+
+        Args:
+            num_processes: Number of data ranks of the earlier run.
+            accumulation: Micro-batches per update in the earlier run.
+        """
+        if self.tick_base == (num_processes, accumulation):
+            return
+        self._tick_base = (num_processes, accumulation)
+        if isinstance(self.rule, StepsPerProcess):
+            self.rule = StepsPerProcess(num_processes)
+        elif isinstance(self.rule, StepsPerMicroBatch | KeptSteps):
+            self.rule = KeptSteps(num_processes * accumulation, self._windows.num_steps)
+        for scheduler in self.schedulers:
+            scheduler.set_rule(self.rule)
+
+    # ---------------------------------------------------------------- loaders' evenness, the end
+
+    def set_loading(self, loading: DataLoaderConfiguration) -> None:
+        """Set the options for splitting, padding and moving batches, for loaders that are prepared later."""
+        self.loading = loading.freeze_copy()
+
+    def set_evenness(self, even_batches: bool) -> None:
+        """Set whether map-style loaders complete an incomplete last step with repeated samples.
+
+        This also changes loaders that are already prepared, in this and later epochs.
+        """
+        self.set_loading(replace(self.loading, even_batches=even_batches))
+        for loader in self.loaders:
+            loader.even_batches = even_batches
+
+    @contextmanager
+    def use_evenness(self, even_batches: bool) -> Iterator[None]:
+        """Return a context that sets whether map-style loaders fill up an incomplete last step.
+
+        The step is filled up with repeated samples.
+        """
+        before = self.loading.even_batches
+        self.set_evenness(even_batches)
+        try:
+            yield
+        finally:
+            self.set_evenness(before)
+
+    def list_prepared_objects(self) -> dict[int, str]:
+        """Return the names of all prepared objects for messages, by ID."""
+        names = {id(model): type(model).__name__ for model in self.models}
+        names.update((id(each), type(each.optimizer).__name__) for each in self.optimizers)
+        names.update((id(each), f"loader of {type(each.dataset).__name__}") for each in self.loaders)
+        names.update((id(each), type(each.scheduler).__name__) for each in self.schedulers)
+        return names
+
+    def read_progress(self) -> dict[str, Any]:
+        """Return the state of the update counter."""
+        return self.step.run.clock.snapshot()
+
+    def restore_progress(self, progress: dict[str, Any]) -> None:
+        """Restore the state of the update counter from before a batch-size attempt."""
+        self.step.run.clock.restore(progress)
+
+    def release(self, kept: Container[int] = ()) -> None:
+        """Remove all prepared objects from the registry. Models get their original class back.
+
+        Args:
+            kept: IDs of objects that stay. Default: (), so that nothing stays.
+        """
+        for model in self.models:
+            if id(model) not in kept:
+                prepared_model.detach_engine(model)
+                if self.behavior.keeps_precision:
+                    prepared_model.attach_engine(model, None, self._strategy.forward_context(self.step.precision))
+                if kept:
+                    self._strategy.release_model(model)
+        self._prepared.forget(kept)
+        if not self.loaders:
+            self.loader_rng.load_state(None)
+        self._evaluated &= {id(model) for model in self.models}
+        self._separating &= {id(model) for model in self.models}
+        self.step.forget_windows()
+        if not self.models:
+            self._strategy.release_model()
+
+
+def _as_prepared(optimizer: OptimizerEntry) -> PreparedOptimizer:
+    """Return an optimizer from the registry, typed as `PreparedOptimizer`.
+
+    `Preparation` adds no other optimizers to it.
+    """
+    return cast("PreparedOptimizer", optimizer)
+
+
+def _report_unknown(objects: Sequence[Any], is_strict: bool) -> None:
+    kinds = [f"{type(obj).__module__}.{type(obj).__qualname__}" for obj in objects]
+    text = (
+        f"prepare() got {', '.join(dict.fromkeys(kinds))}, which is not a model (nn.Module), optimizer, DataLoader or schedule (an "
+        "object with step, state_dict and load_state_dict). Wrap data in a torch DataLoader; leave other objects out"
+    )
+    if is_strict:
+        raise PrepareError(text)
+    log.warning_once("%s. It comes back as it is; prepare(..., strict=True) makes this an error", text)

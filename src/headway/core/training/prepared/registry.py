@@ -1,0 +1,96 @@
+"""Registry of the Accelerators of a process, to find which one prepared a model, optimizer or loader."""
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+
+from headway.core.data.loader import PreparedLoader
+from headway.core.training.prepared.objects import PreparedObjects
+from headway.core.training.step import TrainingStep
+
+
+def find_replaced_ids(step: TrainingStep, parameters: Iterable[torch.Tensor]) -> set[int]:
+    """Return the IDs of the parameters that replaced `parameters` when their model was sharded.
+
+    A parameter that was not replaced contributes its own ID.
+
+    Args:
+        step: Training step whose strategy set up the model.
+        parameters: Parameters that the script may still refer to.
+    """
+    return {id(step.strategy.find_current(parameter)) for parameter in parameters}
+
+
+class PreparationListeners(list[Callable[[torch.nn.Module, TrainingStep], None]]):
+    """Functions that this process calls with each newly prepared model and the training step of its Accelerator."""
+
+
+class AcceleratorRegistration:
+    """Registration of one Accelerator in an `AcceleratorRegistry`.
+
+    The registration ends when the Accelerator, which holds this object, is freed.
+
+    Attributes:
+        step: Training step of the Accelerator.
+    """
+
+    def __init__(self, step: TrainingStep) -> None:
+        self.step = step
+
+
+class AcceleratorRegistry:
+    """Registry of all Accelerators of this process. It belongs to the process runtime and ends with it.
+
+    Attributes:
+        members: Weak references in order of creation, equal on every rank. Some may have been freed.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[weakref.ref[AcceleratorRegistration]] = []
+        self._preparers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[TrainingStep]]
+        self._preparers = weakref.WeakKeyDictionary()
+
+    def join(self, step: TrainingStep) -> AcceleratorRegistration:
+        """Register an Accelerator by its training step.
+
+        The Accelerator stays registered until the returned object is freed.
+        """
+        membership = AcceleratorRegistration(step)
+        # Build a new list, because a hook may be iterating over the old one.
+        self.members = [*(each for each in self.members if each() is not None), weakref.ref(membership)]
+        return membership
+
+    def list_newest_first(self) -> list[TrainingStep]:
+        """Return the steps of all living Accelerators, newest first. The order is equal on every rank."""
+        alive = [reference() for reference in reversed(self.members)]
+        return [membership.step for membership in alive if membership is not None]
+
+    def find_other_loader(self, prepared: PreparedObjects) -> PreparedLoader | None:
+        """Return the innermost loader that another Accelerator of this process is iterating over, or None.
+
+        Also None if the requesting Accelerator has ever had a loader.
+
+        Args:
+            prepared: Prepared objects of the requesting Accelerator.
+        """
+        if prepared.has_had_loader or len(self.members) < 2:
+            return None
+        return next((step.windows.active[-1] for step in self.list_newest_first() if step.windows.active), None)
+
+    def find_owner(self, parameters: Iterable[torch.Tensor]) -> TrainingStep | None:
+        """Return the training step of the Accelerator that prepared the models of all these parameters, or None."""
+        wanted = list(parameters)
+        return next(
+            (step for step in self.list_newest_first() if find_replaced_ids(step, wanted) <= step.prepared.list_ids()),
+            None,
+        )
+
+    def note_prepared(self, optimizer: torch.optim.Optimizer, step: TrainingStep) -> None:
+        """Record that the Accelerator with this step has wrapped a torch optimizer."""
+        self._preparers[optimizer] = weakref.ref(step)
+
+    def find_preparer(self, optimizer: torch.optim.Optimizer) -> TrainingStep | None:
+        """Return the training step of the Accelerator that wrapped the optimizer, or None."""
+        known = self._preparers.get(optimizer)
+        return None if known is None else known()

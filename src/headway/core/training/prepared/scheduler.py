@@ -1,0 +1,340 @@
+"""Prepared scheduler, which advances only with updates, and the rules for its number of steps per update."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from headway.core.training.checks.schedule_lengths import get_decay_length, has_run_its_course, is_nearly_zero
+from headway.core.training.prepared.objects import OptimizerEntry
+from headway.core.training.step import TrainingStep
+from headway.errors import ConfigError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+
+class SchedulerStepRule(Protocol):
+    """Interface of a rule for the number of scheduler steps per update."""
+
+    @property
+    def name(self) -> str:
+        """Short name of the rule."""
+
+    @property
+    def reason(self) -> str:
+        """Explanation of the number of scheduler steps per update, for the log."""
+
+    def ticks(self, window_length: int) -> int:
+        """Return the number of scheduler steps for one update of `window_length` micro-batches."""
+
+
+@dataclass(frozen=True)
+class StepsPerProcess:
+    """Rule with P scheduler steps per update on P processes, for schedules written for a loop on a single process.
+
+    That loop makes P times as many updates for the same data, with one scheduler step each.
+
+    Attributes:
+        num_processes: The number P of processes.
+        name: Short name of the rule.
+    """
+
+    num_processes: int
+    name: str = "per process"
+
+    @property
+    def reason(self) -> str:
+        """Explanation of the number of scheduler steps per update, for the log."""
+        ticks = "1 tick" if self.num_processes == 1 else f"{self.num_processes} ticks"
+        return f"counted in the updates of the single-process loop: {ticks} an update"
+
+    def ticks(self, window_length: int) -> int:
+        """Return the number of scheduler steps for one update: the number of processes.
+
+        `window_length` has no effect.
+        """
+        return self.num_processes
+
+
+@dataclass(frozen=True)
+class StepsPerMicroBatch:
+    """Rule with P scheduler steps per micro-batch on P processes.
+
+    The rule is for schedules counted in micro-batches of a single process.
+
+    Attributes:
+        num_processes: The number P of processes.
+        name: Short name of the rule.
+    """
+
+    num_processes: int
+    name: str = "micro-batches"
+
+    @property
+    def reason(self) -> str:
+        """Explanation of the number of scheduler steps per update, for the log."""
+        return f"counted in single-process micro-batches: {self.num_processes} ticks for each micro-batch of the update"
+
+    def ticks(self, window_length: int) -> int:
+        """Return the number of scheduler steps for one update: the number of processes times `window_length`."""
+        return self.num_processes * window_length
+
+
+@dataclass(frozen=True)
+class KeptSteps:
+    """Rule that keeps the scheduler steps per update of an earlier run.
+
+    The earlier run is resumed with a different number of processes.
+
+    Attributes:
+        num_ticks: Scheduler steps for the update of a full accumulation window.
+        num_steps: Micro-batches in a full accumulation window of this run. A shorter one makes proportionally fewer
+            scheduler steps, rounded up.
+        name: Short name of the rule.
+    """
+
+    num_ticks: int
+    num_steps: int
+    name: str = "micro-batches"
+
+    @property
+    def reason(self) -> str:
+        """Explanation of the number of scheduler steps per update, for the log."""
+        return f"counted in the micro-batches of the run that was resumed: {self.num_ticks} ticks a full update"
+
+    def ticks(self, window_length: int) -> int:
+        """Return the number of scheduler steps for one update, in proportion to `window_length` and rounded up."""
+        return -(-self.num_ticks * window_length // self.num_steps)
+
+
+@dataclass(frozen=True)
+class StepsPerUpdate:
+    """Rule with one scheduler step per update, for schedules counted in updates.
+
+    Attributes:
+        name: Short name of the rule.
+        reason: Explanation of the number of scheduler steps per update, for the log.
+    """
+
+    name: str = "updates"
+    reason: str = "counted in updates: 1 tick an update"
+
+    def ticks(self, window_length: int) -> int:
+        """Return 1, the number of scheduler steps for one update. `window_length` has no effect."""
+        return 1
+
+
+class PreparedScheduler(LRScheduler):
+    """Wrapper around the user's scheduler. Attributes that it does not define are read from the wrapped scheduler.
+
+    Args:
+        scheduler: Object with step() and state_dict().
+        optimizers: Prepared optimizers whose updates advance it.
+        rule: Rule for the number of scheduler steps per update.
+        follows_optimizer: Whether it advances only with updates. If False, every call of step() advances it once.
+        step: Training step. If it splits batches into smaller micro-batches, a scheduler step without an update waits
+            until the whole batch has succeeded.
+
+    Attributes:
+        is_doubted: Whether a warning about the schedule's length has been given.
+        num_calls: Number of calls of `step` that advanced it without an update.
+    """
+
+    needs_optimizer: ClassVar[bool] = True
+    """Whether it is an error to prepare a scheduler whose optimizer is not prepared."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[OptimizerEntry],
+        rule: SchedulerStepRule,
+        follows_optimizer: bool,
+        step: TrainingStep,
+    ) -> None:
+        # LRScheduler.__init__ would make a step and bind the optimizer a second time, so everything is delegated
+        # instead.
+        self.scheduler = scheduler
+        self.optimizers = optimizers
+        self.rule = rule
+        self.follows_optimizer = follows_optimizer
+        self._step = step
+        self.num_calls = 0
+        self._num_repeated = 0
+        self._seen = self._count_updates()
+        self._end = get_decay_length(scheduler)
+        self._num_over = 0
+        self.is_doubted = False
+        self._may_end = isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __repr__(self) -> str:
+        return f"Prepared({self.scheduler!r})"
+
+    @staticmethod
+    def wraps(obj: Any) -> bool:
+        """Whether an object is a scheduler: it has step and state_dict, and is neither an optimizer nor a model."""
+        if isinstance(obj, LRScheduler):
+            return True
+        names = ("step", "state_dict", "load_state_dict")
+        return (
+            not isinstance(obj, type)
+            and not is_like_optimizer(obj)
+            and all(callable(getattr(obj, name, None)) for name in names)
+        )
+
+    def _count_updates(self) -> int:
+        return max([optimizer.num_updates for optimizer in self.optimizers], default=0)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the schedule for the update that was just made.
+
+        Do nothing if there was no update since the last call.
+
+        If the script sets `sync_gradients` itself, each call counts as one update, except those that fp16 skipped. A
+        scheduler that receives a value (the metric of ReduceLROnPlateau) advances once per call, because it counts
+        evaluations.
+        """
+        if not self.follows_optimizer or args or kwargs or isinstance(self.scheduler, ReduceLROnPlateau):
+            self.num_calls += 1
+            if self._num_repeated:
+                self._num_repeated -= 1
+                return
+            self._step.tick_scheduler(lambda: self.scheduler.step(*args, **kwargs))
+            return
+        count = window_length = 0
+        for optimizer in self.optimizers:
+            count = max(count, optimizer.num_updates)
+            window_length = max(window_length, optimizer.last_window_length)
+        if count == self._seen and not (self._step.windows.current.is_by_hand and self._has_stepped()):
+            return
+        if count - self._seen > 1:
+            log.warning_once(
+                "%s.step() was called once for %d updates. A schedule that is stepped per epoch needs "
+                "Accelerator(step_scheduler_with_optimizer=False); now it ticked for the last update only",
+                type(self.scheduler).__name__,
+                count - self._seen,
+            )
+        self._seen = count
+        ticks = self.rule.ticks(window_length)
+        for _ in range(min(ticks, count_remaining_steps(self.scheduler)) if self._may_end else ticks):
+            self.scheduler.step()
+        if ticks > 1 and self._end is not None and has_run_its_course(self.scheduler, self._end):
+            self._look_for_more(ticks, self._end)
+
+    def _look_for_more(self, ticks: int, length: int) -> None:
+        """Warn once if updates continue well after the schedule's end, at a learning rate of zero.
+
+        The incomplete last accumulation window of an epoch rounds the number of updates up, so a few updates after the
+        schedule's end are normal.
+
+        Args:
+            ticks: Scheduler steps that the current update would make.
+            length: Length of the schedule in scheduler steps.
+        """
+        if self.is_doubted or not is_nearly_zero(self.scheduler):
+            return
+        self._num_over += 1
+        if self._num_over > 2 + 0.1 * length / ticks:
+            log.warning_once(
+                "%s has ended after %d updates, and training goes on with a learning rate of %g: it has %d ticks and makes %d "
+                "an update, one for each update of the single-process loop. If its length counts the updates of this run, "
+                "multiply it by accelerator.num_processes, or pass Accelerator(scheduler_ticks='updates') (docs/schedules.md)",
+                type(self.scheduler).__name__,
+                -(-length // ticks),
+                self.get_last_lr()[0],
+                length,
+                ticks,
+            )
+
+    def _has_stepped(self) -> bool:
+        """Whether all optimizers of this scheduler made an update in their last step."""
+        return not any(optimizer.step_was_skipped for optimizer in self.optimizers)
+
+    def set_rule(self, rule: SchedulerStepRule) -> None:
+        """Set the rule for the number of scheduler steps per update."""
+        self.rule = rule
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """Return the learning rates that the wrapped scheduler computes."""
+        return self.scheduler.get_lr()  # type: ignore[no-any-return]
+
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        """Return the current learning rate of each group."""
+        return self.scheduler.get_last_lr()  # type: ignore[no-any-return]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped scheduler's state dict."""
+        return self.scheduler.state_dict()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the wrapped scheduler's state dict."""
+        self.scheduler.load_state_dict(state)
+        self.catch_up()
+
+    def seek(self, tick: int) -> None:
+        """Make the wrapped scheduler, a LambdaLR, continue from the scheduler step `tick`."""
+        self.scheduler.last_epoch = tick
+
+    def ignore_repeated(self, num_calls: int) -> None:
+        """Ignore the next `num_calls` calls of step().
+
+        The resumed loop repeats them, but the loaded state already has them.
+
+        Args:
+            num_calls: Number of calls that the saving run made after the point from which the resumed loop continues.
+        """
+        self._num_repeated = num_calls
+
+    def catch_up(self) -> None:
+        """Treat all updates so far as already counted, because the loaded state of the schedule includes them."""
+        self._seen = self._count_updates()
+        self._end = get_decay_length(self.scheduler)
+
+
+def is_like_optimizer(obj: Any) -> bool:
+    """Whether an object has an optimizer's methods. False for classes."""
+    return not isinstance(obj, type) and hasattr(obj, "param_groups") and callable(getattr(obj, "zero_grad", None))
+
+
+def count_remaining_steps(scheduler: Any) -> int:
+    """Return the number of steps that a scheduler still accepts. For most schedulers, it is a very large number.
+
+    Only OneCycleLR raises an error if it steps past its end.
+    """
+    if isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR):
+        return max(0, scheduler.total_steps - 1 - scheduler.last_epoch)
+    return 1 << 30
+
+
+def choose_rule(given: str | SchedulerStepRule | None, in_micro_batches: bool, num_processes: int) -> SchedulerStepRule:
+    """Return the rule for the number of scheduler steps per update.
+
+    Args:
+        given: "updates", a rule object, or None for the usual rules.
+        in_micro_batches: Whether schedules were counted in micro-batches.
+        num_processes: Factor by which a loop on a single process makes more updates for the same data. 1 if the batches
+            of a single process are split among ranks.
+
+    Raises:
+        ConfigError: If the name is unknown, or `given` and `in_micro_batches` are both set.
+    """
+    if given is not None and in_micro_batches:
+        raise ConfigError(
+            "scheduler_ticks and adjust_scheduler_to_accumulation both set the rule for the schedule; give one"
+        )
+    if given is None:
+        return StepsPerMicroBatch(num_processes) if in_micro_batches else StepsPerProcess(num_processes)
+    if given == "updates":
+        return StepsPerUpdate()
+    if isinstance(given, str):
+        raise ConfigError(
+            f"scheduler_ticks={given!r}; allowed: 'updates', None, or an object with ticks(window_length)"
+        )
+    return given

@@ -1,0 +1,745 @@
+"""Training step: what the calls of a training loop do with a micro-batch, in their usual order.
+
+::
+
+    accumulate     MicroBatch enters: finds the accumulation window (`windows.py`), and whether gradients are reduced
+    backward       weights the loss, runs autograd; the window's last one sums weights over ranks and makes gradients
+                   final
+    clip, step,    take effect once gradients are final, and do nothing before
+    zero_grad
+    (block ends)   MicroBatch exits: after an error the gradients of the window are dropped
+
+`TrainingStep` is the common base class. `WholeStep` runs each batch once. `replay/step.py` splits a batch into pieces
+(smaller micro-batches), and repeats it if memory ran out. Everything a step works with is passed to its constructor.
+
+This code runs for every micro-batch of every run, so disabled features must cost nothing. A disabled feature is an
+empty list or a flag that is set at construction, not a call that does nothing. `windows.py` has the formula and the
+state of the windows.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+
+from headway.core.runtime.collectives.tree import Tree, find_batch_size
+from headway.core.strategies.base import Strategy, does_override
+from headway.core.training.checks.first_window import BY_HAND, FirstWindow
+from headway.core.training.checks.loss_errors import refuse_loss, refuse_weight
+from headway.core.training.checks.notices import NonFiniteNotice, SkippedUpdates
+from headway.core.training.model_turns import TWO_TURNS, ModelTurns
+from headway.core.training.run import Run
+from headway.core.training.task import BatchTask, Weigher
+from headway.core.training.windows import WHOLE, AccumulationWindow, BatchPiece, LossPolicy
+from headway.errors import LossError, StateError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_AS_IT_COMES = nullcontext()
+
+
+class StepGuard:
+    """Object that watches losses and gradients, and may refuse an update.
+
+    This base class only reports non-finite losses.
+
+    Args:
+        run: Run of the Accelerator.
+        notice: Object that warns of non-finite losses. None in a dry run, whose tensors have no values.
+
+    Attributes:
+        of_non_finite: The guard itself if `on_non_finite` requested it, else None.
+        of_spikes: The guard itself if `on_spike` requested it, else None.
+    """
+
+    is_judge: ClassVar[bool] = False
+    """Whether the guard may refuse updates.
+
+    If not, `watch`, `before_clip` and `after_clip` are not called, and `after_step` only for a skipped update.
+    """
+    of_non_finite: Any = None
+    of_spikes: Any = None
+
+    def __init__(self, run: Run, notice: NonFiniteNotice | None = None) -> None:
+        self._run = run
+        self._notice = notice
+        self._skips = SkippedUpdates(run.windows, run.clock)
+        self._is_read_late = False
+
+    def watch(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss on which to run backward."""
+        return loss
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """Check the loss after its backward. A pipeline computes the loss's value only during backward."""
+        if self._notice is not None and (not loss.is_cpu or not math.isfinite(loss.item())):
+            self._is_read_late = True
+            self._notice.note(loss)
+
+    def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """Examine final gradients before they are clipped.
+
+        Args:
+            parameters: Parameters whose gradients are about to be clipped.
+            norm_type: Type of norm with which they are clipped.
+
+        Returns:
+            The total norm of the gradients if the guard has computed it, else None.
+        """
+        return None
+
+    def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Examine final gradients after they were clipped."""
+
+    def can_update(self) -> bool:
+        """Whether the optimizer may step on the gradients of the closed accumulation window.
+
+        The result is equal on all ranks.
+        """
+        if self._notice is not None and self._is_read_late:
+            self._notice.look()
+        return True
+
+    def after_step(self, did_step: bool) -> None:
+        """Record the update as skipped if the optimizer did not step."""
+        if not did_step:
+            self._skips.note()
+
+
+class MicroBatch:
+    """Context manager of one micro-batch, which `accelerator.accumulate` returns.
+
+    Args:
+        step: Training step of the run.
+        models: Models that train in the block.
+    """
+
+    __slots__ = ("_contexts", "_models", "_step")
+
+    def __init__(self, step: "TrainingStep", models: Sequence[torch.nn.Module]) -> None:
+        self._step = step
+        self._models = models
+        self._contexts: list[AbstractContextManager[Any]] | None = None
+
+    def __enter__(self) -> None:
+        step = self._step
+        windows = step.windows
+        hooks = step.hooks
+        for check in hooks.before_learning:
+            check()
+        for check in hooks.before_begin:
+            check()
+        opens_alone = windows.begin_micro_batch(self._models)
+        window = windows.current
+        if opens_alone and step.precision.scaler is not None:
+            step.precision.adjust()
+        if windows.are_several:
+            step.turns.put_in_place(window)
+        for listener in hooks.begun:
+            listener(window.number, window.num_done)
+        if step.can_defer:
+            reduces = windows.is_last or windows.sync_each or step.reduces_pieces
+            self._contexts = step.enter_models(self._models, reduces)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        if self._contexts is not None:
+            for context in reversed(self._contexts):
+                context.__exit__(kind, error, trace)
+        step = self._step
+        if error is not None:
+            return step.handle_error(error)
+        step.windows.leave_block()
+        return False
+
+
+class TrainingStep(ABC):
+    """Base class of the training steps, which implement the Accelerator's methods for one step of the training loop.
+
+    Args:
+        run: Run of the Accelerator.
+        policy: How losses are averaged.
+        guard: Guard that watches losses and gradients.
+
+    Attributes:
+        run: Run of the Accelerator.
+        windows: Accumulation windows from `run`.
+        prepared: Prepared objects from `run`.
+        strategy: Strategy from `run`.
+        precision: Precision from `run`.
+        hooks: Step hooks from `run`.
+        guard: Guard that watches losses and gradients.
+        turns: Bookkeeping for sets of models that train alternately.
+        weighs_losses: Whether the factor of a loss depends on its accumulation window. Every backward must then go
+            through this step.
+        can_defer: Whether the strategy can leave gradients unreduced on their rank until the accumulation window's last
+            micro-batch.
+        grad_norm: Total norm at the last clipping of final gradients.
+    """
+
+    micro_batch: ClassVar[type[MicroBatch]] = MicroBatch
+    """Class of the context managers that `accumulate` returns."""
+    reduces_pieces: bool = False
+    """Whether gradients are reduced over ranks in every micro-batch, not only at the end of the accumulation window."""
+
+    def __init__(self, run: Run, policy: LossPolicy, guard: StepGuard) -> None:
+        self.run = run
+        self.windows = run.windows
+        self.prepared = run.prepared
+        self.hooks = run.hooks
+        self.strategy = run.strategy
+        self.precision = run.precision
+        self.guard = guard
+        self.grad_norm: torch.Tensor | None = None
+        self.turns = ModelTurns(run)
+        self.weighs_losses = policy.weighs_losses
+        self._policy = policy
+        self._first_window = FirstWindow(run)
+        # Do not call the strategy in each micro-batch for what it does not do.
+        self.can_defer = does_override(run.strategy, Strategy.micro_batch_context)
+        self._has_engine_losses = does_override(run.strategy, Strategy.unshard_loss)
+        self._replaces_parameters = does_override(run.strategy, Strategy.find_current)
+        self._reduces_late = does_override(run.strategy, Strategy.reduce_gradients)
+        self._keeps_gradients = does_override(run.strategy, Strategy.discard_update)
+
+    # ---------------------------------------------------------------- accumulate
+
+    def enter_models(self, models: Sequence[torch.nn.Module], reduces: bool) -> list[AbstractContextManager[Any]]:
+        """Enter the strategy's contexts for all models that a micro-batch may run, and return the contexts.
+
+        Args:
+            models: Models that train in the micro-batch.
+            reduces: Whether gradients of these models are reduced over ranks in the micro-batch. Gradients of other
+                models are never reduced in it.
+        """
+        others = self.turns.find_others(models).models if len(self.prepared.optimizers) > 1 else ()
+        contexts = []
+        for model in (*models, *others):
+            context = self.strategy.micro_batch_context(model, reduces and model not in others)
+            context.__enter__()
+            contexts.append(context)
+        return contexts
+
+    def handle_error(self, error: BaseException) -> bool:
+        """End a micro-batch after an error in its block. The gradients of its accumulation window are dropped.
+
+        The next micro-batch starts a new window.
+
+        Returns:
+            Whether the error is handled, so that the caller does not see it.
+        """
+        self.windows.leave_block()
+        window = self.windows.current
+        if not window.is_closed:
+            window.fail()
+            self.strategy.drop_gradients(self.prepared.list_parameters_of(window))
+        return False
+
+    # ---------------------------------------------------------------- backward
+
+    def backward(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
+        """Run backward on a weighted loss. The last backward of an accumulation window makes gradients final.
+
+        Args:
+            loss: Scalar loss with a graph.
+            weight: Number of items that the loss was taken over. None: the batch's number of rows.
+            reduction: Whether the loss is the "mean" or the "sum" over those items.
+            **kwargs: Passed to the strategy's backward.
+
+        Raises:
+            LossError: If the loss or its weight is not usable.
+            StateError: If sets of models that train alternately are in one micro-batch.
+        """
+        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+            refuse_loss(loss)
+        if reduction not in ("mean", "sum") or (weight is not None and not 0 <= weight < float("inf")):
+            refuse_weight(weight, reduction)
+        if not self.windows.is_inside:
+            self._backward_outside(loss, weight, reduction, **kwargs)
+            return
+        window = self.windows.current
+        if window.was_asked and not (window.is_last and window.num_done == 1):
+            raise StateError(TWO_TURNS)
+        is_checked = window.is_first and self.weighs_losses
+        if is_checked:
+            self._first_window.before_backward(loss, weight is None)
+        self._backward_inside(window, loss, weight, reduction, **kwargs)
+        if is_checked:
+            self._first_window.after_backward()
+
+    @abstractmethod
+    def _backward_inside(
+        self, window: AccumulationWindow, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any
+    ) -> None:
+        """Run backward inside the `accumulate` block of a micro-batch.
+
+        Args:
+            window: Accumulation window of the micro-batch.
+            loss: Scalar loss with a graph.
+            weight: Number of items that the loss was taken over. None: the batch's number of rows.
+            reduction: "mean" or "sum".
+            **kwargs: Passed to the strategy's backward.
+        """
+
+    @abstractmethod
+    def _backward_outside(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
+        """Run backward outside of any `accumulate` block."""
+
+    def weigh_micro_batch(self, window: AccumulationWindow, weight: float | None) -> float:
+        """Record the micro-batch's loss weight at its first loss, and return it.
+
+        Later losses must have the same weight.
+
+        Returns:
+            Loss weight on this rank.
+
+        Raises:
+            LossError: If two losses of one micro-batch have different weights.
+        """
+        if window.micro_weight is None:
+            local, total = window.micro_weight = self.weigh_loss(weight)
+            window.has_gradient = True
+            window.local_weight += local
+            known = window.global_weight
+            window.global_weight = None if total is None or known is None else known + total
+            return local
+        local = window.micro_weight[0]
+        if weight is not None and self.weigh_loss(weight)[0] != local:
+            raise LossError(
+                f"two losses of one micro-batch weigh {local:g} and {weight:g}; their gradients land in the same tensors "
+                "and cannot be told apart. Add the losses up and call backward once, or give both the same weight"
+            )
+        return local
+
+    def weigh_loss(self, weight: float | None) -> tuple[float, float | None]:
+        """Return the weight of a loss on this rank, and its sum over all ranks.
+
+        The sum is None if only a collective can provide it.
+
+        Args:
+            weight: Weight that the caller passed. None: the number of rows of the current micro-batch.
+        """
+        windows = self.windows
+        shard = self.strategy.data_shard
+        loader = windows.active[-1] if windows.active else windows.loader
+        counts = None if loader is None else loader.pass_position.share.valid_counts
+        if weight is not None:
+            is_filler = counts is not None and counts[shard.index] == 0
+            return (0.0 if is_filler else weight), (None if shard.count > 1 else weight)
+        piece = windows.piece
+        if counts is None:
+            if piece is not WHOLE:  # the weight of a batch passed by the caller is its number of rows
+                return float(piece.num_rows), (None if shard.count > 1 else float(piece.num_rows))
+            for listener in self.hooks.unweighed:
+                listener()
+            log.info_once(
+                "backward outside a prepared loader: each loss weighs 1; pass weight= where micro-batches differ"
+            )
+            counts = (1,) * shard.count
+        # Weight the mean of a piece by the fraction of the batch's rows in it.
+        rows, total = piece.num_rows, piece.total_rows
+        return counts[shard.index] * rows / total, sum(counts) * rows / total
+
+    def run_backward(
+        self,
+        window: AccumulationWindow,
+        loss: torch.Tensor,
+        weight: float,
+        nominal: float,
+        reduction: str,
+        **kwargs: Any,
+    ) -> None:
+        """Multiply a loss by its factor and run its backward, with the hooks before and after it.
+
+        Args:
+            window: Accumulation window of the micro-batch.
+            loss: Scalar loss with a graph.
+            weight: Weight of the loss on this rank.
+            nominal: Assumed total weight of the window's losses, equal on all ranks, by which losses are divided.
+            reduction: "mean" or "sum".
+            **kwargs: Passed to the strategy's backward.
+        """
+        strategy, hooks = self.strategy, self.hooks
+        factor = self._divide_loss(weight, nominal, reduction)
+        if self._has_engine_losses:
+            loss, factor = strategy.unshard_loss(loss, factor)
+        block: AbstractContextManager[object] = _AS_IT_COMES
+        if not factor:
+            # A mean over nothing is 0/0: a loss of weight zero must not spread its NaN into sums or to other ranks.
+            block = strategy.silence_gradients(self.prepared.list_parameters())
+        elif self.guard.is_judge:
+            loss = self.guard.watch(loss)
+        for listener in hooks.before_backward:
+            listener()
+        for measure in hooks.phases:
+            measure("backward")
+        if len(self.prepared.optimizers) > 1:
+            block = self.turns.spare_others(block)
+        try:
+            with block:
+                strategy.backward(loss, factor, self.precision, **kwargs)
+        finally:
+            for measure in hooks.phases:
+                measure("step" if window.is_last else "forward")
+        if factor:
+            self.guard.after_backward(loss)
+
+    def _divide_loss(self, weight: float, nominal: float, reduction: str) -> float:
+        """Return the factor by which backward multiplies a loss, as the loss policy sets it.
+
+        The factor is 0 if the batch contains only padding rows.
+
+        Args:
+            weight: Weight of this rank's loss, such as its number of samples or tokens.
+            nominal: Assumed total weight of the window's losses, equal on all ranks, by which losses are divided.
+            reduction: Reduction that the loss function used: "mean" or "sum".
+        """
+        windows = self.windows
+        divisor = self.strategy.gradient_divisor
+        if reduction == "sum":
+            weight = 1.0 if weight else 0.0
+        piece = windows.piece
+        if piece is WHOLE:
+            return self._policy.factor(weight, nominal, divisor, windows.num_steps)
+        # A policy that counts micro-batches instead of weights must count a piece as a fraction of one.
+        share = 1.0 if reduction == "sum" and piece.num_rows else piece.share
+        if not share:  # a filler piece, which contains only padding
+            return 0.0
+        return self._policy.factor(weight / share, nominal, divisor, windows.num_steps) * share
+
+    def close_window(
+        self,
+        window: AccumulationWindow,
+        total: float,
+        parameters: Sequence[torch.nn.Parameter] = (),
+        has_gaps: bool = False,
+    ) -> None:
+        """Finalize the gradients of an accumulation window after its last backward.
+
+        The loss weights of all ranks are known then.
+
+        Args:
+            window: Window to close.
+            total: Sum of the window's loss weights over all ranks.
+            parameters: Trainable parameters of the window, for `Strategy.reduce_gradients`. Default: ().
+            has_gaps: Whether any rank has reported parameters without a gradient, for `Strategy.reduce_gradients`.
+                Default: False.
+        """
+        window.close(total)
+        if window.nominal is not None and total > 0:
+            correction = self._policy.correction(window.nominal, total)
+            if abs(correction - 1.0) > 1e-12:
+                self.strategy.scale_gradients(self.prepared.list_parameters_of(window), correction)
+                window.nominal = total
+            # The weight of a short window does not predict that of the next one.
+            if window.num_done >= self.windows.num_steps:
+                window.next_nominal = total
+        if self._reduces_late:
+            self.strategy.reduce_gradients(parameters, has_gaps)
+        for listener in self.hooks.reduced:
+            listener()
+
+    # ---------------------------------------------------------------- clip
+
+    def clip(self, parameters: Any, max_norm: float | str, norm_type: float | str) -> torch.Tensor:
+        """Clip final gradients by their global norm, and return the norm before clipping.
+
+        Inside an accumulation window, return the norm of the partial gradients. These are clipped only if
+        `windows.clips_partial_gradients` is true.
+
+        Args:
+            parameters: One parameter, or an iterable of parameters.
+            max_norm: Largest norm after clipping, as a number or as text.
+            norm_type: Type of norm as in torch: a number, or text such as "inf".
+        """
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        chosen = self._find_present(parameters)
+        if self._is_final(chosen):
+            return self._clip_final(chosen, max_norm, norm_type)
+        norm = self.precision.unscale_norm(self.strategy.compute_total_norm(chosen, norm_type))
+        if self.windows.clips_partial_gradients:
+            # Gradients stay scaled (fp16): the window's later micro-batches will be added to them.
+            self.strategy.clip_gradients(chosen, max_norm, norm_type, norm)
+        return norm
+
+    def _clip_final(self, parameters: list[Any], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip final gradients, and return their norm before clipping.
+
+        If the guard has already computed the norm, reuse it.
+        """
+        if self.precision.scaler is not None:
+            self._unscale_all(parameters)
+        guard = self.guard
+        known = guard.before_clip(parameters, norm_type) if guard.is_judge else None
+        norm = self.strategy.clip_gradients(parameters, max_norm, norm_type, known)
+        if guard.is_judge:
+            guard.after_clip(parameters)
+        self.grad_norm = norm
+        return norm
+
+    def clip_value(self, parameters: Any, clip_value: float) -> None:
+        """Clamp each element of final gradients to `[-clip_value, clip_value]`.
+
+        Inside an accumulation window, leave partial gradients unchanged, unless `windows.clips_partial_gradients` is
+        true.
+        """
+        chosen = self._find_present(parameters)
+        if self._is_final(chosen):
+            self._clamp_final(chosen, clip_value)
+        elif self.windows.clips_partial_gradients and self.precision.scaler is None:
+            self._clamp(chosen, clip_value)
+        elif self.windows.clips_partial_gradients:
+            limit = clip_value * self.precision.get_gradient_scale()
+            for grad in self.strategy.get_local_gradients(chosen):
+                # Do not clamp infinite entries, so that an overflow is found at the window's end.
+                grad.copy_(torch.where(grad.isinf(), grad, grad.clamp(-limit, limit)))
+
+    def _clamp_final(self, parameters: list[Any], clip_value: float) -> None:
+        """Clamp each element of final gradients."""
+        if self.precision.scaler is not None:
+            self._unscale_all(parameters)
+        self._clamp(parameters, clip_value)
+
+    def _clamp(self, parameters: list[Any], clip_value: float) -> None:
+        if self.strategy.capabilities.whole_gradients:
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+            return
+        for grad in self.strategy.get_local_gradients(parameters):
+            grad.clamp_(-clip_value, clip_value)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide an optimizer's final gradients by the loss scale, which only fp16 uses."""
+        self.precision.unscale(optimizer)
+
+    def _unscale_all(self, parameters: list[Any]) -> None:
+        """Divide by the loss scale the gradients of all optimizers that hold one of these parameters.
+
+        Only fp16 uses a loss scale.
+        """
+        wanted = set(map(id, parameters))
+        for prepared in self.prepared.optimizers:
+            if any(id(p) in wanted for group in prepared.optimizer.param_groups for p in group["params"]):
+                self.precision.unscale(prepared.optimizer)
+
+    def _find_present(self, parameters: Any) -> list[Any]:
+        """Return the current parameters, because `prepare()` may have replaced those that the script refers to.
+
+        Args:
+            parameters: One parameter, or an iterable of parameters.
+        """
+        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return list(map(self.strategy.find_current, given)) if self._replaces_parameters else list(given)
+
+    def _is_final(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether the accumulation window that trains these parameters is closed, so that their gradients are final."""
+        windows = self.windows
+        window = self.turns.find_window_with(parameters) if windows.are_several else windows.current
+        return window is not None and window.is_closed and not windows.is_held
+
+    # ---------------------------------------------------------------- step, zero_grad, scheduler
+
+    @abstractmethod
+    def apply_update(
+        self, optimizer: torch.optim.Optimizer, strategy: Strategy, closure: Callable[[], Any] | None
+    ) -> bool:
+        """Make torch's optimizer step on the gradients of a closed accumulation window.
+
+        Args:
+            optimizer: torch's own optimizer.
+            strategy: Strategy that set up the optimizer's parameters.
+            closure: Closure as in torch, or None.
+
+        Returns:
+            Whether the parameters were updated. False if the guard refused the update, or fp16's gradient scaler
+                skipped it.
+        """
+
+    def clear_gradients(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
+        """Clear the optimizer's gradients.
+
+        Args:
+            optimizer: torch's own optimizer.
+            set_to_none: Whether to set gradients to None instead of zero. Sharded gradients are always set to None.
+        """
+        if self.precision.scaler is not None:
+            self.precision.discard(optimizer)
+        set_to_none = set_to_none or not self.strategy.capabilities.whole_gradients
+        if set_to_none and self._keeps_gradients:
+            self.strategy.discard_update([optimizer])
+        else:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    @abstractmethod
+    def tick_scheduler(self, call: Callable[[], None]) -> None:
+        """Advance a learning rate scheduler by calling `call`, once for each batch whose results are kept.
+
+        A batch that is run again in smaller micro-batches does not advance the scheduler a second time.
+        """
+
+    # ---------------------------------------------------------------- batches
+
+    @abstractmethod
+    def microbatches(self, batch: Tree) -> Iterator[Tree]:
+        """Yield the batch in parts that fit into memory. Without automatic micro-batching, yield it as a whole."""
+
+    @abstractmethod
+    def forward_backward(
+        self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str
+    ) -> torch.Tensor:
+        """Run `fn` and backward on the batch, and return the loss over all ranks.
+
+        With automatic micro-batching, the batch may be split into parts.
+
+        Args:
+            batch: Batch to train on.
+            fn: Function from the batch, or a part of it, to its loss.
+            weight: Function from the batch, or a part of it, to the number of items that the loss was taken over. None:
+                the number of rows.
+            reduction: "mean" or "sum".
+        """
+
+    def run_task(self, task: BatchTask, piece: Tree) -> None:
+        """Run forward and backward on a part of a task's batch, or on all of it.
+
+        Args:
+            task: Call of `forward_backward`, with its loss function.
+            piece: Part of the batch, or the whole batch.
+        """
+        with self.micro_batch(self, self.prepared.models):
+            weigh = task.make_weigher(piece)
+            loss = self.strategy.compute_loss(task.fn, piece, task.weight, task.reduction)
+            self.backward(loss, weigh(), task.reduction)
+            weighed = self.windows.current.micro_weight
+            task.add(loss.detach(), 1.0 if weighed is None else weighed[0])
+
+    @property
+    def pieces(self) -> Any:
+        """Size of the micro-batches into which batches are split, or None if batches are not split."""
+        return None
+
+    def forget_windows(self) -> None:
+        """Discard the current batch and all accumulation windows."""
+        self.windows.reset()
+        self.turns.forget_models()
+
+
+class WholeStep(TrainingStep):
+    """Training step that runs each batch once, without splitting it."""
+
+    def _backward_inside(
+        self, window: AccumulationWindow, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any
+    ) -> None:
+        is_only = window.is_last and not window.has_gradient
+        local = self.weigh_micro_batch(window, weight)
+        if is_only and window.global_weight:
+            # The window's weight is known before its only backward, so nothing needs a correction.
+            window.nominal = window.global_weight
+        elif window.nominal is None:
+            window.nominal = self._agree_nominal(window)
+        nominal = window.nominal or 1.0  # without one, all weights so far are zero
+        if not window.is_last:
+            self.run_backward(window, loss, local, nominal, reduction, **kwargs)
+        elif window.is_closed:  # another loss of the last micro-batch
+            self.strategy.expect_backward(window.models)
+            self.run_backward(window, loss, local, nominal, reduction, **kwargs)
+            self.strategy.reduce_gradients()
+        elif window.global_weight is not None:
+            self.run_backward(window, loss, local, nominal, reduction, **kwargs)
+            self.close_window(window, window.global_weight)
+        else:
+            # The sum of the weights over ranks overlaps with backward.
+            group = self.strategy.data_group
+            pending = group.start_sum([window.local_weight])
+            self.run_backward(window, loss, local, nominal, reduction, **kwargs)
+            self.close_window(window, group.finish_sum(pending)[0])
+
+    def _agree_nominal(self, window: AccumulationWindow) -> float | None:
+        """Return the weight by which losses of the first accumulation window are divided, agreed on by all ranks.
+
+        It is the first nonzero weight of a micro-batch, summed over ranks, times the number of micro-batches per
+        update. None if the weight is 0.
+        """
+        assert window.micro_weight is not None
+        local, total = window.micro_weight
+        if total is None:
+            total = self.strategy.data_group.reduce_numbers([local])[0]
+        return total * self.windows.num_steps if total > 0 else None
+
+    def _backward_outside(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
+        """Run backward as one of `num_steps` micro-batches of equal weight, outside of any `accumulate` block.
+
+        The script decides when to step. Gradients of earlier backwards must not change afterwards, so each loss gets
+        its exact weight at once.
+        """
+        windows, hooks, num_steps = self.windows, self.hooks, self.windows.num_steps
+        if num_steps > 1:
+            log.warning_once(BY_HAND, num_steps, num_steps)
+        for check in hooks.before_learning:
+            check()
+        left = windows.current
+        if left.models and left.micro_weight is None and self.strategy.capabilities.lone_forward:
+            # The loss comes from a block already left, whose forward may have run without gradient reduction.
+            self.strategy.expect_backward(left.models)
+        window = windows.begin_lone_window()
+        for listener in hooks.begun:
+            listener(window.number, window.num_done)
+        if windows.are_closed:
+            self.precision.adjust()
+        # If the script defines windows itself, batches may have been read ahead, so that the loader's counts belong to
+        # another batch. All processes therefore get the same weight.
+        ranks = self.strategy.data_shard.count
+        local, total = (1.0, ranks) if num_steps > 1 and weight is None else self.weigh_loss(weight)
+        if total is None:
+            total = self.strategy.data_group.reduce_numbers([local])[0]
+        window.close(total)
+        self.run_backward(window, loss, local, total * num_steps or 1.0, reduction, **kwargs)
+        self.strategy.reduce_gradients()
+        for note in hooks.reduced:
+            note()
+
+    def apply_update(
+        self, optimizer: torch.optim.Optimizer, strategy: Strategy, closure: Callable[[], Any] | None
+    ) -> bool:
+        """Make the optimizer step, unless the `StepGuard` refuses the update.
+
+        Return whether the parameters were updated.
+
+        The result is also False if the gradient scaler (fp16) skips the step because of an overflow.
+        """
+        for check in self.hooks.before_update:
+            check()
+        return self.guard.can_update() and strategy.step_optimizer(optimizer, self.precision, closure)
+
+    def tick_scheduler(self, call: Callable[[], None]) -> None:
+        """Call `call` at once, because no batch is run again."""
+        call()
+
+    def microbatches(self, batch: Tree) -> Iterator[Tree]:
+        """Yield the whole batch, without splitting it."""
+        with self._count_rows(batch):
+            yield batch
+
+    @contextmanager
+    def _count_rows(self, batch: Tree) -> Iterator[None]:
+        """Return a context in which losses are weighted by the number of rows of `batch`.
+
+        A batch from a prepared loader is weighted by the loader's row counts instead.
+        """
+        rows = find_batch_size(batch) if self.windows.loader is None else None
+        self.windows.set_piece(WHOLE if rows is None else BatchPiece(0, rows, rows, True))
+        try:
+            yield
+        finally:
+            self.windows.set_piece(WHOLE)
+
+    def forward_backward(
+        self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str
+    ) -> torch.Tensor:
+        """Run `fn` and backward on the batch without splitting it, and return the loss over all ranks."""
+        task = BatchTask(batch, fn, weight, reduction)
+        with self._count_rows(batch):
+            self.run_task(task, batch)
+        return task.loss(self.strategy.data_group)

@@ -1,0 +1,118 @@
+"""A batch with its loss function, for `forward_backward`, which may split the batch to fit into memory.
+
+The parts of a split batch are called pieces. Each of them is run as a micro-batch.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.collectives.tree import Tree, list_tensors
+from headway.core.runtime.readback import Readback
+from headway.errors import LossError
+
+Weigher = Callable[[Tree], float | torch.Tensor]
+"""Function that returns the number of items, such as rows or tokens, that a loss was taken over.
+
+Its argument is the batch, or the part of it that the loss belongs to.
+"""
+
+
+class BatchTask:
+    """One call of `forward_backward`: its batch, its loss function, and the loss accumulated so far.
+
+    A batch that does not fit into memory runs in parts, called pieces.
+
+    Args:
+        batch: Batch as the caller passed it.
+        fn: Function from the batch, or a part of it, to its loss.
+        weight: Function from the batch, or a part of it, to the number of items that the loss was taken over. None: the
+            number of rows.
+        reduction: "mean" or "sum".
+
+    Raises:
+        LossError: If `fn` or `weight` is not callable.
+    """
+
+    def __init__(self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str) -> None:
+        if not callable(fn):
+            raise LossError(
+                f"forward_backward got fn={type(fn).__name__}, which cannot be called; give the batch first, then a function from a "
+                "piece to its loss: forward_backward(batch, lambda piece: ...)"
+            )
+        if weight is not None and not callable(weight):
+            raise LossError(
+                f"forward_backward got weight={weight!r}; give a function from a piece to the number of items that its loss was "
+                "taken over, weight=lambda piece: ... (a number is for accelerator.backward)"
+            )
+        self.batch = batch
+        self.fn = fn
+        self.weight = weight
+        self.reduction = reduction
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Reset the accumulated loss and weight to zero, because the batch is run again."""
+        self._total = torch.zeros(())
+        self._weight = 0.0
+
+    def make_weigher(self, piece: Tree) -> Callable[[], float | None]:
+        """Return a function without arguments that returns the loss weight of a part of the batch.
+
+        The function is called after the part's loss is computed. Items on an accelerator are counted before the
+        forward. The host then reads a number that was copied while the forward was being queued. If the forward
+        changes the part's tensors in place, items are counted again afterwards.
+
+        Args:
+            piece: Part of the batch, or the whole batch.
+        """
+        weight = self.weight
+        if weight is None:
+            return _return_none
+        before = _list_versions(piece)
+        if not before:  # on the CPU, or in containers that are not searched: count after the forward
+            return lambda: float(weight(piece))
+        counted = weight(piece)
+        early = Readback(counted) if isinstance(counted, torch.Tensor) else None
+
+        def read() -> float:
+            now = _list_versions(piece)
+            if len(now) != len(before) or any(a is not b or v != w for (a, v), (b, w) in zip(now, before)):
+                return float(weight(piece))
+            return float(counted if early is None else early.read())
+
+        return read
+
+    def add(self, loss: torch.Tensor, weight: float) -> None:
+        """Add the loss of a part of the batch. A loss with weight 0 may be NaN and is ignored."""
+        if weight:
+            share = loss.reshape(()).float() * (1.0 if self.reduction == "sum" else weight)
+            self._total = share if self._weight == 0 else self._total + share
+        elif self._weight == 0:
+            self._total = torch.zeros((), device=loss.device)
+        self._weight += weight
+
+    def loss(self, group: Collectives) -> torch.Tensor:
+        """Return the loss of the batch, combined over the ranks of `group`, as a 0-d tensor."""
+        if group.world_size == 1:
+            return self._total / self._weight if self._weight else self._total * float("nan")
+        # Fill the tensor on the device, because copying a number from pageable memory would make the host wait.
+        pair = torch.stack([self._total, torch.full_like(self._total, self._weight)])
+        group.sum_in_place([pair])
+        return pair[0] / pair[1]
+
+
+def _return_none() -> None:
+    """Return None, so that the loss is weighted by its number of rows."""
+
+
+def _list_versions(piece: Tree) -> list[tuple[torch.Tensor, int]]:
+    """Return pairs of (tensor, version counter) for each tensor in `piece` that is on an accelerator.
+
+    In-place changes increase the version counter.
+
+    Args:
+        piece: Nested tensors: a part of a batch, or a whole batch.
+    """
+    return [(t, t._version) for t in list_tensors(piece) if t.device.type != "cpu" and not t.is_inference()]

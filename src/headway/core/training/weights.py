@@ -1,0 +1,625 @@
+"""Transfer of model weights between prepared models and files: gathering shards into full tensors, reading checkpoints.
+
+For a state dict or plain weight files, sharded tensors are gathered on rank 0, one at a time. When a pretrained
+checkpoint is loaded, each rank reads only its own shards, once, and directly into the model's tensors.
+"""
+
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import torch
+
+from headway.common.text import format_bytes
+from headway.core.runtime.collectives.checked import Collectives, digest_text
+from headway.core.runtime.control_plane.attendance import Attendance
+from headway.core.runtime.control_plane.conditional_calls import RankConditionalCallCheck
+from headway.core.runtime.process import ProcessRuntime
+from headway.core.strategies.base import Strategy
+from headway.core.strategies.checkpoint_protocol import CheckpointStrategy
+from headway.core.weights.compiled import accept_bare_names, remove_compiled_levels, rename_bare_items
+from headway.core.weights.export import (
+    has_adapters,
+    list_write_order,
+    push_folder,
+    save_pickled,
+    save_weights,
+    split_ties,
+    write_configurations,
+)
+from headway.core.weights.files import StoredTensor, open_checkpoint
+from headway.core.weights.names import (
+    Conversion,
+    TensorLocation,
+    TensorSources,
+    load_extra_states,
+    map_locations,
+    map_ties,
+    match_names,
+)
+from headway.core.weights.pieces import (
+    ShardCutter,
+    ShardPiece,
+    get_memory_key,
+    is_dtensor,
+    is_spread,
+    list_own_boxes,
+    make_slices,
+)
+from headway.core.weights.shards import get_raw_bytes, view_as_bits
+from headway.errors import CheckpointError, ConfigError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_T = TypeVar("_T")
+_BLOCK = 16 * 2**20
+"""Bytes per message between ranks."""
+
+
+def iterate_buckets(items: Iterable[tuple[_T, int]], most: int) -> Iterator[list[_T]]:
+    """Yield items in order, in buckets of at most `most` bytes. A larger item gets a bucket for itself.
+
+    Args:
+        items: Pairs of (item, size in bytes).
+        most: Largest size of a bucket in bytes.
+    """
+    bucket: list[_T] = []
+    room = most
+    for item, size in items:
+        if bucket and size > room:
+            yield bucket
+            bucket, room = [], most
+        bucket.append(item)
+        room -= size
+    if bucket:
+        yield bucket
+
+
+class GatheredTensor:
+    """Sharded tensor that is gathered on rank 0 when it is needed. All ranks must request it, in the same order.
+
+    Args:
+        piece: This rank's shard of the tensor.
+        collectives: Collectives over all ranks.
+    """
+
+    def __init__(self, piece: ShardPiece, collectives: Collectives) -> None:
+        self.shape = torch.Size(piece.shape)
+        self.dtype = piece.dtype
+        self.is_done = False
+        self._piece = piece
+        self._collectives = collectives
+
+    def whole(self) -> torch.Tensor:
+        """Gather the tensor, and return it on rank 0's CPU. Other ranks get an empty tensor on the meta device.
+
+        Rank 0 needs memory for the tensor and for one received part of it.
+        """
+        is_here = self._collectives.rank == 0
+        out = torch.empty(self.shape, dtype=self.dtype, device="cpu" if is_here else "meta")
+        self._travel(out if is_here else None)
+        return out
+
+    def pass_by(self) -> None:
+        """Take part in the gather without keeping the values, so that the other ranks can continue."""
+        self._travel(None)
+
+    def _travel(self, out: torch.Tensor | None) -> None:
+        self.is_done = True
+        rank = self._collectives.rank
+        own = {box.offsets: box.values for box in self._piece.boxes if box.is_written}
+        for source, offsets, shape in self._boxes():
+            if rank == source == 0 and out is not None:
+                view_as_bits(out[make_slices(offsets, shape)]).copy_(view_as_bits(own[offsets]))
+            elif rank == source != 0:
+                self._send(get_raw_bytes(own[offsets]))
+            elif rank == 0 and source != 0:
+                self._receive(out, offsets, shape, source)
+
+    def _boxes(self) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """Yield every rectangular part of the tensor that a rank holds, as a tuple (sending rank, offsets, shape)."""
+        split = self._piece.split
+        if split is None:
+            own = [(box.offsets, tuple(box.values.shape)) for box in self._piece.boxes if box.is_written]
+            for rank, boxes in enumerate(self._collectives.gather_objects(own)):
+                yield from ((rank, *box) for box in boxes)
+            return
+        yield from split.boxes()
+
+    def _send(self, flat: torch.Tensor) -> None:
+        for start in range(0, len(flat), _BLOCK):
+            self._collectives.send(flat[start : start + _BLOCK], 0)
+
+    def _receive(self, out: torch.Tensor | None, offsets: tuple[int, ...], shape: tuple[int, ...], source: int) -> None:
+        num_bytes = torch.Size(shape).numel() * self.dtype.itemsize
+        if out is None:
+            scratch = torch.empty(min(_BLOCK, num_bytes), dtype=torch.uint8)
+            for start in range(0, num_bytes, _BLOCK):
+                self._collectives.receive(scratch[: min(_BLOCK, num_bytes - start)], source)
+            return
+        target = out[make_slices(offsets, shape)]
+        box = target if target.is_contiguous() else torch.empty(shape, dtype=self.dtype)
+        flat = get_raw_bytes(box)  # a view of `box`: it is contiguous and on the CPU
+        for start in range(0, num_bytes, _BLOCK):
+            self._collectives.receive(flat[start : start + _BLOCK], source)
+        if box is not target:
+            view_as_bits(target).copy_(view_as_bits(box))
+
+
+def pass_by_all(tensors: Iterable[Any]) -> None:
+    """Take part in the gathers of all tensors that have not been gathered yet. Other objects are ignored."""
+    for each in tensors:
+        if isinstance(each, GatheredTensor) and not each.is_done:
+            each.pass_by()
+
+
+def wrap_sharded(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
+    """Replace sharded tensors by `GatheredTensor` objects, and return all tensors.
+
+    Every rank calls it with the same names.
+
+    Args:
+        tensors: Tensors by name.
+        collectives: Collectives over all ranks.
+
+    Raises:
+        CheckpointError: If ranks hold different tensors, shard them differently, or together miss part of one, or if
+            partial sums were not reduced over ranks.
+    """
+    cutter = ShardCutter()
+    pieces = {name: cutter.cut_tensor(each) if is_dtensor(each) else each for name, each in tensors.items()}
+    spread = {name: each for name, each in pieces.items() if isinstance(each, ShardPiece)}
+    told = [
+        (name, each.shape, str(each.dtype), each.split and (each.split.rows, each.split.steps))
+        for name, each in spread.items()
+    ]
+    brought = {
+        name: sum(box.values.numel() for box in each.boxes if box.is_written)
+        for name, each in spread.items()
+        if each.split is None
+    }
+    answers = collectives.gather_objects((hashlib.sha256(repr(told).encode()).hexdigest(), list(brought.values())))
+    if len({found for found, _ in answers}) > 1:
+        raise CheckpointError("the ranks hold different sharded tensors; pass the same model on every rank")
+    for name, *numbers in zip(brought, *(each for _, each in answers)):
+        wanted, there = prod(pieces[name].shape), sum(numbers)
+        if there != wanted:  # a missing part would be uninitialized memory
+            raise CheckpointError(f"{name} has {wanted:,} values, but the ranks' parts of it have {there:,} in total")
+    return pieces | {name: GatheredTensor(each, collectives) for name, each in spread.items()}
+
+
+def gather_state(tensors: Iterable[tuple[str, Any]], collectives: Collectives) -> dict[str, torch.Tensor]:
+    """Return a state dict of full tensors. Every rank calls it.
+
+    If any tensor is sharded, rank 0 gets all of them on the CPU and the other ranks get an empty dict.
+
+    Args:
+        tensors: Pairs of (name, tensor).
+        collectives: Collectives over all ranks.
+
+    Raises:
+        CheckpointError: On every rank, if ranks hold different tensors, part of one is missing, or rank 0 failed.
+    """
+    named = dict(tensors)
+    if not any(map(is_spread, named.values())):
+        return named
+    values = {name: each for name, each in named.items() if isinstance(each, torch.Tensor) or is_spread(each)}
+    kept, tied = split_ties(values.items())
+    whole = wrap_sharded(kept, collectives)
+
+    def put_together() -> dict[str, torch.Tensor]:
+        found = named | {
+            name: each.whole() if isinstance(each, GatheredTensor) else each for name, each in whole.items()
+        }
+        return {name: found[tied.get(name, name)] for name in named}
+
+    return _run_on_rank_0(put_together, whole, list(whole), collectives) or {}
+
+
+def save_gathered(
+    tensors: Iterable[tuple[str, Any]], folder: str | Path, max_shard_size: int | str, collectives: Collectives
+) -> None:
+    """Gather sharded tensors and write all tensors from rank 0, as `save_weights` does. Every rank calls it.
+
+    Rank 0 needs memory for one full tensor at a time; the other ranks need none beyond their own shards.
+
+    Args:
+        tensors: Pairs of (name, tensor).
+        folder: Directory to write to.
+        max_shard_size: Largest size of a file, in bytes or as text such as "10GB".
+        collectives: Collectives over all ranks.
+
+    Raises:
+        CheckpointError: On every rank, if rank 0 could not write.
+    """
+    named = list(tensors)
+    kept, tied = split_ties(named)
+    whole = wrap_sharded(kept, collectives)
+    every = [(name, whole[tied.get(name, name)]) for name, _ in named]
+    _run_on_rank_0(
+        lambda: save_weights(every, folder, max_shard_size), whole, list_write_order(whole, max_shard_size), collectives
+    )
+
+
+def _run_on_rank_0(
+    act: Callable[[], _T], whole: Mapping[str, Any], order: Iterable[str], collectives: Collectives
+) -> _T | None:
+    """Run `act` on rank 0 while the other ranks send it the tensors in the given order.
+
+    If `act` fails, rank 0 still receives the remaining tensors, so that all ranks continue together.
+
+    Args:
+        act: Function that rank 0 calls, such as one that writes a file.
+        whole: Tensors by name, sharded ones as `GatheredTensor`.
+        order: Names in the order in which `act` requests them.
+        collectives: Collectives over all ranks.
+
+    Returns:
+        The result of `act` on rank 0, None on the other ranks.
+    """
+    result: _T | None = None
+    failure: Exception | None = None
+    try:
+        if collectives.rank == 0:
+            result = act()
+    except Exception as error:
+        failure = error
+    # Other ranks send what rank 0 requests. After a failure rank 0 receives the rest, so that no sender waits.
+    pass_by_all(whole[name] for name in order)
+    told = collectives.broadcast_object(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise CheckpointError(f"rank 0 could not put the weights together, or write them: {told}")
+    return result
+
+
+class WholeWeights:
+    """Access to the full tensors of models, prepared or not.
+
+    If a model is sharded, all ranks gather the tensors together.
+
+    Args:
+        strategy: Strategy that exports the tensors.
+        runtime: Runtime of this process.
+    """
+
+    def __init__(self, strategy: Strategy, runtime: ProcessRuntime) -> None:
+        self._strategy = strategy
+        self._runtime = runtime
+        self._lone_calls = RankConditionalCallCheck(runtime, strategy.name)
+
+    def state_dict(self, model: torch.nn.Module, is_bare: bool = True) -> dict[str, torch.Tensor]:
+        """Return the full tensors of a model by name.
+
+        For a sharded model, rank 0 gets them on the CPU, other ranks an empty dict.
+
+        Args:
+            model: Model, prepared or not.
+            is_bare: Whether to remove the prefixes that `torch.compile(module)` adds to names. Default: True.
+
+        Raises:
+            UnsupportedError: If the model is sharded, and only some ranks make the call.
+            StateError: If the model is sharded, and the process group has ended.
+        """
+        self._begin(model, "get_state_dict")
+        tensors = self._strategy.export_state(model)
+        accept_bare_names(model)  # submodules may have been compiled since prepare()
+        return gather_state(rename_bare_items(tensors) if is_bare else tensors, self._strategy.everyone)
+
+    def save(self, model: torch.nn.Module, folder: str | Path, max_shard_size: int | str, is_safe: bool) -> None:
+        """Write the model's weights from rank 0, as safetensors or as one pickled file.
+
+        If all ranks call it, they continue together. Under `if accelerator.is_main_process:` the main process writes
+        alone, and the other ranks do not wait. After the process group has been
+        destroyed, rank 0 writes, and no rank waits.
+
+        Args:
+            model: Model to save.
+            folder: Directory to write to.
+            max_shard_size: Largest size of a file, in bytes or as text such as "10GB".
+            is_safe: Whether to write safetensors instead of one pickled file.
+
+        Raises:
+            UnsupportedError: If the model is sharded, and only some ranks make the call.
+            StateError: If the model is sharded, and the process group has ended.
+            ConfigError: If safetensors are requested, and the state dict contains objects other than tensors.
+        """
+        everyone = self._strategy.everyone
+        tensors = self.export(model, "save_model", is_safe)
+        attended = self._runtime.scope.own(Attendance).find_participants("save_model")
+        if is_safe and any(map(is_spread, tensors.values())):
+            save_gathered(tensors.items(), folder, max_shard_size, everyone)
+        else:
+            tensors = gather_state(tensors.items(), everyone)
+            if self._runtime.rank == attended.ranks[0]:
+                save_weights(tensors.items(), folder, max_shard_size) if is_safe else save_pickled(tensors, folder)
+        if not (attended.elsewhere or everyone.has_ended):
+            everyone.barrier()
+
+    def publish(
+        self, model: torch.nn.Module, folder: Path, max_shard_size: int | str, parts: Sequence[object] = ()
+    ) -> None:
+        """Write a directory that `from_pretrained` can open, from rank 0.
+
+        If the model has adapters, only these are written.
+
+        As for `save`, all ranks call it, or only the main process if the model is not sharded.
+
+        Args:
+            model: Model to save.
+            folder: Directory to write to.
+            max_shard_size: Largest size of a file, in bytes or as text such as "10GB".
+            parts: Further objects to save with the model, such as a tokenizer. Default: ().
+        """
+        if has_adapters(model):
+            state = self.state_dict(model)
+            if self._runtime.rank == 0:
+                model.save_pretrained(folder, state_dict=dict(state))  # type: ignore[operator]
+        else:
+            self.save(model, folder, max_shard_size, True)
+        if self._runtime.rank == 0:
+            write_configurations(model, folder, parts)
+
+    def publish_all(self, models: Sequence[torch.nn.Module], weights: object, folder: str) -> None:
+        """Write all models so that `from_pretrained` can open them. `save_state` calls this as a save hook.
+
+        The first model is written to `folder` itself, the others to subdirectories `model_1`, `model_2` and so on.
+        """
+        for number, model in enumerate(models):
+            place = Path(folder, f"model_{number}") if number else Path(folder)
+            place.mkdir(parents=True, exist_ok=True)
+            self.publish(getattr(model, "_orig_mod", model), place, "10GB")
+
+    def push(
+        self,
+        model: torch.nn.Module,
+        repo_id: str,
+        parts: Sequence[object],
+        max_shard_size: int | str,
+        about: Mapping[str, Any],
+    ) -> str | None:
+        """Upload a model to the Hugging Face Hub, as `publish` writes it. If the upload fails, all ranks continue.
+
+        Args:
+            model: Model to upload.
+            repo_id: Repository on the Hub.
+            parts: Further objects to save with the model, such as a tokenizer.
+            max_shard_size: Largest size of a file, in bytes or as text such as "10GB".
+            about: Further keyword arguments of the upload.
+
+        Returns:
+            URL of the commit on rank 0, None on the other ranks.
+        """
+        with TemporaryDirectory(prefix="headway-push-") as folder:
+            self.publish(model, Path(folder), max_shard_size, parts)
+            return push_folder(Path(folder), repo_id, **about) if self._runtime.rank == 0 else None
+
+    def export(self, model: torch.nn.Module, call: str, is_safe: bool = True) -> dict[str, Any]:
+        """Return the model's tensors by name. Sharded tensors are not gathered: they contain this rank's shards.
+
+        Args:
+            model: Model to export.
+            call: Name of the calling public method, for error messages.
+            is_safe: Whether to raise an error for objects other than tensors. Default: True.
+        """
+        self._begin(model, call)
+        tensors = dict(rename_bare_items(self._strategy.export_state(model)))
+        for path, module in model.named_modules():
+            name = remove_compiled_levels(f"{path}.").removesuffix(".")
+            scales: Any = getattr(
+                module, "quant_state", None
+            )  # bitsandbytes expects quantization data on the weight, which is sharded
+            if scales is not None and is_spread(tensors.get(f"{name}.weight")):
+                tensors |= {f"{name}.weight.{key}": value for key, value in scales.as_dict(packed=True).items()}
+        if is_safe:
+            _refuse_objects(tensors)
+        return tensors
+
+    def _begin(self, model: torch.nn.Module, call: str) -> None:
+        if not self._strategy.capabilities.lone_forward:
+            self._strategy.everyone.ensure_connected(call)
+            self._lone_calls.check(f"{call}() is called", "putting whole weights together")
+        self._strategy.free_gathered(model)
+
+
+def _refuse_objects(state: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if the state dict contains objects other than tensors.
+
+    All ranks raise it, because names are equal on all ranks.
+    """
+    for name, value in state.items():
+        if not (isinstance(value, torch.Tensor) or is_spread(value)):
+            raise ConfigError(
+                f"{name} of the model's state dict is a {type(value).__name__}, and safetensors files hold tensors only: pass "
+                "safe_serialization=False to save_model(), or use save_state(), which saves the state that get_extra_state() returns"
+            )
+
+
+# ---------------------------------------------------------------- pretrained weights
+
+_WRAPPED = "base_layer."
+"""Prefix of the layer that a PEFT layer adapts and keeps as an attribute."""
+
+
+def _remove_levels(name: str) -> str:
+    """Return a tensor's name without the components that adapters and `torch.compile` insert."""
+    return remove_compiled_levels(name).replace(_WRAPPED, "")
+
+
+def _map_bare_locations(model: torch.nn.Module) -> dict[str, TensorLocation]:
+    """Return the locations of a model's tensors, by their names without the components that adapters insert.
+
+    Adapter tensors are left out.
+    """
+    adapted = [f"{path}." for path, module in model.named_modules() if hasattr(module, "base_layer")]
+    return {
+        _remove_levels(name): place
+        for name, place in map_locations(model).items()
+        if _WRAPPED in name or not name.startswith(tuple(adapted))
+    }
+
+
+class PretrainedWeights:
+    """Pretrained checkpoint whose tensor names have been matched to a model, before any value is read.
+
+    Args:
+        model: Model or part of one, on any device, meta included.
+        source: Checkpoint, as for `open_checkpoint`.
+        strict: Whether names unknown to the model and missing buffers are an error.
+
+    Raises:
+        CheckpointError: If the checkpoint is missing, damaged, or does not fit the model.
+    """
+
+    def __init__(self, model: torch.nn.Module, source: str | Path, strict: bool) -> None:
+        self.source = str(source)
+        opened, places = open_checkpoint(source), _map_bare_locations(model)
+        self._model, self._opened = model, opened
+        self._stored: dict[str, StoredTensor] = opened.tensors
+        self._sources: TensorSources = match_names(model, places, opened, strict, computes_buffers=True)
+        groups = map_ties(places)
+        self.names = {name for found in self._sources.shapes for name in groups.get(found, [found])}
+
+    def read(self, tensors: Mapping[str, Any], everyone: Collectives) -> int:
+        """Fill the given tensors of the model from the checkpoint. Every rank calls it.
+
+        A weight that transformers converts after reading is read by one rank and broadcast.
+
+        Args:
+            tensors: Tensors to fill, by their names in the model.
+            everyone: Collectives over all ranks.
+
+        Returns:
+            Number of bytes that this rank has read.
+
+        Raises:
+            CheckpointError: On every rank, if a file could not be read on one of them, or ranks see different files.
+        """
+        seen = [(name, each.shape, str(each.dtype)) for name, each in sorted(self._stored.items())]
+        if len({row[0] for row in everyone.gather_numbers([digest_text(repr(seen))])}) > 1:
+            raise CheckpointError(f"{self.source} holds other tensors on some ranks; give all of them the same files")
+        done = set[Any]()
+        num_read = 0
+
+        def read_own() -> None:
+            nonlocal num_read
+            for name, key in self._sources.direct.items():
+                if name not in tensors:
+                    raise CheckpointError(f"the model had {name} when load_weights() was called, and has none now")
+                if (memory := get_memory_key(tensors[name])) in done:
+                    continue
+                done.add(memory)
+                for offsets, box in list_own_boxes(tensors[name]):
+                    self._stored[key].fill(box, offsets)
+                    num_read += box.numel() * self._stored[key].dtype.itemsize
+
+        with torch.no_grad():
+            self._on_all(read_own, everyone)
+            for number, conversion in enumerate(self._sources.conversions):
+                num_read += self._convert(conversion, number % everyone.world_size, tensors, everyone)
+        self._on_all(lambda: load_extra_states(self._model, self._sources, self._opened), everyone)
+        return num_read
+
+    def _convert(self, conversion: Conversion, rank: int, tensors: Mapping[str, Any], everyone: Collectives) -> int:
+        made: dict[str, torch.Tensor] = {}
+        is_here = everyone.rank == rank
+
+        def convert() -> None:
+            if is_here:
+                made.update(conversion.run(self._whole))
+
+        self._on_all(convert, everyone)
+        names: list[str] = everyone.broadcast_object(list(made), rank)
+        for name in names:
+            shape, dtype = self._sources.shapes[name]
+            value = made.pop(name).contiguous() if is_here else torch.empty(shape, dtype=dtype)
+            everyone.broadcast_into([value], rank)
+            for offsets, box in list_own_boxes(tensors[name]):
+                box.copy_(value[make_slices(offsets, box.shape)])
+        return sum(self._stored[key].num_bytes for key, _ in conversion.sources) if is_here else 0
+
+    def _whole(self, key: str) -> torch.Tensor:
+        stored = self._stored[key]
+        made = torch.empty(stored.shape, dtype=stored.dtype)
+        stored.fill(made, (0,) * made.ndim)
+        return made
+
+    def _on_all(self, act: Callable[[], None], everyone: Collectives) -> None:
+        failure: Exception | None = None
+        try:
+            act()
+        except Exception as error:
+            failure = error
+        told = [text for text in everyone.gather_objects(failure and f"{type(failure).__name__}: {failure}") if text]
+        if told:
+            raise CheckpointError(
+                f"{self.source} could not be read to the end, so the model is in between: {told[0]}"
+            ) from failure
+
+
+class PretrainedLoads:
+    """Registry of the pretrained checkpoints that `load_weights` requested for models that are not prepared yet.
+
+    Args:
+        strategy: Strategy that shards or replicates the models.
+    """
+
+    def __init__(self, strategy: CheckpointStrategy) -> None:
+        self._strategy = strategy
+        self._waiting: weakref.WeakKeyDictionary[torch.nn.Module, PretrainedWeights] = weakref.WeakKeyDictionary()
+
+    def add(self, part: torch.nn.Module, source: str | Path, strict: bool, prepared: Iterable[torch.nn.Module]) -> None:
+        """Register a checkpoint for a model, or for part of one.
+
+        If the model is prepared, the checkpoint is read at once.
+
+        Otherwise `prepare()` reads the checkpoint.
+
+        Args:
+            part: Model or part of one.
+            source: Checkpoint, as for `open_checkpoint`.
+            strict: Whether names unknown to the model and missing buffers are an error.
+            prepared: All prepared models.
+        """
+        whole = next((model for model in prepared if any(part is inner for inner in model.modules())), None)
+        if whole is not None:
+            self._strategy.free_gathered(whole)
+        self._waiting[part] = PretrainedWeights(part, source, strict)
+        if whole is not None:
+            self.read(whole)
+
+    def names(self, model: torch.nn.Module) -> set[str]:
+        """Return the names of a model's tensors that will be filled from registered checkpoints."""
+        return {
+            f"{path}.{name}".lstrip(".")
+            for path, weights in self._of(model)
+            for name in map_locations(model.get_submodule(path))
+            if _remove_levels(name) in weights.names
+        }
+
+    def _of(self, model: torch.nn.Module) -> list[tuple[str, PretrainedWeights]]:
+        parts = [(path, part) for path, part in model.named_modules() if part in self._waiting]
+        return [(path, self._waiting[part]) for path, part in parts]
+
+    def read(self, model: torch.nn.Module) -> None:
+        """Read the registered checkpoints into a model after the strategy has set it up. All ranks call it."""
+        found = self._of(model)
+        if not found:
+            return
+        everyone = self._strategy.everyone
+        for path, weights in found:
+            prefix = remove_compiled_levels(f"{path}.") if path else ""
+            exported = rename_bare_items(self._strategy.export_state(model))
+            tensors = {name: each for name, each in exported if name.startswith(prefix)}
+            own = {_remove_levels(name.removeprefix(prefix)): each for name, each in tensors.items()}
+            num_bytes = weights.read(own, everyone)
+            log.info("%s: this rank has read its part, %s", weights.source, format_bytes(num_bytes))
+        self._strategy.apply_loaded_values()
+        for part in list(model.modules()):
+            self._waiting.pop(part, None)

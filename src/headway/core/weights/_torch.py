@@ -1,0 +1,62 @@
+"""Private names of torch that the code for weights uses, each with the reason and a possible replacement.
+
+A test checks that all names exist in the installed torch. `Module._parameters`, `Module._buffers` and `Module._modules`
+are used directly, without a name in this module, because torch's own packages rely on them. Only these dicts list
+tensors that are None, or replace a tensor without calling `__setattr__` of the user's class.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+# is_traceable_wrapper_subclass finds tensors that consist of others, such as quantized weights. There is no public query.
+
+COMPILED_MODULE = "_orig_mod"
+"""Attribute of a `torch.compile(module)` wrapper that holds the module.
+
+Names in its state dict contain this component.
+"""
+
+LAZY_NAMES = (
+    # Placement of a dimension that is sharded along two mesh axes out of order. There is no public class.
+    "torch.distributed.tensor.placement_types:_StridedShard",
+    # Describe how a DTensor is split. `DTensor.from_local` would move an offloaded tensor to the mesh's device.
+    "torch.distributed.tensor._dtensor_spec:DTensorSpec",
+    "torch.distributed.tensor._dtensor_spec:TensorMeta",
+)
+"""Names that are imported only when distributed tensors are used, as "module:attribute"."""
+
+
+def build_like(like: "DTensor", local: torch.Tensor, stride: Sequence[int]) -> "DTensor":
+    """Return a DTensor with the placements of `like` and the given local values, which stay on their device."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(like.shape, tuple(stride), local.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def read_inner_float8(tensor: Any) -> torch.Tensor:
+    """Return the tensor inside torchao's wrapper for weights that FSDP casts to float8 during the all-gather."""
+    values: torch.Tensor = tensor._tensor
+    return values
+
+
+def list_load_hooks(module: nn.Module) -> list[Any]:
+    """Return the hooks that a module calls before it loads a state dict. There is no public list."""
+    return list(module._load_state_dict_pre_hooks.values())
+
+
+def add_load_hook(module: nn.Module, hook: Callable[..., None]) -> None:
+    """Register a hook that a module calls before it loads a state dict.
+
+    The public method would pass the module to the hook. A copy of the module would then pass the original module.
+    """
+    module._register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]

@@ -1,0 +1,450 @@
+"""Export weights for other programs: safetensors files, the files `from_pretrained` needs, and uploads to the Hub.
+
+New files are written under temporary names in the target folder, then renamed.
+
+This module depends on neither transformers nor PEFT. If a model has a `config` or a `generation_config` with a
+`save_pretrained` method, these are exported too. A model with adapters and its own `save_pretrained` writes its
+adapters itself. Tokenizer files come from objects that the caller passes, or from the folder or Hub cache from which
+the model was loaded. Nothing is downloaded.
+"""
+
+import copy
+import io
+import json
+import logging
+import pickle
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from fnmatch import fnmatch
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from headway.common.atomic import open_replacement, write_text
+from headway.common.object_path import open_writable, to_path
+from headway.common.optional import require
+from headway.common.text import parse_bytes
+from headway.core.weights.files import map_safetensors
+from headway.core.weights.parallel_writer import (
+    LazyFullTensor,
+    ParallelWriter,
+    RangedFile,
+    check_specs,
+    compare_range,
+    is_large,
+)
+from headway.core.weights.pieces import get_memory_key
+from headway.core.weights.shards import TensorSpec, get_raw_bytes, is_bit_identical, order_widest_first, write_file
+from headway.errors import CheckpointError, ConfigError
+from headway.log import get_logger
+
+# A separate logger, so that HEADWAY_LOG_LEVEL does not make every rank log each file.
+log = get_logger("headway.core.weights.published")
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
+PATTERNS = (
+    "config.json", "generation_config.json", "adapter_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+    "vocab.*", "merges.txt", "*.tiktoken", "spiece.model", "sentencepiece*.model", "chat_template.*", "preprocessor_config.json",
+    "processor_config.json", "image_processor_config.json",
+)  # fmt: skip
+"""Name patterns of the files that accompany weights: configurations, tokenizers and processors."""
+_OF_TOKENIZERS = PATTERNS[3:]
+
+
+def split_ties(tensors: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Separate tensors that must be written from names that are tied to another tensor.
+
+    Names that refer to exactly the same memory in the same layout are tied. Views that merely share a buffer are not.
+
+    Args:
+        tensors: Pairs of (name, tensor).
+
+    Returns:
+        Pair of (tensors to write by name, mapping from each tied name to the name under which the tensor is written).
+    """
+    kept: dict[str, Any] = {}
+    tied: dict[str, str] = {}
+    owners: dict[tuple[Any, ...], str] = {}
+    for name, tensor in tensors:
+        key = get_memory_key(tensor)
+        if prod(tensor.shape) and key in owners:
+            tied[name] = owners[key]
+        else:
+            owners[key] = name
+            kept[name] = tensor
+    return kept, tied
+
+
+def plan_shards(sizes: dict[str, int], max_shard_size: int) -> list[list[str]]:
+    """Split the names, in order, into shards of at most `max_shard_size` bytes.
+
+    A tensor that exceeds this size gets its own shard. The split is equal to that of huggingface_hub's
+    `split_torch_state_dict_into_shards`. Therefore the shard of an oversized tensor is placed before the shard that is
+    being filled, and filling then continues.
+
+    Args:
+        sizes: Bytes by name.
+        max_shard_size: Maximum bytes per shard.
+    """
+    shards: list[list[str]] = []
+    filling: list[str] = []
+    room = max_shard_size
+    for name, size in sizes.items():
+        if size > max_shard_size:
+            shards.append([name])
+            continue
+        if size > room:
+            shards.append(filling)
+            filling, room = [], max_shard_size
+        filling.append(name)
+        room -= size
+    return [*shards, filling] if filling or not shards else shards
+
+
+def save_weights(
+    tensors: Iterable[tuple[str, "torch.Tensor | LazyFullTensor"]], folder: str | Path, max_shard_size: int | str
+) -> list[Path]:
+    """Write tensors to safetensors files in a folder and return the paths of the files.
+
+    Files that earlier saves have left in the folder are replaced or removed.
+
+    Args:
+        tensors: Pairs of (name, tensor). Tensors that are not in memory are assembled one at a time, when they are
+            written.
+        folder: Folder to write. It is created if missing.
+        max_shard_size: Maximum bytes per file, as a number or text such as "10GB".
+
+    Raises:
+        ConfigError: If the folder is a file.
+        CheckpointError: If a file, when read back, differs from the tensors. The folder is unchanged.
+    """
+    place = _folder(folder)
+    with open_writable(place) as local:
+        files = [place / name for name in _save(tensors, local, max_shard_size)]
+    _remove_stale(place, {file.name for file in files})
+    return files
+
+
+def _save(tensors: Iterable[tuple[str, Any]], folder: Path, max_shard_size: int | str) -> list[str]:
+    """Write tensors to safetensors files and their index, and return the names of the files."""
+    kept, tied = split_ties(tensors)
+    shards = _shards_of(kept, max_shard_size)
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = [SINGLE] if len(shards) == 1 else names
+    with ExitStack() as stack:  # no file is replaced before all are written
+        files = {
+            stack.enter_context(open_replacement(folder / file)): {name: kept[name] for name in shard}
+            for file, shard in zip(names, shards)
+        }
+        logging.getLogger(__name__).info("writing %s to %s", ", ".join(names), folder)
+        if is_large(_spec(tensor).num_bytes for tensor in kept.values()):
+            _write_in_parallel(files, tied)
+        else:
+            for staged, part in files.items():
+                _verify(staged, part, _write(staged, part, tied))
+    if len(shards) > 1:
+        total = sum(_spec(tensor).num_bytes for tensor in kept.values())
+        weight_map = {name: file for file, shard in zip(names, shards) for name in shard}
+        index = {"metadata": {"total_size": total, **tied}, "weight_map": weight_map}
+        write_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+        names.append(INDEX)
+    return names
+
+
+def save_pickled(state: dict[str, torch.Tensor], folder: str | Path) -> Path:
+    """Write tensors with torch.save to one `pytorch_model.bin`, and remove files of earlier saves from the folder.
+
+    Args:
+        state: State dict to write.
+        folder: Folder to write. It is created if missing.
+
+    Returns:
+        Path of the written file.
+
+    Raises:
+        ConfigError: If the folder is a file.
+    """
+    place = _folder(folder)
+    _warn_of_code(state)
+    save_object(state, place / PICKLED)
+    _remove_stale(place, {PICKLED})
+    return place / PICKLED
+
+
+def _warn_of_code(state: Mapping[str, Any]) -> None:
+    """Warn about extra states that Headway will refuse to load, because reading them could execute code."""
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            continue
+        try:
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except pickle.UnpicklingError:
+            logging.getLogger(__name__).warning(
+                "%s holds an object (%s) that torch.load(weights_only=True) and load_checkpoint_in_model() refuse: the whole "
+                "file can only be read with torch.load(weights_only=False). Let get_extra_state() return numbers, text, "
+                "tensors, and lists and dicts of them",
+                name,
+                type(value).__name__,
+            )
+
+
+def save_object(obj: Any, path: str | Path, safe_serialization: bool = False) -> None:
+    """Write an object with torch.save, or a dict of tensors as safetensors. The file is replaced atomically.
+
+    Args:
+        obj: Object to write.
+        path: File to write.
+        safe_serialization: Whether to use safetensors. Default: False.
+
+    Raises:
+        ConfigError: If safetensors was requested and the object is not a dict of tensors.
+    """
+    if safe_serialization and not _is_state(obj):
+        raise ConfigError(
+            f"safe_serialization=True got a {type(obj).__name__}; safetensors holds a dict of names and tensors. Pass "
+            "safe_serialization=False for other objects"
+        )
+    path = to_path(path)
+    with open_writable(path.parent) as folder, open_replacement(folder / path.name) as staged:
+        if safe_serialization:
+            _write(staged, *split_ties(obj.items()))
+        else:
+            torch.save(obj, staged)
+
+
+def _is_state(obj: Any) -> bool:
+    return isinstance(obj, Mapping) and all(isinstance(value, torch.Tensor) for value in obj.values())
+
+
+def _shards_of(tensors: Mapping[str, Any], max_shard_size: int | str) -> list[list[str]]:
+    return plan_shards({name: _spec(each).num_bytes for name, each in tensors.items()}, parse_bytes(max_shard_size))
+
+
+def list_write_order(tensors: Mapping[str, Any], max_shard_size: int | str) -> list[str]:
+    """Return the names in the order in which `save_weights` writes them. No two of the tensors may be tied.
+
+    Args:
+        tensors: Tensors by name.
+        max_shard_size: Maximum bytes per file, as a number or text such as "10GB".
+    """
+    shards = _shards_of(tensors, max_shard_size)
+    return [name for shard in shards for name in order_widest_first({each: _spec(tensors[each]) for each in shard})]
+
+
+def _spec(tensor: Any) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype)
+
+
+def _write(path: Path, tensors: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, str]:
+    """Write tensors to a file, and return the hashes of those that were assembled for it, by name.
+
+    Args:
+        path: File to write.
+        tensors: Tensors by name.
+        tied: Mapping from each tied name to the name under which the tensor is written.
+    """
+    specs = order_widest_first({name: _spec(tensor) for name, tensor in tensors.items()})
+    hashes: dict[str, str] = {}
+
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in specs:
+            tensor = tensors[name]
+            if not isinstance(tensor, torch.Tensor):
+                tensor = tensor.whole()
+                hashes[name] = _hash(tensor)
+            yield name, tensor
+            del tensor  # free it before the next one is assembled
+
+    write_file(path, specs, values(), tied)
+    return hashes
+
+
+def _write_in_parallel(files: Mapping[Path, Mapping[str, Any]], tied: Mapping[str, str]) -> None:
+    """Write files from several threads. Each file is read back and compared while the next one is written.
+
+    Args:
+        files: Tensors by name, for each file.
+        tied: Mapping from each tied name to the name under which the tensor is written.
+
+    Raises:
+        CheckpointError: If a file, when read back, differs from the tensors.
+    """
+    with ParallelWriter() as writer:
+
+        def compare(specs: Mapping[str, TensorSpec], file: RangedFile) -> None:
+            check_specs(file.path, specs)
+            for number in range(len(file.digests)):
+                writer.add_task(partial(compare_range, file, number))
+
+        for path, tensors in files.items():
+            specs = order_widest_first({name: _spec(tensor) for name, tensor in tensors.items()})
+            values = ((name, tensors[name]) for name in specs)
+            writer.write(path, specs, values, tied, on_written=partial(compare, specs))
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    return xxhash.xxh3_128(memoryview(get_raw_bytes(tensor).numpy())).hexdigest()  # type: ignore[arg-type]
+
+
+def _verify(path: Path, wanted: Mapping[str, Any], hashes: Mapping[str, str]) -> None:
+    """Raise `CheckpointError` unless a file contains exactly the given tensors, bit by bit.
+
+    Args:
+        path: File to read.
+        wanted: Tensors by name.
+        hashes: Hashes of the tensors that were assembled for the file and freed since, by name.
+    """
+    stored, _ = map_safetensors(path)
+
+    def is_held(name: str) -> bool:
+        if name not in stored:
+            return False
+        tensor = stored[name].tensor()
+        return _hash(tensor) == hashes[name] if name in hashes else is_bit_identical(tensor, wanted[name])
+
+    differing = [name for name in wanted if not is_held(name)]
+    if differing or len(stored) != len(wanted):
+        raise CheckpointError(
+            f"{path} does not hold what was written ({', '.join(differing[:3])}); nothing was replaced. Save to another disk"
+        )
+
+
+def _folder(path: str | Path) -> Path:
+    folder = to_path(path)
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file; give a folder for the weights")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _remove_stale(folder: Path, current: set[str]) -> None:
+    """Remove files of earlier saves from the folder, so that a later load does not read them.
+
+    Args:
+        folder: Folder of the weights.
+        current: Names of the files to keep.
+    """
+    stale = (SINGLE, INDEX, "model-*-of-*.safetensors", PICKLED)
+    for path in list(folder.iterdir()):
+        if path.name not in current and any(fnmatch(path.name, pattern) for pattern in stale):
+            path.unlink()
+
+
+# -------------------------------------------------------------------- what describes them, and the Hub
+
+
+def write_configurations(model: torch.nn.Module, folder: Path, parts: Iterable[object] = ()) -> None:
+    """Write a model's configuration files into a folder, and its tokenizer's files if the tokenizer is known.
+
+    Args:
+        model: Model as the user created it, without wrappers.
+        folder: Existing folder.
+        parts: Tokenizers and processors with `save_pretrained`. Other objects, such as None, are skipped. Default: ().
+    """
+    config = getattr(model, "config", None)
+    if callable(getattr(config, "save_pretrained", None)):
+        told = copy.deepcopy(config)
+        if not getattr(told, "architectures", None):
+            told.architectures = [type(model).__name__]  # type: ignore[union-attr]
+        told.save_pretrained(folder)  # type: ignore[union-attr]
+    own = [part for part in parts if callable(getattr(part, "save_pretrained", None))]
+    for part in own:
+        part.save_pretrained(folder)  # type: ignore[attr-defined]
+    settings = getattr(model, "generation_config", None)
+    if callable(getattr(settings, "save_pretrained", None)):
+        try:
+            settings.save_pretrained(folder)  # type: ignore[union-attr]
+        except ValueError as error:  # contradictory settings must not make the save fail
+            log.warning("the generation settings of %s were not written: %s", type(model).__name__, error)
+    source = getattr(config, "_name_or_path", "") or getattr(config, "name_or_path", "")
+    if not own and isinstance(source, str) and source:
+        copy_files(_find_source_folder(source), folder, _OF_TOKENIZERS)
+
+
+def copy_files(source: Path | None, folder: Path, patterns: Iterable[str] = PATTERNS) -> list[Path]:
+    """Copy files by name pattern from one folder to another, and return the copies.
+
+    Args:
+        source: Folder to copy from. Nothing is copied if it is None or does not exist.
+        folder: Folder to copy to.
+        patterns: Name patterns of the files. Default: `PATTERNS`.
+    """
+    if source is None or not source.is_dir() or source.resolve() == folder.resolve():
+        return []
+    wanted = tuple(patterns)
+    found = sorted(file for file in source.iterdir() if any(fnmatch(file.name, each) for each in wanted))
+    copies = []
+    for file in (each for each in found if each.is_file()):
+        copies.append(folder / file.name)
+        with file.open("rb") as source_file, open(copies[-1], "wb") as made:
+            shutil.copyfileobj(source_file, made)
+    return copies
+
+
+def _find_source_folder(source: str) -> Path | None:
+    """Return the folder from which a model was loaded, or None if there is no such folder.
+
+    Args:
+        source: Folder, or ID of a model on the Hub. For an ID, the folder in the Hub's cache is returned.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        config = try_to_load_from_cache(source, "config.json")
+    except Exception:  # not installed, or the source is not an ID
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Whether a model has adapters and a `save_pretrained` method that writes them, like PEFT's models."""
+    return bool(getattr(model, "peft_config", None)) and callable(getattr(model, "save_pretrained", None))
+
+
+def push_folder(
+    folder: Path,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | None = None,
+    revision: str | None = None,
+    commit_message: str = "Upload model",
+) -> str:
+    """Create a model repository on the Hub if it does not exist, and upload a folder to it in one commit.
+
+    Args:
+        folder: Folder whose files are all uploaded.
+        repo_id: "name" or "owner/name".
+        private: Whether a new repository is private. Default: None, the owner's settings.
+        token: Access token. Default: None, the token of `huggingface-cli login`, or HF_TOKEN.
+        revision: Branch, which is created if missing. Default: None, main.
+        commit_message: Message of the commit.
+
+    Returns:
+        URL of the commit.
+
+    Raises:
+        ConfigError: If `repo_id` is empty.
+        OptionalDependencyMissing: If huggingface_hub is not installed.
+    """
+    if not repo_id:
+        raise ConfigError("push_to_hub needs a repository, such as 'owner/name'")
+    hub = require("huggingface_hub", "push_to_hub uploads with", "huggingface_hub")
+    api = hub.HfApi(token=token)
+    name = str(api.create_repo(repo_id, private=private, exist_ok=True).repo_id)
+    if revision is not None:
+        api.create_branch(name, branch=revision, exist_ok=True)
+    made = api.upload_folder(repo_id=name, folder_path=folder, revision=revision, commit_message=commit_message)
+    return str(made.commit_url)

@@ -1,0 +1,301 @@
+"""Find the checkpoint files that contain weights, validate them completely before use, and memory-map them."""
+
+import json
+import math
+import mmap
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.common.optional import require
+from headway.common.untrusted import escape_text, open_regular_file, read_regular_file
+from headway.core.weights.pieces import make_slices
+from headway.core.weights.shards import MAX_HEADER, TensorSpec, get_raw_bytes, read_header, view_as_bits
+from headway.errors import CheckpointError
+from headway.log import get_logger
+
+logger = get_logger(__name__)
+
+EXTRA = "_extra_state"
+"""Key of a module's extra state in its state dict."""
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class StoredTensor(TensorSpec):
+    """Tensor in a checkpoint file. Its values are read on request.
+
+    Attributes:
+        shape: Shape in the file.
+        dtype: Dtype in the file.
+        file: File that contains the values.
+        is_mapped: Whether the values can be used directly in the mapped file, without a copy in memory.
+    """
+
+    file: Path
+    is_mapped: bool
+    _origin: Any = field(repr=False)
+    _offset: int = 0
+
+    def tensor(self) -> torch.Tensor:
+        """Return the values on the CPU. Writing to a mapped tensor changes only memory, never the file."""
+        if isinstance(self._origin, torch.Tensor):
+            return self._origin
+        num_bytes = self.num_bytes
+        if not num_bytes:
+            return torch.empty(self.shape, dtype=self.dtype)
+        flat = torch.frombuffer(self._origin, dtype=torch.uint8, count=num_bytes, offset=self._offset)
+        return (flat if self.is_mapped else flat.clone()).view(self.dtype).view(self.shape)
+
+    def fill(self, box: torch.Tensor, offsets: Sequence[int]) -> None:
+        """Read a rectangular block of the tensor into `box`, which may be on any device and of any dtype.
+
+        Values outside of the block are not read.
+
+        Args:
+            box: Tensor to fill. Its shape is the shape of the block.
+            offsets: First index of the block along each dim.
+
+        Raises:
+            CheckpointError: If the file cannot be read or has become shorter.
+        """
+        if isinstance(self._origin, torch.Tensor):
+            box.copy_(self._origin[make_slices(offsets, box.shape)])
+            return
+        # `inner` is the last dim that the block does not cover completely. From it on, values are contiguous in the file.
+        inner = max((dim for dim, sizes in enumerate(zip(box.shape, self.shape)) if sizes[0] != sizes[1]), default=0)
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        first = sum(map(mul, offsets, strides))
+        with open_regular_file(self.file) as file:
+            for index in product(*map(range, box.shape[:inner])) if box.numel() else ():
+                start = self._offset + (first + sum(map(mul, index, strides))) * self.dtype.itemsize
+                self._read(file.fileno(), start, box[index])
+
+    def _read(self, file: int, start: int, part: torch.Tensor) -> None:
+        is_straight = part.dtype == self.dtype and part.device.type == "cpu" and part.is_contiguous()
+        room = part if is_straight else torch.empty(part.shape, dtype=self.dtype)
+        view = memoryview(get_raw_bytes(room).numpy())  # type: ignore[arg-type]
+        while view:
+            count = os.preadv(file, [view], start)
+            if not count:
+                raise CheckpointError(f"{self.file} became shorter while it was read")
+            view, start = view[count:], start + count
+        if room is not part:
+            view_as_bits(part).copy_(view_as_bits(room)) if part.dtype == self.dtype else part.copy_(room)
+
+
+@dataclass
+class WeightFiles:
+    """All tensors of a checkpoint by name, from one or more files.
+
+    Attributes:
+        source: Path or ID as given by the caller, for messages.
+        tensors: Tensors by their names in the files.
+        ties: Mapping from each tied name to the stored name whose values it shares, if the writer recorded it.
+        objects: Extra states of modules that are not tensors, by name. Only pickled files contain any.
+    """
+
+    source: str
+    tensors: dict[str, StoredTensor]
+    ties: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def files(self) -> list[Path]:
+        """Sorted list of the files that contain the tensors."""
+        return sorted({stored.file for stored in self.tensors.values()})
+
+
+def open_checkpoint(source: str | Path) -> WeightFiles:
+    """Open a checkpoint that contains weights. Only headers are read, and no code in the files is executed.
+
+    Args:
+        source: A `.safetensors` or `.bin` file, an index (`*.index.json`), a folder with one checkpoint, or a model ID
+            on the Hugging Face Hub, which is downloaded or taken from the local cache. Safetensors take precedence over
+            pickles.
+
+    Raises:
+        CheckpointError: If there is no checkpoint or more than one, a shard is missing, or a file is damaged or would
+            execute code. The message names the file.
+        OptionalDependencyMissing: If `source` is a Hub ID and huggingface_hub is not installed.
+    """
+    path = Path(source)
+    if not os.path.exists(path):
+        path = _download(str(source))
+    if os.path.isdir(path):
+        path = _choose_checkpoint(path)
+    if path.name.endswith(".index.json"):
+        return _open_sharded(path, str(source))
+    opened = _open_file(path)
+    return WeightFiles(str(source), opened.tensors, _ties(opened.metadata, opened.tensors), opened.objects)
+
+
+def _choose_checkpoint(folder: Path) -> Path:
+    """Return the only checkpoint in a folder.
+
+    If there are two of one kind, one of them is probably outdated. An error is raised instead of guessing which.
+    """
+    for patterns in (("*.safetensors.index.json", "*.safetensors"), ("*.bin.index.json", "*.bin")):
+        indexes = sorted(folder.glob(patterns[0]))
+        shards = {name for index in indexes for name in _read_index(index)[0].values()}
+        singles = [path for path in sorted(folder.glob(patterns[1])) if path.name not in shards]
+        # Training writes these files next to the weights.
+        singles = [path for path in singles if path.name not in ("training_args.bin", "optimizer.bin", "scheduler.bin")]
+        found = indexes + singles
+        usual = [path for path in singles if path.stem in ("model", "pytorch_model")]
+        if not indexes and len(usual) == 1:
+            return usual[0]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(path.name for path in found[:6])
+            raise CheckpointError(
+                f"{folder} holds more than one checkpoint ({names}), and one may be stale; give the file that is meant"
+            )
+    raise CheckpointError(f"{folder} holds no weights; looked for *.safetensors, *.bin and their *.index.json")
+
+
+def _download(source: str) -> Path:
+    if not _HUB_ID.fullmatch(source):
+        raise CheckpointError(f"{source} does not exist, and is not an id of a model on the Hub ('owner/name') either")
+    hub = require("huggingface_hub", f"{source!r} is not a local path, and downloading it needs", "huggingface_hub")
+    for patterns in (["*.safetensors", "*.safetensors.index.json"], ["*.bin", "*.bin.index.json"]):
+        try:
+            folder = Path(hub.snapshot_download(source, allow_patterns=patterns))
+        except Exception as error:
+            raise CheckpointError(
+                f"{source!r} is not a local file or folder, and could not be had from the Hub: {error}"
+            ) from error
+        if any(folder.glob(patterns[0])):
+            return folder
+    raise CheckpointError(f"{source!r} on the Hub holds neither safetensors nor .bin weights")
+
+
+def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    try:
+        content = json.loads(read_regular_file(index, MAX_HEADER))
+        weights, metadata = content["weight_map"], content.get("metadata") or {}
+        is_sound = isinstance(weights, dict) and all(isinstance(name, str) for name in weights.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index}: no index of a sharded checkpoint ({error!r})") from error
+    if not is_sound or not isinstance(metadata, dict):
+        raise CheckpointError(f"{index}: no index of a sharded checkpoint; its weight_map gives no file names")
+    outside = sorted(name for name in set(weights.values()) if Path(name).name != name or name == "..")
+    if outside:
+        raise CheckpointError(
+            f"{index}: names files outside of its folder ({', '.join(map(repr, outside[:3]))}); nothing was read"
+        )
+    return weights, metadata
+
+
+def _open_sharded(index: Path, source: str) -> WeightFiles:
+    weights, metadata = _read_index(index)
+    files = sorted(set(weights.values()))
+    absent = [name for name in files if not os.path.isfile(index.parent / name)]
+    if absent:
+        raise CheckpointError(
+            f"{index}: {len(absent)} of {len(files)} shards are missing: {escape_text(', '.join(absent[:5]))}; copy them there"
+        )
+    shards = {name: _open_file(index.parent / name) for name in files}
+    lost = [escape_text(f"{name} (in {file})") for name, file in weights.items() if not shards[file].holds(name)]
+    if lost:
+        raise CheckpointError(
+            f"{index}: the index does not fit its shards; {len(lost)} tensors are not where it says: {', '.join(lost[:5])}"
+        )
+    tensors = {name: found for name, file in weights.items() if (found := shards[file].tensors.get(name)) is not None}
+    objects = {name: shards[file].objects[name] for name, file in weights.items() if name not in tensors}
+    said = {**{k: v for shard in shards.values() for k, v in shard.metadata.items()}, **metadata}
+    return WeightFiles(source, tensors, _ties(said, tensors), objects)
+
+
+def _ties(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, str]:
+    return {k: v for k, v in metadata.items() if k not in tensors and isinstance(v, str) and v in tensors}
+
+
+@dataclass
+class _OpenedFile:
+    tensors: dict[str, StoredTensor]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+    def holds(self, name: str) -> bool:
+        return name in self.tensors or name in self.objects
+
+
+def _open_file(path: Path) -> _OpenedFile:
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{path} is not a regular file; nothing was read from it")
+    if path.suffix in (".bin", ".pt", ".pth"):
+        return _open_pickled(path)
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path}: weights are read from .safetensors, .bin, .pt and .pth files")
+    return _OpenedFile(*map_safetensors(path))
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a state-dict key belongs to a module's `get_extra_state` value."""
+    return name.rpartition(".")[2] == EXTRA
+
+
+def _open_pickled(path: Path) -> _OpenedFile:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+    except Exception as error:
+        # Any error that torch raises for a malicious or damaged file must name the file.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{path}: torch.load(weights_only=True) refuses this file ({reason}); it is damaged, or holds code, of which "
+            "nothing was executed. Ask its author for safetensors"
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise CheckpointError(f"{path}: holds a {type(state).__name__} that is not a dict of names and tensors")
+    objects = {n: value for n, value in state.items() if is_extra_state(n) and not isinstance(value, torch.Tensor)}
+    odd = next((n for n, value in state.items() if n not in objects and not isinstance(value, torch.Tensor)), None)
+    if odd is not None:
+        raise CheckpointError(
+            f"{path}: {odd!r} is a {type(state[odd]).__name__}, where a dict of weights holds tensors"
+        )
+    tensors = {name: value for name, value in state.items() if name not in objects}
+    return _OpenedFile(dict(_pickled_tensors(path, tensors)), objects=objects)
+
+
+def _pickled_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, StoredTensor]]:
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type != "cpu":
+            raise CheckpointError(
+                f"{path}: {name!r} is not a plain tensor ({tensor.layout}, {tensor.device}), which weights are"
+            )
+        is_mapped = _is_zip(path) and tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
+        yield name, StoredTensor(tuple(tensor.shape), tensor.dtype, path, is_mapped, tensor.detach())
+
+
+def _is_zip(path: Path) -> bool:
+    with open_regular_file(path) as file:
+        return file.read(2) == b"PK"
+
+
+def map_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    """Memory-map a safetensors file of any name, after checking its header against the file's length.
+
+    Returns:
+        Pair of (tensors by name, the file's metadata).
+
+    Raises:
+        CheckpointError: If the file violates the format. The message names the file.
+    """
+    with open_regular_file(path) as file:
+        places, metadata = read_header(file, path)
+        # A private mapping: pages come from the file when touched, and a write makes a copy of its page.
+        view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    tensors = {
+        name: StoredTensor(spec.shape, spec.dtype, path, start % spec.dtype.itemsize == 0, view, start)
+        for name, (spec, start) in places.items()
+    }
+    return tensors, metadata

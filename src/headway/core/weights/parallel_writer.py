@@ -1,0 +1,630 @@
+"""Write safetensors files from several threads, in ranges that are hashed as they are written.
+
+A range is 16 MiB of a file, so that one large file keeps several threads busy. Each thread collects the bytes of a
+range from the tensors, hashes them, and writes them to their offset. There is one hash per piece, a fixed number of
+bytes. The thread that writes the last range of a file flushes the file to the disk (fsync), while the others write
+the next file.
+
+Values that are contiguous in host memory are written without a copy. Contiguous values on a device are copied
+through one small buffer per thread. Other values are first copied to host memory. `MAX_COPIES` limits these copies.
+
+The descriptor of a file stays open from its first byte to its fsync. Linux reports a failed write only to
+descriptors that were open at that time.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+import xxhash
+
+from headway.common.object_path import PART, THREADS, ObjectPath
+from headway.common.task_threads import TaskThreads
+from headway.common.untrusted import open_regular_file
+from headway.core.runtime.copy_stream import allocate_pinned
+from headway.core.weights.shards import (
+    BLOCK,
+    TensorSpec,
+    encode_header,
+    get_raw_bytes,
+    name_file,
+    read_header,
+    view_as_bits,
+)
+from headway.errors import CheckpointError
+
+RANGE = 16 * 2**20
+"""Bytes of a file on a disk that one thread writes at a time. In object stores, a range is one stored object."""
+MAX_COPIES = 64 * 2**20
+"""Maximum bytes of host copies of values that cannot be written without a copy. A single larger copy is allowed."""
+_LARGE = 64 * 2**20
+"""Smallest total size in bytes for which a save starts threads."""
+_STAGING = 4 * 2**20
+"""Size in bytes of each thread's buffer for values on a device."""
+_COALESCED = 64 * 1024
+"""Values smaller than this number of bytes are collected in a buffer before they are hashed and written."""
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+class LazyFullTensor(Protocol):
+    """Interface of a full tensor that is assembled in memory only on request.
+
+    Attributes:
+        shape: Shape of the full tensor.
+        dtype: Dtype of its values.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def whole(self) -> torch.Tensor:
+        """Return the full tensor, assembled in memory."""
+
+
+@dataclass
+class RangedFile:
+    """File that `ParallelWriter` writes, with its length and hashes.
+
+    Attributes:
+        path: Path of the file.
+        num_bytes: Length in bytes.
+        digests: Hexadecimal XXH3-128 hash of each piece of the file, in order. Complete when the file is finished.
+    """
+
+    path: Path
+    num_bytes: int
+    digests: list[str]
+
+
+class _HostCopies:
+    """Limit on the bytes of host copies that are not written yet. A thread that makes copies waits at the limit."""
+
+    def __init__(self, threads: TaskThreads) -> None:
+        self._threads = threads
+        self._changed = threading.Condition()
+        self._num_bytes = 0
+
+    def reserve(self, num_bytes: int, num_held: int) -> None:
+        """Wait until a copy of the given size fits into the limit, or until all other copies have been written.
+
+        Args:
+            num_bytes: Size of the copy.
+            num_held: Bytes of copies in the range that the caller is filling. They are written only when the range is
+                full.
+
+        Raises:
+            BaseException: If a task fails during the wait, its error.
+        """
+        with self._changed:
+            while self._num_bytes > num_held and self._num_bytes + num_bytes > MAX_COPIES:
+                self._changed.wait(0.05)  # a failed task may leave copies that are never released
+                self._threads.check()
+            self._num_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Subtract the bytes of copies that have been written from the total."""
+        with self._changed:
+            self._num_bytes -= num_bytes
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Bytes of one tensor that belong to one range of a file.
+
+    Attributes:
+        values: The bytes, as a contiguous uint8 tensor on any device.
+        copies: Limit that counts the values if they are a host copy, else None.
+    """
+
+    values: torch.Tensor
+    copies: _HostCopies | None
+
+
+class _Sink(Protocol):
+    """Interface of the target to which the bytes of one file are written."""
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write bytes to the file, starting at an offset."""
+
+    def end_range(self, start: int, num_bytes: int) -> None:
+        """Called when all bytes of a range have been written.
+
+        Args:
+            start: Offset of the range in the file.
+            num_bytes: Length of the range.
+        """
+
+    def finish(self) -> None:
+        """Complete the file. Called after its last range."""
+
+    def abort(self) -> None:
+        """Release the file after an error."""
+
+
+class _DiskSink:
+    """Target for the bytes of a file on a disk.
+
+    Args:
+        path: File to create or overwrite.
+        is_forced: Whether `finish` flushes the file to the disk by fsync.
+    """
+
+    def __init__(self, path: Path, is_forced: bool) -> None:
+        self._path = path
+        self._is_forced = is_forced
+        # The kernel lets one thread at a time write to a file. Others would spin on its lock instead of hashing.
+        self._lock = threading.Lock()
+        with name_file(path):
+            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write bytes to the file, starting at an offset.
+
+        Raises:
+            OSError: If the disk is full or not writable.
+        """
+        with name_file(self._path), self._lock:
+            while view:
+                count = os.pwrite(self._handle, view, offset)
+                view = view[count:]
+                offset += count
+
+    def end_range(self, start: int, num_bytes: int) -> None:
+        """Start to flush a range from the page cache to the disk, so that the disk is not idle until `finish`."""
+        flush = _find_sync_file_range() if self._is_forced else None
+        if flush is not None:
+            flush(self._handle, start, num_bytes, _SYNC_FILE_RANGE_WRITE)  # fsync reports errors
+
+    def finish(self) -> None:
+        """Close the file. If `is_forced` is set, flush it to the disk first.
+
+        Raises:
+            OSError: If the disk is full or failed.
+        """
+        with name_file(self._path):
+            if self._is_forced:
+                os.fsync(self._handle)
+            handle, self._handle = self._handle, -1
+            os.close(handle)
+
+    def abort(self) -> None:
+        """Close the file after an error."""
+        if self._handle >= 0:
+            handle, self._handle = self._handle, -1
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                os.close(handle)
+
+
+@cache
+def _find_sync_file_range() -> Callable[..., int] | None:
+    """Return Linux's `sync_file_range`, or None on other systems.
+
+    The function starts to write a range to the disk without waiting.
+    """
+    if sys.platform != "linux":
+        return None
+    found: Any = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if found is not None:
+        found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return found  # type: ignore[no-any-return]
+
+
+class _ObjectSink:
+    """Target for the bytes of a file in an object store. Each range is one object, written by one request.
+
+    Args:
+        path: File to write.
+    """
+
+    def __init__(self, path: ObjectPath) -> None:
+        self._path = path
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write the bytes of a complete range.
+
+        Raises:
+            ObjectStoreError: If the store does not accept the request.
+        """
+        for start in range(0, len(view), PART):
+            self._path.client.put(self._path.make_part_key((offset + start) // PART), view[start : start + PART])
+
+    def end_range(self, start: int, num_bytes: int) -> None:
+        """Do nothing, because `write` has written the range as a complete object."""
+
+    def finish(self) -> None:
+        """Do nothing, because all objects are complete."""
+
+    def abort(self) -> None:
+        """Do nothing, because no request is open."""
+
+
+class _Range:
+    """Range of a file, which is written by one thread. Its bytes come from segments of tensors, in order.
+
+    Args:
+        start: Offset in the file.
+
+    Attributes:
+        num_bytes: Number of bytes added so far.
+        segments: Segments added so far.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.num_bytes = 0
+        self.segments: list[_Segment] = []
+
+    def add(self, segment: _Segment) -> None:
+        """Append the bytes of a tensor to the range."""
+        self.segments.append(segment)
+        self.num_bytes += segment.values.numel()
+
+    def separate_copies(self) -> int:
+        """Copy the parts of larger host copies that this range contains, so that the large copies can be freed early.
+
+        Returns:
+            Number of bytes of this range that are host copies.
+        """
+        for index, segment in enumerate(self.segments):
+            values, is_view = segment.values, segment.values.untyped_storage().nbytes() > segment.values.numel()
+            if segment.copies is not None and is_view:
+                self.segments[index] = _Segment(values.clone(), segment.copies)
+        return sum(each.values.numel() for each in self.segments if each.copies is not None)
+
+
+class _FileInProgress:
+    """File whose ranges are being written by several threads.
+
+    Args:
+        file: Path, length and hashes of the file.
+        sink: Target of its bytes.
+        piece: Number of bytes that one hash covers.
+        range_bytes: Bytes of a range, a multiple of `piece`.
+        on_written: Function called by a thread when the file is complete.
+    """
+
+    def __init__(
+        self, file: RangedFile, sink: _Sink, piece: int, range_bytes: int, on_written: Callable[[RangedFile], None]
+    ) -> None:
+        self.file = file
+        self.sink = sink
+        self.piece = piece
+        self.range_bytes = range_bytes
+        self._on_written = on_written
+        self._lock = threading.Lock()
+        self._num_unfinished = -(-file.num_bytes // range_bytes)
+
+    def finish_range(self) -> None:
+        """Record that a range has been written. The last range completes the file."""
+        with self._lock:
+            self._num_unfinished -= 1
+            is_last = self._num_unfinished == 0
+        if is_last:
+            self.sink.finish()
+            self._on_written(self.file)
+
+
+class ParallelWriter:
+    """Context manager that writes files from several threads. All files are complete on exit.
+
+    Each thread uses one block of 1 MiB, or of 16 MiB for object stores. If values are on a device, it also uses 4
+    MiB of pinned memory. All threads together use at most `MAX_COPIES` for host copies, or a single larger copy.
+
+    Args:
+        num_threads: Number of threads. Default: 4.
+    """
+
+    def __init__(self, num_threads: int = THREADS) -> None:
+        # Tasks that wait hold views, and copies are limited separately. So the limit only bounds how far the producer
+        # is ahead.
+        self._threads = TaskThreads(num_threads, "headway-write", 4 * num_threads)
+        self._copies = _HostCopies(self._threads)
+        self._num_held = 0
+        self._local = threading.local()
+        self._device_lock = threading.Lock()
+        self._synchronized: set[torch.device] = set()
+        self._files: list[_FileInProgress] = []
+
+    def __enter__(self) -> "ParallelWriter":
+        self._threads.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._threads.wait()  # tasks may add further tasks until all have ended
+        except BaseException as failure:
+            self._threads.__exit__(type(failure), failure, at)
+            raise
+        else:
+            self._threads.__exit__(kind, error, at)
+        finally:
+            for each in self._files:
+                each.sink.abort()
+
+    def write(
+        self,
+        path: Path,
+        specs: Mapping[str, TensorSpec],
+        values: Iterable[tuple[str, "torch.Tensor | LazyFullTensor"]],
+        metadata: Mapping[str, str] | None = None,
+        piece: int = RANGE,
+        is_forced: bool = False,
+        on_written: Callable[[RangedFile], None] = lambda file: None,
+    ) -> RangedFile:
+        """Start to write a file. The values must not change until the context exits.
+
+        Args:
+            path: File to write. It is not replaced atomically.
+            specs: Shape and dtype of each tensor, in the order of the file.
+            values: Pairs of (name, tensor) in this order. Tensors that are not in memory are assembled by the calling
+                thread, one after the other.
+            metadata: Entries for the metadata in the file's header. Default: None.
+            piece: Number of bytes that one hash covers, a power of two up to 16 MiB. Default: 16 MiB.
+            is_forced: Whether to flush the file to the disk by fsync. Default: False.
+            on_written: Function called by a thread when the file is complete. Default: a function that does nothing.
+
+        Raises:
+            OSError: If the disk is full or not writable.
+            CheckpointError: If the format lacks a dtype, or the values differ from `specs`.
+        """
+        header, _ = encode_header(specs, metadata or {})
+        num_bytes = len(header) + sum(spec.num_bytes for spec in specs.values())
+        file = RangedFile(path, num_bytes, [""] * -(-num_bytes // piece))
+        sink: _Sink
+        if isinstance(path, ObjectPath):
+            sink, range_bytes = _ObjectSink(path), math.lcm(PART, piece)  # one part, unless tests make parts smaller
+        else:
+            sink, range_bytes = _DiskSink(path, is_forced), RANGE
+        progress = _FileInProgress(file, sink, piece, range_bytes, on_written)
+        self._files.append(progress)
+        current = _Range(0)
+        for segment in self._list_segments(path, header, specs, values):
+            begin = 0
+            while begin < segment.values.numel():
+                end = min(segment.values.numel(), begin + range_bytes - current.num_bytes)
+                current.add(_Segment(segment.values[begin:end], segment.copies))
+                begin = end
+                if current.num_bytes == range_bytes:
+                    self._threads.submit(partial(self._write_range, progress, current))
+                    current = _Range(current.start + range_bytes)
+            if segment.copies is not None:
+                self._num_held = current.separate_copies()
+            del segment
+        if current.num_bytes:
+            self._threads.submit(partial(self._write_range, progress, current))
+        self._num_held = 0
+        return file
+
+    def add_task(self, task: Callable[[], None]) -> None:
+        """Run a task on one of the threads. `on_written` may call this method."""
+        self._threads.add(task)
+
+    def _list_segments(
+        self,
+        path: Path,
+        header: bytes,
+        specs: Mapping[str, TensorSpec],
+        values: Iterable[tuple[str, "torch.Tensor | LazyFullTensor"]],
+    ) -> Iterator[_Segment]:
+        """Yield the bytes of a file in order, as segments of tensors.
+
+        Args:
+            path: Path of the file, for messages.
+            header: First bytes of the file.
+            specs: Shape and dtype of each tensor, in the order of the file.
+            values: Pairs of (name, tensor) in this order.
+
+        Raises:
+            CheckpointError: If the values differ from `specs`.
+        """
+        yield _Segment(torch.frombuffer(bytearray(header), dtype=torch.uint8), None)
+        left = iter(specs.items())
+        for name, value in values:
+            wanted, spec = next(left, ("", None))
+            if name != wanted or spec is None or (tuple(value.shape), value.dtype) != (spec.shape, spec.dtype):
+                raise CheckpointError(f"{name} came as {list(value.shape)} {value.dtype} to be written, wanted: {spec}")
+            if isinstance(value, torch.Tensor) and (is_in_order(value) or not spec.num_bytes):
+                self._synchronize(value.device)
+                if spec.num_bytes:
+                    yield _Segment(view_bytes(value), None)
+                continue
+            self._copies.reserve(spec.num_bytes, self._num_held)
+            copy = value if isinstance(value, torch.Tensor) else value.whole()
+            del value
+            yield _Segment(get_raw_bytes(copy), self._copies)
+            del copy
+        if (rest := next(left, None)) is not None:
+            raise CheckpointError(f"{path}: no values came for {rest[0]}")
+
+    def _synchronize(self, device: torch.device) -> None:
+        """Wait for the work on a device that produces the values to write.
+
+        The writer's threads copy on another stream, which does not wait for this work.
+        """
+        if device.type != "cpu" and device not in self._synchronized:
+            torch.accelerator.current_stream(device).synchronize()
+            self._synchronized.add(device)
+
+    # ---------------------------------------------------------------- in the threads
+
+    def _write_range(self, progress: _FileInProgress, wanted: _Range) -> None:
+        sink, file, piece = progress.sink, progress.file, progress.piece
+        offset, digests = wanted.start, []
+        digest, filled = xxhash.xxh3_128(), 0
+        is_whole = isinstance(sink, _ObjectSink)
+        for view in self._gather(wanted.segments, progress.range_bytes if is_whole else BLOCK, is_whole):
+            if self._threads.has_failed:
+                return
+            sink.write(view, offset)
+            offset += len(view)
+            while view:
+                part = view[: piece - filled]
+                digest.update(part)
+                filled += len(part)
+                view = view[len(part) :]
+                if filled == piece:
+                    digests.append(digest.hexdigest())
+                    digest, filled = xxhash.xxh3_128(), 0
+        if filled:
+            digests.append(digest.hexdigest())
+        first = wanted.start // piece
+        file.digests[first : first + len(digests)] = digests
+        del view, part  # they hold the memory of the last segment
+        num_copied = sum(each.values.numel() for each in wanted.segments if each.copies is not None)
+        wanted.segments.clear()  # frees the copies before others are made, and before the fsync
+        self._copies.release(num_copied)
+        sink.end_range(wanted.start, wanted.num_bytes)
+        progress.finish_range()
+
+    def _gather(self, segments: Sequence[_Segment], num_bytes: int, is_whole: bool) -> Iterator[memoryview]:
+        """Yield the bytes of the segments in blocks of at most `num_bytes`.
+
+        Large values in host memory are yielded without a copy. Others are copied to a buffer that is reused by the next
+        block.
+
+        Args:
+            segments: Bytes of the tensors.
+            num_bytes: Maximum size of a block.
+            is_whole: Whether all bytes must be in one block, as an object store requires.
+        """
+        room = self._buffer(num_bytes)
+        filled = 0
+        for segment in segments:
+            for view in self._read(segment.values):
+                while view:
+                    if not is_whole and not filled and len(view) >= _COALESCED:
+                        yield view[:num_bytes]
+                        view = view[num_bytes:]
+                        continue
+                    part = view[: num_bytes - filled]
+                    room[filled : filled + len(part)] = part
+                    filled += len(part)
+                    view = view[len(part) :]
+                    if filled == num_bytes or (not is_whole and len(view) >= _COALESCED):
+                        yield room[:filled]
+                        filled = 0
+        if filled:
+            yield room[:filled]
+
+    def _read(self, values: torch.Tensor) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor. Values on a device are copied in blocks through a small buffer."""
+        if values.device.type == "cpu":
+            yield _view_memory(values)
+            return
+        staging = self._staging_for(values.device)
+        for start in range(0, values.numel(), staging.numel()):
+            part = values[start : start + staging.numel()]
+            with self._device_lock:  # not every backend allows copies from several threads, and one saturates a disk
+                staging[: part.numel()].copy_(part)
+            yield _view_memory(staging[: part.numel()])
+
+    def _buffer(self, num_bytes: int) -> memoryview:
+        found: memoryview | None = getattr(self._local, "buffer", None)
+        if found is None or len(found) < num_bytes:
+            found = self._local.buffer = memoryview(bytearray(num_bytes))
+        return found
+
+    def _staging_for(self, device: torch.device) -> torch.Tensor:
+        if device.index is not None:
+            torch.accelerator.set_device_index(device.index)  # a new thread would create a context on device 0
+        found: torch.Tensor | None = getattr(self._local, "staging", None)
+        if found is None:
+            try:
+                found = allocate_pinned(_STAGING)
+            except RuntimeError:  # no memory can be pinned: copies are slower, and still faster than a disk
+                found = torch.empty(_STAGING, dtype=torch.uint8)
+            self._local.staging = found
+        return found
+
+
+def is_large(sizes: Iterable[int]) -> bool:
+    """Whether tensors of these sizes should be written by several threads.
+
+    They should not if the address space is limited. The C library ends a process if a new thread gets no memory.
+
+    Args:
+        sizes: Sizes of the tensors in bytes.
+    """
+    return sum(sizes) >= _LARGE and not _is_address_space_limited()
+
+
+def _is_address_space_limited() -> bool:
+    if not sys.platform.startswith("linux"):
+        return False
+    resource: Any = importlib.import_module("resource")  # exists on Unix only
+    return bool(resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY)
+
+
+def is_in_order(tensor: torch.Tensor) -> bool:
+    """Whether a dense tensor's memory holds its values in row-major order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def view_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor's memory as uint8, on the tensor's device.
+
+    The memory must hold the values in row-major order.
+    """
+    flat = view_as_bits(tensor.detach()).reshape(-1)
+    if flat.numel() == 1:  # contiguous to torch whatever its stride is, but not to a view as bytes
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)
+
+
+def _view_memory(values: torch.Tensor) -> memoryview:
+    return memoryview(values.numpy())  # type: ignore[arg-type]
+
+
+def check_specs(path: Path, specs: Mapping[str, TensorSpec]) -> None:
+    """Raise `CheckpointError` if the header of a written file does not list the written tensors.
+
+    The header is read as in a load.
+
+    Args:
+        path: Written file.
+        specs: Shape and dtype of each written tensor.
+
+    Raises:
+        CheckpointError: If a load would refuse the file, or the file holds other tensors.
+    """
+    with open_regular_file(path) as opened:
+        stored, _ = read_header(opened, path)
+    if {name: spec for name, (spec, _) in stored.items()} != dict(specs):
+        raise CheckpointError(f"{path} does not hold what was written; nothing was replaced. Save to another disk")
+
+
+def compare_range(file: RangedFile, number: int) -> None:
+    """Raise `CheckpointError` if one range of a written file differs from its hash.
+
+    Args:
+        file: File with one hash per range.
+        number: Index of the range, from 0.
+
+    Raises:
+        CheckpointError: If the bytes of the file differ from those that were written.
+    """
+    digest, start = xxhash.xxh3_128(), number * RANGE
+    with open_regular_file(file.path) as opened:
+        opened.seek(start)
+        block = memoryview(bytearray(BLOCK))
+        left = min(RANGE, file.num_bytes - start)
+        while left and (count := opened.readinto(block[: min(left, BLOCK)])):  # type: ignore[attr-defined]
+            digest.update(block[:count])
+            left -= count
+    if left or digest.hexdigest() != file.digests[number]:
+        raise CheckpointError(
+            f"{file.path} does not hold what was written from byte {start:,} on; nothing was replaced. Save to another disk"
+        )

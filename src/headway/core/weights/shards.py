@@ -1,0 +1,323 @@
+"""Read headers of safetensors files, write such files, and translate their dtypes.
+
+A file consists of an 8-byte little-endian length, a JSON header of that length, and the values without gaps. The
+header is `{name: {"dtype", "shape", "data_offsets"}}`, with the file's metadata under `__metadata__`.
+
+Files are not written by the safetensors library, because it needs the whole file in memory, refuses tensors that share
+memory, and does not expose the bytes for hashing.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from headway.common.garbage import pause_garbage_collection
+from headway.common.object_path import ObjectPath
+from headway.errors import CheckpointError
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
+"""torch dtypes by the names in the safetensors format."""
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+MAX_HEADER = 100_000_000
+"""Maximum header length in bytes that the safetensors library accepts."""
+_MAX_AXES, _MAX_BYTES = 64, 2**63 - 1
+BLOCK = 1024 * 1024
+"""Bytes per write. A block of this size stays in the processor's cache while it is hashed."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtypes by their size in bytes."""
+_COUNTED = {DTYPES[code] for code in ("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor in a file.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Dtype of its values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the values in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def get_dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def find_dtype(name: Any) -> torch.dtype:
+    """Return torch's dtype with the given name.
+
+    Raises:
+        CheckpointError: If this version of torch has no such dtype.
+    """
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"{name!r} is not a dtype of torch {torch.__version__}")
+    return found
+
+
+# -------------------------------------------------------------------- values as bytes
+
+
+def view_as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor's memory in a dtype that torch can copy.
+
+    It is the tensor itself if torch can copy its dtype, otherwise a view as integers of equal size. Some dtypes (int4,
+    uint4 and similar ones) can be stored and viewed in torch, but neither copied nor cast.
+    """
+    dtype = tensor.dtype
+    if dtype in _COUNTED or dtype.is_floating_point or dtype.is_complex:
+        return tensor
+    return tensor.view(INTEGERS[dtype.itemsize])
+
+
+def get_raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor's values in row-major order, as uint8 on the host. They are copied only if necessary."""
+    flat = view_as_bits(tensor.detach().resolve_conj().resolve_neg()).contiguous().cpu().reshape(-1)
+    if flat.numel() == 1:  # contiguous to torch with any stride, but view() as bytes needs stride 1
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)
+
+
+def is_bit_identical(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal in dtype, shape and every bit."""
+    is_alike = one.dtype == other.dtype and one.shape == other.shape
+    return is_alike and torch.equal(get_raw_bytes(one), get_raw_bytes(other))
+
+
+# -------------------------------------------------------------------- read
+
+
+StoredPlaces = dict[str, tuple[TensorSpec, int]]
+"""Mapping from each tensor's name to a pair of (shape and dtype, file offset of its values)."""
+
+
+@pause_garbage_collection()
+def read_header(file: BinaryIO, path: Path) -> tuple[StoredPlaces, dict[str, Any]]:
+    """Read a safetensors file's header, and check it against the file's length.
+
+    Args:
+        file: Opened file.
+        path: Path of the file, for messages.
+
+    Returns:
+        Pair of (shape, dtype and file offset of each tensor by name, metadata). The metadata is untrusted and may be
+            any JSON.
+
+    Raises:
+        CheckpointError: If the file breaks a rule of the format.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
+    if not 2 <= length <= min(MAX_HEADER, size - 8):
+        raise CheckpointError(f"{path}: no safetensors file; its {size} bytes do not begin with a header's length")
+    try:
+        header = json.loads(file.read(length), object_pairs_hook=_without_doubles)
+    except (ValueError, RecursionError, CheckpointError) as error:
+        raise CheckpointError(f"{path}: the header is damaged ({error})") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: the header is damaged (no table of tensors)")
+    metadata = header.pop("__metadata__", None) or {}
+    tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}
+    end = 8 + length
+    for start, num_bytes in sorted([(start, spec.num_bytes) for spec, start in tensors.values()]):
+        if start != end:
+            raise CheckpointError(f"{path}: the header is damaged (tensors overlap or leave holes at byte {end})")
+        end += num_bytes
+    if end != size:
+        state = (
+            f"truncated: {end - size} bytes are missing"
+            if end > size
+            else f"{size - end} bytes longer than its header says"
+        )
+        raise CheckpointError(f"{path}: the file is {state}; copy or download it again")
+    return tensors, metadata if isinstance(metadata, dict) else {}
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise CheckpointError("a name occurs twice")
+    return found
+
+
+def _entry(path: Path, name: str, entry: Any, start: int) -> tuple[TensorSpec, int]:
+    try:
+        dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+        numbers = (*shape, begin, end)
+        is_sound = set(map(type, numbers)) == {int} and min(numbers) >= 0
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: the header's entry for {name!r} is damaged or of an unknown dtype: {_cut(entry)}"
+        ) from error
+    if not is_sound or end - begin != math.prod(shape) * dtype.itemsize:
+        raise CheckpointError(
+            f"{path}: the header is damaged: the size of {name!r} does not fit its shape: {_cut(entry)}"
+        )
+    if len(shape) > _MAX_AXES or math.prod(filter(None, shape)) * dtype.itemsize > _MAX_BYTES:
+        raise CheckpointError(f"{path}: the header is damaged: {name!r} has a shape that cannot be: {_cut(entry)}")
+    return TensorSpec(shape, dtype), start + begin
+
+
+def _cut(entry: Any) -> str:
+    text = repr(entry)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+# -------------------------------------------------------------------- write
+
+
+def order_widest_first(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Order tensors by element size, largest first, so that each begins at a multiple of its element size.
+
+    This alignment is required to use a tensor directly in a mapped file.
+
+    Args:
+        specs: Shape and dtype by name.
+    """
+    return dict(sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+
+
+def write_file(
+    path: Path,
+    specs: Mapping[str, TensorSpec],
+    values: Iterable[tuple[str, torch.Tensor]],
+    metadata: Mapping[str, str] | None = None,
+    passing: Callable[[memoryview], None] | None = None,
+    is_forced: bool = False,
+) -> None:
+    """Write a safetensors file, with one tensor in memory at a time.
+
+    Args:
+        path: File to write. It is not replaced atomically.
+        specs: Shape and dtype of each tensor, in the order of the file.
+        values: Pairs of (name, tensor), on any device and in any order.
+        metadata: Entries for the metadata in the file's header. Default: None.
+        passing: Function that receives the bytes as they are written. They are in the file's order if the values are.
+            Default: None.
+        is_forced: Whether to flush the file to the disk by fsync before returning. Default: False.
+
+    Raises:
+        OSError: If the disk is full or not writable.
+        CheckpointError: If the format lacks a dtype, or the values differ from `specs`.
+    """
+    header, starts = encode_header(specs, metadata or {})
+    left = set(specs)
+    try:
+        # Small tensors are written together; a larger block goes past the buffer.
+        with path.open("wb", buffering=0 if isinstance(path, ObjectPath) else BLOCK) as file:
+            _put(file, memoryview(header), passing)
+            for name, tensor in values:
+                spec = specs.get(name)
+                if spec is None or (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+                    raise CheckpointError(
+                        f"{name} came as {list(tensor.shape)} {tensor.dtype} to be written, wanted: {spec}"
+                    )
+                if file.tell() != starts[name]:
+                    file.seek(starts[name])
+                _put_blocks(file, tensor, passing)
+                left.discard(name)
+                del tensor  # free it before the next one is produced
+            if left:
+                raise CheckpointError(f"{path}: no values came for {', '.join(sorted(left)[:5])}")
+            if is_forced and not isinstance(path, ObjectPath):
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        _add_path(error, path)
+        raise
+
+
+@contextlib.contextmanager
+def name_file(path: Path) -> Iterator[None]:
+    """Return a context manager that adds the file's path to errors of the operating system that lack it.
+
+    For example, an error of `write` contains no path.
+    """
+    try:
+        yield
+    except OSError as error:
+        _add_path(error, path)
+        raise
+
+
+def _add_path(error: OSError, path: Path) -> None:
+    if error.filename is None and error.errno is not None:
+        error.filename = str(path)
+
+
+def encode_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Return the first bytes of a safetensors file, up to the values, and the file offset of each tensor.
+
+    Args:
+        specs: Shape and dtype of each tensor, in the order of the file.
+        metadata: Entries for the metadata in the file's header.
+
+    Raises:
+        CheckpointError: If the format lacks a dtype, or a name cannot be encoded.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    offsets, end = dict[str, int](), 0
+    for name, spec in specs.items():
+        if spec.dtype not in CODES:
+            raise CheckpointError(f"{name} is of {spec.dtype}, which the safetensors format does not have")
+        offsets[name], begin = end, end
+        end += spec.num_bytes
+        entries[name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
+    try:
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"a tensor's name holds {error.object[error.start]!r}, which UTF-8 does not have"
+        ) from error
+    text += b" " * (-(8 + len(text)) % 64)  # so that the values begin at a multiple of 64 bytes
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in offsets.items()}
+
+
+def _put_blocks(file: BinaryIO, tensor: torch.Tensor, passing: Callable[[memoryview], None] | None) -> None:
+    data = memoryview(get_raw_bytes(tensor).numpy())  # type: ignore[arg-type]
+    for start in range(0, tensor.nbytes, BLOCK):
+        _put(file, data[start : start + BLOCK], passing)
+
+
+def _put(file: BinaryIO, view: memoryview, passing: Callable[[memoryview], None] | None) -> None:
+    if passing is not None:
+        passing(view)
+    while view:
+        view = view[file.write(view) :]

@@ -1,0 +1,35 @@
+"""Copies of modules that use other tensors, such as full tensors in place of shards."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from headway.core.weights.compiled import remove_compiled_levels
+
+
+def make_twin(module: torch.nn.Module, values: Mapping[str, torch.Tensor], path: str = "") -> torch.nn.Module:
+    """Return a copy of a module that uses the given tensors in place of its own and has no forward hooks.
+
+    Tensors for which no replacement is given are shared with the original.
+
+    Args:
+        module: Module to copy.
+        values: Replacement tensors by name.
+        path: Prefix of the module's names in `values`, used when the function calls itself for submodules. Default: "".
+    """
+    twin: Any = object.__new__(type(module))
+    twin.__dict__.update({
+        key: value.copy() if type(value) in (list, dict, set) else value for key, value in vars(module).items()
+    })  # fmt: skip
+    # A sharded module's hooks would gather its parts, which needs all ranks.
+    twin.__dict__.update(_forward_hooks={}, _forward_pre_hooks={})
+    for table in (twin._parameters, twin._buffers):
+        for key in [key for key in table if path + key in values]:
+            value = values[path + key]
+            table[key] = torch.nn.Parameter(value, requires_grad=False) if table is twin._parameters else value
+    for key, child in module._modules.items():
+        twin._modules[key] = (
+            None if child is None else make_twin(child, values, remove_compiled_levels(f"{path}{key}."))
+        )
+    return twin  # type: ignore[no-any-return]

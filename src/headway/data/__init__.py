@@ -1,1 +1,0 @@
-"""From a user's DataLoader to the prepared one: order, shards, padding as a mask, position."""

@@ -1,0 +1,311 @@
+"""Activation checkpointing: blocks keep only their inputs, and recompute activations in backward.
+
+A block remains the same Python object. Its class is replaced by a subclass whose `forward` runs through torch's
+(non-reentrant) checkpoint, so state dict names, isinstance and the module tree do not change. Hooks on a block are not
+checkpointed and run once. Models of transformers have a method that enables checkpointing. That method is used, because
+it also handles their caches.
+
+Source of the idea: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from headway.core.config.activation_checkpointing import ActivationCheckpointing
+from headway.core.strategies.parts import BARE_CLASS, find_blocks, find_outermost
+from headway.core.training.prepared.model import reduce_to_bare
+from headway.errors import ConfigError, StateError, UnsupportedError
+from headway.extras.activation_offload import offload_saved_tensors
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_KEY = "_headway_checkpoint"
+_FLAG = "gradient_checkpointing"  # attribute of transformers' modules that turns checkpointing on
+_FUNCTION = "_gradient_checkpointing_func"
+
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "_cudnn_attention_forward",
+)
+_MATMUL = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution")
+
+
+class CheckpointedBlock:
+    """Mixin for a block's class whose `forward` runs the block with activation checkpointing.
+
+    To checkpoint a block, its class is replaced by a new class that inherits from this mixin and the original class.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block's own forward.
+
+        If gradients are enabled, its activations are not stored but recomputed in backward.
+        """
+        run = super().forward  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        return self._headway_checkpoint(run, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle or copy the block as an object of its original class, without checkpointing."""
+        return reduce_to_bare(self, super().__reduce_ex__(protocol), self.__dict__[BARE_CLASS], (_KEY, BARE_CLASS))
+
+
+def checkpoint_activations(model: torch.nn.Module, plan: ActivationCheckpointing, device: torch.device) -> int:
+    """Enable activation checkpointing for the model's blocks, in place. An earlier call is undone first.
+
+    Args:
+        model: Model, prepared or not.
+        plan: Settings: which blocks are checkpointed, what they keep, and whether that is offloaded.
+        device: Device that the model computes on. On a CPU nothing is offloaded, and a warning is given once.
+
+    Returns:
+        Number of checkpointed blocks.
+
+    Raises:
+        ConfigError: If no blocks are found, or the class of a block cannot be extended.
+    """
+    keep_activations(model)
+    offload = plan.offload and device.type != "cpu"
+    if plan.offload and not offload:
+        log.warning_once(
+            "activations are not offloaded: the model computes on the CPU, where they are in host memory already"
+        )
+    function = _make_block_function(plan, offload)
+    if function is None:
+        return 0
+    switches = [] if plan.blocks or plan.policy == "keep_all" else list(find_outermost([model], _has_switch))
+    count = sum(_enable_own_checkpointing(part, plan, function) for part in switches)
+    inside = {id(module) for part in switches for module in part.modules()}
+    blocks = [block for block in find_blocks(model, plan.blocks) if id(block) not in inside]
+    if not blocks and not count:
+        raise ConfigError(
+            f"no repeated blocks were found in {type(model).__name__}: its ModuleLists, Sequentials and ModuleDicts hold no two "
+            "modules of one class that have parts of their own. Name the blocks: blocks=[BlockClass] or blocks=['layers.0', ...]"
+        )
+    chosen = blocks[:: plan.every]
+    for block in chosen:
+        _attach_function(block, function)
+    return count + len(chosen)
+
+
+def keep_activations(model: torch.nn.Module) -> None:
+    """Undo `checkpoint_activations` for this model. A model without such checkpointing is left unchanged."""
+    for part in find_outermost([model], _has_switch):
+        if any(getattr(module, _FLAG, False) is True for module in part.modules()):
+            disable = getattr(part, "activation_checkpointing_disable", None) or part.gradient_checkpointing_disable
+            disable()  # type: ignore[operator]
+    for module in model.modules():
+        if _KEY not in module.__dict__:
+            continue
+        if type(module).__mro__[1] is not CheckpointedBlock:
+            raise StateError(
+                f"a block of class {type(module).__name__} was prepared by itself after its activations were checkpointed; "
+                "call accelerator.free_memory() first"
+            )
+        module.__class__ = module.__dict__.pop(BARE_CLASS)
+        del module.__dict__[_KEY]
+
+
+def repeat_checkpointing(
+    model: torch.nn.Module,
+    copy: torch.nn.Module,
+    plan: ActivationCheckpointing | None,
+    prepared: Sequence[torch.nn.Module],
+) -> None:
+    """Enable activation checkpointing for the blocks of a model's copy, as in the model.
+
+    This is needed because copying a model removes its checkpointing.
+
+    Args:
+        model: Model, checkpointed or not.
+        copy: Copy of `model`, with the same module structure.
+        plan: Settings that prepare() applies to models, or None.
+        prepared: Models that have been prepared.
+
+    Raises:
+        UnsupportedError: If activations are also offloaded.
+    """
+    is_planned = plan is not None and all(model is not known for known in prepared)
+    functions = [module.__dict__.get(key) for module in model.modules() for key in (_KEY, _FUNCTION)]
+    if (is_planned and plan is not None and plan.offload) or any(map(_has_offload_function, functions)):
+        raise UnsupportedError(
+            "activations are offloaded to host memory, which cannot be forecast yet; leave offload out"
+        )
+    if is_planned and plan is not None:
+        checkpoint_activations(copy, plan, torch.device("cpu"))
+        return
+    for module, twin in zip(model.modules(), copy.modules(), strict=True):
+        if _KEY in module.__dict__:
+            _attach_function(twin, module.__dict__[_KEY])
+
+
+def _has_offload_function(function: Any) -> bool:
+    return (
+        isinstance(function, partial)
+        and _get_offload_function.cache_info().currsize > 0
+        and function.func is _get_offload_function()
+    )
+
+
+# ---------------------------------------------------------------- functions that call a block
+
+
+def _make_block_function(plan: ActivationCheckpointing, offload: bool) -> Callable[..., Any] | None:
+    """Return the function that calls a block's forward with checkpointing, offloading or both.
+
+    None if neither is needed.
+
+    Args:
+        plan: Settings of activation checkpointing.
+        offload: Whether saved activations are moved to host memory.
+    """
+    if plan.policy == "keep_all":
+        return partial(_get_offload_function(), _call_forward) if offload else None
+    options: dict[str, Any] = {"use_reentrant": False}
+    policy = _make_selective_policy(_MATMUL + _ATTENTION) if plan.policy == "keep_matmul" else plan.policy
+    policy = _make_selective_policy(_ATTENTION) if policy == "keep_attention" else policy
+    if callable(policy):
+        # torch.compile supports only this form.
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    function = partial(checkpoint, **options)
+    return partial(_get_offload_function(), function) if offload else function
+
+
+def _make_selective_policy(names: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
+    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    kept = {getattr(packet, overload) for packet in packets for overload in packet.overloads()}
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def _call_forward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run(*args, **kwargs)
+
+
+@cache
+def _get_offload_function() -> Callable[..., Any]:
+    """Return `_call_offloaded`, wrapped so that torch.compile does not include it in a graph.
+
+    The reason is that its copies run on a separate stream.
+    """
+    # Not a decorator: it imports torch's compiler, which takes as long as importing torch.
+    disabled: Callable[..., Any] = torch.compiler.disable(_call_offloaded)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def _call_offloaded(function: Callable[..., Any], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a block's forward, and move the tensors that autograd saves in it to host memory.
+
+    With activation checkpointing, the saved tensors are the block's inputs.
+
+    Args:
+        function: Function that calls `run`, such as `checkpoint`.
+        run: The block's forward.
+        args: Arguments of the forward.
+        kwargs: Keyword arguments of the forward.
+    """
+    with offload_saved_tensors(block=_find_block(run)):
+        return function(run, *args, **kwargs)
+
+
+def _find_block(run: Any) -> torch.nn.Module | None:
+    """Return the module to which a forward function belongs. None if it is unknown.
+
+    Args:
+        run: Bound method, or a `partial` made by transformers.
+    """
+    while isinstance(run, partial):
+        if run.args and isinstance(run.args[0], torch.nn.Module):
+            return run.args[0]
+        run = run.func
+    owner = getattr(run, "__self__", None)
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+@cache
+def _get_checkpointed_class(bare: Any) -> type:
+    """Return the subclass of a block's class that checkpoints its forward.
+
+    All blocks of a class use one subclass, so that they are compiled once.
+    """
+    run: Any = CheckpointedBlock.forward
+    # torch caches compilations by code and limits their number, so each class gets its own code object.
+    forward = FunctionType(run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__)
+    added = {"__module__": bare.__module__, "__doc__": bare.__doc__, "forward": forward}
+    return type(bare.__name__, (CheckpointedBlock, bare), added)
+
+
+def _attach_function(block: torch.nn.Module, function: Callable[..., Any]) -> None:
+    bare: Any = type(block)
+    if "forward" in block.__dict__:
+        raise ConfigError(
+            f"a block of class {bare.__name__} has its own forward on the object (compiled or patched), which would "
+            "run past the checkpoint; checkpoint activations before that, or take it off"
+        )
+    try:
+        block.__class__ = _get_checkpointed_class(bare)
+    except TypeError as error:
+        raise ConfigError(f"the class {bare.__qualname__} cannot be extended: {error}; name other blocks") from error
+    block.__dict__[_KEY] = function
+    block.__dict__[BARE_CLASS] = bare
+
+
+# ---------------------------------------------------------------- models with their own checkpointing
+
+
+def _has_switch(module: torch.nn.Module) -> bool:
+    return bool(getattr(module, "supports_gradient_checkpointing", False)) and hasattr(
+        module, "gradient_checkpointing_enable"
+    )
+
+
+def _enable_own_checkpointing(
+    model: torch.nn.Module, plan: ActivationCheckpointing, function: Callable[..., Any]
+) -> int:
+    """Enable checkpointing by the method that transformers models have, then apply `plan.every` and `function`.
+
+    Args:
+        model: transformers model.
+        plan: Settings of activation checkpointing.
+        function: Function that calls each layer.
+
+    Returns:
+        Number of checkpointed layers.
+
+    Raises:
+        ConfigError: If `plan.every` cannot be applied, because the model checkpoints all layers at once.
+    """
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    flagged = [module for module in model.modules() if hasattr(module, _FLAG)]
+    layers = [
+        module for module in flagged if not any(hasattr(part, _FLAG) for part in module.modules() if part is not module)
+    ]
+    if plan.every > 1 and len(layers) < 2:
+        keep_activations(model)
+        raise ConfigError(
+            f"{type(model).__name__} switches checkpointing for all its layers at once, so every={plan.every} cannot be kept; "
+            "name its blocks with blocks=[LayerClass], or leave every at 1"
+        )
+    for module in flagged:
+        if hasattr(module, _FUNCTION):
+            setattr(module, _FUNCTION, function)
+    for index, layer in enumerate(layers):
+        setattr(layer, _FLAG, index % plan.every == 0)
+    return len(layers[:: plan.every])

@@ -1,0 +1,121 @@
+"""Find the best checkpoint of a run, by the metrics that were passed to `save_state`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from headway.core.checkpoint.folders import list_committed, list_originals, read_about
+from headway.core.checkpoint.format.foreign import parse_number
+from headway.core.checkpoint.loading.reader import CheckpointReader
+from headway.core.checkpoint.saving.place import CheckpointFolder
+from headway.errors import CheckpointError, ConfigError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+
+class SavedMetric(NamedTuple):
+    """Metric of a committed checkpoint.
+
+    Attributes:
+        folder: Folder of the checkpoint.
+        metric: Metric that was passed to `save_state`, or None.
+        run: ID of the run that saved it.
+    """
+
+    folder: Path
+    metric: float | None
+    run: str
+
+
+def find_kept(place: CheckpointFolder, folder: Path, metric: float | None, run: str | None) -> tuple[Path, ...]:
+    """Return a tuple with the best checkpoint of a run, which rotation must not delete.
+
+    The checkpoint that is about to be saved counts too. The tuple is empty if no checkpoint has a metric.
+
+    Args:
+        place: Folder of the checkpoints. Its project sets `keep_best`.
+        folder: Folder of the checkpoint that is about to be saved.
+        metric: Metric of the checkpoint in `folder`, or None if it has none.
+        run: ID of the run.
+    """
+    metrics: dict[Path, float | None] = {} if metric is None else {folder: metric}
+    metrics |= {each.folder: each.metric for each in read_metrics(folder.parent) if each.run == run}
+    return tuple(_sort_best_first(place, metrics)[:1])
+
+
+def list_best_first(place: CheckpointFolder, run: str | None, own_run: str | None) -> list[Path]:
+    """Return the committed checkpoints that were saved with a metric, best first.
+
+    Args:
+        place: Folder of the checkpoints.
+        run: ID of the run whose checkpoints are considered. None: those of `own_run`, or of all runs if `own_run` has
+            no checkpoint.
+        own_run: ID of this run. None before its first save or load.
+
+    Raises:
+        ConfigError: If checkpoints are not named automatically, or `keep_best` is not set.
+    """
+    if not place.is_automatic or place.project.keep_best is None:
+        raise ConfigError(
+            "the best checkpoint is known only with ProjectConfiguration(folder, automatic_checkpoint_naming=True, "
+            "keep_best='min') or keep_best='max', and save_state(metric=...)"
+        )
+    there = read_metrics(place.parent())
+    wanted = run or (own_run if any(each.run == own_run for each in there) else None)
+    return _sort_best_first(place, {each.folder: each.metric for each in there if wanted in (None, each.run)})
+
+
+def find_best(place: CheckpointFolder, reader: CheckpointReader, run: str | None, own_run: str | None) -> Path | None:
+    """Return the best checkpoint that passes verification. Every rank must call it.
+
+    None if the folder contains no checkpoints.
+
+    Args:
+        place: Folder of the checkpoints.
+        reader: Reader that verifies checkpoints on all ranks together.
+        run: ID of the run whose checkpoints are considered. None: those of `own_run`, or of all runs if `own_run` has
+            no checkpoint.
+        own_run: ID of this run. None before its first save or load.
+
+    Raises:
+        CheckpointError: If there are checkpoints, but none was saved with a metric, or all that were are damaged.
+        ConfigError: If checkpoints are not named automatically, or `keep_best` is not set.
+    """
+    folder, passed_over = reader.find_first_valid(place.parent(), list_best_first(place, run, own_run))
+    for line in passed_over:
+        log.warning_once("a checkpoint is passed over: %s", line)
+    if folder is None and passed_over:
+        raise CheckpointError(
+            f"all checkpoints with a metric in {place.parent()} are damaged:\n  " + "\n  ".join(passed_over)
+        )
+    if folder is None and reader.largest(len(list_originals(place.parent()))):  # on any machine's disk
+        raise CheckpointError(
+            f"no checkpoint in {place.parent()} was saved with a metric, so none is the best; give each save one: "
+            "accelerator.save_state(metric=value)"
+        )
+    return folder
+
+
+def read_metrics(parent: Path) -> list[SavedMetric]:
+    """Return the metrics of the committed checkpoints in a folder, which their manifests contain.
+
+    Copies of checkpoints, and checkpoints with damaged manifests, are left out.
+    """
+    found = []
+    for path in list_committed(parent):
+        about = read_about(path)  # empty if the manifest is damaged, so that it never counts as the best one
+        if about and about.get("name", path.name) == path.name:
+            metric = about.get("metric")
+            found.append(SavedMetric(path, metric if isinstance(metric, float) else None, str(about.get("run", ""))))
+    return found
+
+
+def _sort_best_first(place: CheckpointFolder, metrics: Mapping[Path, float | None]) -> list[Path]:
+    """Return the checkpoints that have a metric, best first.
+
+    Of checkpoints with equal metrics, the earliest comes first.
+    """
+    sign = -1 if place.project.keep_best == "max" else 1
+    known = {path: value for path, value in metrics.items() if value is not None}
+    return sorted(known, key=lambda path: (sign * known[path], parse_number(path) or 0))

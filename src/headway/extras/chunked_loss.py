@@ -1,0 +1,157 @@
+"""Chunked loss of causal language models: output layer and cross entropy in chunks, to save memory.
+
+The logits of a batch never exist all at once.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.core.weights.pieces import is_dtensor
+from headway.errors import PrepareError, UnsupportedError
+
+_CHUNK = 512
+"""Number of tokens per chunk.
+
+For narrow models, torch's default is only a few tokens, which is an order of magnitude slower.
+"""
+
+
+class ChunkedHead(nn.Linear):
+    """Output layer of a language model that can leave its matrix product to the loss function.
+
+    Args:
+        head: Linear output layer, whose parameters become those of this module.
+        options: Options of `torch.nn.functional.linear_cross_entropy`.
+        plain: Original loss function of the model, for calls in which the logits are computed.
+
+    Attributes:
+        is_deferred: Whether forward without labels returns the hidden states instead of the logits.
+    """
+
+    def __init__(self, head: nn.Linear, options: Any, plain: Callable[..., torch.Tensor]) -> None:
+        super().__init__(head.in_features, head.out_features, head.bias is not None, device="meta")
+        self.weight, self.bias = head.weight, head.bias
+        self.train(head.training)
+        self._options, self._plain = options, plain
+        self.is_deferred = False
+        self._hidden: torch.Tensor | None = None
+
+    def forward(
+        self, hidden: torch.Tensor, labels: torch.Tensor | None = None, ignore_index: int = -100
+    ) -> torch.Tensor:
+        """Return the loss, the hidden states or the logits.
+
+        With labels, return the sum of the tokens' losses in float32. Without labels, return the hidden states if
+        `is_deferred`, else the logits.
+
+        Args:
+            hidden: Hidden states of shape (..., in_features).
+            labels: Labels of the tokens. Default: None.
+            ignore_index: Label that does not count. Default: -100.
+
+        Raises:
+            UnsupportedError: If the weight is sharded (tensor parallelism).
+        """
+        if labels is None:
+            self._hidden = hidden if self.is_deferred else None
+            return hidden if self.is_deferred else super().forward(hidden)
+        if is_dtensor(self.weight):
+            raise UnsupportedError(
+                "chunk_loss needs the head's whole weight on each rank; leave chunk_loss out under tp"
+            )
+        kind = (
+            torch.get_autocast_dtype(hidden.device.type)
+            if torch.is_autocast_enabled(hidden.device.type)
+            else hidden.dtype
+        )
+        weight, bias = self.weight.to(kind), None if self.bias is None else self.bias.to(kind)
+        # torch returns a sum in the inputs' dtype, which has three digits in half precision.
+        losses = nn.functional.linear_cross_entropy(
+            hidden.to(kind).flatten(0, -2), weight, labels.flatten(),
+            linear_bias=bias, reduction="none", ignore_index=ignore_index, options=self._options,
+        )  # fmt: skip
+        return losses.sum(dtype=torch.float32)
+
+    def loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Compute the loss in chunks, as a replacement for the loss function of a transformers causal language model.
+
+        The arguments are those of the replaced function. `logits` is the output of `forward`.
+
+        Raises:
+            UnsupportedError: If the model has changed the logits.
+        """
+        if self._hidden is None:
+            return self._plain(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **others)
+        if logits is not self._hidden:
+            raise UnsupportedError(
+                "this model changes its logits after the head (a soft cap, a scale, another dtype, tp), which a loss in chunks "
+                "would miss; leave chunk_loss out"
+            )
+        self._hidden = None
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = shift_labels.to(logits.device)
+        total: torch.Tensor = self(logits, shift_labels, ignore_index)
+        if num_items_in_batch is None:
+            return total / (shift_labels != ignore_index).sum()
+        return total / torch.as_tensor(num_items_in_batch, device=total.device)
+
+
+def chunk_loss(model: nn.Module, options: Any = None) -> nn.Module:
+    """Make a transformers causal language model compute its loss in chunks, to save memory.
+
+    The logits of a batch never exist all at once. When the model trains on `labels`, `outputs.loss` is unchanged up to
+    rounding, and `outputs.logits` is None. Evaluation, generation and calls without labels are unchanged. The output
+    layer's product is recomputed in backward. Call it before `prepare`, and in `model_fn` for a forecast.
+
+    Args:
+        model: transformers model that takes `labels` and uses the loss of causal language models.
+        options: A `torch.nn.LinearCrossEntropyOptions` with the chunk size and how gradients are summed. Default: 512
+            tokens, in float32.
+
+    Returns:
+        The object that was passed as `model`, with unchanged parameter names and ties.
+
+    Raises:
+        PrepareError: If the model is not a transformers causal language model with the standard loss.
+        UnsupportedError: If torch is older than 2.13.
+    """
+    if not hasattr(nn.functional, "linear_cross_entropy"):
+        raise UnsupportedError(f"chunk_loss needs torch 2.13 or newer; this is torch {torch.__version__}")
+    head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    plain: Any = model.loss_function if head is not None else None
+    if type(head) is not nn.Linear or getattr(plain, "__name__", "") != "ForCausalLMLoss":
+        raise PrepareError(
+            f"chunk_loss got {type(model).__name__}; give a transformers causal language model with a linear head and its own loss, "
+            "before prepare()"
+        )
+    if options is None:
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=_CHUNK, chunking_method=None, acc_policy="accurate")
+    chunked = ChunkedHead(head, options, plain)
+    model.set_output_embeddings(chunked)  # type: ignore[operator]
+    model.loss_function = chunked.loss  # type: ignore[assignment]
+
+    def enter(module: nn.Module, _: Any, given: dict[str, Any]) -> None:
+        is_asked = given.get("labels") is not None and given.get("return_dict") is not False
+        chunked.is_deferred = is_asked and module.training and torch.is_grad_enabled()
+
+    def leave(_: nn.Module, __: Any, outputs: Any) -> None:
+        if chunked.is_deferred and outputs is not None:
+            outputs["logits"] = None
+        chunked.is_deferred = False
+
+    model.register_forward_pre_hook(enter, with_kwargs=True)
+    model.register_forward_hook(leave, always_call=True)
+    return model

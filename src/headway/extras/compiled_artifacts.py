@@ -1,0 +1,96 @@
+"""torch.compile's cache artifacts in checkpoints, so that a resumed run on a new machine need not compile again.
+
+Artifacts are code: they are written to torch's cache on the disk. The next compilation unpickles graphs and loads
+kernels from there. Therefore they are loaded only by `resume("latest")`, only if the setting `keep_compiled` is on, and
+only with a valid seal (HMAC-SHA256). The key of the seal belongs to the user and is not in the checkpoint. It is the
+value of HEADWAY_SECRET, or a file in the folder of Headway's settings.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+import torch
+
+from headway.common import env
+from headway.common.sealing import read_secret
+from headway.common.untrusted import read_regular_file
+from headway.core.checkpoint import folders
+from headway.core.config.files import find_default_file
+from headway.core.runtime.collectives.checked import Collectives
+from headway.errors import CheckpointError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+FILE = "compiled.bin"
+_KEY, _SEAL, _MOST = "compile_cache.key", 32, 4 * 2**30
+
+
+def write_artifacts(staging: Path, collectives: Collectives) -> None:
+    """Write rank 0's compilation artifacts into a checkpoint, if anything was compiled. Every rank must call it.
+
+    Args:
+        staging: Staging directory of the save.
+        collectives: Collectives over all ranks.
+    """
+    made: bytes | None = None
+    if collectives.rank == 0 and (saved := torch.compiler.save_cache_artifacts()) is not None:
+        made = _seal(saved[0]) + saved[0]
+    made = collectives.broadcast_object(made)
+    if made is None or not staging.is_dir():
+        return
+    path = staging / f".{FILE}-{collectives.rank}"
+    path.write_bytes(made)
+    os.replace(path, staging / FILE)  # ranks of one disk write the same
+
+
+def load_artifacts(folder: Path) -> bool:
+    """Load a checkpoint's compilation artifacts into this machine's caches. Call it before the first forward.
+
+    Returns:
+        Whether any artifacts were loaded.
+    """
+    path = folders.find_store(folder).get_content_folder() / FILE
+    if not path.exists():
+        return False
+    try:
+        data = read_regular_file(path, _MOST)
+    except CheckpointError as error:
+        log.warning("compiled code was not loaded from the checkpoint: %s", error)
+        return False
+    seal, artifacts = data[:_SEAL], data[_SEAL:]
+    if not hmac.compare_digest(seal, _seal(artifacts)):
+        log.warning(
+            "%s is ignored, because it was not sealed with this user's key: it is code, and may come from somebody else. Models "
+            "are compiled again. If machines share no home directory, set HEADWAY_SECRET on all of them",
+            path,
+        )
+        return False
+    return torch.compiler.load_cache_artifacts(artifacts) is not None
+
+
+def _seal(artifacts: bytes) -> bytes:
+    return hmac.digest(read_secret() or _read_own_key(), artifacts, hashlib.sha256)
+
+
+def _read_own_key() -> bytes:
+    """Return the user's key for seals from the file in the home directory. Create the file if it is missing.
+
+    If several processes create it at the same time, all of them use the first key.
+    """
+    path = find_default_file(env.copy_variables()).with_name(_KEY)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made = path.with_name(f"{_KEY}-{secrets.token_hex(8)}")
+        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(32))
+        try:
+            os.link(made, path)
+        except FileExistsError:
+            pass
+        finally:
+            made.unlink()
+    return read_regular_file(path, 4096)

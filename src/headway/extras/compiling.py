@@ -1,0 +1,207 @@
+"""Compile a model in place, as one graph or block by block. The object, its class and its names do not change.
+
+The compiled call is stored where `Module.compile()` stores it, outside the module's state. So state dicts, pickles and
+copies do not contain it. torch caches compilations by code, so blocks of one class share one compilation. A model of 32
+blocks compiles as fast as a model of two.
+
+Modules with torch's own forward (Sequential, TransformerEncoderLayer) are called through a function of Headway.
+torch skips its own code, so `Module.compile()` would silently leave them uncompiled.
+
+When a model is prepared, a check finds out whether the backend can compile on this machine. So a model never silently
+runs uncompiled.
+"""
+
+import inspect
+import shutil
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from headway.common import env
+from headway.common.optional import is_available
+from headway.core.config.compilation import TorchDynamoPlugin
+from headway.core.strategies.parts import find_blocks
+from headway.errors import ConfigError, OptionalDependencyMissing
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+
+def check_toolchain(plugin: TorchDynamoPlugin, device: torch.device) -> None:
+    """Raise an error if a compiler backend cannot work on this machine.
+
+    Args:
+        plugin: Settings with the backend. A user-defined backend is accepted without a check.
+        device: Device that models compute on.
+
+    Raises:
+        ConfigError: If torch does not know the backend, or the backend does not support the device.
+        OptionalDependencyMissing: If a compiler is missing; the message names what to install.
+    """
+    if callable(plugin.to_kwargs()["backend"]):
+        return
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if plugin.name not in known:
+        raise ConfigError(
+            f"dynamo_backend={plugin.name!r}: torch {torch.__version__} has no such backend here. It has {', '.join(known)}; "
+            "choose one of them, or import the package that registers it first"
+        )
+    if plugin.name == "cudagraphs" and device.type != "cuda":
+        raise ConfigError(
+            f"dynamo_backend='cudagraphs' needs a CUDA device, not {device}; choose inductor or aot_eager"
+        )
+    if plugin.name == "inductor":
+        _check_inductor(device)
+        if plugin.mode == "reduce-overhead" and device.type == "cpu":
+            log.warning_once(
+                "mode='reduce-overhead' uses CUDA graphs, which do not exist on a CPU: it has no effect here"
+            )
+
+
+def _check_inductor(device: torch.device) -> None:
+    if device.type == "cpu":
+        from torch._inductor import cpp_builder, exc
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except (exc.InvalidCxxCompiler, RuntimeError) as error:
+            raise OptionalDependencyMissing(
+                "torch.compile's inductor needs a C++ compiler on a CPU, but none was found: install one (apt-get install g++, dnf "
+                "install gcc-c++, xcode-select --install), or name one in the variable CXX, or choose dynamo_backend='aot_eager', "
+                "which generates no code"
+            ) from error
+        return
+    if device.type in ("cuda", "xpu"):
+        if not is_available("triton"):
+            raise OptionalDependencyMissing(
+                f"torch.compile's inductor needs triton on {device.type}, which is not installed: pip install triton, or choose "
+                "dynamo_backend='aot_eager', which generates no code"
+            )
+        if not any(map(shutil.which, ("cc", "gcc", "clang"))) and not env.get("CC"):
+            raise OptionalDependencyMissing(
+                "triton needs a C compiler, but none was found: install one (apt-get install gcc), or name one in the variable CC"
+            )
+
+
+_PER_KIND = 8
+"""Maximum number of compilations per code object. Beyond it, torch stops compiling the code.
+
+One code object is compiled separately for training and evaluation, static and dynamic sizes, a batch of one, and so
+on.
+"""
+
+
+def compile_model(
+    model: torch.nn.Module,
+    plugin: TorchDynamoPlugin,
+    device: torch.device,
+    is_gathered: bool = False,
+    accumulates: bool = False,
+) -> torch.nn.Module:
+    """Compile a model in place according to the settings. A model that is already compiled is left unchanged.
+
+    Args:
+        model: Model to compile. Checkpointed blocks are compiled together with their checkpointing.
+        plugin: Settings of the compilation.
+        device: Device that the model computes on.
+        is_gathered: Whether parameters will be gathered before each block, which a graph of the full model cannot
+            contain.
+        accumulates: Whether gradients are accumulated over several backwards.
+
+    Returns:
+        The object that was passed as `model`.
+
+    Raises:
+        ConfigError: If the backend is not available in this torch version or on the device.
+        OptionalDependencyMissing: If a program that the backend needs is missing.
+    """
+    if not plugin.compiles:
+        return model
+    name = type(model).__name__
+    if has_compiled_regions(model):
+        log.info_once(f"{name} is already compiled and is not compiled again")
+        return model
+    check_toolchain(plugin, device)
+    if accumulates and device.type == "cuda" and plugin.has_cuda_graphs:
+        # Autograd keeps a first gradient without a copy; this one is in memory that the next micro-batch's graph reuses.
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(torch.clone)  # type: ignore[no-untyped-call]
+    has_blocks = bool(find_blocks(model))
+    if has_blocks and is_gathered and not plugin.use_regional_compilation:
+        log.warning_once(
+            f"{name} will be sharded, so regional compilation is used: parameters are gathered before each block, which breaks the "
+            "graph of a whole model. TorchDynamoPlugin(use_regional_compilation=True) does the same without this warning"
+        )
+    if has_blocks and (plugin.use_regional_compilation or is_gathered):
+        return compile_regions(model, **plugin.to_kwargs())
+    if plugin.use_regional_compilation:
+        log.warning_once(
+            f"regional compilation: {name} has no repeated blocks (no two modules of one class, with submodules, in a "
+            "ModuleList, Sequential or ModuleDict), so it is compiled whole"
+        )
+    _compile([model], plugin.to_kwargs())
+    log.info("%s will be compiled whole by %s", name, plugin.name)
+    return model
+
+
+def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
+    """Compile the module's repeated blocks in place, once per class of block.
+
+    If the module has no repeated blocks, it is compiled as a whole.
+
+    Args:
+        module: Module to compile.
+        compile_kwargs: Keyword arguments of torch.compile.
+
+    Returns:
+        The object that was passed as `module`. Its class and the names in its state dict do not change.
+    """
+    blocks = find_blocks(module)
+    if not blocks:
+        _compile([module], compile_kwargs)
+        return module
+    kinds = len({_kind(block) for block in blocks})
+    if kinds > 1 and "recompile_limit" in inspect.signature(torch.compile).parameters:
+        # Blocks of different shapes share the code of their class, and would exhaust its compilation limit.
+        compile_kwargs.setdefault("recompile_limit", _PER_KIND * kinds)
+    _compile(blocks, compile_kwargs)
+    log.info("%d blocks of %s will be compiled, %d kinds", len(blocks), type(module).__name__, kinds)
+    return module
+
+
+def _compile(modules: list[torch.nn.Module], settings: dict[str, Any]) -> None:
+    """Compile each module separately. Modules of one class share the compiled code."""
+    code = _caller(modules[0]).__code__.replace()
+    for module in modules:
+        if not torch._dynamo.trace_rules.check(module.forward):
+            module.compile(**settings)
+            continue
+        call = _caller(module)
+        function = FunctionType(code, call.__globals__, type(module).__name__, None, call.__closure__)
+        module._compiled_call_impl = torch.compile(function, **settings)
+
+
+def _caller(module: torch.nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    return call
+
+
+def _kind(block: torch.nn.Module) -> tuple[Any, ...]:
+    return type(block), tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Whether calling the module runs compiled code: it is the result of torch.compile, or was compiled in place."""
+    return isinstance(module, torch.nn.Module) and (
+        "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    )
+
+
+def has_compiled_regions(module: torch.nn.Module) -> bool:
+    """Whether the module or one of its submodules is compiled by torch.compile."""
+    return any(map(is_compiled_module, module.modules()))

@@ -1,0 +1,254 @@
+"""float8 training: linear layers are computed in float8 by torchao, and everything else runs under bf16 autocast.
+
+It is enabled by `mixed_precision="fp8"`. Weights, gradients and optimizer state keep their dtype. A converted layer is
+torchao's Float8Linear, with unchanged parameters and names. Scales are recomputed in each step, so checkpoints
+contain no float8 state.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from headway.common.optional import require
+from headway.common.text import join_names
+from headway.core.config.engines import EngineOptions
+from headway.core.config.float8 import Float8Options
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.device import Hardware
+from headway.errors import PrepareError, UnsupportedError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+INSTALL = "torchao>=0.18"
+_MULTIPLE = 16
+"""Number that must divide a layer's input and output size, as float8 matrix units require."""
+_NUM_NAMES = 3
+_LEAST = (8, 9)
+"""Lowest CUDA compute capability with float8 matrix units: 8.9 (Ada, such as L4 and RTX 40). Hopper has 9.0."""
+
+
+def check_float8(hardware: Hardware, options: EngineOptions) -> None:
+    """Raise an error if this process cannot compute in float8.
+
+    Args:
+        hardware: Hardware of this process.
+        options: Engine options of the run, including those for float8.
+
+    Raises:
+        UnsupportedError: If the hardware has no float8 units and emulation was not requested.
+        OptionalDependencyMissing: If torchao is not installed.
+    """
+    problem = None if (options.float8 or Float8Options()).is_emulated else _explain_lack(hardware)
+    if problem is not None:
+        raise UnsupportedError(
+            f"mixed_precision='fp8': {problem}. float8 needs CUDA from compute capability {_LEAST[0]}.{_LEAST[1]} on (L4, RTX 40, "
+            "H100 and later) or AMD's MI300 and later. Use mixed_precision='bf16'; or, to try slowly what float8 does to a model, "
+            "kwargs_handlers=[Float8Options(emulate=True)]"
+        )
+    require("torchao.float8", "mixed_precision='fp8' needs", INSTALL)
+
+
+def _explain_lack(hardware: Hardware) -> str | None:
+    """Return the reason why this hardware cannot compute in float8, or None if it can."""
+    if hardware.kind != "cuda":
+        return f"this run computes on {hardware.kind}, for which torch has no float8 matrix products that train"
+    if torch.version.hip:
+        arch = str(getattr(torch.cuda.get_device_properties(), "gcnArchName", ""))
+        return None if arch.startswith(("gfx94", "gfx95")) else f"this GPU ({arch}) has no float8 matrix units"
+    found = torch.cuda.get_device_capability()
+    if found >= _LEAST:
+        return None
+    return f"{torch.cuda.get_device_name()} (compute capability {found[0]}.{found[1]}) has no float8 matrix units"
+
+
+def convert_model(model: torch.nn.Module, options: Float8Options, ranks: Collectives | None = None) -> torch.nn.Module:
+    """Convert linear layers of a model to float8, in place. Layers that are already converted are not changed.
+
+    Args:
+        model: Unsharded model, before it is compiled or its activations are checkpointed.
+        options: Selection of layers, and float8 recipe.
+        ranks: Collectives over all ranks that convert the model, which must select the same layers. If None, only this
+            rank converts it.
+
+    Returns:
+        The model that was passed in. Converted layers are new objects with the original parameters and names.
+
+    Raises:
+        PrepareError: If ranks selected different layers.
+    """
+    torchao = require("torchao.float8", "mixed_precision='fp8' needs", INSTALL)
+    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    is_done = any(_is_float8(module) for _, module in linears)
+    left = _select_excluded(model, linears, options)
+    chosen = {id(module): name for name, module in linears if name not in left and not _is_float8(module)}
+    if ranks is not None:
+        _agree(model, sorted(chosen.values()), ranks)
+    if chosen:
+        torchao.convert_to_float8_training(
+            model, config=_build_config(options), module_filter_fn=lambda module, name: id(module) in chosen
+        )
+        for name in chosen.values():
+            model.get_submodule(name).register_forward_pre_hook(_cast_input, with_kwargs=True)
+    _log_conversion(model, len(chosen), len(linears), left, options, is_done)
+    return model
+
+
+def _is_float8(module: torch.nn.Module) -> bool:
+    return any(kind.__name__ == "Float8Linear" for kind in type(module).__mro__)
+
+
+def _build_config(options: Float8Options) -> Any:
+    """Return torchao's configuration with float8 all-gather disabled.
+
+    If weights are to be all-gathered in float8, they are wrapped later, when the model is sharded.
+    """
+    kind = require("torchao.float8", "mixed_precision='fp8' needs", INSTALL).Float8LinearConfig
+    if options.config is not None:
+        return replace(options.config, enable_fsdp_float8_all_gather=False)
+    made = kind.from_recipe_name(options.recipe)
+    return replace(made, pad_inner_dim=options.pad_inner_dim, emulate=options.emulate)
+
+
+def _select_excluded(
+    model: torch.nn.Module, linears: Sequence[tuple[str, torch.nn.Linear]], options: Float8Options
+) -> dict[str, str]:
+    """Return the reason for each linear layer that stays in bf16, by name.
+
+    Args:
+        model: Model that contains the layers.
+        linears: Names and modules of all linear layers.
+        options: Options that select layers.
+    """
+    ends = {linears[0][0], linears[-1][0]} if linears and options.keeps_first_and_last else set()
+    held: dict[int, int] = {}
+    for parent in model.modules():
+        for child in parent._modules.values():
+            held[id(child)] = held.get(id(child), 0) + 1
+    left: dict[str, str] = {}
+    for name, linear in linears:
+        if _is_float8(linear):
+            continue
+        reason = _find_obstacle(model, linear, held.get(id(linear), 0))
+        if reason is None and options.module_filter is not None:
+            reason = None if options.module_filter(linear, name) else "left out by module_filter"
+        elif reason is None and name in ends:
+            reason = "first and last"
+        elif reason is None and _is_kept(model, name, options.keeps):
+            reason = "left out by keeps"
+        if reason is None and (linear.in_features % _MULTIPLE or linear.out_features % _MULTIPLE):
+            reason = f"sizes that are no multiples of {_MULTIPLE}"
+        if reason is not None:
+            left[name] = reason
+    return left
+
+
+def _find_obstacle(model: torch.nn.Module, linear: torch.nn.Linear, num_holders: int) -> str | None:
+    """Return the reason why a layer must not be converted, or None if it can be.
+
+    A layer must not be converted if the conversion would change more than the number format.
+
+    Args:
+        model: Model that contains the layer.
+        linear: Linear layer.
+        num_holders: Number of modules that have the layer as a child.
+    """
+    if linear is model:
+        return "the model itself"
+    if type(linear) is not torch.nn.Linear:
+        return "of a class of their own"
+    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
+        return "with hooks"
+    if num_holders > 1:
+        return "in several places of the model"
+    return None if linear.weight.is_floating_point() else "without floating-point weights"
+
+
+def _is_kept(model: torch.nn.Module, name: str, keeps: tuple[Any, ...]) -> bool:
+    """Whether the option `keeps` contains the name or the class of a layer, or of a module around it."""
+    around, module = "", model
+    for part in ("", *name.split(".")):
+        if part:
+            around, module = f"{around}.{part}" if around else part, module.get_submodule(part)
+        kinds = type(module).__mro__
+        if any(one == around or one in kinds or any(one == kind.__name__ for kind in kinds) for one in keeps):
+            return True
+    return False
+
+
+def _agree(model: torch.nn.Module, names: list[str], ranks: Collectives) -> None:
+    """Raise an error unless all ranks convert the same layers.
+
+    Args:
+        model: Model, for the message.
+        names: Names of the layers that this rank converts.
+        ranks: Collectives over all ranks that convert the model.
+
+    Raises:
+        PrepareError: If the names differ between ranks.
+    """
+    rows = ranks.gather_numbers([float(len(names)), float(zlib.crc32("\n".join(names).encode()))])
+    if any(row != rows[0] for row in rows):
+        counts = ", ".join(str(int(row[0])) for row in rows)
+        raise PrepareError(
+            f"ranks convert other linear layers of {type(model).__name__} to float8 (by rank, how many: {counts}); give all ranks "
+            "the same model, and a module_filter that decides by name and sizes alone"
+        )
+
+
+def _cast_input(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Forward pre-hook that casts a layer's inputs to the dtype of autocast.
+
+    torchao's layers cast their inputs only under CUDA autocast. On other devices, matrix products would be computed in
+    float32 without this hook.
+    """
+    cast: Callable[[Any], Any] = _autocast
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+
+
+def _autocast(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and torch.is_autocast_enabled(value.device.type):
+        return value.to(torch.get_autocast_dtype(value.device.type))
+    return value
+
+
+def _log_conversion(
+    model: torch.nn.Module, num_made: int, num_all: int, left: dict[str, str], options: Float8Options, is_done: bool
+) -> None:
+    """Log how many layers compute in float8, and which layers do not, grouped by reason.
+
+    Args:
+        model: Model whose layers were converted.
+        num_made: Number of layers that compute in float8.
+        num_all: Number of linear layers.
+        left: Reason for each linear layer that stays in bf16, by name.
+        options: Options of float8.
+        is_done: Whether the model had been converted by an earlier call.
+    """
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left.items():
+        by_reason.setdefault(reason, []).append(name)
+    rest = "; ".join(f"{reason}: {_names(names)}" for reason, names in by_reason.items())
+    kind = type(model).__name__
+    if num_made:
+        log.info(
+            "%d of %d linear layers of %s compute in float8 (%s)%s",
+            num_made,
+            num_all,
+            kind,
+            options.description,
+            f"; in bf16 stay: {rest}" if rest else "",
+        )
+    elif not is_done:
+        log.warning_once(
+            "mixed_precision='fp8', but no linear layer of %s computes in float8%s. Use mixed_precision='bf16', or see Float8Options",
+            kind,
+            f" ({rest})" if rest else ": it has none",
+        )
+
+
+def _names(names: list[str]) -> str:
+    return join_names([name or "itself" for name in names], _NUM_NAMES)

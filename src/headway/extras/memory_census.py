@@ -1,0 +1,241 @@
+"""Census of live tensors: purpose, owner and size in bytes of each one.
+
+Tensors are found through the garbage collector (modules, optimizers, tensors), the frames of an error, and the
+autograd graph, whose saved tensors have no Python name. Saved tensors are not unpacked, because a hook of activation
+checkpointing would recompute its block.
+"""
+
+import gc
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+CATEGORIES = ("parameters", "gradients", "optimizer state", "buffers", "saved for backward", "other tensors")
+_MAX_NODES = 200_000  # of the autograd graph; a larger one is counted in part
+
+
+@dataclass(frozen=True)
+class LiveStorage:
+    """Live tensor storage, with its purpose and owner.
+
+    Attributes:
+        category: Purpose of the storage, one of CATEGORIES, such as "optimizer state".
+        num_bytes: Size of the storage in bytes, however many tensors share it.
+        shape, dtype: Shape and dtype of the tensor through which the storage was found.
+        owner: Description of its owner, such as "layers.0.weight of Net", "exp_avg of layers.0.weight of Net",
+            "saved by MulBackward0", or "`hidden` in forward (net.py:12)".
+    """
+
+    category: str
+    num_bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: str
+
+
+@dataclass
+class TensorCensus:
+    """Live storages on one type of device, counted by purpose.
+
+    Attributes:
+        kind: Device type such as "cpu" or "cuda".
+        holdings: Storages by (device, address). Each one counts once, for the first category that claims it.
+        roots: Modules that are not part of another module.
+        optimizers: Instances of torch.optim.Optimizer.
+        num_graph_scalars: Number of scalars that keep an autograd graph alive, such as losses that were not detached.
+        is_complete: False if memory ran out while counting.
+    """
+
+    kind: str
+    holdings: dict[tuple[str, int], LiveStorage] = field(default_factory=dict)
+    roots: list[torch.nn.Module] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    num_graph_scalars: int = 0
+    is_complete: bool = True
+
+    def sum_bytes(self, category: str) -> int:
+        """Return the total bytes of the storages in a category, one of CATEGORIES."""
+        return sum(holding.num_bytes for holding in self.holdings.values() if holding.category == category)
+
+    def list_largest(self, count: int) -> list[LiveStorage]:
+        """Return the `count` largest storages, in descending order."""
+        return sorted(self.holdings.values(), key=lambda holding: -holding.num_bytes)[:count]
+
+    def add_tensor(self, category: str, tensor: torch.Tensor | None, owner: str) -> None:
+        """Count a tensor's storage for a category, unless it is on another type of device or already counted.
+
+        Args:
+            category: Purpose of the storage, one of CATEGORIES.
+            tensor: Tensor to count, or None to do nothing.
+            owner: Description of the tensor's owner.
+        """
+        if tensor is None or tensor.device.type != self.kind:
+            return
+        key = _place(tensor)
+        if key[1] and key not in self.holdings:
+            num_bytes = tensor.untyped_storage().nbytes()
+            self.holdings[key] = LiveStorage(category, num_bytes, tuple(tensor.shape), tensor.dtype, owner)
+
+
+def take_census(kind: str, frames: Iterable[FrameType] = ()) -> TensorCensus:
+    """Count the live tensors on one type of device, by purpose and owner.
+
+    Args:
+        kind: Device type such as "cpu" or "cuda".
+        frames: Stack frames whose local variables give names to tensors, outermost first.
+    """
+    census = TensorCensus(kind)
+    try:
+        _count(census, list(frames))
+    except MemoryError:
+        census.is_complete = False
+    return census
+
+
+def _count(census: TensorCensus, frames: list[FrameType]) -> None:
+    tensors: list[torch.Tensor] = []
+    modules: list[torch.nn.Module] = []
+    for obj in gc.get_objects():
+        kind = type(obj)  # isinstance would ask proxies, which may import or raise
+        if issubclass(kind, torch.nn.Module):
+            modules.append(obj)
+        elif issubclass(kind, torch.optim.Optimizer) and "state" in vars(obj):
+            census.optimizers.append(obj)
+        elif issubclass(kind, torch.Tensor):
+            tensors.append(obj)
+    inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
+    census.roots = [module for module in modules if id(module) not in inner and "_modules" in vars(module)]
+    names = _count_models(census)
+    _count_optimizers(census, names)
+    for tensor in tensors:
+        if tensor.is_leaf and tensor.requires_grad:
+            census.add_tensor("gradients", tensor.grad, f"gradient of {names.get(id(tensor), 'a leaf tensor')}")
+    local = dict(_iterate_locals(frames))
+    census.num_graph_scalars = sum(tensor.numel() == 1 and tensor.grad_fn is not None for tensor in tensors)
+    _count_graph(census, [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None], local)
+    for tensor in tensors:
+        census.add_tensor("other tensors", tensor, local.get(_place(tensor), "no name was found"))
+
+
+def _count_models(census: TensorCensus) -> dict[int, str]:
+    """Add the parameters of all modules, their gradients and buffers to the census.
+
+    Return the names of the parameters by their `id`.
+    """
+    names: dict[int, str] = {}
+    # The largest tree first: a part of it that something else wraps is named by the tree.
+    for root in sorted(census.roots, key=lambda module: -sum(1 for _ in module.modules())):
+        for name, parameter in root.named_parameters():
+            owner = names.setdefault(id(parameter), f"{name} of {type(root).__name__}")
+            census.add_tensor("parameters", parameter, owner)
+            census.add_tensor("gradients", parameter.grad if parameter.is_leaf else None, f"gradient of {owner}")
+        for name, buffer in root.named_buffers():
+            census.add_tensor("buffers", buffer, f"{name} of {type(root).__name__}")
+    return names
+
+
+def _count_optimizers(census: TensorCensus, names: dict[int, str]) -> None:
+    for optimizer in census.optimizers:
+        for parameter, state in list(optimizer.state.items()):
+            owner = names.get(id(parameter), type(optimizer).__name__)
+            for name, value in state.items() if isinstance(state, dict) else ():
+                for tensor in _iterate_tensors(value):
+                    census.add_tensor("optimizer state", tensor, f"{name} of {owner}")
+
+
+def _count_graph(census: TensorCensus, starts: list[Any], local: dict[tuple[str, int], str]) -> None:
+    """Add tensors saved by autograd to the census, walking the graph from some nodes toward its leaves.
+
+    Args:
+        census: Census to add to.
+        starts: Autograd nodes to start from.
+        local: Descriptions of tensors in local variables, by storage.
+    """
+    waiting, seen = starts, set[Any]()
+    while waiting and len(seen) < _MAX_NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for attribute in dir(type(node)):
+            if attribute.startswith("_raw_saved_"):
+                for tensor in _saved(node, attribute):
+                    named = local.get(_place(tensor))
+                    owner = f"saved by {node.name()}{_find_source_line(node)}"
+                    census.add_tensor("saved for backward", tensor, owner if named is None else f"{named}, {owner}")
+        waiting += [following for following, _ in node.next_functions]
+
+
+def _find_source_line(node: Any) -> str:
+    """Return the source line that created an autograd node, or "" if it is unknown.
+
+    torch records it only in anomaly mode.
+    """
+    trace = node.metadata.get("traceback_") if torch.is_anomaly_enabled() else None
+    return f", made by {trace[-1].strip().splitlines()[0].strip()}" if trace else ""
+
+
+def _saved(node: Any, attribute: str) -> Iterator[torch.Tensor]:
+    try:
+        found = getattr(node, attribute)
+    except RuntimeError:  # backward has freed it
+        return
+    for saved in found if isinstance(found, list | tuple) else (found,):
+        try:
+            data = getattr(saved, "data", None)
+        except RuntimeError:
+            continue
+        if getattr(saved, "unpack_hook", None) is not None:
+            data = next(iter(_iterate_tensors(getattr(data, "host", data))), None)
+        if isinstance(data, torch.Tensor):
+            yield data
+
+
+def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, which may be a tensor or a container.
+
+    Containers inside the container are not searched.
+    """
+    if isinstance(value, dict):
+        value = list(value.values())
+    parts = value if isinstance(value, list | tuple) else [value]
+    yield from (each for each in parts if isinstance(each, torch.Tensor))
+
+
+def _place(tensor: torch.Tensor) -> tuple[str, int]:
+    try:
+        return str(tensor.device), tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a tensor without memory of its own (a fake one, a wrapper)
+        return "", 0
+
+
+def _iterate_locals(frames: list[FrameType]) -> Iterator[tuple[tuple[str, int], str]]:
+    """Yield pairs of (storage, description) for tensors in local variables.
+
+    Innermost frames come first, so that names in outer frames take precedence in a dict.
+    """
+    for frame in reversed(frames):
+        code = frame.f_code
+        where = f"in {code.co_name} ({'/'.join(Path(code.co_filename).parts[-2:])}:{frame.f_lineno})"
+        for name, value in list(frame.f_locals.items()):
+            for tensor in _iterate_tensors(value):
+                yield _place(tensor), f"`{name}` {where}"
+
+
+def list_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the error, then its chain of causes and contexts (`__cause__`, else `__context__`)."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def list_frames(error: BaseException) -> list[FrameType]:
+    """Return the stack frames of an error and its causes, outermost first."""
+    return [frame for each in list_causes(error) for frame, _ in traceback.walk_tb(each.__traceback__)]

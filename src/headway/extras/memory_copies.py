@@ -1,0 +1,408 @@
+"""Keep the last update in memory: checkpoints in the agent's shared-memory folder, which survives the workers.
+
+They are written like other checkpoints, during the next forward and backward, directly from the tensors. Parameters
+and optimizer states change only in a step, and each step waits for the commit. So a run that its agent restarts has
+lost at most one update. For each update, ranks exchange one small message with their data positions and RNG states.
+
+Each machine's folder is treated like a separate disk. With replicated models each machine stores everything. With
+sharded models a machine stores the files of its own ranks and of the machine before it (`NeighborCopies`). Ranks send
+their files on a separate gloo group in the background, and every machine gets the list of all files. So all machines
+commit the same manifest, although each has only its own files and its neighbor's. A machine that replaces a lost one
+receives the missing files from the others.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headway.common import env
+from headway.core.checkpoint import folders
+from headway.core.checkpoint.format.foreign import parse_number
+from headway.core.checkpoint.format.manifest import MANIFEST, read_manifest
+from headway.core.checkpoint.loading.reader import copy_to_machines
+from headway.core.checkpoint.loading.reading import read_files
+from headway.core.checkpoint.resume.state import CheckpointState
+from headway.core.checkpoint.saving import writer
+from headway.core.checkpoint.saving.place import CheckpointFolder
+from headway.core.checkpoint.saving.snapshot import HostCopies
+from headway.core.checkpoint.state import split_dtensors
+from headway.core.data.loader import PreparedLoader
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.group import MARGIN, create_group
+from headway.core.runtime.process import ProcessRuntime
+from headway.core.training.hooks import StepHooks
+from headway.errors import CheckpointError
+from headway.extras.moving_average import holds_averages
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+
+class NeighborCopies:
+    """Transfer of in-memory checkpoint files between machines, so that the files of a lost machine still exist.
+
+    Each machine sends its files to the next one. Every rank must create this object, on its main thread.
+
+    Args:
+        runtime: Runtime of this process.
+        machines: Machine name of each rank.
+    """
+
+    def __init__(self, runtime: ProcessRuntime, machines: Sequence[str]) -> None:
+        self._rank = runtime.rank
+        order = list(dict.fromkeys(machines))
+        ranks = [[rank for rank, name in enumerate(machines) if name == each] for each in order]
+        here = order.index(machines[self._rank])
+        before, after = ranks[here - 1], ranks[(here + 1) % len(order)]
+        own = ranks[here]
+        self._receiver = after[own.index(self._rank) % len(after)]
+        self._senders = [rank for number, rank in enumerate(before) if own[number % len(own)] == self._rank]
+        self._elsewhere = [rank for rank in range(len(machines)) if rank not in own]
+        self._never_here = [rank for rank in self._elsewhere if rank not in before] if own[0] == self._rank else []
+        self._group: Any = create_group(range(len(machines)), runtime.timeout + MARGIN)
+
+    def announce(self, staging: Path) -> None:
+        """Create marker files for the checkpoint files that this machine will receive from other machines.
+
+        The rank that commits this machine's checkpoint waits for them.
+
+        Args:
+            staging: Staging directory of the save.
+        """
+        for rank in self._elsewhere:
+            (staging / f".writing-{rank}").touch()
+
+    def exchange(self, staging: Path) -> None:
+        """Send this rank's checkpoint file to the next machine, and receive the files that it stores for other ranks.
+
+        Every rank must call it, after it has written its own file.
+
+        Args:
+            staging: Staging directory of the save.
+
+        Raises:
+            OSError, RuntimeError: If a machine is lost, or the memory is full.
+        """
+        file_lists: list[str] = [""] * dist.get_world_size(self._group)
+        try:
+            dist.all_gather_object(file_lists, (staging / f".written-{self._rank}").read_text(), group=self._group)
+            work = [
+                dist.isend(_map_file(staging / name, size), self._receiver, group=self._group)
+                for name, size, *_ in json.loads(file_lists[self._rank])["files"]
+            ]
+            received = []  # the memory must live as long as the transfer
+            for rank in self._senders:
+                for name, size, *_ in json.loads(file_lists[rank])["files"]:
+                    received.append(_map_file(staging / name, size))
+                    work.append(dist.irecv(received[-1], rank, group=self._group))
+            for each in work:
+                if each is not None:
+                    each.wait()
+        except BaseException:
+            for rank in self._senders:  # so that the committing rank does not wait for them
+                (staging / f".writing-{rank}").unlink(missing_ok=True)
+            raise
+        for rank in (*self._senders, *self._never_here):
+            working = staging / f".writing-{rank}"
+            working.write_text(file_lists[rank])
+            os.replace(working, staging / f".written-{rank}")
+
+
+def _map_file(path: Path, size: int) -> torch.Tensor:
+    """Return the bytes of a file as a tensor that is mapped to the file. The file is created if missing."""
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
+_KEPT = 2
+"""Number of in-memory checkpoints that are kept: the last one, and the one before it.
+
+The earlier one is needed if the last one is incomplete.
+"""
+_POLL = 0.0005
+_OWN = ("loaders", "streams")
+"""Kinds of state that differ between ranks, so that each rank saves its own."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Files of an in-memory checkpoint that are on this machine.
+
+    Attributes:
+        sha256: Hash of the manifest.
+        files: Names of all files of the checkpoint.
+        held: Names of the files that this machine has.
+    """
+
+    sha256: str
+    files: frozenset[str]
+    held: frozenset[str]
+
+
+class MemoryTier:
+    """In-memory checkpoints of a run: saves the state after each update in the shared memory of its machines.
+
+    Args:
+        state: State of the run for its checkpoints.
+        collectives: Collectives over all ranks.
+        place: Folder of the checkpoints on the disk.
+        step_hooks: Hooks of the training step.
+    """
+
+    def __init__(
+        self, state: CheckpointState, collectives: Collectives, place: CheckpointFolder, step_hooks: StepHooks
+    ) -> None:
+        self._state = state
+        self._collectives = collectives
+        self._place = place
+        self._share: writer.DiskShare | None = None
+        self._folder = Path()
+        self._is_off = False
+        self._number = 0
+        self._nonce = ""
+        self._last = 0
+        self._background = writer.BackgroundSave()
+        self._copies = HostCopies()
+        self._job: writer.SaveJob | None = None
+        self._neighbors: NeighborCopies | None = None
+        self._failure: str | None = None
+        state.progress.before_batches.append(self._before_batch)
+        step_hooks.before_begin.append(self._before_begin)
+        step_hooks.before_update.append(self.settle)
+        step_hooks.before_swap.append(self.settle)
+
+    # ---------------------------------------------------------------- after an update
+
+    def _before_batch(self, loader: PreparedLoader) -> None:
+        self._save_if_due()
+
+    def _before_begin(self) -> None:
+        if self._state.progress.is_without_loader:
+            self._save_if_due()
+
+    def _save_if_due(self) -> None:
+        """Start an in-memory checkpoint if an update has been made since the last one.
+
+        Called between two accumulation windows.
+        """
+        state = self._state
+        update = state.run.clock.num_updates
+        if self._is_off or update == self._last or update % self._place.project.keep_in_memory:
+            return
+        if state.run.windows.is_unfinished or state.local.has_diverged or any(state.local.steps()):
+            return  # local SGD exchanges state only at the end of its blocks
+        if holds_averages(state.run):  # an evaluation: the next batch of the training saves the trained weights
+            return
+        self.settle()
+        self._last = update
+        if not self._can_save():
+            return
+        job, own = None, None
+        try:
+            job, own = self._prepare_job()
+        except Exception as error:  # all ranks must stop together
+            self._failure = f"{type(error).__name__}: {error}"
+        answers = self._collectives.gather_objects((self._failure, own))
+        failed = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(answers) if failure is not None]
+        if failed or job is None:
+            self._stop_saving("; ".join(failed), job)
+            return
+        self._start_job(job, [own for _, own in answers])
+
+    def _prepare_job(self) -> tuple[writer.SaveJob, Any]:
+        """Create this rank's save job, and tell the ranks of this machine which file it will write.
+
+        Returns:
+            The save job, and the metadata for the other ranks.
+        """
+        assert self._share is not None
+        collected, about = self._state.collector.collect_own()
+        names = tuple(f"{kind}/{self._collectives.rank}" for kind in _OWN)
+        tensors = {
+            name: collected.tensors.pop(name).clone() for name in list(collected.tensors) if name.startswith(names)
+        }
+        states = [collected.state.pop(kind)[0] for kind in _OWN]
+        final = self._folder / f"update_{self._number}"
+        about |= {"name": final.name, "iteration": self._place.iteration}
+        policy = writer.SavePolicy(_KEPT, owns_parent=True, is_blocking=False, is_told=False)
+        job = writer.SaveJob(final, f"{self._nonce}{self._number:08x}", self._share, collected, about, policy)
+        job.staging.mkdir(exist_ok=True)
+        if self._neighbors is not None:
+            self._neighbors.announce(job.staging)
+        writer.announce(job)
+        self._number += 1
+        return job, (states, tensors, about)
+
+    def _start_job(self, job: writer.SaveJob, answers: Sequence[Any]) -> None:
+        content = job.content
+        state = self._state
+        for number, kind in enumerate(_OWN):
+            content.state[kind] = [states[number] for states, _, _ in answers]
+        for _, tensors, _ in answers:
+            content.tensors.update(tensors)
+        if not self._place.project.save_frozen:
+            state.collector.leave_frozen_out(content)
+        steady = state.collector.list_steady(content)
+        try:
+            content = split_dtensors(content)
+            job = replace(job, content=content, about=answers[0][2])
+            taken = self._copies.take(content.tensors, job.own_names, steady)
+        except (CheckpointError, RuntimeError) as error:  # reported at the next update
+            self._failure = f"{type(error).__name__}: {error}"
+            (job.staging / f".writing-{job.share.part}").unlink(missing_ok=True)
+            return
+        self._job = replace(
+            job,
+            content=replace(content, tensors=taken.tensors),
+            arrivals=taken.arrivals,
+            confirm=taken.steady.confirm,
+            spread=partial(self._neighbors.exchange, job.staging) if self._neighbors is not None else lambda: None,
+        )
+        self._background.start(self._job)
+
+    def settle(self) -> None:
+        """Wait until the in-memory checkpoint in progress is complete on this machine.
+
+        Must be called before parameters or other saved state are changed.
+        """
+        job, self._job = self._job, None
+        if job is None:
+            return
+        self._background.join()
+        try:
+            self._background.check()
+            # The committing rank removes the staging directory: it renames it, or deletes it after a failure.
+            while not (job.final / MANIFEST).exists() and job.staging.exists():
+                time.sleep(_POLL)
+        except CheckpointError as error:
+            self._failure = str(error)
+
+    def _stop_saving(self, why: str, job: writer.SaveJob | None) -> None:
+        """Disable in-memory checkpoints on all ranks, and log a warning.
+
+        Args:
+            why: Reason, for the warning.
+            job: Save job to abandon, or None.
+        """
+        self._is_off = True
+        if job is not None:
+            writer.abandon(job)
+        if self._share is not None and self._share.leads:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        log.warning(
+            "keep_in_memory stops, because an update could not be kept (%s); checkpoints on the disk are not affected",
+            why or "no shared memory",
+        )
+
+    # ---------------------------------------------------------------- the folder
+
+    def _can_save(self) -> bool:
+        """Whether in-memory checkpoints are possible.
+
+        The first call also finds out which ranks are on one machine, so every rank must call it.
+        """
+        if self._share is not None or self._is_off:
+            return not self._is_off
+        held = env.get(env.MEMORY)
+        if held:
+            # Each Accelerator of a process has its own folder.
+            self._folder = Path(held) / hashlib.sha256(str(self._place.parent()).encode()).hexdigest()[:16]
+            self._folder.mkdir(exist_ok=True)
+        newest = max((parse_number(path) or 0 for path in self._list_committed()), default=0)
+        answers = self._collectives.gather_objects((held or "", newest, secrets.token_hex(4)))
+        groups = [group for group, _, _ in answers]
+        self._number = 1 + max(number for _, number, _ in answers)
+        self._nonce = answers[0][2]
+        if not all(groups):
+            self._is_off = True
+            log.warning(
+                "keep_in_memory has no effect: it needs shared memory (/dev/shm) of the agent that `headway launch` runs for several "
+                "processes, and this process was not started by one"
+            )
+            return False
+        own = groups[self._collectives.rank]
+        place = groups[: self._collectives.rank].count(own)
+        fewest = min(groups.count(group) for group in groups)
+        self._share = writer.DiskShare(place if place < fewest else None, fewest, place == 0)
+        if len(set(groups)) > 1 and self._state.objects.is_sharded:
+            self._share = writer.DiskShare(self._collectives.rank, len(groups), place == 0)
+            self._neighbors = NeighborCopies(self._state.run.runtime, groups)
+        if place == 0:
+            folders.find_store(self._folder).sweep()
+        self._collectives.barrier()
+        return True
+
+    def _list_committed(self) -> list[Path]:
+        """Return the committed checkpoints in shared memory, newest first."""
+        return folders.list_committed(self._folder) if self._folder.name else []
+
+    # ---------------------------------------------------------------- after a restart
+
+    def newest(self) -> Path | None:
+        """Return the newest valid in-memory checkpoint, after copying it to every machine. None if there is none.
+
+        Every rank must call it.
+        """
+        if not self._can_save() or self._share is None:
+            return None
+        answers = self._collectives.gather_objects(
+            (env.get(env.MEMORY), self._verify_copies() if self._share.leads else None)
+        )
+        leaders = {machine: own for machine, own in answers if own is not None}
+        on_rank: list[dict[str, _Copy]] = [leaders[machine] for machine, _ in answers]
+        found = {name: parse_number(Path(name)) or 0 for own in on_rank for name in own}
+        for name in sorted(found, key=lambda each: -found[each]):
+            copies = [own.get(name) for own in on_rank]
+            present = [each for each in copies if each is not None]
+            if len({each.sha256 for each in present}) > 1:
+                log.warning("%s in memory is skipped: machines have kept different states under that name", name)
+            elif missing := present[0].files.difference(*(each.held for each in present)):
+                log.warning("%s in memory is skipped: no machine holds %s", name, ", ".join(sorted(missing)[:3]))
+            else:
+                if any(each is None or each.held != each.files for each in copies):
+                    holders = [each is not None for each in copies]
+                    files = [each.held if each else () for each in copies]
+                    copy_to_machines(self._folder / name, holders, self._share.leads, self._collectives, files)
+                return self._folder / name
+        return None
+
+    def _verify_copies(self) -> "dict[str, _Copy]":
+        """Return this machine's in-memory checkpoints by name, after verifying the hashes of all files."""
+        found = {}
+        for folder in self._list_committed():
+            try:
+                manifest = read_manifest(folder)
+                here = [each for each in manifest.files.values() if (folder / each.name).exists()]
+                read_files(folder, here)
+                found[folder.name] = _Copy(
+                    manifest.sha256, frozenset(manifest.files), frozenset(each.name for each in here)
+                )
+            except CheckpointError as error:
+                log.warning("a state in memory is skipped: %s", error, main_process_only=False)
+                with suppress(OSError):
+                    folders.find_store(folder).remove()
+        return found
+
+    def is_newer(self, kept: Path, on_disk: Path | None) -> bool:
+        """Whether an in-memory checkpoint is newer than a checkpoint on the disk.
+
+        Args:
+            kept: Folder of the in-memory checkpoint.
+            on_disk: Folder of the checkpoint on the disk, or None if there is none.
+        """
+        return on_disk is None or (parse_number(on_disk) or 0) < int(read_manifest(kept).about["iteration"])
+
+    def holds(self, folder: Path) -> bool:
+        """Whether this folder is one of this run's in-memory checkpoints."""
+        return bool(self._folder.name) and folder.parent == self._folder

@@ -1,0 +1,199 @@
+"""Out-of-memory report: the failed request, what memory is used for, and which changes would save how much.
+
+The report is made before the frames of the error are gone, in plain Python with little memory, after a small reserve
+has been released.
+"""
+
+import re
+from dataclasses import dataclass
+from itertools import islice
+from types import FrameType
+from typing import Any
+
+import torch
+
+from headway.common import scope
+from headway.common.callsite import walk_stack
+from headway.common.text import format_bytes, parse_bytes
+from headway.core.memory.oom import EmergencyReserve, is_out_of_memory
+from headway.core.memory.use import MemoryUse, memory_use
+from headway.core.runtime import process
+from headway.extras.memory_census import CATEGORIES, LiveStorage, TensorCensus, list_causes, list_frames, take_census
+from headway.extras.memory_suggestions import MemorySuggestion, list_suggestions
+
+_NOTE = "_headway_memory_report"
+_HOST_TEXTS = ("DefaultCPUAllocator", "unable to mmap", "bad_alloc", "alloc_cpu")
+
+_ASKED = (
+    re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B)\b"),
+    re.compile(r"tried to allocate (\d+) bytes"),
+    re.compile(r"unable to mmap (\d+) bytes"),
+    re.compile(r"Unable to allocate ([\d.]+ ?[KMGT]?i?B)\b"),  # numpy's
+    re.compile(r"Invalid buffer size: ([\d.]+ ?[KMGT]?i?B)\b"),  # MPS's
+    re.compile(r"Failed to CUDA (?:calloc|malloc|calloc async|host alloc) (\d+) bytes"),  # NCCL's
+)
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Memory use at one moment, by purpose, with suggestions to save memory.
+
+    Attributes:
+        asked: Bytes of the failed allocation. None if no allocation failed, or if the error does not contain the bytes.
+        use: Memory use of the device.
+        by_category: Bytes by purpose. Tensors that Python cannot see are not included.
+        largest: Largest live tensors.
+        levers: Suggestions to save memory, largest saving first.
+        sites: Source lines that allocated the largest tensors, if torch recorded them.
+        is_complete: False if memory ran out while the report was made.
+    """
+
+    asked: int | None
+    use: MemoryUse
+    by_category: dict[str, int]
+    largest: list[LiveStorage]
+    levers: list[MemorySuggestion]
+    sites: list[str]
+    is_complete: bool = True
+
+    def text(self) -> str:
+        """Return the report as text."""
+        use = self.use
+        is_host = use.device == "cpu"
+        lines = [f"headway: memory on {use.device}"]
+        if self.asked is not None:
+            lines = [f"headway: memory ran out on {use.device}: {format_bytes(self.asked)} were asked for"]
+        what = "the process" if is_host else f"tensors on {use.device}"
+        reserved = "" if is_host else f", torch's allocator {format_bytes(use.reserved)}"
+        occupied = f"all processes {format_bytes(use.occupied)} of {format_bytes(use.total)}"
+        lines.append(f"  {what} held {format_bytes(use.used)}{reserved}; {occupied}")
+        lines += [f"    {format_bytes(size):>10}  {name}" for name, size in self.by_category.items() if size]
+        unseen = use.used - sum(self.by_category.values())
+        if unseen > 0:
+            program = "the program itself, and " if is_host else ""
+            lines.append(f"    {format_bytes(unseen):>10}  {program}tensors that only C++ holds")
+        if self.largest:
+            lines.append("  the largest tensors alive:")
+            lines += [f"    {format_bytes(h.num_bytes):>10}  {_shape(h)}  {h.owner}" for h in self.largest]
+        if self.sites:
+            lines += ["  where they were made:", *(f"    {site}" for site in self.sites)]
+        if self.levers:
+            lines.append("  what would help (estimates):")
+            lines += [f"    {lever.text()}" for lever in self.levers]
+        if not self.is_complete:
+            lines.append("  (there was too little memory left to look at everything)")
+        return "\n".join(lines)
+
+
+def _shape(holding: LiveStorage) -> str:
+    return f"{str(holding.dtype).removeprefix('torch.')}[{', '.join(map(str, holding.shape))}]"
+
+
+def memory_report(error: BaseException | None = None, num_largest: int = 8) -> MemoryReport:
+    """Report what memory is used for now, or was used for when `error` was raised.
+
+    Args:
+        error: Out-of-memory error whose frames still exist. Default: report the current use.
+        num_largest: Number of largest tensors to list.
+    """
+    scope.own(EmergencyReserve).release()
+    device = _find_device(error)
+    frames = list_frames(error) if error is not None else _list_caller_frames()
+    use = memory_use(device)
+    census = take_census(device.type, frames)
+    asked = None if error is None else find_asked_bytes(error)
+    return MemoryReport(
+        asked,
+        use,
+        {name: census.sum_bytes(name) for name in CATEGORIES},
+        census.list_largest(num_largest),
+        list_suggestions(census, use, asked, frames),
+        _list_allocation_sites(device, census, num_largest),
+        census.is_complete,
+    )
+
+
+def explain(error: BaseException) -> str:
+    """Return the text of the memory report for an out-of-memory error, or "" for any other error.
+
+    The report is made once per error.
+    """
+    if not is_out_of_memory(error):
+        return ""
+    made = getattr(error, _NOTE, None)
+    if made is None:
+        try:
+            made = memory_report(error).text()
+        except MemoryError:
+            made = "headway: memory ran out, and too little was left to report what it was used for"
+        setattr(error, _NOTE, made)
+    return str(made)
+
+
+def find_asked_bytes(error: BaseException) -> int | None:
+    """Return the size of the failed request in bytes. None if neither the error nor one of its causes contains it."""
+    for each in islice(list_causes(error), 8):
+        for pattern in _ASKED:
+            if (found := pattern.search(str(each))) is not None:
+                return parse_bytes(int(found[1]) if found[1].isdecimal() else found[1])
+    return None
+
+
+def _find_device(error: BaseException | None) -> torch.device:
+    text = str(error)
+    here = process.current().device
+    is_host = isinstance(error, MemoryError | OSError) or any(mark in text for mark in _HOST_TEXTS)
+    if is_host or here.type == "cpu":
+        return torch.device("cpu")
+    index = re.search(r"GPU (\d+)", text)
+    return here if index is None else torch.device(here.type, int(index[1]))
+
+
+def _list_caller_frames() -> list[FrameType]:
+    """Return the stack frames of the caller, outermost first."""
+    return list(walk_stack())[:1:-1]
+
+
+def _list_allocation_sites(device: torch.device, census: TensorCensus, count: int) -> list[str]:
+    """Return the source lines that allocated the largest blocks, or an empty list if torch's memory recording was off.
+
+    Args:
+        device: Device whose blocks are listed.
+        census: Live tensors. If the census is incomplete, the list is empty.
+        count: Maximum number of lines.
+    """
+    module = torch.get_device_module(device.type)
+    snapshot = getattr(getattr(module, "memory", None), "_snapshot", None)
+    if device.type == "cpu" or snapshot is None or not census.is_complete:
+        return []
+    blocks: list[dict[str, Any]] = [
+        block
+        for segment in snapshot(device)["segments"]
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated" and block.get("frames")
+    ]
+    blocks.sort(key=lambda block: -block["size"])
+    return [f"{format_bytes(block['size']):>10}  {_find_user_line(block['frames'])}" for block in blocks[:count]]
+
+
+def _find_user_line(frames: list[dict[str, Any]]) -> str:
+    """Return the innermost Python line of a recorded stack that is not in torch.
+
+    If all lines are in torch, return the innermost one. If no Python line was recorded, return a text to that effect.
+    """
+    lines = [
+        f"{frame['filename']}:{frame['line']} in {frame['name']}"
+        for frame in frames
+        if frame["filename"].endswith(".py")
+    ]
+    outside = [line for line in lines if "/torch/" not in line]
+    return (outside or lines or ["no Python line was recorded"])[0]
+
+
+# ---------------------------------------------------------------- uncaught errors
+
+
+def explain_once(error: BaseException) -> str:
+    """Return the text of the memory report for an error. "" if the error's notes already contain the report."""
+    text = explain(error)
+    return "" if text in getattr(error, "__notes__", ()) else text

@@ -1,0 +1,927 @@
+"""Moving averages of a model's weights (EMA and SWA), on every layout, for evaluation and export.
+
+Each rank averages its own shards in place, so an update needs no communication. An average takes as much memory as this
+rank's trainable weights in its dtype. For an evaluation, weights and averages are exchanged in place, bucket by bucket.
+
+Four rules decide when an average is updated:
+
+- Prepared optimizers report each update that they have made. A micro-batch inside an accumulation window, an update
+  that was skipped (fp16, `on_non_finite`, `on_spike`) and a batch that is run again do not count.
+- If several optimizers train one model, the average waits until all of them have stepped in the window, or until the
+  next window begins.
+- `update()` does the pending work immediately. A second call for one update changes nothing, so loops that call it as
+  in timm, diffusers or torch work unchanged.
+- Only if no prepared optimizer trains the model, each call of `update()` counts as one update.
+
+If a checkpoint is saved while the model contains averages, the trained weights are put back for the time of the save. A
+preemption during an evaluation therefore saves the state between two updates.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from headway.common import scope
+from headway.core.runtime import process
+from headway.core.strategies.fully_sharded import dtensors
+from headway.core.training.prepared.objects import iterate_parameters
+from headway.core.training.prepared.registry import AcceleratorRegistry, PreparationListeners
+from headway.core.training.run import Run
+from headway.core.training.step import TrainingStep
+from headway.core.weights.compiled import rename_bare_items, unwrap_compiled
+from headway.core.weights.pieces import ShardPiece, TensorBox, get_local_part, is_dtensor, iterate_boxes, replace_local
+from headway.errors import ConfigError, StateError, UnsupportedError
+from headway.extras._torch import foreach_copy_, foreach_lerp_
+
+Decay = float | str | Callable[[int], float]
+"""Decay of an average: a number, "mean", or a function of the number of the averaging step, which begins at 1."""
+
+_BUCKET_BYTES = 64 * 2**20
+"""Bytes of tensors that are exchanged or converted at once. This needs temporary memory of the same size."""
+_SCRATCH_BYTES = 256 * 2**10
+"""Size of the scratch buffer through which tensors in host memory are exchanged."""
+_LATE = (
+    "ExponentialMovingAverage was created before prepare(), and its weights have the layout of a whole model; create it after "
+    "prepare(), or pass it to prepare() together with the model"
+)
+
+
+class ModelAverages:
+    """Registry of the averages of each model, which attaches them to a run when their model is prepared.
+
+    Models and averages are weakly referenced.
+    """
+
+    def __init__(self) -> None:
+        self._by_model: WeakKeyDictionary[torch.nn.Module, WeakSet[ExponentialMovingAverage]] = WeakKeyDictionary()
+        scope.own(PreparationListeners).append(self.attach_averages)
+
+    def add(self, average: "ExponentialMovingAverage") -> None:
+        """Register an average."""
+        self._by_model.setdefault(average.model, WeakSet()).add(average)
+
+    def has_any(self, model: torch.nn.Module) -> bool:
+        """Whether the model has an average."""
+        return bool(self._by_model.get(_unwrap_model(model)))
+
+    def attach_averages(self, model: torch.nn.Module, step: TrainingStep) -> None:
+        """Attach the averages of a model to the run that has prepared it.
+
+        Args:
+            model: Prepared model.
+            step: Training step of the Accelerator.
+        """
+        for average in list(self._by_model.get(_unwrap_model(model), ())):
+            average.attach(step)
+
+
+class SwappedModels:
+    """Registry of the models that currently contain averaged weights, each with its average."""
+
+    def __init__(self) -> None:
+        self.averages: WeakKeyDictionary[torch.nn.Module, ExponentialMovingAverage] = WeakKeyDictionary()
+
+
+@dataclass(eq=False)
+class _Average:
+    """Average of one parameter or buffer.
+
+    Attributes:
+        read: Function that returns the current parameter or buffer.
+        values: Averages of this rank's shard, or None for a tensor that only other ranks of a pipeline hold.
+    """
+
+    read: Callable[[], torch.Tensor]
+    values: torch.Tensor | None
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""This rank's shard of a weight, and the averages of its elements."""
+
+
+class ExponentialMovingAverage:
+    """Average of a model's trainable weights over the updates of a run, on any layout.
+
+    After `prepare`, prepared optimizers update it automatically, once per update. It is part of every checkpoint of
+    the run, and can be loaded into any layout. Create it on every rank, before `resume`.
+
+    Args:
+        model: Model, prepared or not. An average that is created before `prepare` is sharded with its model.
+        decay: Weight of the old average in each averaging step, from 0 to 1. With "mean", all averaged states have
+            equal weight (SWA). A callable gets the number of the averaging step, 1 for the first, and returns the
+            decay. Default: 0.999.
+        update_after: Number of updates after which averaging begins. Until then, the average equals the weights.
+            Default: 0.
+        every: Number of updates from one averaging step to the next. The decay is applied once per step. Default: 1.
+        warmup: Whether to begin with a smaller decay: min(decay, (1 + n) / (10 + n)) in averaging step n. Default:
+            False.
+        dtype: Dtype of the averages. None: dtype of the parameters, but at least float32, because in half precision
+            small changes are lost.
+        device: Device of the averages, such as "cpu" for host memory. None: device of the parameters.
+        buffers: "copy" to evaluate with the model's own buffers, or "average" to average floating-point buffers like
+            the weights. Default: "copy".
+        name: Name of the average for `save_model(weights=...)`. Several averages of a model need different names.
+            Default: "ema".
+
+    Attributes:
+        model: Model whose weights are averaged.
+        name: Name of the average.
+
+    Raises:
+        ConfigError: If an argument is not allowed, or the model has another average of this name.
+        UnsupportedError: If the model is trained by DeepSpeed.
+
+    Example::
+
+        ema = ExponentialMovingAverage(model, decay=0.999)
+        for batch in loader:
+            ...
+            optimizer.step()
+        with ema.swap_weights():
+            evaluate(model)
+        accelerator.save_model(model, "averaged", weights="ema")
+    """
+
+    follows_model = True
+    """Flag that makes `Accelerator.prepare` accept the object and return it unchanged."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        decay: Decay = 0.999,
+        *,
+        update_after: int = 0,
+        every: int = 1,
+        warmup: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        buffers: str = "copy",
+        name: str = "ema",
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f"ExponentialMovingAverage got a {type(model).__name__}; give the model, not its parameters"
+            )
+        _check_decay(decay, warmup)
+        _check_count("update_after", update_after, 0)
+        _check_count("every", every, 1)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
+            raise ConfigError(f"dtype={dtype!r}; give a floating-point dtype, such as torch.float32, or None")
+        if buffers not in ("copy", "average"):
+            raise ConfigError(
+                f"buffers={buffers!r}; allowed: 'copy' for the model's own, 'average' to average them too"
+            )
+        self.model: torch.nn.Module = _unwrap_model(model)
+        self.name = name
+        self._decay = decay
+        self._has_warmup = warmup
+        self._update_after = update_after
+        self._every = every
+        self._dtype = dtype
+        self._device = None if device is None else torch.device(device)
+        self._averages_buffers = buffers == "average"
+        self._num_updates = 0
+        self._num_averaged = 0
+        self._step: TrainingStep | None = None
+        self._averages: dict[str, _Average] = {}
+        self._ids: set[int] = set()
+        self._owners: dict[int, tuple[int, bool]] = {}
+        self._stepped: set[int] = set()
+        self._window = -1
+        self._is_due = False
+        self._swapped: tuple[list[list[Pair]], list[list[torch.Tensor] | None]] | None = None
+        scope.own(ModelAverages).add(self)
+        step = self._find_step()
+        if step is not None:
+            self.attach(step)
+        elif not any(parameter.is_meta for parameter in self.model.parameters()):
+            self._add_averages()
+
+    def __repr__(self) -> str:
+        return (
+            f"ExponentialMovingAverage({type(self.model).__name__}, decay={self._decay!r}, "
+            f"update_after={self._update_after}, every={self._every}, num_updates={self.num_updates})"
+        )
+
+    # ---------------------------------------------------------------- the run
+
+    def attach(self, step: TrainingStep) -> None:
+        """Join the run that has prepared the model. Called by `prepare`.
+
+        Args:
+            step: Training step of the Accelerator.
+
+        Raises:
+            ConfigError: If the model has another average of this name.
+            UnsupportedError: If the model is trained by DeepSpeed.
+        """
+        if self._step is step:
+            return
+        run = step.run
+        if not run.strategy.capabilities.optimizer_state:
+            raise UnsupportedError(
+                f"ExponentialMovingAverage does not support the {run.strategy.name} strategy, whose engine keeps the weights itself; "
+                "use 'fsdp' or 'ddp'"
+            )
+        if any(each.name == self.name for each in find_averages(run.custom, self.model) if each is not self):
+            raise ConfigError(f"the model has an average called {self.name!r} already; give this one another name=")
+        self._step = step
+        self._add_averages()
+        self._owners.clear()
+        self._forget_window()
+        hooks = run.hooks
+        hooks.updated.append(partial(self._note_update, step))
+        hooks.before_learning.append(partial(self._begin_learning, step))
+        hooks.before_update.append(partial(self._begin_update, step))
+        run.around_save = partial(_restore_all, run.custom)
+        if not any(each is self for each in run.custom):
+            run.custom.append(self)
+
+    def _find_step(self) -> TrainingStep | None:
+        """Return the newest training step whose Accelerator has prepared the model, or None."""
+        if not process.is_started():
+            return None
+        steps = process.current().scope.own(AcceleratorRegistry).list_newest_first()
+        return next((step for step in steps if any(self.model is _unwrap_model(m) for m in step.prepared.models)), None)
+
+    def _trains_model(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer trains parameters of the model. Cached until its number of parameters changes."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._owners.get(id(optimizer))
+        if known is None or known[0] != count:
+            self._add_averages()  # adapters and unfrozen layers are usually added as parameter groups
+            mine = any(id(parameter) in self._ids for parameter in iterate_parameters(optimizer))
+            known = self._owners[id(optimizer)] = count, mine
+        return known[1]
+
+    def _list_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the prepared optimizers that train the model."""
+        prepared = () if self._step is None else self._step.prepared.optimizers
+        return [each.optimizer for each in prepared if self._trains_model(each.optimizer)]
+
+    def _note_update(self, step: TrainingStep, optimizer: torch.optim.Optimizer, window: int) -> None:
+        """Update the averages, or wait for the model's other optimizers.
+
+        Args:
+            step: Training step of the Accelerator that reports the update.
+            optimizer: Optimizer that has stepped.
+            window: Number of the accumulation window.
+        """
+        if step is not self._step or not self._trains_model(optimizer):
+            return
+        if window != self._window or id(optimizer) in self._stepped:
+            self._finish_update()
+            self._window = window
+            self._stepped.clear()
+            self._is_due = True
+        self._stepped.add(id(optimizer))
+        if all(id(each) in self._stepped for each in self._list_optimizers()):
+            self._finish_update()
+
+    def _begin_learning(self, step: TrainingStep) -> None:
+        """Update the averages for the last update of the weights if that is pending, before a micro-batch begins.
+
+        Raises:
+            StateError: If the model holds averaged weights.
+        """
+        if step is self._step:
+            self._refuse_swapped("train the model")
+            self._finish_update()
+
+    def _begin_update(self, step: TrainingStep) -> None:
+        """Update the averages for an earlier accumulation window if that is pending, before an optimizer steps.
+
+        Raises:
+            StateError: If the model holds averaged weights.
+        """
+        if step is self._step:
+            self._refuse_swapped("step an optimizer")
+            if step.windows.current.number != self._window:
+                self._finish_update()
+
+    def _finish_update(self) -> None:
+        """Count the update that optimizers have reported, unless it has been counted."""
+        if self._is_due:
+            self._is_due = False
+            self._count_update()
+
+    def _forget_window(self) -> None:
+        """Forget which optimizers have stepped, because the run or its state has been replaced."""
+        self._is_due = False
+        self._window = -1
+        self._stepped.clear()
+
+    # ---------------------------------------------------------------- averaging
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates of the model since the average was created, including those before a resume."""
+        self._finish_update()
+        return self._num_updates
+
+    @property
+    def num_averaged(self) -> int:
+        """Number of averaging steps so far."""
+        self._finish_update()
+        return self._num_averaged
+
+    def update(self) -> None:
+        """Update the averages if the model has been updated since the last call.
+
+        If no prepared optimizer trains the model, each call counts as one update. Otherwise a loop does not need to
+        call it.
+
+        Raises:
+            StateError: If the model holds averaged weights.
+        """
+        self._refuse_swapped("call update()")
+        self._join_run()
+        if self._list_optimizers():
+            self._finish_update()
+        else:
+            self._count_update()
+
+    def _join_run(self) -> None:
+        """Attach to the newest run that has prepared the model, if there is one."""
+        step = self._find_step()
+        if step is not None:
+            self.attach(step)
+
+    def _count_update(self) -> None:
+        """Count one update, and take an averaging step if one is due."""
+        self._num_updates += 1
+        past = self._num_updates - self._update_after
+        if past == 0:
+            self._update_averages(0.0)
+        elif past > 0 and past % self._every == 0:
+            self._num_averaged += 1
+            self._update_averages(self._get_decay(self._num_averaged))
+
+    def _get_decay(self, number: int) -> float:
+        """Return the decay of an averaging step.
+
+        Args:
+            number: Number of the step, 1 for the first.
+
+        Raises:
+            ConfigError: If the function for the decay returns something other than a number from 0 to 1.
+        """
+        if self._decay == "mean":
+            return (number - 1) / number
+        if callable(self._decay):
+            decay = float(self._decay(number))
+            if not 0 <= decay <= 1:
+                raise ConfigError(f"the function for the decay returned {decay!r} for step {number}; allowed: 0 to 1")
+            return decay
+        decay = float(self._decay)
+        return min(decay, (1 + number) / (10 + number)) if self._has_warmup else decay
+
+    @torch.no_grad()
+    def _update_averages(self, decay: float) -> None:
+        """Move all averages towards the current weights. A decay of 0 copies the weights.
+
+        Args:
+            decay: Weight of the old averages.
+        """
+        for pairs in self._iterate_pairs():
+            weights, averages = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            own = averages[0]
+            if not decay or not (own.is_floating_point() or own.is_complex()):
+                foreach_copy_(averages, weights)
+            elif _is_alike(weights[0], own):
+                foreach_lerp_(averages, weights, 1.0 - decay)
+            else:
+                for bucket in _iterate_buckets(pairs):
+                    converted = [weight.to(own.device, own.dtype) for weight, _ in bucket]
+                    foreach_lerp_([average for _, average in bucket], converted, 1.0 - decay)
+
+    def _iterate_pairs(self) -> Iterator[list[Pair]]:
+        """Yield lists of pairs of this rank's weights and averages, grouped by their dtypes and devices."""
+        alike: dict[tuple[Any, ...], list[Pair]] = {}
+        for each in self._averages.values():
+            if each.values is not None:
+                weight, average = _read_local(each.read()), each.values
+                key = weight.dtype, weight.device, average.dtype, average.device
+                alike.setdefault(key, []).append((weight, average))
+        yield from alike.values()
+
+    def _add_averages(self) -> None:
+        """Create missing averages with the current weights as values, and adapt the others to the current layout."""
+        if self._step is not None:
+            self._step.strategy.free_gathered(self.model)
+        self._ids = set()
+        for name, parameter in rename_bare_items(self.model.named_parameters()):
+            if parameter.requires_grad or name in self._averages:
+                self._ids.add(id(parameter))
+                self._add_average(name, partial(_return_same, parameter))
+        for name, holder, key in _iterate_buffers(self.model) if self._averages_buffers else ():
+            self._add_average(name, partial(holder.__getitem__, key))
+
+    @torch.no_grad()
+    def _add_average(self, name: str, read: Callable[[], torch.Tensor]) -> None:
+        """Create the average of a tensor, or adapt the one that exists to the tensor's current layout.
+
+        Args:
+            name: Name of the tensor in the model.
+            read: Function that returns the tensor.
+        """
+        tensor = read()
+        known = self._averages.get(name)
+        if tensor.is_meta:  # only another rank of the pipeline has the values
+            self._averages[name] = _Average(read, None)
+            return
+        weight = _read_local(tensor)
+        if known is not None and known.values is not None and known.values.shape == weight.shape:
+            known.read = read
+            if self._device is None and known.values.device != weight.device:
+                known.values = known.values.to(weight.device)
+            return
+        values = torch.empty_like(weight, dtype=self._choose_dtype(weight), device=self._device or weight.device)
+        values.requires_grad_(False)
+        if known is None or known.values is None:
+            values.copy_(weight)
+        elif known.values.shape == tensor.shape:
+            for offsets, box in _list_boxes(tensor, values):
+                box.copy_(_slice_box(known.values, offsets, box.shape))
+        else:
+            raise StateError(f"{_LATE} ({name} had the shape {tuple(known.values.shape)}, now {tuple(tensor.shape)})")
+        self._averages[name] = _Average(read, values)
+
+    def _choose_dtype(self, weight: torch.Tensor) -> torch.dtype:
+        """Return the dtype of the average of a weight."""
+        if not (weight.is_floating_point() or weight.is_complex()):
+            return weight.dtype
+        if self._dtype is not None and not weight.is_complex():
+            return self._dtype
+        return torch.promote_types(weight.dtype, torch.float32)
+
+    # ---------------------------------------------------------------- evaluation
+
+    @property
+    def run(self) -> Run | None:
+        """Run that has prepared the model, or None."""
+        return None if self._step is None else self._step.run
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the model currently contains these averages in place of its trained weights."""
+        return self._swapped is not None
+
+    @contextmanager
+    def swap_weights(self) -> Iterator[torch.nn.Module]:
+        """Return a context in which the model contains the averaged weights. Enter it on every rank.
+
+        Averages with the dtype and device of the weights are exchanged in place, with temporary memory for 64 MiB or
+        the largest tensor. For other averages, a copy of the weights is kept on the averages' device. The trained
+        weights are restored when the block ends, also after an error. Checkpoints that are saved in the block contain
+        the trained weights.
+
+        Yields:
+            The model.
+
+        Raises:
+            StateError: If the model already contains averaged weights. In the block: if the model is trained.
+        """
+        self._swap_weights_in()
+        try:
+            yield self.model
+        finally:
+            self._swap_weights_out()
+
+    @contextmanager
+    def restore_weights(self) -> Iterator[None]:
+        """Return a context in which the model contains the trained weights, even inside of `swap_weights`."""
+        if not self.is_swapped:
+            yield
+            return
+        self._swap_weights_out()
+        try:
+            yield
+        finally:
+            self._swap_weights_in()
+
+    def copy_to_model(self) -> None:
+        """Replace the model's weights by the averages permanently, for example at the end of the training.
+
+        Raises:
+            StateError: If the model holds averaged weights in a `swap_weights` block.
+        """
+        self._refuse_swapped("call copy_to_model()")
+        self._prepare_swap()
+        with torch.no_grad():
+            for pairs in self._iterate_started_pairs():
+                foreach_copy_([weight for weight, _ in pairs], [average for _, average in pairs])
+        self._finish_swap()
+
+    def _swap_weights_in(self) -> None:
+        """Exchange weights and averages, so that the model contains the averages."""
+        self._refuse_swapped("enter swap_weights() again")
+        self._prepare_swap()
+        buckets = [bucket for pairs in self._iterate_started_pairs() for bucket in _iterate_buckets(pairs)]
+        stash: list[list[torch.Tensor] | None] = []
+        try:
+            for bucket in buckets:
+                stash.append(_swap_in(bucket))
+        except BaseException:
+            _swap_out(buckets, stash)
+            raise
+        self._swapped = buckets, stash
+        scope.own(SwappedModels).averages[self.model] = self
+        self._finish_swap()
+
+    def _swap_weights_out(self) -> None:
+        """Put the trained weights back into the model."""
+        if self._swapped is not None:
+            self._free_gathered()
+            _swap_out(*self._swapped)
+        self._swapped = None
+        scope.own(SwappedModels).averages.pop(self.model, None)
+        self._finish_swap()
+
+    def _iterate_started_pairs(self) -> Iterator[list[Pair]]:
+        """Yield the pairs of weights and averages, or nothing while the averages still equal the weights."""
+        if self._num_updates >= self._update_after:
+            yield from self._iterate_pairs()
+
+    def _prepare_swap(self) -> None:
+        """Bring the averages up to date, and wait for background saves that still read the weights."""
+        self._join_run()
+        self._finish_update()
+        self._add_averages()
+        if self._step is not None:
+            for wait in self._step.hooks.before_swap:
+                wait()
+
+    def _finish_swap(self) -> None:
+        """Discard everything that was computed from the previous weights: gathered copies, casts and float8 scales."""
+        self._free_gathered()
+        torch.clear_autocast_cache()
+        if self._step is None:
+            return
+        run = self._step.run
+        if run.mixed_precision == "fp8":
+            run.strategy.apply_loaded_values()  # recomputes the float8 scales
+
+    def _free_gathered(self) -> None:
+        """Free gathered parameters of a sharded model, whose values are outdated after an exchange."""
+        if self._step is not None:
+            self._step.strategy.free_gathered(self.model)
+
+    def _refuse_swapped(self, action: str) -> None:
+        """Raise an error if the model contains averaged weights.
+
+        Args:
+            action: Action that is not possible then, for the message.
+
+        Raises:
+            StateError: If the model contains averaged weights.
+        """
+        holder = scope.own(SwappedModels).averages.get(self.model)
+        if holder is not None:
+            raise StateError(
+                f"cannot {action}: {type(self.model).__name__} holds the averaged weights of {holder.name!r}. Leave the "
+                "swap_weights() block first"
+            )
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average's name, its numbers of updates and averaging steps, and the averages by tensor name.
+
+        Under a sharded layout, the averages are sharded like the weights.
+
+        Raises:
+            StateError: If the model holds averaged weights.
+        """
+        self._refuse_swapped("read the state of an average")
+        self._join_run()
+        self._finish_update()
+        self._add_averages()
+        if self._num_updates < self._update_after:
+            self._update_averages(0.0)
+        return {
+            "name": self.name,
+            "num_updates": self._num_updates,
+            "num_averaged": self._num_averaged,
+            "average": dict(self._export_averages()),
+        }
+
+    def _export_averages(self) -> Iterator[tuple[str, Any]]:
+        """Yield pairs of (name, average). Averages are sharded like the weights that the run's strategy exports."""
+        if self._step is None:
+            exported: Iterable[tuple[str, Any]] = ((name, each.read()) for name, each in self._averages.items())
+        else:
+            exported = rename_bare_items(self._step.strategy.export_state(self.model))
+        for name, weight in exported:
+            if name in self._averages:
+                values = self._averages[name].values
+                yield name, _wrap_like(weight, values) if values is not None else _make_empty_piece(weight, self._dtype)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state that `state_dict` returned under any layout.
+
+        Args:
+            state: State dict.
+
+        Raises:
+            StateError: If the model contains averaged weights, or if the state has another name, other tensors or other
+                shapes. The averages do not change then.
+        """
+        self._refuse_swapped("load the state of an average")
+        self._join_run()
+        saved = state["average"]
+        if state["name"] != self.name:
+            raise StateError(
+                f"the saved average is called {state['name']!r}, this one {self.name!r}; create several averages in the order in "
+                "which they were created for the saved run"
+            )
+        self._check_names(saved)
+        parameters = dict(rename_bare_items(self.model.named_parameters()))
+        for name in saved.keys() - self._averages.keys():  # averaged in the saved run, but frozen in this one
+            self._add_average(name, partial(_return_same, parameters[name]))
+        targets = dict(self._export_averages())
+        with torch.no_grad():
+            for name, values in saved.items():
+                if name in targets:
+                    _copy_saved_average(targets[name], values)
+        self._forget_window()
+        self._num_updates = int(state["num_updates"])
+        self._num_averaged = int(state["num_averaged"])
+
+    def _check_names(self, saved: Mapping[str, Any]) -> None:
+        """Raise an error unless saved averages have the names and shapes of this model's tensors.
+
+        Args:
+            saved: Saved averages by name.
+
+        Raises:
+            StateError: If a name is missing or unknown, or if a shape differs.
+        """
+        known = {name for name, _ in rename_bare_items(self.model.named_parameters())} | self._averages.keys()
+        missing, unknown = sorted(self._averages.keys() - saved.keys()), sorted(saved.keys() - known)
+        if missing or unknown:
+            lines = [f"not saved: {', '.join(missing[:3])}"] if missing else []
+            lines += [f"only saved: {', '.join(unknown[:3])}"] if unknown else []
+            raise StateError(
+                f"the saved average is of other tensors than those of {type(self.model).__name__} ({'; '.join(lines)}). Give the "
+                "average the model and the buffers= that it was saved with"
+            )
+        for name, values in saved.items():
+            own = self._averages.get(name)
+            shape = None if own is None else tuple(own.read().shape)
+            if shape is not None and shape != tuple(values.shape):
+                raise StateError(f"the average of {name} has the shape {shape}, the saved one {tuple(values.shape)}")
+
+
+def holds_averages(run: Run) -> bool:
+    """Whether a model of the run currently contains averaged weights in place of its trained weights."""
+    swapped = scope.own(SwappedModels).averages.values() if scope.has(SwappedModels) else ()
+    return any(each.run is run for each in swapped)
+
+
+def find_averages(objects: Iterable[Any], model: torch.nn.Module) -> list[ExponentialMovingAverage]:
+    """Return the averages of a model among the objects that are registered for checkpoints."""
+    return [each for each in objects if isinstance(each, ExponentialMovingAverage) and each.model is model]
+
+
+def use_averages(
+    objects: Iterable[Any], model: torch.nn.Module, name: str
+) -> Callable[[], AbstractContextManager[torch.nn.Module]]:
+    """Return a function that returns a context in which a model contains the averages with the given name.
+
+    Args:
+        objects: Objects that are registered for checkpoints.
+        model: Model without wrappers.
+        name: Name of the average.
+
+    Raises:
+        ConfigError: If the model has no average of this name.
+    """
+    found = find_averages(objects, model)
+    for each in found:
+        if each.name == name:
+            return each.swap_weights
+    known = ", ".join(repr(each.name) for each in found)
+    raise ConfigError(
+        f"weights={name!r}: {type(model).__name__} has {f'the averages {known}' if known else 'no average'}; create "
+        f"headway.ExponentialMovingAverage(model, name={name!r}) before the training"
+    )
+
+
+@contextmanager
+def _restore_all(objects: Iterable[Any]) -> Iterator[None]:
+    """Return a context in which all models contain their trained weights, so that a checkpoint can be saved.
+
+    Args:
+        objects: Objects that are registered for checkpoints, including the averages.
+    """
+    with ExitStack() as blocks:
+        for each in objects:
+            if isinstance(each, ExponentialMovingAverage):
+                blocks.enter_context(each.restore_weights())
+        yield
+
+
+# -------------------------------------------------------------------- arguments
+
+
+def _check_decay(decay: Any, has_warmup: bool) -> None:
+    if isinstance(decay, str) and decay != "mean":
+        raise ConfigError(f"decay={decay!r}; allowed: a number from 0 to 1, 'mean', or a function of the step's number")
+    if not callable(decay) and not isinstance(decay, str):
+        is_number = isinstance(decay, int | float) and not isinstance(decay, bool) and math.isfinite(decay)
+        if not is_number or not 0 <= decay <= 1:
+            raise ConfigError(f"decay={decay!r}; give a number from 0 to 1, such as 0.999, 'mean' or a function")
+    if has_warmup and (callable(decay) or isinstance(decay, str)):
+        raise ConfigError("warmup=True needs a number as decay; let your function return the decay of each step itself")
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r}; give a number of updates, {least} or more")
+
+
+# -------------------------------------------------------------------- tensors
+
+
+def _unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside the wrappers of DDP and `torch.compile`."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        model = model.module
+    return unwrap_compiled(model)
+
+
+def _return_same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _iterate_buffers(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield (name, dict that contains it, key) for each persistent buffer of a model, without duplicates."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                name = f"{path}.{key}".lstrip(".")
+                yield next(iter(rename_bare_items([(name, buffer)])))[0], module._buffers, key
+
+
+def _read_local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a tensor as a plain tensor that shares its memory."""
+    local = dtensors.get_local_shard(tensor)
+    return get_local_part(tensor) if hasattr(local, "fsdp_pre_all_gather") else local
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device
+
+
+def _iterate_buckets(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    """Yield the pairs in lists whose tensors have at most `_BUCKET_BYTES`. A larger pair is alone in its list."""
+    bucket: list[Pair] = []
+    size = 0
+    for pair in pairs:
+        num_bytes = max(each.numel() * each.element_size() for each in pair)
+        if bucket and size + num_bytes > _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(pair)
+        size += num_bytes
+    if bucket:
+        yield bucket
+
+
+@torch.no_grad()
+def _swap_in(bucket: Sequence[Pair]) -> list[torch.Tensor] | None:
+    """Copy averages into the weights. If dtype and device are equal, copy the weights into the averages, too.
+
+    Args:
+        bucket: Pairs of weights and averages with equal dtypes and devices.
+
+    Returns:
+        Copies of the weights if dtype or device differ, else None.
+    """
+    weights, averages = [pair[0] for pair in bucket], [pair[1] for pair in bucket]
+    if _is_alike(weights[0], averages[0]):
+        if weights[0].device.type == "cpu" and all(each.is_contiguous() for pair in bucket for each in pair):
+            _exchange_in_cache(weights, averages)
+        else:
+            copies = [weight.clone() for weight in weights]
+            foreach_copy_(weights, averages)
+            foreach_copy_(averages, copies)
+        return None
+    stash = [weight.to(averages[0].device, copy=True) for weight in weights]
+    foreach_copy_(weights, averages)
+    return stash
+
+
+def _exchange_in_cache(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    """Exchange the values of contiguous tensors in host memory through a scratch buffer that fits into the CPU's cache.
+
+    Copies of whole tensors would be written to main memory and read again, which takes about twice as long.
+    """
+    size = _SCRATCH_BYTES // ones[0].element_size()
+    scratch = torch.empty(size, dtype=ones[0].dtype)
+    for one, other in zip(ones, others):
+        flat, flat_other = one.view(-1), other.view(-1)
+        for start in range(0, len(flat), size):
+            here, there = flat[start : start + size], flat_other[start : start + size]
+            part = scratch[: len(here)]
+            part.copy_(here)
+            here.copy_(there)
+            there.copy_(part)
+
+
+@torch.no_grad()
+def _swap_out(buckets: Sequence[Sequence[Pair]], stash: Sequence[list[torch.Tensor] | None]) -> None:
+    """Undo `_swap_in` for each bucket that has an entry in `stash`."""
+    for bucket, copies in zip(buckets, stash):
+        if copies is None:
+            _swap_in(bucket)
+        else:
+            foreach_copy_([weight for weight, _ in bucket], copies)
+
+
+def _slice_box(whole: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """Return the part of a tensor with the given offsets and shape, as a view."""
+    return whole[tuple(slice(start, start + size) for start, size in zip(offsets, shape))]
+
+
+def _view_like(box: torch.Tensor, local: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the part of `values` at the position that `box` has in `local`, as a view.
+
+    Args:
+        box: View of a part of `local`.
+        local: This rank's shard of a weight.
+        values: Averages with the shape and strides of `local`.
+    """
+    return values.as_strided(box.shape, box.stride(), box.storage_offset() - local.storage_offset())
+
+
+def _list_boxes(tensor: torch.Tensor, values: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """Return the rectangular parts (boxes) of a weight that this rank's shard consists of.
+
+    Args:
+        tensor: Weight, as a plain tensor or a DTensor.
+        values: Averages with the shape and strides of this rank's shard of the weight.
+
+    Returns:
+        Pairs of (offsets of the box in the whole tensor, part of `values` for the box).
+    """
+    if not is_dtensor(tensor):
+        return [((0,) * tensor.ndim, values)]
+    return [(offsets, values[where]) for offsets, where in iterate_boxes(tensor)]
+
+
+def _wrap_like(weight: Any, values: torch.Tensor) -> Any:
+    """Return averages as a tensor, DTensor or `ShardPiece` that is sharded like a weight.
+
+    Args:
+        weight: Weight, as the run's strategy exports it.
+        values: Averages of this rank's shard of the weight.
+    """
+    if is_dtensor(weight):
+        return replace_local(weight, values, weight.stride())
+    if not isinstance(weight, ShardPiece):
+        return values
+    local = get_local_part(weight)
+    boxes = tuple(TensorBox(box.offsets, _view_like(box.values, local, values), box.is_written) for box in weight.boxes)
+    own = None if weight.local is None else values
+    return ShardPiece(tuple(weight.shape), values.dtype, boxes, own, weight.split)
+
+
+def _make_empty_piece(weight: Any, dtype: torch.dtype | None) -> Any:
+    """Return an empty `ShardPiece` for the average of a weight that only other ranks of a pipeline hold.
+
+    Args:
+        weight: Description of the weight.
+        dtype: Dtype of the average, or None for the dtype of the weight, but at least float32.
+    """
+    chosen = torch.promote_types(weight.dtype, torch.float32) if dtype is None else dtype
+    return ShardPiece(tuple(weight.shape), chosen, (), None, getattr(weight, "split", None))
+
+
+def _copy_saved_average(target: Any, saved: Any) -> None:
+    """Copy saved averages into this rank's averages.
+
+    Args:
+        target: This rank's averages, as `ExponentialMovingAverage._export_averages` yields them.
+        saved: Saved averages, as a whole tensor or with the layout of `target`.
+    """
+    if is_dtensor(target):
+        if is_dtensor(saved):
+            get_local_part(target).copy_(get_local_part(saved))
+        else:
+            dtensors.put_whole(target, saved)
+    elif isinstance(target, ShardPiece):
+        known = {box.offsets: box.values for box in saved.boxes} if isinstance(saved, ShardPiece) else None
+        for box in target.boxes:
+            box.values.copy_(_slice_box(saved, box.offsets, box.values.shape) if known is None else known[box.offsets])
+    else:
+        target.copy_(saved)

@@ -1,0 +1,328 @@
+"""Find the origin of a NaN: run the accumulation window that produced it again, and check every operation.
+
+A window is run again after a non-finite loss or gradient. The loaders return the window's batches once more. RNG
+states and buffers are restored to the beginning of the window. So the loop's own code runs again, but no update is
+made from it. Meanwhile a `TorchDispatchMode` checks each operation of forward and backward. Each non-finite value is
+labeled with its origin. That is an operation that created it from finite inputs, a weight, or a tensor from outside
+(the batch). The label is dropped if the value becomes finite again, such as -inf before a softmax. If an inf was
+written on purpose (`masked_fill` and similar), the operation that turned it into NaN is the origin.
+
+Modules are identified by hooks on all of them. An operation of backward is assigned to the module whose call created
+its autograd node, which is found by autograd's sequence numbers. It is also assigned to the source line that anomaly
+mode has recorded for the node.
+"""
+
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as hooks
+
+from headway.common.callsite import Frame, is_user_file, walk_stack
+from headway.core.data.loader import PreparedLoader
+from headway.core.runtime.collectives.tree import find_batch_size, list_tensors
+from headway.core.strategies.fully_sharded.dtensors import get_local_shard
+from headway.core.training.interfaces import NanOrigin, OriginSearch
+from headway.core.training.prepared.objects import PreparedObjects
+from headway.core.training.run import Run
+from headway.extras._torch import TorchDispatchMode, current_autograd_node, disable_current_modes, get_sequence_number
+from headway.extras.replay.snapshot import BatchSnapshot
+
+_MOST_ROWS = 8
+_ON_PURPOSE = ("fill", "full", "where", "scatter", "index_put", "masked", "triu", "tril", "scalar_tensor", "lift")
+_OVERWRITTEN = ("copy_", "fill_", "zero_", "normal_", "uniform_", "set_")
+_TORCH = torch.__file__.removesuffix("__init__.py")
+"""Directory of the torch package, whose code is never reported as the user's line.
+
+It may be outside of the directory of this Python environment.
+"""
+_NOTED = re.compile(r'\s*File "(.*)", line (\d+), in (\S+)')
+
+
+class OperationTracer(TorchDispatchMode):
+    """Dispatch mode that checks the result of each operation, and labels non-finite values with their origin.
+
+    Args:
+        prepared: Registry of the models, whose modules and weights have names.
+        rank: Rank of this process.
+
+    Attributes:
+        num_rows: Number of rows in the batch.
+        of_loss: Origin of a loss that was not finite, or None.
+        first_backward: Origin of the first non-finite value in a backward, or None.
+    """
+
+    def __init__(self, prepared: PreparedObjects, rank: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rank, self.num_rows = rank, 0
+        several = len(prepared.models) > 1
+        self._names: dict[int, str] = {}
+        self._weights: dict[int, str] = {}
+        for number, model in enumerate(prepared.at_rest()):
+            label = f"model {number} ({type(model).__name__})" if several else f"the model ({type(model).__name__})"
+            for name, each in model.named_modules():
+                self._names.setdefault(id(each), name or label)
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                self._weights[get_local_shard(tensor).untyped_storage()._cdata] = name
+        self._labels: dict[int, tuple[StorageWeakRef, NanOrigin]] = {}
+        self._calls: list[tuple[int, str]] = []
+        self._spans: list[tuple[int, int, str]] = []
+        self._given: dict[int, str] = {}
+        self.of_loss: NanOrigin | None = None
+        self.first_backward: NanOrigin | None = None
+        self._block = ExitStack()
+
+    def __enter__(self) -> Any:
+        """Start to check operations: register hooks on all modules and enable autograd's anomaly mode."""
+        anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
+        self._block.callback(anomaly.__exit__)
+        self._block.callback(hooks.register_module_forward_pre_hook(self._enter_module).remove)
+        self._block.callback(hooks.register_module_forward_hook(self._leave_module, always_call=True).remove)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop checking operations, remove the hooks and end anomaly mode."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._block.close()
+
+    # ---------------------------------------------------------------- modules
+
+    def _enter_module(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        name = self._names.get(id(module), type(module).__name__)
+        if not self._calls:
+            for tensor in filter(_has_values, list_tensors(args)):
+                self._given.setdefault(get_local_shard(tensor).untyped_storage()._cdata, name)
+        self._calls.append((get_sequence_number(), name))
+        for own, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if _has_values(tensor) and not _is_finite(tensor):
+                whole = own if " " in name else f"{name}.{own}"
+                self._label_tensor(tensor, NanOrigin("weight", whole, "", "", (), self._rank))
+
+    def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._calls:
+            start, name = self._calls.pop()
+            self._spans.append((start, get_sequence_number(), name))
+
+    def _find_module(self, node: Any) -> str:
+        if self._calls or node is None:
+            return self._calls[-1][1] if self._calls else ""
+        number = node._sequence_nr()
+        inside = [(end - start, name) for start, end, name in self._spans if start <= number < end]
+        return (
+            min(inside, key=lambda span: span[0])[1] if inside else ""
+        )  # of equal spans the innermost, which ended first
+
+    # ---------------------------------------------------------------- operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and check its inputs and results."""
+        kwargs = kwargs or {}
+        name = func._schema.name.rpartition("::")[2]
+        is_plain = func.namespace in ("aten", "prims") and not name.startswith(("empty", "new_empty"))
+        given = [each for each in list_tensors([args, kwargs]) if _has_values(each)] if is_plain else []
+        if name in _OVERWRITTEN:
+            given = given[1:]
+        bad = [each for each in given if not _is_finite(each)]
+        origins = [self._find_origin(each) for each in bad]
+        has_nan = any(bool(get_local_shard(each).isnan().any()) for each in bad)
+        result = func(*args, **kwargs)
+        if not is_plain:
+            return result
+        before = {get_local_shard(each).untyped_storage()._cdata for each in given}
+        for each in filter(_has_values, list_tensors(result)):
+            key = get_local_shard(each).untyped_storage()._cdata
+            if key in before and not func._schema.is_mutable:
+                continue  # a view
+            if _is_finite(each):
+                self._labels.pop(key, None)
+                continue
+            known = next((o for o in origins if not _is_on_purpose(o) or has_nan), None)
+            if known is None and (not origins or bool(get_local_shard(each).isnan().any())):
+                known = self._describe_origin(func, name, each, given)
+            self._label_tensor(each, known or origins[0])
+            if self.first_backward is None and current_autograd_node() is not None:
+                self.first_backward = known or origins[0]
+        return result
+
+    def _describe_origin(self, func: Any, name: str, result: torch.Tensor, given: Sequence[torch.Tensor]) -> NanOrigin:
+        node = current_autograd_node()
+        phase = "forward" if node is None else "backward"
+        operation = f"{func.namespace}.{name}" + (f" in {node.name()}" if node is not None else "")
+        rows = next((found for each in (result, *given) if (found := self._find_bad_rows(each))), ())
+        return NanOrigin(phase, operation, self._find_module(node), _find_user_line(node), rows, self._rank)
+
+    def _find_origin(self, tensor: torch.Tensor) -> NanOrigin:
+        """Return the origin of a tensor's non-finite values.
+
+        If the origin is unknown, the tensor counts as an input from outside the model, such as the batch.
+        """
+        key = get_local_shard(tensor).untyped_storage()._cdata
+        known = self._labels.get(key)
+        if known is not None:
+            return known[1]
+        node = current_autograd_node()
+        if key in self._weights:
+            found = NanOrigin("weight", self._weights[key], "", "", (), self._rank)
+        elif key in self._given:
+            found = NanOrigin("input", self._given[key], "", "", self._find_bad_rows(tensor), self._rank)
+        else:
+            found = NanOrigin(
+                "elsewhere", "", self._find_module(node), _find_user_line(node), self._find_bad_rows(tensor), self._rank
+            )
+        self._label_tensor(tensor, found)
+        return found
+
+    def _label_tensor(self, tensor: torch.Tensor, origin: NanOrigin) -> None:
+        storage = get_local_shard(tensor).untyped_storage()
+        self._labels[storage._cdata] = StorageWeakRef(storage), origin  # type: ignore[no-untyped-call]
+
+    def _find_bad_rows(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Return the batch rows (samples) that have non-finite entries in a tensor.
+
+        The tuple is empty if the tensor's first dimension is not a multiple of the number of rows.
+        """
+        plain, num_rows = get_local_shard(tensor), self.num_rows
+        if not num_rows or not plain.ndim or plain.shape[0] % num_rows or _is_finite(tensor):
+            return ()
+        spoilt = ~torch.isfinite(plain.detach()).reshape(num_rows, -1).all(1)
+        return tuple(spoilt.nonzero().flatten().tolist()[:_MOST_ROWS])
+
+    def find_gradient_origin(self, parameters: Sequence[torch.Tensor]) -> NanOrigin | None:
+        """Return the origin of a non-finite gradient of these parameters.
+
+        If it is unknown, return the origin of the first non-finite value in backward, or None if no such value
+        occurred.
+        """
+        grads = [get_local_shard(each.grad).untyped_storage()._cdata for each in parameters if each.grad is not None]
+        known = [self._labels[key][1] for key in grads if key in self._labels]
+        return next(
+            (each for each in known if each.phase != "elsewhere"), self.first_backward or next(iter(known), None)
+        )
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """Record the origin of a loss that is not finite. Called before the backward of the loss."""
+        with disable_current_modes():
+            if self.of_loss is None and not _is_finite(loss):
+                self.of_loss = self._find_origin(loss)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    plain = get_local_shard(tensor)
+    is_real = plain.is_floating_point() or plain.is_complex()
+    return is_real and plain.layout is torch.strided and not plain.is_meta and plain.numel() > 0
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(get_local_shard(tensor.detach())).all())
+
+
+def _is_on_purpose(origin: NanOrigin) -> bool:
+    return origin.phase == "forward" and any(word in origin.operation for word in _ON_PURPOSE)
+
+
+def _find_user_line(node: Any) -> str:
+    """Return the innermost source line in the user's code, or "" if there is none.
+
+    Args:
+        node: Autograd node. The line that created it is read from anomaly mode's record. None: use the current stack.
+    """
+    if node is None:
+        places = (Frame.from_frame(frame) for frame in walk_stack())
+    else:
+        matches = filter(None, map(_NOTED.match, reversed(node.metadata.get("traceback_", ()))))
+        places = (Frame(found[1], int(found[2]), found[3]) for found in matches)
+    own = (place for place in places if is_user_file(place.file) and not place.file.startswith(_TORCH))
+    return str(next(own, ""))
+
+
+class WindowReplay(OriginSearch):
+    """Recorder of an accumulation window's batches, which runs the window again to find the origin of a NaN.
+
+    Args:
+        run: Run of the Accelerator.
+
+    Attributes:
+        tracer: Tracer of the window that is being run again, or None.
+        is_spent: Whether no more windows will be run again, because one has been, or because it is impossible.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._prepared, self._windows, self._rank = run.prepared, run.windows, run.runtime.rank
+        self._kept: deque[tuple[PreparedLoader, Any, Any]] = deque(maxlen=256)
+        self._snapshot = BatchSnapshot(run.prepared, (), run.runtime.hardware)
+        self._is_armed_for: PreparedLoader | None = None
+        self.tracer: OperationTracer | None = None
+        self.is_spent = False
+        run.events.after_fetch.append(self._save_window_start)
+        run.events.repeats.append(self._repeat_batches)
+
+    def _save_window_start(self, loader: PreparedLoader) -> None:
+        if (
+            self.tracer is None
+            and not self.is_spent
+            and not self._windows.is_unfinished
+            and self._windows.num_read == 1
+        ):
+            self._snapshot.save_state()
+            self._snapshot.restore_gradients()
+
+    def _repeat_batches(self, loader: PreparedLoader, deliveries: Iterator[Any]) -> Iterator[Any]:
+        for batch, share in deliveries:
+            if not self.is_spent:
+                self._kept.append((loader, batch, share))
+            yield batch, share
+            if self._is_armed_for is loader:
+                self._is_armed_for = None
+                again = [(batch, share) for whose, batch, share in self._kept if whose is loader]
+                self._kept.clear()
+                try:
+                    yield from self._replay_batches(again)
+                finally:
+                    self.end()
+
+    def _replay_batches(self, batches: list[tuple[Any, Any]]) -> Iterator[Any]:
+        self._snapshot.restore()
+        self.tracer = OperationTracer(self._prepared, self._rank)
+        self.tracer.__enter__()
+        for batch, share in batches:
+            if self.tracer is not None:
+                self.tracer.num_rows = share.num_rows or find_batch_size(batch) or 0
+                yield batch, share._replace(num_samples=0)
+
+    def forget_window(self) -> None:
+        """Drop the recorded batches, because the update of their accumulation window was made."""
+        self._kept.clear()
+
+    def arm(self) -> bool:
+        """Prepare to run an accumulation window again, after its update was refused because of a non-finite value.
+
+        The loader then returns the window's batches once more.
+
+        Returns:
+            Whether the window can be run again. False if a window was run again before, or if the batches did not come
+                from a prepared loader.
+        """
+        loader = self._windows.loader
+        if self.is_spent or loader is None or not any(whose is loader for whose, _, _ in self._kept):
+            self.is_spent = True
+            return False
+        self._is_armed_for, self.is_spent = loader, True
+        return True
+
+    def end(self) -> NanOrigin | None:
+        """Stop checking operations, and restore the state of the beginning of the accumulation window.
+
+        Returns:
+            The origin of the non-finite value that was found on this rank, or None.
+        """
+        tracer, self.tracer = self.tracer, None
+        if tracer is None:
+            return None
+        tracer.__exit__(None, None, None)
+        found = tracer.of_loss or tracer.find_gradient_origin(self._prepared.list_parameters())
+        self._snapshot.restore()
+        return found

@@ -1,0 +1,334 @@
+"""Limit on the rows of a micro-batch ("piece"): it shrinks when memory runs out, and grows back when memory is free.
+
+Every rank holds an equal size, because only votes of all ranks change it. `AllocatorPressure` predicts how many rows
+fit into a device's memory, and detects whether its allocator thrashes. On the CPU nothing is predicted, and nothing
+thrashes.
+
+Where the allocator is measured, a failure is followed by a calibration: for one update, micro-batches have two
+sizes, and the peak of each micro-batch is read. A line through both predicts the largest size that fits on this
+rank. The smallest prediction of all ranks is tried at once, and measured in turn.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from headway.core.memory.monitor import PeakReader
+from headway.core.memory.row_curve import RowCurve, RowPeak
+from headway.core.memory.use import read_free_bytes
+from headway.core.runtime.collectives.tree import compute_slice_bounds
+from headway.core.runtime.device import Hardware
+
+FIRST_PATIENCE = 16
+_MOST_PATIENCE = 4096
+_CALIBRATION = 2
+"""Number of updates with micro-batches of a new size while sizes are calibrated.
+
+The first update creates optimizer state, so only the second one shows the memory that later updates need.
+"""
+_FIRST_CUT = 4
+"""Factor by which micro-batches shrink if a calibration follows.
+
+Each failed size costs a replay, and growing costs nothing.
+"""
+
+
+@dataclass
+class PieceSize:
+    """Adaptive limit on the rows of a micro-batch, which shrinks after out-of-memory errors and grows back.
+
+    After `patience` batches without an error, a larger limit is tried. If memory is measured, it is the largest
+    limit that is predicted to fit, unless that would not reduce the number of micro-batches. Otherwise the limit is
+    doubled. If the double size has failed before, the midpoint between the limit and the failed size is tried, and
+    later the failed size. After a failure the previous limit is restored and `patience` doubles. It starts at 16 and
+    doubles with each failure, so that n batches see at most about log2(n / 16) failures.
+
+    Attributes:
+        limit: Largest number of rows per micro-batch. None: do not split batches.
+        failed: Smallest number of rows that has failed and has not been tried since.
+        good: Limit before the larger limit that is being tried.
+        patience: Number of batches without an error before a larger limit is tried. During a calibration, a number of
+            updates.
+        num_clean: Number of batches without an error since the limit changed. During a calibration, a number of
+            updates.
+    """
+
+    limit: int | None = None
+    failed: int | None = None
+    good: int | None = None
+    patience: int = FIRST_PATIENCE
+    num_clean: int = 0
+
+    @property
+    def is_calibrating(self) -> bool:
+        """Whether the peak memory of each micro-batch is measured, to predict a larger limit soon."""
+        return self.limit is not None and self.patience < FIRST_PATIENCE
+
+    @property
+    def has_two_sizes(self) -> bool:
+        """Whether each batch is cut into micro-batches of two sizes, because only one size has been measured so far."""
+        return self.is_calibrating and self.good is None
+
+    def is_try_due(self, is_update: bool) -> bool:
+        """Whether it is time to try a larger number of rows per micro-batch after the current batch.
+
+        Args:
+            is_update: Whether the batch ends with an optimizer update.
+        """
+        is_counted = is_update or not self.is_calibrating
+        return self.limit is not None and is_counted and self.num_clean + 1 >= self.patience
+
+    def count_pieces(self, num_rows: int) -> int:
+        """Return the number of micro-batches for a batch of `num_rows` rows.
+
+        It is the smallest number that the limit allows. While a calibration measures micro-batches of two sizes, it
+        is one more.
+        """
+        if self.limit is None or num_rows <= self.limit:
+            return 1
+        return -(-num_rows // self.limit) + self.has_two_sizes
+
+    def split_rows(self, num_rows: int, least: int = 1) -> list[tuple[int, int]]:
+        """Return the (begin, end) row indices of a batch's micro-batches.
+
+        Their sizes differ by at most one. If a measurement needs two different sizes, one micro-batch is halved.
+
+        Args:
+            num_rows: Number of rows in the batch.
+            least: Minimum number of micro-batches, such as the number that another rank needs. A batch with fewer rows
+                gets one per row. Default: 1.
+        """
+        count = min(max(self.count_pieces(num_rows), least), max(num_rows, 1))
+        if self.has_two_sizes and count > 2:
+            cuts = [compute_slice_bounds(num_rows, count - 1, index) for index in range(count - 1)]
+            return _halve_a_piece(cuts) or [compute_slice_bounds(num_rows, count, index) for index in range(count)]
+        return [compute_slice_bounds(num_rows, count, index) for index in range(count)]
+
+    def get_smaller_size(self, num_rows: int, is_measured: bool = False) -> int:
+        """Return the next smaller number of rows per micro-batch after an out-of-memory error. 0 if there is none.
+
+        Args:
+            num_rows: Rows of the micro-batches that failed.
+            is_measured: Whether memory is measured, so that a calibration can soon find the size that fits.
+        """
+        if self.good is not None and self.good < num_rows:
+            return self.good
+        factor = _FIRST_CUT if is_measured and self.patience <= FIRST_PATIENCE else 2
+        return 0 if num_rows <= 1 else -(-num_rows // factor)
+
+    def restore_fields(self, **fields: int | None) -> None:
+        """Set fields of this object, by name, to the values that a checkpoint has saved."""
+        vars(self).update(fields)
+
+    def shrink(self, limit: int, num_rows: int, is_measured: bool = False) -> None:
+        """Set the new limit for all ranks after micro-batches of `num_rows` rows failed.
+
+        Args:
+            limit: New limit.
+            num_rows: Rows of the micro-batches that failed.
+            is_measured: Whether memory is measured on all ranks, so that a calibration can follow.
+        """
+        if self.good is not None:
+            self.patience = min(2 * max(self.patience, FIRST_PATIENCE), _MOST_PATIENCE)
+        elif is_measured and self.patience <= FIRST_PATIENCE:
+            self.patience = _CALIBRATION
+        self.limit, self.failed, self.good, self.num_clean = limit, num_rows, None, 0
+
+    def record_success(
+        self, num_rows: int, most: int | None = None, batch_rows: int = 0, is_update: bool = True
+    ) -> None:
+        """Record a batch that succeeded, and try a larger limit if that is due.
+
+        Args:
+            num_rows: Rows of the batch's largest micro-batch.
+            most: Largest number of rows that is predicted to fit on all ranks. None if memory is not measured.
+            batch_rows: Rows of the largest batch of all ranks. Needed if memory is measured.
+            is_update: Whether the batch ended with an optimizer update.
+        """
+        # Pieces of a split batch have more than half of the limit's rows. Shorter ones come from unsplit batches.
+        if self.limit is None or 2 * num_rows <= self.limit:
+            return
+        is_due = self.is_try_due(is_update)
+        self.num_clean += is_update or not self.is_calibrating
+        if not is_due:
+            return
+        self.num_clean = 0
+        larger = self.get_next_limit() if most is None else self._choose_limit(most, batch_rows)
+        if larger <= self.limit:
+            self.patience = max(self.patience, FIRST_PATIENCE)
+            return
+        if self.failed is not None and larger >= self.failed:
+            self.failed = None  # memory may have become free
+        self.good, self.limit = self.limit, larger
+
+    def get_next_limit(self) -> int:
+        """Return the number of rows per micro-batch to try next if memory is not measured.
+
+        The value has no meaning unless batches are split.
+        """
+        limit = self.limit or 1
+        if self.failed is None or 2 * limit < self.failed:
+            return 2 * limit
+        middle = (limit + self.failed) // 2
+        return middle if middle - limit > limit // 8 else max(self.failed, limit + 1)
+
+    def _choose_limit(self, most: int, batch_rows: int) -> int:
+        """Return the number of rows per micro-batch to try next.
+
+        The current size is kept if a larger one would not reduce the number of micro-batches.
+
+        Args:
+            most: Largest number of rows that is predicted to fit into memory.
+            batch_rows: Rows of the whole batch.
+        """
+        limit = self.limit or 1
+        if self.failed is not None and most >= self.failed:
+            # Sizes below the one that failed come first. If a prediction has failed before, they are bisected.
+            below = self.failed - 1 if self.patience <= FIRST_PATIENCE else (limit + self.failed) // 2
+            careful = _balance_pieces(below, batch_rows)
+            if careful > limit:
+                return careful
+        return _balance_pieces(most, batch_rows)
+
+
+def _halve_a_piece(cuts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the row ranges of micro-batches after one of them is halved.
+
+    Return an empty list if the micro-batch to halve has a single row. Large micro-batches run first where possible,
+    because small ones can reuse their memory blocks. The first micro-batch is not measured (gradients do not exist
+    yet), but both sizes must be. So if there are two, the first is halved, and its second half is moved to the end.
+    """
+    if len(cuts) == 2:
+        (begin, end), (_, last) = cuts
+        rows, half = last - end, (end - begin) // 2
+        return [(begin, half), (half, half + rows), (half + rows, last)] if half else []
+    *others, (begin, end) = cuts
+    middle = (begin + end + 1) // 2
+    return [*others, (begin, middle), (middle, end)] if middle < end else []
+
+
+def _balance_pieces(most: int, num_rows: int) -> int:
+    """Return the rows of the largest micro-batch after an even split of a batch.
+
+    The batch is split into the smallest number of micro-batches that have at most `most` rows each.
+    """
+    num_pieces = -(-num_rows // max(most, 1))
+    return -(-num_rows // max(num_pieces, 1))
+
+
+_EVERY = 8
+"""Number of calls of `AllocatorPressure.is_thrashing` of which one queries the allocator's statistics.
+
+A query takes a tenth of a millisecond.
+"""
+_NUM_LOOKS = 2
+"""Number of consecutive queries that must find that the cache was emptied before the allocator counts as thrashing.
+
+A tensor shape that occurs only once, as in an evaluation, makes the allocator empty its cache once.
+"""
+
+
+class AllocatorPressure:
+    """Monitor of one device's memory allocator, which predicts how many rows fit and detects thrashing.
+
+    Args:
+        hardware: Functions of the device type, such as its memory statistics.
+        device: Device to monitor.
+    """
+
+    def __init__(self, hardware: Hardware, device: torch.device) -> None:
+        self._hardware = hardware
+        self._statistics = hardware.find_memory_function("memory_stats")
+        self._device = device
+        names = ("memory_stats", "mem_get_info", "memory_reserved", "max_memory_allocated", "reset_peak_memory_stats")
+        has_statistics = hardware.kind != "cpu" and all(
+            hardware.find_memory_function(name) is not None for name in names
+        )
+        self._peak = PeakReader(hardware, device) if has_statistics else None
+        self._curve = RowCurve()
+        self._piece_peaks: dict[int, int] = {}
+        self._reserved = 0
+        self._num_rescues: int | None = None
+        self._num_in_a_row = 0
+        self._num_votes = 0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the allocator counts memory, so that sizes can be predicted."""
+        return self._peak is not None
+
+    def reset_statistics(self) -> None:
+        """Reset all statistics, because smaller micro-batches follow, for which earlier values do not apply."""
+        self._num_rescues, self._num_in_a_row, self._num_votes = None, 0, 0
+        self._curve.clear()
+        self.reset_peak()
+
+    def reset_peak(self) -> None:
+        """Reset the peak memory, so that an evaluation's earlier peak does not count for later micro-batches."""
+        self._piece_peaks.clear()
+        self._reserved = 0
+        if self._peak is not None:
+            self._peak.reset()
+
+    def release_cache(self) -> None:
+        """Return cached blocks to the driver, because the size of micro-batches changes.
+
+        Otherwise, the old blocks would be too small for larger micro-batches and would look like fragmentation.
+        """
+        if self._peak is not None:
+            self._hardware.release_cache()
+
+    def record_piece(self, num_rows: int) -> None:
+        """Record the peak memory since the last micro-batch, and start to measure the next one.
+
+        Args:
+            num_rows: Rows of the micro-batch that has ended. 0: it does not count.
+        """
+        if self._peak is None or self._statistics is None:
+            return
+        if num_rows:
+            self._piece_peaks[num_rows] = max(self._piece_peaks.get(num_rows, 0), self._peak.peak())
+            self._reserved = max(self._reserved, self._statistics(self._device).get("reserved_bytes.all.current", 0))
+        self._peak.reset()
+
+    def predict_rows(self, num_rows: int) -> int:
+        """Return the largest number of rows per micro-batch that is expected to fit on this rank.
+
+        -1 if the device's memory is not measured.
+
+        Args:
+            num_rows: Rows of the largest micro-batch since the last reset.
+        """
+        if self._peak is None or self._statistics is None:
+            return -1
+        statistics = self._statistics(self._device)
+        # Gradients and optimizer state exist at this point; activations do not.
+        base, held = statistics.get("allocated_bytes.all.current", 0), statistics.get("reserved_bytes.all.current", 0)
+        peaks = self._piece_peaks or {num_rows: self._peak.peak()}
+        # Outside of a calibration, the cache also holds blocks of other work, such as an evaluation.
+        unused = max(self._reserved, held) - max(peaks.values()) if self._piece_peaks else self._curve.unused
+        for rows, peak in peaks.items():
+            allocated = max(peak - base, 0)
+            self._curve.record_peak(RowPeak(rows, allocated, allocated + max(unused, 0)))
+        found = self._curve.predict_largest(read_free_bytes(self._hardware, self._device) + held - base)
+        return 0 if found is None else found
+
+    def is_thrashing(self) -> bool:
+        """Whether the allocator repeatedly has to empty its cache to satisfy requests.
+
+        Called once per vote, in which the ranks report whether their batch has succeeded. Only some of these calls
+        read the allocator's statistics; the others return False.
+        """
+        self._num_votes += 1
+        if (
+            self._peak is None
+            or self._statistics is None
+            or (self._num_rescues is not None and self._num_votes % _EVERY)
+        ):
+            return False
+        statistics = self._statistics(self._device)
+        # Each out-of-memory error also counts as a retry, so subtract them to get the successful retries.
+        now = statistics.get("num_alloc_retries", 0) - statistics.get("num_ooms", 0)
+        before, self._num_rescues = self._num_rescues, now
+        self._num_in_a_row = self._num_in_a_row + 1 if before is not None and now > before else 0
+        return self._num_in_a_row >= _NUM_LOOKS

@@ -1,0 +1,304 @@
+"""Replay of collectives: a rank that ran out of memory joins its peers' collectives up to the vote.
+
+::
+
+    healthy rank    gather, gather, ...        gather, ..., reduce, vote       each is logged before it is entered
+    failed rank     gather, gather, out of memory
+                        reports it on the control plane; peers' threads publish their logs
+                                               gather, ..., reduce, vote       with its own shards, zero gradients
+
+This is needed if forwards contain collectives. The control plane is separate from them, and a replayer is a thread, so
+both work while the other ranks wait inside a collective. The thread reads the control plane only while this rank makes
+no progress, so that a run without failures sends nothing. Ranks may fail together, at different places: each takes part
+in what any rank has entered, and skips what no rank of its group will enter. If a rank cannot even take part, it
+reports that, and the run ends on all ranks with its reason.
+
+Keys of a round on the control plane, below `replay/NUMBER/`: `RANK/INDEX` for a collective that a rank has entered;
+`failed/RANK` if its memory ran out and its earlier collectives have been published; `failed` if any rank's memory ran
+out; `lost` with the reason if the round cannot be finished. The rank that set a key deletes it after the vote.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import DistError
+
+from headway.core.runtime import process
+from headway.core.runtime.collective_log import CollectiveLog, Step, is_vote, parse_exchange
+from headway.core.runtime.control_plane import control
+from headway.core.runtime.control_plane.attendance import Attendance
+from headway.core.runtime.heartbeat import stop_before_shutdown
+from headway.core.runtime.process import ProcessRuntime
+from headway.core.strategies.replay_protocol import ReplayStrategy
+from headway.errors import CollectiveError, ControlPlaneError, HeadwayError, MemoryExhausted
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_LOOKS = 0.1
+"""Seconds between two checks of whether this rank makes progress."""
+_ANSWER = timedelta(seconds=60)
+"""Timeout for reading a value from the control plane."""
+
+
+class CollectiveReplayer:
+    """Thread that publishes which collectives this rank has entered, even while the rank waits in a collective.
+
+    A rank that ran out of memory reads these logs from the control plane to join the collectives of the others. Each
+    process runtime has one replayer. It uses neither models nor strategies.
+    """
+
+    def __init__(self) -> None:
+        runtime = process.current()
+        self.collective_log = runtime.scope.own(CollectiveLog)
+        self.rank, self.world_size = runtime.rank, runtime.world_size
+        self._channel = control.current()
+        self._own: list[str] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._publish_while_waiting, name="headway-replayer", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, which runs until the runtime ends."""
+        if not self._thread.is_alive() and not self._over.is_set():
+            self._thread.start()
+            stop_before_shutdown(self.stop)
+            process.release_at_end(self.stop)
+
+    def stop(self) -> None:
+        """Stop the thread."""
+        self._over.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(5)
+
+    def _publish_while_waiting(self) -> None:
+        calls, before = self.collective_log, (-1, -1)
+        while not self._over.wait(_LOOKS):
+            now = (calls.number, calls.position)
+            is_still, before = calls.is_open and now == before, now
+            try:
+                if calls.has_listener:
+                    self._abort_if_lost(calls.number)
+                elif is_still and self._channel.has(f"replay/{now[0]}/failed"):
+                    calls.add_listener(now[0], self.publish)
+            except (DistError, HeadwayError) as error:
+                log.debug("the control plane is lost: %s", error)
+                return
+
+    def _abort_if_lost(self, number: int) -> None:
+        if not self.collective_log.lost and self.read_failure_reason(number):
+            process.abort_group()  # nothing else wakes a rank that waits inside a collective
+
+    def read_failure_reason(self, number: int) -> str:
+        """Return the reason why some rank cannot join the batch's remaining collectives, or "" if there is none.
+
+        Args:
+            number: Number of the round. A round is the interval between two votes of all ranks on the batch's success.
+        """
+        key = f"replay/{number}/lost"
+        if not self.collective_log.lost and self._channel.has(key):
+            self.collective_log.lost = self._channel.get(key, _ANSWER).decode()
+        return self.collective_log.lost
+
+    # ---------------------------------------------------------------- messages
+
+    def publish(self, index: int, text: str) -> None:
+        """Publish that this rank enters a collective.
+
+        Args:
+            index: Index of the collective in the current round. A round is the interval between two votes of all ranks
+                on whether the batch has succeeded.
+            text: Serialized description of the collective.
+        """
+        self._set_key(f"{self.rank}/{index}", text)
+
+    def publish_failure(self) -> None:
+        """Publish the collectives that this rank has entered, then the fact that its memory ran out."""
+        self.collective_log.add_listener(self.collective_log.number, self.publish)
+        self._set_key(f"failed/{self.rank}")
+        self._set_key("failed")
+
+    def publish_abort(self, text: str) -> None:
+        """Publish that the batch cannot be replayed, which ends the run on all ranks.
+
+        Args:
+            text: Reason, which the error on all ranks contains.
+        """
+        self._set_key("lost", text)
+        self._set_key("failed")
+
+    def has_failed(self, rank: int) -> bool:
+        """Whether the given rank has run out of memory in the current round.
+
+        A round is the interval between two votes, in which ranks report whether their batch has succeeded.
+        """
+        return self._channel.has(f"replay/{self.collective_log.number}/failed/{rank}")
+
+    def read_step(self, rank: int, index: int) -> Step | None:
+        """Return the collective with this index that a rank has entered, or None if the rank has not published it."""
+        key = f"replay/{self.collective_log.number}/{rank}/{index}"
+        return parse_exchange(self._channel.get(key, _ANSWER)) if self._channel.has(key) else None
+
+    def end_round(self) -> None:
+        """Delete this rank's log of collectives from the control plane, and start a new log.
+
+        Called after all ranks have voted on whether the batch has succeeded.
+        """
+        self.collective_log.begin_round()
+        own, self._own = self._own, []
+        for key in own:
+            self._channel.delete(key)
+
+    def _set_key(self, name: str, text: str = "") -> None:
+        key = f"replay/{self.collective_log.number}/{name}"
+        self._own.append(key)
+        self._channel.set(key, text.encode())
+
+
+_SOON, _SELDOM = 0.002, 0.05
+"""Seconds between two polls of a rank that replays collectives: at first (`_SOON`), and later (`_SELDOM`)."""
+
+
+class Rounds:
+    """Replay of collectives by a rank that ran out of memory, so that the other ranks do not hang.
+
+    In a vote, all ranks report whether their batch has succeeded. The interval between two votes is called a round.
+
+    Args:
+        strategy: Strategy that takes part in collectives.
+        runtime: Runtime of this process.
+    """
+
+    def __init__(self, strategy: ReplayStrategy, runtime: ProcessRuntime) -> None:
+        self._strategy = strategy
+        self._runtime = runtime
+        self._collective_log = runtime.scope.own(CollectiveLog)
+        self._rank = runtime.rank
+        self._timeout = runtime.timeout.total_seconds()
+
+    @property
+    def _replayer(self) -> CollectiveReplayer:
+        return self._runtime.scope.own(CollectiveReplayer)
+
+    # ---------------------------------------------------------------- begin and end
+
+    def open(self) -> None:
+        """Start recording the collectives of a new batch. All ranks call it."""
+        self._replayer.start()
+        self._collective_log.begin_batch()
+
+    def close(self) -> None:
+        """Stop recording the collectives of the batch."""
+        self._collective_log.end_batch()
+
+    def end_round(self) -> None:
+        """End the round, and delete the keys that this rank has published on the control plane.
+
+        Called after all ranks have voted on whether the batch has succeeded.
+        """
+        self._replayer.end_round()
+
+    # ---------------------------------------------------------------- a rank that has failed
+
+    def join_remaining(self) -> None:
+        """Take part in the collectives that other ranks still run for the batch, after this rank ran out of memory.
+
+        Raises:
+            MemoryExhausted: On all ranks, if this or another rank cannot take part.
+        """
+        calls, started = self._collective_log, time.monotonic()
+        try:
+            if calls.is_inside:
+                raise CollectiveError("it was inside an exchange, which cannot be entered twice")
+            self._strategy.clean_up_failure()
+            self._replayer.publish_failure()
+            before = calls.position
+            with self._runtime.scope.own(Attendance).answer_every_call():
+                while (step := self._find_next_step()) is not None and not is_vote(step):
+                    self._join_or_skip(step)
+        except Exception as error:
+            self.check(error)
+            raise self._publish_abort(error) from error
+        log.info(
+            "took part in %d remaining collectives of the failed batch, %.2f s",
+            calls.position - before,
+            time.monotonic() - started,
+            main_process_only=False,
+        )
+
+    def _join_or_skip(self, step: Step) -> None:
+        """Take part in a collective if another rank of its process group has entered it. Otherwise skip it."""
+        index = self._collective_log.position
+        peers = [rank for rank in self._strategy.list_members(step) if rank != self._rank]
+        found = self._find_step(index, peers)
+        if found is None:
+            self._collective_log.skip_collective()
+        else:
+            self._strategy.join_collective(found)
+
+    def _find_next_step(self) -> Step | None:
+        """Return the next collective that any other rank has entered.
+
+        None if all of them ran out of memory before they entered one.
+        """
+        others = [rank for rank in range(self._runtime.world_size) if rank != self._rank]
+        return self._find_step(self._collective_log.position, others)
+
+    def _find_step(self, index: int, ranks: Sequence[int]) -> Step | None:
+        """Return the collective with this index that one of the ranks has entered.
+
+        None if all of them ran out of memory before it.
+
+        Args:
+            index: Index of the collective in the current round, which is the interval between two votes.
+            ranks: Ranks to ask.
+
+        Raises:
+            ControlPlaneError: If a rank publishes nothing within the timeout.
+        """
+        replayer, deadline, pause = self._replayer, time.monotonic() + self._timeout, _SOON
+        waiting = list(ranks)
+        while waiting:
+            rank = waiting[0]
+            # Check for failure first: a failed rank published its earlier collectives before its failure.
+            has_failed = replayer.has_failed(rank)
+            step = replayer.read_step(rank, index)
+            if step is not None:
+                return step
+            if has_failed:
+                waiting.pop(0)
+                continue
+            if time.monotonic() > deadline:
+                raise ControlPlaneError(f"rank {rank} did not publish its position within {self._timeout:g} s")
+            self.check(None)
+            time.sleep(pause)
+            pause = min(2 * pause, _SELDOM)
+        # A failed rank may have replayed this collective since, because another rank had entered it.
+        return next((step for rank in ranks if (step := replayer.read_step(rank, index)) is not None), None)
+
+    def _publish_abort(self, error: Exception) -> MemoryExhausted:
+        """Publish that this rank cannot complete the collectives, and return the error to raise."""
+        text = (
+            f"memory ran out on rank {self._rank}, and it could not take part in what the others were still doing: {error}. "
+            "End the run, and resume from a checkpoint with smaller batches"
+        )
+        self._replayer.publish_abort(text)
+        return MemoryExhausted(text)
+
+    def check(self, error: BaseException | None) -> None:
+        """Raise an error if some rank cannot take part in the remaining collectives of the batch.
+
+        Args:
+            error: Error that this rank has caught, such as the error of a collective that was aborted for this reason.
+
+        Raises:
+            MemoryExhausted: If a rank cannot take part.
+        """
+        if error is not None and not self._collective_log.lost:
+            # A rank that knew earlier may have closed the connection; it published the reason before that.
+            with suppress(DistError, HeadwayError):
+                self._replayer.read_failure_reason(self._collective_log.number)
+        if self._collective_log.lost and not isinstance(error, MemoryExhausted):
+            raise MemoryExhausted(self._collective_log.lost) from error

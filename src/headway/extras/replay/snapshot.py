@@ -1,0 +1,474 @@
+"""Snapshots that undo a batch, an optimizer step or several updates.
+
+They cover gradients, buffers, RNG states and optimizer state.
+
+The first step of an optimizer creates its state. Creating it by a step with zero gradients would not be neutral
+(weight decay, bias correction, dampening). So the real step is made, with parameters and prior state saved in host
+memory, and its temporary allocations are measured. If the vote after it succeeds, the step is kept. So results equal
+those of the plain optimizer bit by bit. If it fails, everything is restored. Later steps use the existing state,
+and only the measured temporaries are reserved before the vote. An optimizer from outside torch may keep its state
+in any attribute. Its steps are made this way until one of them leaves the number and sizes of all tensors unchanged.
+They are made this way again as soon as a step changes them.
+
+`Rewind` undoes several updates. It copies a run's state to host memory every n updates and keeps the last two
+copies. A copy is made between two updates, before the next batch is requested. It contains what later updates change:
+parameters, optimizer state, buffers, schedules, RNG states, counters and registered objects. The position in the
+data is not included. After going back, the loop continues to read, so that the batches since the copy are left out. The
+state then equals, bit for bit, that of a run whose data never contained them. A pass over the data determines its order
+when it begins, and going back would determine it again, so copies from an earlier pass are dropped.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from headway.core.data.loader import PreparedLoader
+from headway.core.runtime.collectives.tree import list_tensors, map_tensors
+from headway.core.runtime.device import Hardware
+from headway.core.runtime.seed import read_rng_states, write_rng_states
+from headway.core.strategies.fully_sharded.dtensors import get_local_shard
+from headway.core.training.prepared.objects import PreparedObjects, iterate_parameters
+from headway.core.training.run import Run
+from headway.extras._torch import TorchDispatchMode, foreach_add_, foreach_copy_
+from headway.extras.moving_average import holds_averages
+
+
+class Rewindable(Protocol):
+    """Interface of an object whose state can be saved and restored, to undo a batch or several updates."""
+
+    def snapshot(self) -> Any:
+        """Return a copy of the object's state, which `restore` accepts."""
+
+    def restore(self, snapshot: Any) -> None:
+        """Restore the state that `snapshot` returned. A snapshot can be restored more than once."""
+
+
+class BatchSnapshot:
+    """Snapshot of the state at the start of a batch: gradients, buffers, RNG states and registered objects.
+
+    Gradients of earlier batches in the accumulation window are moved into the snapshot rather than copied. The
+    batch's own gradients start from None, and both are added before they are reduced. So two sets of gradients exist
+    during all batches of a window except the first.
+
+    Args:
+        prepared: Registry of models and optimizers.
+        states: Further objects with `snapshot` and `restore`: accumulation windows, update clock, precision.
+        hardware: Functions of the device type, whose RNG state is included.
+    """
+
+    def __init__(self, prepared: PreparedObjects, states: Sequence[Rewindable], hardware: Hardware) -> None:
+        self._prepared = prepared
+        self._rewound = tuple(states)
+        self._hardware = hardware
+        self._grads: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._buffers: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+        self._copies: dict[int, torch.Tensor] = {}
+        self._states: list[tuple[Rewindable, Any]] = []
+        self._random: dict[str, Any] = {}
+        self._is_merged = False
+
+    def save_state(self) -> None:
+        """Save the current state. Existing gradients are moved into the snapshot, and `grad` becomes None."""
+        self._grads, self._is_merged = [], False
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                self._grads.append((parameter, parameter.grad))
+                parameter.grad = None
+        self._copy_buffers()
+        self._random = read_rng_states(self._hardware)
+        self._states = [(each, each.snapshot()) for each in (*self._rewound, *self._prepared.optimizers)]
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters of all prepared models, each once."""
+        return self._prepared.list_parameters()
+
+    def _copy_buffers(self) -> None:
+        """Copy buffers. The memory of earlier copies is reused if shapes and dtypes fit."""
+        modules = [module for model in self._prepared.models for module in model.modules() if module._buffers]
+        found = [(m._buffers, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
+        copies = {}
+        for _, _, buffer in found:
+            known = self._copies.get(id(buffer))
+            fits = known is not None and known.shape == buffer.shape and known.dtype == buffer.dtype
+            copies[id(buffer)] = known if fits and known is not None else torch.empty_like(buffer)
+        self._copies = copies
+        self._buffers = [(holder, name, buffer, copies[id(buffer)]) for holder, name, buffer in found]
+        if found:
+            foreach_copy_([copy for _, _, _, copy in self._buffers], [b.detach() for _, _, b in found])
+
+    def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the gradients of earlier batches that the snapshot stores for an optimizer's parameters.
+
+        Needed if `zero_grad` is called before the first backward of an accumulation window.
+        """
+        dropped = set(map(id, iterate_parameters(optimizer)))
+        self._grads = [(p, grad) for p, grad in self._grads if id(p) not in dropped]
+
+    def merge_gradients(self) -> None:
+        """Add the stored gradients of earlier batches to those of the batch. Further calls do nothing.
+
+        The stored gradients stay unchanged.
+        """
+        if self._is_merged:
+            return
+        self._is_merged = True
+        both = [(p.grad, grad) for p, grad in self._grads if p.grad is not None]
+        for parameter, grad in self._grads:
+            if parameter.grad is None:
+                parameter.grad = grad.clone()
+        if both:
+            foreach_add_([own for own, _ in both], [earlier for _, earlier in both])
+
+    def restore(self) -> None:
+        """Restore the state that `save_state` saved at the start of the batch. The snapshot can be used again."""
+        self._is_merged = False
+        for parameter in self.parameters():
+            parameter.grad = None
+        with torch.no_grad():
+            for holder, name, buffer, copy in self._buffers:
+                holder[name] = buffer
+                buffer.copy_(copy)
+        write_rng_states(self._random, self._hardware)
+        for each, state in self._states:
+            each.restore(state)
+
+    def restore_gradients(self) -> None:
+        """Set `grad` of each parameter to the stored gradients of earlier batches.
+
+        Called after `restore` if the batch will not be run again.
+        """
+        for parameter, grad in self._grads:
+            parameter.grad = grad
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Release the stored gradients of earlier batches."""
+        self._grads = []
+
+
+class StepUndo:
+    """Copy, in host memory, of everything that an optimizer's step may change, so that the step can be undone.
+
+    Args:
+        optimizer: torch's own optimizer, not the prepared one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = [(p, _to_host(p)) for p in iterate_parameters(optimizer)]
+        self._state = {key: map_tensors(_to_host, value) for key, value in optimizer.state.items()}
+        self._options = [
+            {name: map_tensors(torch.clone, value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
+
+    def restore(self) -> None:
+        """Restore the parameters, and the optimizer's state and options, to the values before the step."""
+        state = self._optimizer.state
+        with torch.no_grad():
+            for parameter, saved in self._parameters:
+                get_local_shard(parameter).copy_(saved)
+            for key in [key for key in state if key not in self._state]:
+                del state[key]
+            for key, saved in self._state.items():
+                state[key] = _restore_value(state.get(key), saved, key)
+        for group, options in zip(self._optimizer.param_groups, self._options):
+            for name in [name for name in group if name != "params" and name not in options]:
+                del group[name]
+            group.update(options)
+        vars(self._optimizer).update(self._numbers)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return get_local_shard(tensor).detach().to("cpu", copy=True)
+
+
+def _restore_value(live: Any, saved: Any, key: Any) -> Any:
+    """Return the saved value of an optimizer state, copied into the live tensors if they still fit.
+
+    Args:
+        live: Current value.
+        saved: Value to restore, with tensors in host memory.
+        key: Parameter that the state belongs to, which determines the device of new tensors.
+    """
+    if isinstance(live, dict) and isinstance(saved, dict):
+        for name in [name for name in live if name not in saved]:
+            del live[name]
+        for name, value in saved.items():
+            live[name] = _restore_value(live.get(name), value, key)
+        return live
+    if isinstance(saved, torch.Tensor):
+        held = get_local_shard(live) if isinstance(live, torch.Tensor) else None
+        if held is not None and held.shape == saved.shape and held.dtype == saved.dtype:
+            held.copy_(saved)
+            return live
+        # A scalar count stays on the CPU, as in torch's optimizers; other tensors go to their parameter's device.
+        return saved.to(key.device) if isinstance(key, torch.Tensor) and saved.ndim else saved
+    return saved
+
+
+class OptimizerRecord:
+    """Record of which of an optimizer's parameters have state, and of the temporary memory that its step allocates.
+
+    Args:
+        optimizer: torch's own optimizer, not the prepared one.
+
+    Attributes:
+        temporaries: Sizes in bytes of the temporary blocks at the peak of a step, by device.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        # LBFGS evaluates its closure and keeps a growing history.
+        self._is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(
+            optimizer, torch.optim.LBFGS
+        )
+        self._layout: list[tuple[Any, ...]] | None = None
+        self._is_steady = self._is_torchs
+        self._seen: set[int] = set()
+        self.temporaries: dict[torch.device, list[int]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a step's temporary allocations on all devices."""
+        return sum(map(sum, self.temporaries.values()))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the optimizer already has all state that its next step uses."""
+        return self._is_steady and all(
+            id(p) in self._seen for p in iterate_parameters(self._optimizer) if p.grad is not None
+        )
+
+    def measure_step(self, step: Callable[[], bool]) -> bool:
+        """Run the optimizer step while measuring its allocations.
+
+        Args:
+            step: Function that steps the optimizer, and returns whether it updated the parameters.
+
+        Returns:
+            Whether the step updated the parameters.
+        """
+        with AllocationMeter() as meter:
+            did_step = step()
+        found = meter.list_temporaries()
+        if sum(map(sum, found.values())) > self.num_bytes:
+            # Host memory is virtual: if the parts fit, so does one block of their total size.
+            self.temporaries = {
+                device: [sum(sizes)] if device.type == "cpu" else _combine_small(sizes)
+                for device, sizes in found.items()
+            }
+        return did_step
+
+    def confirm_step(self) -> None:
+        """Record that the measured step will not be undone, so that its parameters now have optimizer state."""
+        self._seen.update(id(p) for p in iterate_parameters(self._optimizer) if p.grad is not None)
+        if not self._is_torchs:
+            before, self._layout = self._layout, _describe_tensors(self._optimizer)
+            self._is_steady = self._layout == before and not isinstance(self._optimizer, torch.optim.LBFGS)
+
+    def reserve_memory(self) -> None:
+        """Allocate and free as much memory as a step temporarily needs, so that a caching allocator keeps it available.
+
+        The blocks are allocated one by one, because they may fit where one block of their total size does not.
+        """
+        blocks = [
+            torch.empty(size, dtype=torch.uint8, device=device)
+            for device, sizes in self.temporaries.items()
+            for size in sizes
+        ]
+        blocks.clear()
+
+
+_SMALL = 1 << 20
+"""Size in bytes below which blocks are combined. CUDA's allocator serves smaller requests from segments of 2 MiB."""
+
+
+def _combine_small(sizes: list[int]) -> list[int]:
+    """Combine small blocks into blocks of up to `_SMALL` bytes, and return the sizes of all blocks.
+
+    A model has hundreds of small blocks, and each allocation costs a call.
+    """
+    found, rest = [size for size in sizes if size >= _SMALL], 0
+    for size in sizes:
+        if size < _SMALL:
+            if rest + size > _SMALL:
+                found.append(rest)
+                rest = 0
+            rest += size
+    return [*found, rest] if rest else found
+
+
+def _describe_tensors(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
+    """Return the shape, dtype and device of every tensor in an optimizer's state, options and attributes.
+
+    An equal list before and after a step shows that the step has created no state.
+    """
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "defaults")}
+    options = [[value for name, value in group.items() if name != "params"] for group in optimizer.param_groups]
+    held = list_tensors([list(optimizer.state.values()), options, own])
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in held]
+
+
+def _iterate_strided(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield the strided tensors in a tree, as local shards if they are sharded.
+
+    For a sparse tensor, its index and value tensors are yielded.
+    """
+    return (get_local_shard(tensor) for tensor in list_tensors(tree) if tensor.layout is torch.strided)
+
+
+class AllocationMeter(TorchDispatchMode):
+    """Dispatch mode that measures the bytes of the tensors created while it is active: the current sum and its peak.
+
+    Attributes:
+        peak: Peak in bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._held: dict[StorageWeakRef, tuple[torch.device, int]] = {}
+        self._at_peak: dict[StorageWeakRef, tuple[torch.device, int]] = {}
+
+    @property
+    def live(self) -> int:
+        """Bytes of tensors created in the mode's context that still exist."""
+        self._held = {reference: held for reference, held in self._held.items() if not reference.expired()}  # type: ignore[no-untyped-call]
+        return sum(size for _, size in self._held.values())
+
+    def list_temporaries(self) -> dict[torch.device, list[int]]:
+        """Return the sizes in bytes of the tensors that existed at the peak and have been freed since, by device."""
+        found: dict[torch.device, list[int]] = {}
+        for reference, (device, size) in self._at_peak.items():
+            if reference.expired():  # type: ignore[no-untyped-call]
+                found.setdefault(device, []).append(size)
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and record new storages in its result."""
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in _iterate_strided([args, kwargs or {}])}
+        made = [(tensor.untyped_storage(), tensor.device) for tensor in _iterate_strided(result)]
+        new = {StorageWeakRef(s): (d, s.nbytes()) for s, d in made if s._cdata not in given}  # type: ignore[no-untyped-call]
+        if new:
+            self._held.update(new)
+            live = self.live
+            if live > self.peak:
+                self.peak, self._at_peak = live, dict(self._held)
+        return result
+
+
+class StateHolder(Protocol):
+    """Interface of an object with a state dict, such as a scheduler or an object registered for checkpoints."""
+
+    def state_dict(self) -> Any:
+        """Return the state that `load_state_dict` accepts."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Load a state that `state_dict` returned."""
+
+
+class RunCopy:
+    """Copy in host memory of a run's state between two updates, to which `Rewind` goes back.
+
+    Args:
+        run: Run of the Accelerator.
+        counters: Objects with `snapshot` and `restore`, in addition to the update clock.
+        others: Objects registered for checkpoints.
+
+    Attributes:
+        num_updates: Number of updates made at the time of the copy.
+    """
+
+    def __init__(self, run: Run, counters: Sequence[Rewindable], others: Sequence[StateHolder]) -> None:
+        prepared = run.prepared
+        self.num_updates = run.clock.num_updates
+        self._schedules = list(prepared.schedulers)
+        self._windows = run.windows
+        self._weights = run.windows.snapshot()
+        holders: list[StateHolder] = [*(each.scheduler for each in self._schedules), *others]
+        self._states = [(each, copy.deepcopy(each.state_dict())) for each in holders]
+        self._optimizers = [StepUndo(each.optimizer) for each in prepared.optimizers]
+        self._rest = BatchSnapshot(prepared, (run.clock, *counters), run.runtime.hardware)
+        self._rest.save_state()
+        self._rest.restore_gradients()
+
+    def restore(self) -> None:
+        """Restore the run's state from the copy. The copy can be restored more than once."""
+        self._rest.restore()
+        for optimizer in self._optimizers:
+            optimizer.restore()
+        for holder, state in self._states:
+            holder.load_state_dict(copy.deepcopy(state))
+        self._windows.restore_weights(self._weights)
+        for schedule in self._schedules:
+            schedule.catch_up()
+
+
+@dataclass(eq=False)
+class Rewind:
+    """Periodic copies of the run's state, with which several updates can be undone.
+
+    Args:
+        distance: Number of updates between copies.
+        run: Run of the Accelerator.
+        counters: Objects to restore in addition to the clock and the prepared optimizers.
+        others: Function that returns the objects registered for checkpoints.
+    """
+
+    distance: int
+    run: Run
+    counters: Sequence[Rewindable]
+    others: Callable[[], Sequence[StateHolder]]
+    _copies: list[RunCopy] = field(default_factory=list, init=False)
+    _pass: tuple[int, int] | None = field(default=None, init=False)
+
+    def before_fetch(self, loader: PreparedLoader) -> None:
+        """Copy the state if a copy is due, before a loader reads a batch."""
+        windows = self.run.windows
+        if windows.is_unfinished or windows.num_read:
+            return
+        if not windows.trained_on or any(each.seed == loader.seed for each in windows.trained_on):
+            now = loader.seed, loader.num_passes
+            if now != self._pass:
+                self._pass = now
+                self._copies.clear()
+        self._copy_if_due()
+
+    def before_learning(self) -> None:
+        """Copy the state if a copy is due, before a micro-batch of a loop that uses no prepared loader."""
+        windows = self.run.windows
+        if not windows.active and not windows.is_unfinished:
+            self._copy_if_due()
+
+    def _copy_if_due(self) -> None:
+        run, num = self.run, self.run.clock.num_updates
+        if holds_averages(run):  # the copy would hold averaged weights in place of the trained ones
+            return
+        if run.prepared.optimizers and (not self._copies or num - self._copies[-1].num_updates >= self.distance):
+            self._copies = [*self._copies[-1:], RunCopy(run, self.counters, self.others())]
+
+    def undo_updates(self) -> int | None:
+        """Restore the older of the two kept copies of the run's state.
+
+        This undoes between `distance` and twice `distance` updates, or fewer if the current pass over the data began
+        later.
+
+        Returns:
+            Number of updates of the restored state, or None if there is no copy.
+        """
+        if not self._copies:
+            return None
+        del self._copies[1:]
+        self._copies[0].restore()
+        return self._copies[0].num_updates
+
+    def drop_copies(self) -> None:
+        """Drop all copies, because the run continues from another state, such as a loaded checkpoint."""
+        self._copies, self._pass = [], None

@@ -1,0 +1,346 @@
+"""Training step with automatic micro-batching: each batch runs in micro-batches, and is replayed if memory runs out."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from headway.core.runtime.collectives.tree import Tree, find_batch_size, list_tensors, slice_rows
+from headway.core.strategies.base import Strategy
+from headway.core.training.run import Run
+from headway.core.training.step import MicroBatch, StepGuard, TrainingStep
+from headway.core.training.task import BatchTask, Weigher
+from headway.core.training.windows import WHOLE, AccumulationWindow, BatchPiece, LossPolicy
+from headway.errors import StateError
+from headway.extras.replay.piece_size import AllocatorPressure, PieceSize
+from headway.extras.replay.rounds import Rounds
+from headway.extras.replay.snapshot import BatchSnapshot
+from headway.extras.replay.transaction import BatchTransaction
+
+_NO_PIECE = (
+    "under microbatching='auto' every accumulate and backward belongs to a batch that can be cut: loop with `for piece in "
+    "accelerator.microbatches(batch): with accelerator.accumulate(model): ...`, or use accelerator.forward_backward(batch, fn)"
+)
+
+_IN_TURN = (
+    "two accumulate() blocks with different models are in one loop over accelerator.microbatches(batch): in pieces, the second model "
+    "would learn from weights that the first one has not updated yet. Loop over microbatches(batch) once for each "
+    "(docs/several_models.md)"
+)
+
+
+class PieceBlock(MicroBatch):
+    """Context manager in which one micro-batch of a batch runs forward and backward."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        """Begin a micro-batch of a batch.
+
+        Raises:
+            StateError: If no batch is being split, or if other models train in the same batch.
+        """
+        windows = self._step.windows
+        if not windows.is_cut:
+            raise StateError(_NO_PIECE)
+        if windows.current.batch == windows.piece.batch and windows.current.models != tuple(self._models):
+            raise StateError(_IN_TURN)
+        super().__enter__()
+
+
+class PieceStep(TrainingStep):
+    """Training step that runs each batch in micro-batches, as a transaction that can be undone and replayed.
+
+    Gradients are not reduced over ranks before all ranks have reported that their micro-batches succeeded.
+
+    Args:
+        run: Run of the Accelerator.
+        policy: Policy that determines how losses are divided in an accumulation window.
+        guard: Guard that checks losses and gradients, such as for NaNs.
+
+    Attributes:
+        transaction: Transaction of the current batch.
+
+    Raises:
+        UnsupportedError: If the strategy cannot undo a step.
+    """
+
+    micro_batch = PieceBlock
+
+    def __init__(self, run: Run, policy: LossPolicy, guard: StepGuard) -> None:
+        super().__init__(run, policy, guard)
+        strategy, runtime = run.strategy, run.runtime
+        strategy.capabilities.require("rollback", strategy.name, "leave microbatching off")
+        rewound = run.windows, run.clock, run.precision, strategy
+        snapshot = BatchSnapshot(run.prepared, rewound, runtime.hardware)
+        # If each piece contains collectives, gradients are reduced at once, and all ranks run equally many pieces.
+        self.reduces_pieces = not strategy.capabilities.lone_pieces
+        rounds = Rounds(strategy, runtime) if self.reduces_pieces else None
+        allocator = AllocatorPressure(runtime.hardware, runtime.device)
+        self.transaction = BatchTransaction(strategy, snapshot, allocator, run.prepared, rounds)
+        self._num_batches = 0
+        self._all_rows: list[int] = []
+
+    # ---------------------------------------------------------------- micro-batches
+
+    def handle_error(self, error: BaseException) -> bool:
+        """Handle an error that was raised while a micro-batch ran. If memory ran out, prepare the replay.
+
+        Returns:
+            Whether the error is suppressed, because the batch will be replayed.
+        """
+        if self.transaction.handles(error):
+            self.windows.withdraw_piece()
+            return True
+        return super().handle_error(error)
+
+    def weigh_loss(self, weight: float | None) -> tuple[float, float | None]:
+        """Return a loss's weight on this rank, and the sum of the weights over all ranks (None if unknown).
+
+        Without `weight`, the weight is the number of rows, and a warning is given if the labels contain padding. Row
+        counts do not take padding into account.
+        """
+        if weight is None:
+            self.transaction.check_padding()
+        local, total = super().weigh_loss(weight)
+        # A filler piece has the total of a real one, but a local weight of zero.
+        return (local, total) if self.windows.piece.num_rows else (0.0, total)
+
+    def _backward_inside(
+        self, window: AccumulationWindow, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any
+    ) -> None:
+        transaction = self.transaction
+        local = self.weigh_micro_batch(window, weight)
+        if window.nominal is None:
+            window.nominal = self._estimate_nominal(window)
+        parameters = [p for p in self.prepared.list_parameters_of(window) if p.requires_grad]
+        # A further loss of the last piece: gradients already reduced must not be reduced again.
+        reduced = transaction.set_gradients_aside(parameters) if window.is_closed else []
+        if window.is_closed:
+            self.strategy.expect_backward(window.models)
+        self.run_backward(window, loss, local, window.nominal or 1.0, reduction, **kwargs)
+        if window.is_last:
+            total, has_gaps = transaction.vote_on_gradients(window.local_weight, parameters)
+            if window.is_closed:
+                self.strategy.reduce_gradients(parameters, has_gaps)
+            else:
+                self.close_window(window, total, parameters, has_gaps)
+            for parameter, grad in reduced:
+                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+    def _estimate_nominal(self, window: AccumulationWindow) -> float | None:
+        """Return the expected total weight of the accumulation window, or None if it is zero.
+
+        If gradients are reduced in each micro-batch's backward, all ranks agree on the value in a collective.
+        Otherwise each rank uses its own estimate, because gradients are corrected before they are reduced.
+        """
+        assert window.micro_weight is not None
+        local, total = window.micro_weight
+        if self.reduces_pieces:
+            loader = self.windows.loader
+            counts = None if total is None or loader is None else loader.valid_counts
+            if total is None:
+                weight = self.strategy.data_group.reduce_numbers([local / self.windows.piece.share])[0]
+            else:
+                weight = float(self.strategy.data_shard.count if counts is None else sum(counts))
+            return weight * self.windows.num_steps if weight > 0 else None
+        total = (local * self.strategy.data_shard.count if total is None else total) / self.windows.piece.share
+        return total * self.windows.num_steps if total > 0 else None
+
+    def _backward_outside(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
+        raise StateError(_NO_PIECE)
+
+    # ---------------------------------------------------------------- final gradients
+
+    # A replay of the batch repeats these changes of its final gradients.
+
+    def _clip_final(self, parameters: list[Any], max_norm: float, norm_type: float) -> torch.Tensor:
+        clip = partial(super()._clip_final, parameters, max_norm, norm_type)
+        return self.transaction.run_action(clip)  # type: ignore[no-any-return]
+
+    def _clamp_final(self, parameters: list[Any], clip_value: float) -> None:
+        self.transaction.run_action(partial(super()._clamp_final, parameters, clip_value))
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide an optimizer's reduced gradients by the loss scale (fp16)."""
+        self.transaction.run_action(partial(super().unscale, optimizer))
+
+    def apply_update(
+        self, optimizer: torch.optim.Optimizer, strategy: Strategy, closure: Callable[[], Any] | None
+    ) -> bool:
+        """Run the optimizer step, or replay the batch if memory runs out. Return whether the update happened.
+
+        The guard, which checks losses and gradients for NaNs and the like, may forbid the update. All ranks still
+        report to each other whether the batch has succeeded. A replay asks the guard again, because ranks that
+        failed before this point have not asked it yet.
+        """
+
+        def attempt() -> Callable[[], bool]:
+            is_permitted = self.guard.can_update()
+            return lambda: is_permitted and strategy.step_optimizer(optimizer, self.precision, None)
+
+        for check in self.hooks.before_update:
+            check()
+        return self.transaction.step_optimizer(optimizer, attempt, closure)
+
+    def clear_gradients(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
+        """Clear the optimizer's gradients.
+
+        This includes the gradients of earlier batches of the accumulation window, which the batch's snapshot stores.
+        """
+        self.transaction.forget_gradients(optimizer)
+        super().clear_gradients(optimizer, set_to_none)
+
+    def tick_scheduler(self, call: Callable[[], None]) -> None:
+        """Defer a scheduler's step until the batch is committed, so that it steps once per batch.
+
+        A batch that was split calls it once per micro-batch.
+
+        Args:
+            call: Function that steps the scheduler.
+        """
+        self.transaction.tick_scheduler(call, self.windows.piece.is_last)
+
+    @property
+    def pieces(self) -> PieceSize:
+        """Adaptive limit on the number of rows per micro-batch.
+
+        The limit affects which random numbers a forward draws, so checkpoints contain it.
+        """
+        return self.transaction.size
+
+    def forget_windows(self) -> None:
+        """Drop the current batch and all accumulation windows whose update has not been made."""
+        self.transaction.release()
+        super().forget_windows()
+
+    # ---------------------------------------------------------------- batches
+
+    def microbatches(self, batch: Tree) -> Iterator[Tree]:
+        """Yield the batch's micro-batches. If memory ran out, yield all of them again, in smaller micro-batches."""
+        self._check_not_inside("microbatches")
+        self.transaction.begin_batch()
+        self._gather_rows(batch)
+        self._num_batches += 1
+        try:
+            while True:
+                yield from self._iterate_pieces(batch)
+                if self.transaction.try_commit():
+                    return
+                self.transaction.rollback()
+        finally:
+            self._leave_batch()
+
+    def _check_not_inside(self, name: str) -> None:
+        """Raise an error if a micro-batch is currently being processed, so that another batch cannot be started.
+
+        Args:
+            name: Name of the called method, for the message.
+        """
+        if self.windows.is_cut:
+            raise StateError(
+                f"{name} inside a piece of accelerator.microbatches (or of forward_backward): pieces are not split again; "
+                "smaller ones follow automatically if memory runs out. Call accelerator.backward on the piece"
+            )
+
+    def _leave_batch(self) -> None:
+        self._clear_piece()
+        window = self.windows.current
+        self.transaction.abandon_batch(is_window_dropped=window.is_closed and window.is_empty)
+
+    def _clear_piece(self) -> None:
+        """Record that no micro-batch of a batch is being processed."""
+        self.windows.set_piece(WHOLE)
+        self.transaction.set_piece(None, 0)
+
+    def _iterate_pieces(self, batch: Tree) -> Iterator[Tree]:
+        num_rows, size = self._find_num_rows(batch), self.transaction.size
+        least = max((size.count_pieces(rows) for rows in self._all_rows), default=1)
+        cuts = [(0, 1)] if num_rows is None else size.split_rows(num_rows, least)
+        num_pieces = max(least, len(cuts))
+        self.transaction.set_batch_rows(num_rows or 1)
+        for index in range(num_pieces):
+            # A rank with fewer rows than another rank has pieces repeats its first piece with weight zero.
+            start, stop = cuts[index] if index < len(cuts) else cuts[0]
+            weighed = stop - start if index < len(cuts) else 0
+            self.windows.set_piece(BatchPiece(self._num_batches, weighed, num_rows or 1, index == num_pieces - 1))
+            is_whole = num_rows is None or len(cuts) == 1
+            tree = batch if is_whole else slice_rows(batch, start, stop, num_rows or 1)
+            self.transaction.set_piece(tree, stop - start)
+            yield tree
+            if self.transaction.must_replay:
+                return
+
+    def _gather_rows(self, batch: Tree) -> None:
+        """Gather the row counts of all ranks if forward or backward of a micro-batch contains collectives.
+
+        In that case all ranks must run an equal number of micro-batches.
+        """
+        if self.reduces_pieces:
+            rows = self.strategy.everyone.gather_numbers([float(self._find_num_rows(batch) or 0)])
+            self._all_rows = [int(row[0]) for row in rows]
+
+    def _find_num_rows(self, batch: Tree) -> int | None:
+        """Return the number of rows (samples) in a batch, or None if its tensors have no batch dimension.
+
+        The loader's count is used if some tensor has that size, and otherwise the size of the tensors' first dimension.
+        """
+        found = find_batch_size(batch)
+        active = self.windows.active
+        known = active[-1].num_rows if active else None
+        if known and any(t.ndim > 0 and t.shape[0] == known for t in list_tensors(batch)):
+            return known
+        return found or None
+
+    def forward_backward(
+        self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str
+    ) -> torch.Tensor:
+        """Run `fn` and backward on the batch, in micro-batches if necessary, and return the loss over all ranks.
+
+        Args:
+            batch: Batch of this rank.
+            fn: Function that returns the loss of a micro-batch.
+            weight: Function that returns the number of items in a micro-batch over which its loss was taken. None: the
+                number of rows.
+            reduction: Reduction of the loss over its items: "mean" or "sum".
+        """
+        task = BatchTask(batch, fn, weight, reduction)
+        self._check_not_inside("forward_backward")
+        self._num_batches += 1
+        run = partial(self._run_task_pieces, task, self._num_batches)
+        self.transaction.begin_batch(again=run)
+        try:
+            self._gather_rows(batch)
+            run()
+        except BaseException:
+            self._leave_batch()
+            raise
+        return task.loss(self.strategy.data_group)
+
+    def _run_task_pieces(self, task: BatchTask, number: int) -> None:
+        """Run a batch's micro-batches until the batch is committed.
+
+        If memory runs out, run all of them again in smaller micro-batches.
+
+        At the end of an accumulation window, stop when gradients are reduced. The optimizer step then commits the
+        batch.
+
+        Args:
+            task: Batch and function to run.
+            number: Number of the batch.
+        """
+        transaction = self.transaction
+        self._num_batches = number
+        while True:
+            task.start_over()
+            for piece in self._iterate_pieces(task.batch):
+                self.run_task(task, piece)
+            if not transaction.must_replay and self.windows.is_final:
+                transaction.mark_gradients()
+                break
+            # A batch that does not end its window is committed at once.
+            if transaction.try_commit():
+                break
+            transaction.rollback()
+        self._clear_piece()

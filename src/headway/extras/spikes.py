@@ -1,0 +1,339 @@
+"""The spike guard: all ranks detect a loss or gradient norm far above the recent values.
+
+A spike is detected before the update.
+
+The limit is computed from the quartiles Q1 and Q3 of the logarithms of the values of the last `window` updates (of the
+values themselves if any is not positive). A value is a spike if it is above the fence
+
+    Q3 + fence * max(Q3 - Q1, 0.1)         with a fence of 5 for losses and of 8 for norms
+
+This is the upper one of Tukey's fences (J. W. Tukey, Exploratory Data Analysis, 1977, 2C), computed over a moving
+window. The log scale is used because norms vary by factors, and the 0.1 is a minimum width. Quartiles do not change
+while less than a quarter of the values are outliers. Nothing is a spike before there are `warm_up` values. A spike is
+not added to the values.
+
+The gradient norm is that of reduced gradients before clipping, which all ranks have without communication. Losses
+differ between ranks, with one for each backward. The gradient of a loss above the fence is made NaN, as `finite.py`
+does with a non-finite loss, and reaches the other ranks in the reduction. On an accelerator losses are compared on
+the device, and read together with the norms.
+
+Going back and skipping the bad batches follows A. Chowdhery et al., PaLM (2022), 5.1, who restarted from a checkpoint
+about 100 updates earlier. Here the state comes from a copy in memory (`replay/snapshot.py`).
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from headway.core.config.guards import NonFinitePolicy, SpikePolicy
+from headway.core.runtime.events import RunEvent, notify_listeners, subscribe
+from headway.core.training.checks.finite import FiniteGuard, has_scaler
+from headway.core.training.run import Run
+from headway.errors import SpikeError, UnsupportedError
+from headway.extras._torch import foreach_norm
+from headway.extras.replay.snapshot import Rewind, StateHolder
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+NOTE = "spikes"
+"""Key in the notes of a checkpoint's manifest, under which the spike guard saves recent losses and gradient norms."""
+_LEAST_WIDTH = 0.1
+
+
+class Band:
+    """Moving window of the losses or gradient norms of recent updates, with the limit above which a value is a spike.
+
+    Args:
+        policy: Policy that sets the length of the window and the fence.
+        values: Initial values, oldest first. Default: none.
+        fence: Multiple of the interquartile range from which the limit follows, instead of the policy's. Default: None.
+
+    Attributes:
+        limit: Largest value that is not a spike. Infinite until there are enough values.
+    """
+
+    def __init__(self, policy: SpikePolicy, values: Sequence[float] = (), fence: float | None = None) -> None:
+        self._policy, self._fence = policy, policy.fence if fence is None else fence
+        self._values: deque[float] = deque()
+        self._sorted: list[float] = []
+        self.limit = math.inf
+        for value in values:
+            self._insert_value(value)
+        self._compute_limit()
+
+    @property
+    def values(self) -> list[float]:
+        """Recorded values of recent updates, oldest first."""
+        return list(self._values)
+
+    @property
+    def median(self) -> float:
+        """Median of the values; NaN if there are none."""
+        return self._sorted[len(self._sorted) // 2] if self._sorted else math.nan
+
+    def add(self, value: float) -> None:
+        """Add the value of an update to the window, and recompute the limit. Non-finite values are ignored."""
+        if math.isfinite(value):
+            self._insert_value(value)
+            self._compute_limit()
+
+    def _insert_value(self, value: float) -> None:
+        self._values.append(value)
+        insort(self._sorted, value)
+        if len(self._sorted) > self._policy.window:
+            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
+
+    def _compute_limit(self) -> None:
+        ordered, count = self._sorted, len(self._sorted)
+        if count < self._policy.warm_up:
+            self.limit = math.inf
+            return
+        low, high = ordered[count // 4], ordered[3 * count // 4]
+        if ordered[0] > 0:
+            width = max(math.log(high / low), _LEAST_WIDTH)
+            self.limit = high * math.exp(min(self._fence * width, 600.0))
+        else:
+            self.limit = high + self._fence * max(high - low, _LEAST_WIDTH * abs(high))
+
+
+class RegisteredState(Protocol):
+    """Interface of the run's additional checkpoint state.
+
+    Attributes:
+        notes: Entries for the notes of checkpoint manifests, by key.
+    """
+
+    notes: dict[str, Any]
+
+    @property
+    def custom(self) -> Sequence[StateHolder]:
+        """Objects registered for checkpoints."""
+
+
+class SpikeGuard(FiniteGuard):
+    """Guard that skips updates whose loss or gradient norm is far above the recent values.
+
+    Non-finite values are spikes, too, unless `on_non_finite` is set.
+
+    Args:
+        chosen: Policy for spikes, or only its action.
+        on_non_finite: Policy for `FiniteGuard`. None: a non-finite value is a spike.
+        run: Run of the Accelerator.
+        state: Function that returns the run's registered state, called only when it is needed.
+
+    Attributes:
+        num_spikes: Number of updates that were refused as spikes.
+
+    Raises:
+        ConfigError: If the action is unknown.
+        UnsupportedError: If gradients are scaled, or the strategy cannot restore an earlier state of the run.
+    """
+
+    def __init__(
+        self,
+        chosen: str | SpikePolicy,
+        on_non_finite: str | NonFinitePolicy | None,
+        run: Run,
+        state: Callable[[], RegisteredState],
+    ) -> None:
+        policy = chosen if isinstance(chosen, SpikePolicy) else SpikePolicy(chosen)
+        if has_scaler(run):
+            raise UnsupportedError(
+                "on_spike reads gradients before the update, where they still have fp16's loss scale and may overflow; use "
+                "mixed_precision='bf16', or leave on_spike out"
+            )
+        super().__init__(on_non_finite or "skip", run)
+        self.spike_policy, self.has_own_policy = policy, on_non_finite is not None
+        self.of_spikes, self.of_non_finite = self, self if self.has_own_policy else None
+        self.num_spikes = 0
+        self._state = state
+        self._norms, self._losses = Band(policy, (), policy.norm_fence), Band(policy)
+        self._norm = math.nan
+        self._new_losses: list[float] = []
+        self._squares: tuple[int, list[torch.Tensor]] = -1, []
+        self._spikes_in_row = self._num_since = 0
+        self._added = -1
+        self._rewind = self._make_rewind() if policy.action == "go_back" else None
+        subscribe(self._restore_on_resume)
+
+    def _make_rewind(self) -> Rewind:
+        """Create the `Rewind` that undoes updates of the run. It also restores this guard's recent losses and norms."""
+        run, strategy = self._run, self._strategy
+        strategy.capabilities.require("rollback", strategy.name, "use on_spike='skip'")
+        rewind = Rewind(self.spike_policy.updates, run, (strategy, self), lambda: self._state().custom)
+        run.events.before_fetch.append(rewind.before_fetch)
+        run.hooks.before_learning.append(rewind.before_learning)
+        return rewind
+
+    def forget(self) -> None:
+        """Reset the guard's state because the run continues from another point, such as a loaded checkpoint.
+
+        Recent losses and norms are kept until the values of a checkpoint replace them.
+        """
+        super().forget()
+        self._new_losses, self._added, self._spikes_in_row, self._num_since = [], -1, 0, 0
+        if self._rewind is not None:
+            self._rewind.drop_copies()
+
+    def _restore_on_resume(self, event: RunEvent) -> None:
+        """Restore the saved losses and norms of recent updates when a run is resumed.
+
+        Every rank gets rank 0's losses.
+        """
+        if event.name == "resumed" and event.source is self._clock:
+            self.restore((event.details.get("notes") or {}).get(NOTE, {}))
+
+    # ---------------------------------------------------------------- during the window
+
+    def watch(self, loss: torch.Tensor) -> torch.Tensor:
+        """Check a loss, and return it. If it is above the limit, its backward produces NaN gradients."""
+        plain, limit = loss.detach(), self._losses.limit
+        if self._replay is not None and self._replay.tracer is not None:
+            return super().watch(loss)
+        if plain.device.type != "cpu":
+            watched = super().watch(loss)
+            return watched if limit == math.inf else watched * torch.where(plain <= limit, 1.0, math.nan)
+        value = plain.item()
+        if value <= limit or not math.isfinite(value):
+            self._new_losses.append(value)
+            return super().watch(loss)
+        super().watch(loss)
+        self._seen.losses.append((self._windows.current.num_done, plain))
+        return loss * math.nan
+
+    def _is_good_loss(self, loss: float) -> bool:
+        return math.isfinite(loss) and loss <= self._losses.limit
+
+    def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """Record the norm of gradients before they are clipped.
+
+        If gradients are sharded, also record this rank's squared norm.
+        """
+        total = super().before_clip(parameters, norm_type)
+        if not self._is_whole:
+            key, squares = self._seen.num_backwards, self._squares
+            self._squares = key, [*(squares[1] if squares[0] == key else []), self._compute_own_square(parameters)]
+        return total
+
+    # ---------------------------------------------------------------- the verdict
+
+    def _is_good(self, parameters: Sequence[torch.Tensor]) -> bool:
+        return super()._is_good(parameters) and not self._norm > self._norms.limit
+
+    def _read(self, totals: dict[torch.device, list[torch.Tensor]]) -> float:
+        """Return the norm of all gradients.
+
+        Losses that are still on a device are transferred to the host together with the norms.
+
+        Args:
+            totals: Gradient norms on each device.
+        """
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for _, loss in self._seen.losses:
+            if not loss.is_cpu:
+                by_device.setdefault(loss.device, []).append(loss)
+        squares = 0.0
+        for device in totals | by_device:
+            norms, losses = totals.get(device, []), by_device.get(device, [])
+            every = [*norms, *losses]
+            read = torch.stack([each.double() for each in every]).tolist() if len(every) > 1 else [every[0].item()]
+            squares += sum(norm * norm for norm in read[: len(norms)])
+            self._new_losses += read[len(norms) :]
+        self._norm = math.sqrt(squares)
+        return self._norm
+
+    def _compute_own_square(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        grads = [grad.detach() for grad in self._strategy.get_local_gradients(parameters) if grad.numel()]
+        norms = foreach_norm(grads, 2.0) if grads else (torch.zeros(()),)
+        return torch.stack([norm.double() for norm in norms]).square().sum()
+
+    def _vote(self, is_bad: bool, parameters: Sequence[torch.Tensor]) -> bool:
+        """Combine all ranks' results of the check. Return whether no rank found a spike.
+
+        The collective also sums the squared gradient norms of all ranks. A gradient that several ranks have is
+        counted once per rank.
+
+        Args:
+            is_bad: Whether this rank found a spike.
+            parameters: Parameters whose gradients are checked.
+        """
+        key, squares = self._squares
+        own = squares if key == self._seen.num_backwards else [self._compute_own_square(parameters)]
+        self._new_losses += [float(loss) for _, loss in self._seen.losses if not loss.is_cpu]
+        num_bad, square = self._group.reduce_numbers([float(is_bad), float(sum(own))])
+        self._norm = math.sqrt(square) if square >= 0 else math.nan
+        return num_bad == 0
+
+    def after_step(self, did_step: bool) -> None:
+        """Add the loss and the gradient norm of an update to the recent values, if the update was made."""
+        super().after_step(did_step)
+        window = self._windows.current.number
+        if did_step and self._added != window:
+            self._added = window
+            self._norms.add(self._norm)
+            for loss in self._new_losses:
+                self._losses.add(loss)
+            self._new_losses = []
+            self._num_since += 1
+            if self._rewind is None or self._num_since >= self.spike_policy.updates:
+                self._spikes_in_row = 0
+            self._state().notes[NOTE] = self.snapshot()
+
+    def snapshot(self) -> dict[str, list[float]]:
+        """Return the recent losses and gradient norms, to be stored in a checkpoint or passed to `restore`."""
+        return {"norms": self._norms.values, "losses": self._losses.values}
+
+    def restore(self, snapshot: Mapping[str, Sequence[float]]) -> None:
+        """Restore the recent losses and norms from a snapshot, which can be used again."""
+        policy = self.spike_policy
+        self._norms = Band(policy, snapshot.get("norms", ())[-policy.window :], policy.norm_fence)
+        self._losses = Band(policy, snapshot.get("losses", ())[-policy.window :])
+        self._state().notes[NOTE] = self.snapshot()
+
+    # ---------------------------------------------------------------- after a refusal
+
+    def _refuse(self, ranks: dict[int, list[float]], parameters: Sequence[torch.Tensor]) -> None:
+        self._new_losses = []
+        is_finite = all(math.isfinite(row[2]) for row in ranks.values()) if ranks else math.isfinite(self._norm)
+        if self.has_own_policy and not is_finite:
+            super()._refuse(ranks, parameters)
+            return
+        update = self._clock.num_updates + 1
+        if self._counted != self._windows.current.number:
+            self._counted = self._windows.current.number
+            self.num_skipped += 1
+            self.num_spikes += 1
+            self._spikes_in_row, self._num_since = self._spikes_in_row + 1, 0
+        is_hopeless = self._spikes_in_row > self.spike_policy.max_in_row
+        reason = self._describe_spike(ranks)
+        left = self._rewind.undo_updates() if self._rewind is not None and not is_hopeless else None
+        action = "raise" if is_hopeless else "skip" if left is None else "go_back"
+        everywhere = " on all ranks" if self._group.world_size > 1 else ""
+        done = {
+            "skip": f"the update is skipped{everywhere}",
+            "go_back": f"back to the state after {left} updates{everywhere}; the batches since then are left out",
+            "raise": f"{self._spikes_in_row} spikes in a row are more than max_in_row={self.spike_policy.max_in_row}, and not just "
+            "bad batches: lower the learning rate, or resume from an earlier checkpoint",
+        }[action]
+        self.report = f"update {update}: {reason}: {done} ({self.num_spikes} in all)"
+        losses = {str(rank): f"{row[2]} in micro-batch {row[1]:.0f}" for rank, row in ranks.items()}
+        norm = None if ranks else f"{self._norm:.4g}"
+        notify_listeners(
+            "spike", source=self._clock, update=update, action=action, losses=losses, norm=norm, num_updates=left
+        )
+        if is_hopeless:
+            raise SpikeError(self.report)
+        log.warning("%s", self.report)
+
+    def _describe_spike(self, ranks: dict[int, list[float]]) -> str:
+        reasons = [
+            f"the loss of micro-batch {row[1]:.0f} was {row[2]:.4g} on rank {rank}" for rank, row in ranks.items()
+        ]
+        band = self._losses if reasons else self._norms
+        seen = f"the median of the last {len(band.values)} is {band.median:.4g}, the fence is at {band.limit:.4g}"
+        return f"{'; '.join(reasons) or f'the gradient norm was {self._norm:.4g}'} ({seen})"

@@ -1,0 +1,66 @@
+"""Waiting for slow remote storage: longer timeouts for ranks that wait for a rank whose data is delayed.
+
+A dataset that reads remote storage may repeat a failing read for `stall_limit` seconds. Meanwhile the other ranks wait
+in their next collective. The backend fixes the timeout of a collective when it starts, and no rank knows then whether
+another rank has its batch. So while such a loader is read, the timeouts of all process groups, and of votes on the
+control plane, are extended by the limit. Real hangs are still found after the run's usual timeout, because the hang
+watch adds the limit only while a rank's heartbeat reports that it waits for data.
+"""
+
+from headway.core.data.loader import LoaderEvents, PreparedLoader
+from headway.core.runtime import group, process, pulse
+from headway.core.runtime.control_plane import control
+
+
+def allow_stalls(loader: PreparedLoader, events: LoaderEvents) -> None:
+    """Extend the timeouts of collectives while a rank waits for data of this loader.
+
+    It does nothing if the loader's dataset reads no remote storage.
+
+    Args:
+        loader: Prepared loader.
+        events: Callbacks and registry of the run's loaders.
+    """
+    watches = [told for told in events.before_fetch if isinstance(getattr(told, "__self__", None), StallWatch)]
+    if loader.stall_limit and not watches:
+        watch = StallWatch()
+        events.before_fetch.append(watch.begin_wait)
+        events.after_fetch.append(watch.end_wait)
+        events.after_pass.append(watch.end_pass)
+
+
+class StallWatch:
+    """Callbacks that extend timeouts while this rank waits for a batch from remote storage."""
+
+    def __init__(self) -> None:
+        self._limit = 0.0
+
+    def begin_wait(self, loader: PreparedLoader) -> None:
+        """Report in this rank's heartbeat that it waits for a batch.
+
+        The timeouts of collectives are extended if the loader reads remote storage.
+
+        Args:
+            loader: Loader from which a batch is requested.
+        """
+        limit = loader.stall_limit
+        if not limit:
+            return
+        if process.current().world_size > 1:
+            self._limit = max(self._limit, limit)
+            group.extend_timeouts(self._limit)
+            control.current().extend_limit(self._limit)
+        pulse.get_own_pulse().set_lenience(limit)
+
+    def end_wait(self, loader: PreparedLoader) -> None:
+        """Report in this rank's heartbeat that the batch has arrived.
+
+        Args:
+            loader: Loader that yields the batch.
+        """
+        if loader.stall_limit:
+            pulse.get_own_pulse().set_lenience(0.0)
+
+    def end_pass(self) -> None:
+        """Report in this rank's heartbeat that it no longer waits for data, because a pass over a loader has ended."""
+        pulse.get_own_pulse().set_lenience(0.0)

@@ -1,0 +1,148 @@
+"""Detection of stragglers: each rank publishes its step times regularly, and the main process names the slow ranks."""
+
+import struct
+from datetime import timedelta
+from statistics import median_low
+from typing import Any
+
+from torch.distributed import DistError
+
+from headway.core.runtime.control_plane import control
+from headway.core.runtime.events import notify_listeners
+from headway.core.runtime.process import ProcessRuntime
+from headway.core.training.interfaces import RankPace
+from headway.errors import ControlPlaneError, LaunchError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_PACE = struct.Struct("<qdd")
+_NUM_FORWARDS = 64  # forwards whose median is reported
+_WAITS_MORE = 0.1
+
+
+class RankPaces:
+    """Collection of all ranks' median forward times and waiting times for data, to find slow ranks.
+
+    Each rank publishes its times on the control plane. No rank waits for another.
+
+    Args:
+        runtime: Runtime of this process.
+        num_updates: Number of updates made so far. The first report is due a fixed number of updates later.
+
+    Attributes:
+        known: Times of all ranks as of the latest report, on the main process. Empty on other processes.
+    """
+
+    def __init__(self, runtime: ProcessRuntime, num_updates: int) -> None:
+        self._runtime = runtime
+        self._forwards: list[Any] = []
+        self._reported_at = num_updates
+        self._reported_seconds = self._reported_wait = 0.0
+        self._suspects: set[int] = set()
+        self._accused: set[int] = set()
+        self._is_broken = False
+        self.known: list[RankPace] = []
+
+    def add_forward(self, forward: Any) -> None:
+        """Record the time of a forward for the next report.
+
+        Args:
+            forward: Seconds, or a pair of device events at the start and end.
+        """
+        if len(self._forwards) < _NUM_FORWARDS:
+            self._forwards.append(forward)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether enough forwards have been timed for the next report."""
+        return len(self._forwards) >= _NUM_FORWARDS
+
+    def is_due(self, num_updates: int, every: int) -> bool:
+        """Whether a report is due.
+
+        Args:
+            num_updates: Number of updates made so far.
+            every: Number of updates between two reports.
+        """
+        return not (self._is_broken or 0 <= num_updates - self._reported_at < every)  # a resume may go back
+
+    def publish_pace(self, num_updates: int, seconds: float, waited: float, factor: float) -> None:
+        """Publish this rank's median forward time and the fraction of its time spent waiting for data.
+
+        The main process also compares all ranks, and warns about ranks that were slow twice in a row.
+
+        Args:
+            num_updates: Number of updates made so far.
+            seconds: Seconds measured so far.
+            waited: Seconds spent waiting for data so far.
+            factor: Multiple of the median forward time above which a rank is a straggler.
+        """
+        seconds_since = seconds - self._reported_seconds
+        forwards = [f for f in map(_read_seconds, self._forwards) if f is not None]
+        self._reported_at, self._forwards = num_updates, []
+        if self._runtime.world_size == 1 or not forwards or seconds_since <= 0:
+            return
+        wait = (waited - self._reported_wait) / seconds_since
+        self._reported_seconds, self._reported_wait = seconds, waited
+        try:
+            word = _PACE.pack(self._reported_at, median_low(forwards), wait)
+            control.current().set(f"pace/{self._runtime.rank}", word)
+            self.known = self.list_latest() if self._runtime.is_main_process else []
+            slow = find_stragglers(self.known, factor) if self.known else {}
+        except (DistError, ControlPlaneError, LaunchError) as error:
+            # Measuring must not end a run.
+            log.warning_once("paces of ranks are not compared any more: %s", error)
+            self._is_broken = True
+            return
+        for rank in sorted((self._suspects & set(slow)) - self._accused):
+            log.warning("%s (update %d)", slow[rank], self._reported_at)
+            notify_listeners("straggler", update=self._reported_at, rank=rank, reason=slow[rank])
+            self._accused.add(rank)
+        self._suspects = set(slow)
+
+    def list_latest(self) -> list[RankPace]:
+        """Return the latest forward time and waiting time that each rank has published."""
+        found = []
+        plane = control.current()
+        for rank in range(self._runtime.world_size):
+            if plane.has(f"pace/{rank}"):
+                number, forward, wait = _PACE.unpack(plane.get(f"pace/{rank}", timedelta(seconds=10)))
+                found.append(RankPace(rank, number, forward, wait))
+        return found
+
+
+def _read_seconds(forward: Any) -> float | None:
+    """Return the time of a forward in seconds, or None if the device has not finished the forward yet."""
+    if isinstance(forward, float):
+        return forward
+    begin, end = forward
+    return float(begin.elapsed_time(end)) / 1000 if end.query() else None
+
+
+def find_stragglers(paces: list[RankPace], factor: float) -> dict[int, str]:
+    """Return a description of each slow rank, by rank.
+
+    A rank is slow if its forward takes more than `factor` times the median. It is also slow if the fraction of its time
+    spent waiting for data exceeds the median by more than 0.1.
+
+    Args:
+        paces: Forward times and waiting times of the ranks. With fewer than two ranks there are no stragglers.
+        factor: Multiple of the median forward time, above 1.
+    """
+    if len(paces) < 2:
+        return {}
+    # The lower median: of two ranks, the faster one is the reference.
+    usual = median_low(pace.forward for pace in paces)
+    waited = median_low(pace.data_wait for pace in paces)
+    found = {}
+    for pace in paces:
+        reasons = []
+        if pace.forward > factor * usual > 0:
+            taken = f"{1000 * pace.forward:,.0f}" if pace.forward >= 0.1 else f"{1000 * pace.forward:.3g}"
+            reasons.append(f"takes {taken} ms for a forward, {pace.forward / usual:.1f} times the median")
+        if pace.data_wait > waited + _WAITS_MORE:
+            reasons.append(f"waits for data {pace.data_wait:.0%} of its time, the median is {waited:.0%}")
+        if reasons:
+            found[pace.rank] = f"rank {pace.rank} holds up the others: it {' and '.join(reasons)}"
+    return found

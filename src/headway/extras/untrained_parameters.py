@@ -1,0 +1,101 @@
+"""Warn once about parameters that get gradients although no optimizer updates them.
+
+Such parameters do not learn. `zero_grad()` of an optimizer does not clear their gradients, which therefore add up
+from update to update and distort the norm of all gradients. The usual cause is an optimizer that was built before a
+layer was added, or a selection of parameters that misses some.
+
+The core looks for such parameters at the first step of each optimizer. The warning waits for the second update, because
+another optimizer may be prepared until then, or the script may update the parameters without an optimizer.
+"""
+
+import gc
+
+import torch
+
+from headway.core.strategies.fully_sharded.dtensors import get_local_shard
+from headway.core.training._torch import is_fake
+from headway.core.training.prepared.objects import iterate_parameters
+from headway.core.training.prepared.registry import AcceleratorRegistry, find_replaced_ids
+from headway.core.training.step import TrainingStep
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_SHOWN = 3
+
+
+def watch_second_update(step: TrainingStep, neighbors: AcceleratorRegistry) -> None:
+    """At the second update, warn about parameters that get gradients but do not change and are in no optimizer.
+
+    Args:
+        step: Training step that makes its first update. Its prepared optimizers do not hold all trainable parameters.
+        neighbors: Registry of the Accelerators of this process.
+    """
+    if any(map(is_fake, step.prepared.list_parameters())):  # a forecast changes no weights
+        return
+    checksums = {key: _sum_values(parameter) for key, parameter in _find_untrained(step).items()}
+    first = step.windows.current.number
+    is_done = False
+
+    def check() -> None:
+        nonlocal is_done
+        if is_done or step.windows.current.number == first:
+            return
+        is_done = True  # removing the check would disturb the loop over the hooks
+        left = {key: p for key, p in _find_untrained(step).items() if checksums.get(key) == _sum_values(p)}
+        if left:
+            left = {key: p for key, p in left.items() if key not in _list_held_ids(neighbors)}
+        names = [name for name, p in step.prepared.iterate_named("named_parameters") if id(p) in left] if left else []
+        if names:
+            rest = len(names) - _SHOWN
+            log.warning_once(
+                "%d trainable parameters get gradients, but no optimizer holds them (%s%s). They do not learn, and their "
+                "gradients add up from update to update. Add them to an optimizer, or freeze them with requires_grad_(False) "
+                "before prepare()",
+                len(names),
+                ", ".join(names[:_SHOWN]),
+                f" and {rest} more" if rest > 0 else "",
+                # Under pipeline parallelism, parameters of other stages are meta tensors without gradients.
+                main_process_only=not any(p.is_meta for p in step.prepared.list_parameters()),
+            )
+
+    step.hooks.before_update.append(check)
+
+
+def _find_untrained(step: TrainingStep) -> dict[int, torch.nn.Parameter]:
+    """Return the trainable parameters that have a gradient but belong to no prepared optimizer, by `id`.
+
+    Modules in evaluation mode are left out, because a network that only computes a loss may get gradients that are not
+    needed.
+    """
+    prepared = step.prepared
+    held = {id(p) for each in prepared.optimizers for p in iterate_parameters(each.optimizer)}
+    modules = (module for model in prepared.at_rest() for module in model.modules() if module.training)
+    return {
+        id(p): p
+        for module in modules
+        for p in module.parameters(recurse=False)
+        if p.requires_grad and p.grad is not None and id(p) not in held
+    }
+
+
+def _sum_values(parameter: torch.Tensor) -> float:
+    """Return the sum of this rank's values of a parameter.
+
+    If it changes, the script has updated the parameter by hand.
+    """
+    values = get_local_shard(parameter.detach())
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return float(
+        values.sum(dtype=torch.float32 if values.device.type == "mps" else torch.float64)
+    )  # MPS has no float64
+
+
+def _list_held_ids(neighbors: AcceleratorRegistry) -> set[int]:
+    """Return the `id` of each parameter of all optimizers in this process.
+
+    All Python objects are searched for optimizers. This is called at most once per Accelerator, before a warning.
+    """
+    optimizers = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.optim.Optimizer)]
+    held = [p for optimizer in optimizers for p in iterate_parameters(optimizer)]
+    return {id(p) for p in held}.union(*(find_replaced_ids(step, held) for step in neighbors.list_newest_first()))

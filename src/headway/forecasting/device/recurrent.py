@@ -1,0 +1,146 @@
+"""Make recurrent layers of fake tensors call cuDNN, and compute the memory that cuDNN and oneDNN keep and request.
+
+A recurrent layer is one call of cuDNN on CUDA. On a CPU, each layer of an LSTM is one call of oneDNN. The memory that
+oneDNN keeps was measured, and is accurate to a few percent. cuDNN reports its sizes only on a GPU, so it is assumed to
+keep the gates, cells and outputs of every step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headway.forecasting._torch import FakeTensor
+
+_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
+"""cuDNN's mode number of each type of recurrent layer."""
+_KEPT = {0: 1, 1: 1, 2: 6, 3: 5}
+"""Values that cuDNN is assumed to keep per step and hidden unit, by mode."""
+
+
+def size_cudnn_reserve(args: tuple[Any, ...]) -> list[int]:
+    """Return the storage sizes in bytes of the results of `_cudnn_rnn`.
+
+    The fourth result is cuDNN's reserve buffer, which is empty in torch's fake implementation.
+    """
+    tokens, mode, hidden, layers, train, two_ways = args[0], args[6], args[7], args[9], args[12], args[13]
+    values = tokens.numel() // tokens.shape[-1] * hidden * (2 if two_ways else 1) * layers
+    return [0, 0, 0, values * _KEPT[mode] * tokens.element_size() if train else 0, 0]
+
+
+def size_cudnn_workspace(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of each of cuDNN's scratch tensors.
+
+    They are a copy of the inputs if these are batch-first, and a workspace for the gates of a layer.
+    """
+    tokens, hidden = args[0], args[7]
+    gates = tokens.numel() // tokens.shape[-1] * hidden * 4 * tokens.element_size()
+    return [tokens.nbytes, gates] if args[10] else [gates]
+
+
+def size_cudnn_backward_workspace(args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of each of cuDNN's scratch tensors in backward.
+
+    They are copies of inputs and gradients if these are batch-first, and a workspace.
+    """
+    tokens, hidden = args[0], args[11]
+    gates = tokens.numel() // tokens.shape[-1] * hidden * 4 * tokens.element_size()
+    return [tokens.nbytes, args[6].nbytes, gates] if args[14] else [gates]
+
+
+def size_onednn_workspace(args: tuple[Any, ...]) -> list[int]:
+    """Return the storage sizes in bytes of the results of `mkldnn_rnn_layer`.
+
+    The fourth result is oneDNN's workspace, whose size was measured for 24 shapes.
+    """
+    tokens, hidden = args[0], args[10]
+    steps, batch, width = tokens.shape
+    states = (steps + 1) * batch * (6 * max(width, hidden) + 5.25 * hidden)
+    return [0, 0, 0, round((steps * batch * 4 * hidden + states) * 4)]
+
+
+def override_recurrent_layers(library: torch.library.Library) -> None:
+    """Make recurrent layers of fake tensors call cuDNN.
+
+    Args:
+        library: Library of the aten namespace. Its destruction removes the overrides.
+    """
+    library.impl("_cudnn_rnn_backward", _fake_cudnn_backward, "Meta")  # type: ignore[no-untyped-call]
+    for name, mode in _MODES.items():
+        library.impl(f"{name}.input", _make_layers(name, mode), "AutogradCPU")  # type: ignore[no-untyped-call]
+    library.impl("_thnn_fused_gru_cell", _fake_gru_cell, "Meta")  # type: ignore[no-untyped-call]
+    library.impl("_thnn_fused_gru_cell_backward", _fake_gru_cell_backward, "Meta")  # type: ignore[no-untyped-call]
+    for name in ("gru_cell", "lstm_cell"):
+        library.impl(name, _make_cell(name), "AutogradCPU")  # type: ignore[no-untyped-call]
+
+
+def _fake_gru_cell(gates: torch.Tensor, _: torch.Tensor, state: torch.Tensor, *biases: Any) -> Any:
+    return torch.empty_like(state), state.new_empty(len(gates), 5 * state.shape[1])
+
+
+def _fake_gru_cell_backward(gradient: torch.Tensor, workspace: torch.Tensor, has_bias: bool) -> Any:
+    gates = [gradient.new_empty(len(gradient), 3 * gradient.shape[1]) for _ in range(2)]
+    return *gates, torch.empty_like(gradient), *(gates[0].new_empty(gates[0].shape[1:]) for _ in range(2))
+
+
+def _make_cell(name: str) -> Callable[..., Any]:
+    """Return a function that computes a step of a recurrent cell, with all gates in one kernel.
+
+    The gates are saved for backward.
+
+    Args:
+        name: Name of the operation.
+    """
+    plain, fused = getattr(torch.ops.aten, name).default.decompose, getattr(torch.ops.aten, f"_thnn_fused_{name}")
+
+    def run(tokens: torch.Tensor, state: Any, *weights: Any) -> Any:
+        if not isinstance(tokens, FakeTensor):
+            return plain(tokens, state, *weights)
+        given = [tokens, *(state if name == "lstm_cell" else [state] * 2), *weights]
+        if torch.is_autocast_enabled("cpu"):
+            given = [each if each is None else each.to(torch.get_autocast_dtype("cpu")) for each in given]
+        found = fused(given[0] @ given[3].t(), given[1] @ given[4].t(), given[2], *given[5:])
+        return found[:2] if name == "lstm_cell" else found[0]
+
+    return run
+
+
+def _make_layers(name: str, mode: int) -> Callable[..., Any]:
+    plain = getattr(torch.ops.aten, name).input.decompose
+
+    def run(
+        tokens: torch.Tensor,
+        state: Any,
+        weights: list[torch.Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        two_ways: bool,
+        batch_first: bool,
+    ) -> Any:
+        if not isinstance(tokens, FakeTensor):
+            return plain(tokens, state, weights, has_biases, num_layers, dropout, train, two_ways, batch_first)
+        hx, cx = state if mode == 2 else (state, None)
+        stride = (4 if has_biases else 2) + (len(weights) % (4 if has_biases else 2) != 0)
+        if torch.is_autocast_enabled("cpu"):  # as on CUDA, where all of it goes to half precision
+            dtype = torch.get_autocast_dtype("cpu")
+            tokens, hx, cx = tokens.to(dtype), hx.to(dtype), None if cx is None else cx.to(dtype)
+            weights = [each.to(dtype) for each in weights]
+        buffer = weights[0].new_empty(0)
+        hidden = hx.shape[-1] if cx is None else cx.shape[-1]
+        projected = hx.shape[-1] if cx is not None and hx.shape[-1] != hidden else 0
+        shape = (mode, hidden, projected, num_layers, batch_first, dropout, train, two_ways)
+        found = torch.ops.aten._cudnn_rnn(tokens, weights, stride, buffer, hx, cx, *shape, [], None)
+        return found[:3] if mode == 2 else found[:2]
+
+    return run
+
+
+def _fake_cudnn_backward(*args: Any) -> Any:
+    """Return fake gradients of the input, the states and the weights. The weights' gradients share one buffer."""
+    tokens, weights, _, _, hx, cx = args[:6]
+    flat = weights[0].new_empty(sum(each.numel() for each in weights))
+    parts = [part.view(each.shape) for part, each in zip(flat.split([each.numel() for each in weights]), weights)]
+    gradient = torch.empty_like(tokens, memory_format=torch.contiguous_format)
+    return gradient, torch.empty_like(hx), torch.empty_like(cx if cx is not None else hx), parts

@@ -1,0 +1,38 @@
+"""Make transformers models on fake tensors treat attention masks like a real run in which no token is masked."""
+
+from typing import Any
+
+from torch import nn
+
+MASK = "attention_mask"
+"""Name of the attention mask in the batches of transformers."""
+POSITIONS = "position_ids"
+"""Name of the position IDs in the batches of transformers."""
+
+_UNMASKED = "headway_unmasked"
+"""Name under which an attention implementation is registered in transformers that has no mask function."""
+
+
+def skip_causal_mask(model: nn.Module) -> nn.Module:
+    """Make a transformers model skip building the causal mask, as in a real run without padding, and return the model.
+
+    In a real run, transformers reads the values of the attention mask, and builds no causal mask if no token is masked.
+    Fake and meta tensors have no values, so it would always build one. Therefore an attention implementation without a
+    registered mask function is selected, for which transformers builds no mask.
+    """
+    if getattr(model.config, "_attn_implementation", None) == "sdpa":
+        from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
+        model.set_attn_implementation(_UNMASKED)  # type: ignore[operator]
+    return model
+
+
+def drop_masks(model: nn.Module) -> None:
+    """Change a transformers model so that it ignores its `attention_mask` argument, as if no token were masked."""
+
+    def without(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, {key: value for key, value in kwargs.items() if key != MASK}
+
+    model.register_forward_pre_hook(without, with_kwargs=True)

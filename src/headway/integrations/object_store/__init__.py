@@ -1,0 +1,1 @@
+"""Checkpoints in object stores: `s3://`, `gs://` and `az://`."""

@@ -1,0 +1,119 @@
+"""Lock object next to a checkpoint directory in an object store.
+
+The object is created only if it does not exist. The process that holds the lock rewrites it every few seconds, on
+condition that no other process has changed it (if-match). Another process observes, with its own clock, whether the
+object still changes. Clocks of different machines are never compared.
+"""
+
+import contextlib
+import json
+import secrets
+import threading
+import time
+from dataclasses import asdict
+
+from headway.common.object_path import ObjectPath
+from headway.core.checkpoint import lock
+from headway.errors import CheckpointError
+
+
+class ObjectLock(lock.PlaceLock):
+    """Lock on a checkpoint directory in an object store, which is an object next to the directory.
+
+    Args:
+        folder: Directory to lock.
+        run: ID of the run, as in `LockOwner`.
+        start: ID of this start of the run, as in `LockOwner`.
+
+    Raises:
+        CheckpointError: If another run holds the lock.
+    """
+
+    def __init__(self, folder: ObjectPath, run: str, start: str) -> None:
+        self._owner = asdict(lock.LockOwner.describe_this_process(run, start))
+        self._requests = threading.Lock()
+        self._token = secrets.token_hex(8)
+        self._count = 0
+        self._etag = ""
+        self._is_lost = False
+        super().__init__(folder, run, start)
+
+    def check(self) -> None:
+        """Rewrite the lock object, and raise `CheckpointError` if another run has taken it.
+
+        Raises:
+            CheckpointError: If another run has taken the lock.
+        """
+        if self._etag and not self._beat():
+            found = self._path.client.get(self._path.key)
+            raise CheckpointError(self._describe_holder(b"" if found is None else found[0], lock.TAKEN))
+
+    def _remove(self) -> None:
+        # The object stays, and other runs find its holder dead after lock.SILENCE.
+        with contextlib.suppress(CheckpointError):
+            if self._etag and self._beat():  # just rewritten, so no other run can judge it dead before it is removed
+                self._path.unlink()
+
+    def _beat(self) -> bool:
+        with self._requests:
+            if self._is_lost:
+                return False
+            self._is_lost = not self._write(self._etag)
+            return not self._is_lost
+
+    def _write(self, replaces: str | None) -> bool:
+        client, key = self._path.client, self._path.key
+        while True:
+            self._count += 1
+            text = json.dumps({**self._owner, "beat": f"{self._token} {self._count}"}).encode()
+            etag = client.put(key, text, replaces)
+            if etag is not None:
+                self._etag = etag
+                return True
+            found = client.get(key)
+            if found is None or f'"beat": "{self._token} '.encode() not in found[0] or found[1] == replaces:
+                return False
+            replaces = found[1]  # an earlier write of this process succeeded, but its answer was lost
+
+    def _take(self) -> None:
+        client, key, judged = self._path.client, self._path.key, None
+        while not self._write(judged):
+            found = client.get(key)
+            if found is not None:
+                if self._is_own(found[0]):  # written by another machine of this run
+                    self._etag = ""
+                    return
+                self._wait_for_end(*found)
+            judged = None if found is None else found[1]
+        threading.Thread(target=self._beats, name="headway-lock", daemon=True).start()
+
+    def _wait_for_end(self, text: bytes, etag: str) -> None:
+        """Block until the lock's owner counts as dead, or the lock object has been deleted.
+
+        Args:
+            text: Content of the lock object.
+            etag: ETag of the lock object.
+
+        Raises:
+            CheckpointError: If the owner rewrites the object, and is therefore alive.
+        """
+        client, key, lives = self._path.client, self._path.key, lock.is_holder_alive(text)
+        if lives is None:
+            self._warn(text)
+        until = time.monotonic() + (lock.SILENCE if lives is None else 0)
+        while time.monotonic() < until:
+            time.sleep(min(1.0, lock.SILENCE / 10))
+            found = client.get(key)
+            if found is None:
+                return
+            lives = found[1] != etag
+            if lives:
+                break
+        if lives:
+            raise CheckpointError(self._describe_holder(text, lock.IN_USE))
+
+    def _beats(self) -> None:
+        while not self._over.wait(lock.BEAT):
+            with contextlib.suppress(CheckpointError):  # the store may be unavailable for a while
+                if not self._beat():
+                    return

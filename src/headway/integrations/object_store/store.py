@@ -1,0 +1,423 @@
+"""Checkpoints in an object store: each save uploads files under a new prefix, and a conditional write commits them.
+
+Layout::
+
+    <name>/data-<16 hexadecimal digits>/...   files of one save; no two saves share a prefix
+    <name>/manifest.json                      exists when the checkpoint does; file names in it are relative to <name>
+    <name>.lock, latest                       next to the checkpoint
+
+The manifest is written only if there is none, or only over the one that existed when the commit began. A removal
+deletes the manifest first. An interrupted save leaves a `data-...` prefix that no manifest lists. The next save of
+the run that holds the lock deletes such prefixes, and no other objects.
+
+A reader downloads the ranges that its rank needs into sparse local files, and compares each piece, a block of bytes
+whose hash is in the manifest, with that hash (`FetchedCheckpoint`). The local files have the length of the stored
+ones, but take disk space (in TMPDIR) only for downloaded pieces. The local files are removed together with the
+`FetchedCheckpoint`. Tensors that have already been mapped from them stay valid.
+"""
+
+import contextlib
+import re
+import shutil
+import tempfile
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from headway.common.object_path import PART, THREADS, ObjectPath
+from headway.core.checkpoint.format.manifest import MANIFEST, TITLE, Manifest, WrittenFile, read_manifest
+from headway.core.checkpoint.stores.disk import LATEST
+from headway.core.checkpoint.stores.threads import run_in_order
+from headway.errors import CheckpointDamaged, CheckpointError, ConfigError, ObjectStoreError
+from headway.integrations.object_store.lock import ObjectLock
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_DATA = re.compile(r"data-[0-9a-f]{16}")
+"""Name of the prefix that holds the files of one save."""
+
+
+class FetchedCheckpoint:
+    """Local directory into which pieces of a checkpoint's files (blocks of bytes with a hash each) are downloaded.
+
+    Args:
+        source: URL of the checkpoint in the object store.
+        manifest: Manifest of the checkpoint.
+
+    Attributes:
+        folder: Local directory.
+    """
+
+    def __init__(self, source: ObjectPath, manifest: Manifest) -> None:
+        self._source = source
+        self._manifest = manifest
+        self.folder = Path(tempfile.mkdtemp(prefix="headway-"))
+        weakref.finalize(self, shutil.rmtree, self.folder, True)
+        self._held: dict[str, set[int]] = {}
+
+    def header(self, file: str) -> Path:
+        """Download the safetensors header of a file, and return the path of the local file.
+
+        Raises:
+            CheckpointError: If a block of the file is damaged or cannot be downloaded, or the local disk is full.
+        """
+        path, written = self.folder / file, self._manifest.files[file]
+        self.fetch({file: [(0, min(8, written.num_bytes))]})
+        with open(path, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+        self.fetch({file: [(0, min(8 + length, written.num_bytes))]})
+        return path
+
+    def fetch(self, ranges: Mapping[str, Iterable[tuple[int, int]]]) -> None:
+        """Download the blocks of the files that contain the given byte ranges, and compare each block with its hash.
+
+        Args:
+            ranges: Byte ranges by file, as pairs of (begin, end).
+
+        Raises:
+            CheckpointError: If a block is damaged or cannot be downloaded, or the local disk is full.
+        """
+        tasks: list[Callable[[], None]] = []
+        for file, wanted in sorted(ranges.items()):
+            written, held = self._manifest.files[file], self._begin(file)
+            first = {n for begin, end in wanted for n in range(begin // written.piece, -(-end // written.piece))}
+            missing = sorted(first - held)
+            held.update(missing)
+            tasks += [
+                partial(_fetch, self._source / file, self.folder / file, written, run)
+                for run in _runs(missing, written)
+            ]
+        run_in_order(tasks, THREADS)
+
+    def verify(self) -> None:
+        """Download every byte of the checkpoint and compare it with the hashes. The bytes are not kept.
+
+        Raises:
+            CheckpointError: If a block of a file does not match its hash. The message names the first one.
+        """
+        tasks = (
+            partial(_fetch, self._source / name, None, written, run)
+            for name, written in self._manifest.files.items()
+            for run in _runs(range(len(written.digests) if written.num_bytes else 0), written)
+        )
+        run_in_order(tasks, THREADS)
+
+    def _begin(self, file: str) -> set[int]:
+        """Return which pieces of a file (blocks with a hash each) are already downloaded, as a set of piece numbers.
+
+        The first call for a file creates the sparse local file.
+        """
+        if file not in self._held:
+            path = self.folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "wb") as made:
+                made.truncate(self._manifest.files[file].num_bytes)
+            self._held[file] = set()
+        return self._held[file]
+
+
+def _runs(pieces: Sequence[int], written: WrittenFile) -> Iterator[range]:
+    """Yield ranges of consecutive piece numbers, each within one stored object."""
+    per_part, start = max(1, PART // written.piece), 0
+    for index, number in enumerate(pieces):
+        after = pieces[index + 1] if index + 1 < len(pieces) else None
+        if after != number + 1 or after % per_part == 0:
+            yield range(pieces[start], number + 1)
+            start = index + 1
+
+
+def _fetch(source: ObjectPath, local: Path | None, written: WrittenFile, run: range) -> None:
+    """Download consecutive pieces of a file (blocks with a hash each) in one request, twice if a hash does not match.
+
+    Args:
+        source: URL of the checkpoint in the object store.
+        local: Local file to write the pieces to; None to only compare the hashes.
+        written: Entry of the file in the manifest.
+        run: Numbers of the pieces.
+    """
+    start, end = run.start * written.piece, min(run.stop * written.piece, written.num_bytes)
+    for is_last in (False, True):
+        try:
+            data = (
+                b"".join(source.read_range(start, end)) if end - start > PART else next(source.read_range(start, end))
+            )
+        except FileNotFoundError as error:
+            raise CheckpointDamaged(f"a part of {source} no longer exists: {error}") from error
+        view = memoryview(data)
+        bad = next((n for n in run if _hash(view, n, run, written) != written.digests[n]), None)
+        if bad is None:
+            break
+        if is_last:
+            raise CheckpointDamaged(
+                f"{source} is damaged: its bytes {bad * written.piece:,} to {min((bad + 1) * written.piece, end):,} are not those "
+                f"written ({TITLE} differs); resume from another checkpoint"
+            )
+    if local is not None:
+        try:
+            with open(local, "r+b") as file:  # buffered: writes all bytes or raises
+                file.seek(start)
+                file.write(view)
+        except OSError as error:
+            raise CheckpointError(
+                f"{local} cannot be written: {error}. A rank keeps what it loads there for a while; set TMPDIR to a larger disk"
+            ) from error
+
+
+def _hash(view: memoryview, number: int, run: range, written: WrittenFile) -> str:
+    start = (number - run.start) * written.piece
+    return xxhash.xxh3_128(view[start : start + written.piece]).hexdigest()
+
+
+class ObjectStore:
+    """Checkpoint store in an object store, for one checkpoint or a prefix of checkpoints.
+
+    It has the interface of `DiskStore`.
+
+    Args:
+        folder: URL of the checkpoint or checkpoints.
+
+    Attributes:
+        poll: Seconds between two checks for files of other ranks.
+        needs_lock: Whether saves to a folder that the caller names need a lock.
+        verifies_on_read: Whether readers compare each block of a file with its hash when they download it.
+    """
+
+    poll = 0.1
+    needs_lock = True
+    verifies_on_read = True
+
+    def __init__(self, folder: ObjectPath) -> None:
+        self.folder = folder
+
+    def check_name(self) -> None:
+        """Raise an error if the URL names a whole bucket instead of an object or prefix in a bucket.
+
+        Raises:
+            ConfigError: If the URL names a whole bucket.
+        """
+        if not self.folder.key:
+            raise ConfigError(f"{self.folder} is a whole bucket; give a place in it, such as {self.folder}/checkpoint")
+
+    def check_target(self) -> None:
+        """Raise an error if there are objects below the URL that do not belong to a Headway checkpoint.
+
+        Raises:
+            CheckpointError: If there are such objects.
+        """
+        foreign = [name for name, _ in self.folder.list_objects() if name != MANIFEST and not _is_data(name)]
+        if foreign:
+            raise CheckpointError(
+                f"{self.folder} holds objects ({foreign[0]}) that are not a Headway checkpoint; give a new place"
+            )
+
+    def lock(self, run: str, start: str) -> ObjectLock:
+        """Lock the checkpoint's URL against saves of other runs, and return the lock.
+
+        Args:
+            run: ID of the run, as in `LockOwner`.
+            start: ID of this start of the run, as in `LockOwner`.
+
+        Raises:
+            CheckpointError: If another run holds the lock.
+        """
+        return ObjectLock(self.folder, run, start)
+
+    # ---------------------------------------------------------------- save
+
+    def staging(self, nonce: str) -> Path:
+        """Return the URL prefix to which one save uploads its files.
+
+        Args:
+            nonce: Random hexadecimal text that identifies the save.
+        """
+        place: Path = self.folder / f"data-{nonce}"
+        return place
+
+    def abandon(self) -> None:
+        """Delete the files of a failed save unless the manifest lists them.
+
+        The commit of that save may have succeeded although the store's answer was lost.
+
+        Raises:
+            ObjectStoreError: If the store does not answer. The next save removes the leftovers.
+        """
+        known = _named_by(self.folder.parent)
+        if known is not None and self.folder.name not in known:
+            self.folder.client.delete([each.key for _, each in self.folder.list_objects()])
+
+    def commit(self, staging: Path, manifest: Manifest, fence: Callable[[], None]) -> None:
+        """Commit uploaded files as a checkpoint, by one conditional write of the manifest.
+
+        Args:
+            staging: Prefix of the uploaded files.
+            manifest: Manifest with file names relative to `staging`.
+            fence: Function that raises `CheckpointError` if another run has taken the lock. That run may have removed
+                the files.
+
+        Raises:
+            CheckpointError: If an uploaded object is missing, or another save committed first. The previous checkpoint
+                is unchanged.
+        """
+        placed = manifest.moved(staging.name)
+        data = placed.encode()
+        placed.read_back()  # an unreadable manifest must not replace a readable one
+        if problem := self.absent(placed):
+            raise CheckpointError(f"{self.folder} cannot be committed: {problem}")
+        path = self.folder / MANIFEST
+        former = path.client.get(path.key)
+        fence()
+        if path.client.put(path.key, data, None if former is None else former[1]) is None:
+            raise CheckpointError(
+                f"{self.folder} was committed by another run at the same time; give each run its own place"
+            )
+        self._look_back(placed, fence)
+        if former is not None:
+            self._tidy(staging.name)
+
+    def _look_back(self, placed: Manifest, fence: Callable[[], None]) -> None:
+        """Undo the commit if another run has taken the lock during it and has removed the files.
+
+        If the store does not answer, the commit counts as successful.
+
+        Raises:
+            CheckpointError: If the commit was undone.
+        """
+        try:
+            fence()
+        except ObjectStoreError:
+            return
+        except CheckpointError:
+            with contextlib.suppress(ObjectStoreError):
+                if self.absent(placed) is None:
+                    return
+                (self.folder / MANIFEST).unlink()
+            raise
+
+    def _tidy(self, kept: str) -> None:
+        """Delete the files of all other saves under the checkpoint's name.
+
+        A failure only logs a warning, because the next save tries again.
+
+        Args:
+            kept: Prefix of the save whose files are kept.
+        """
+        try:
+            below = [(name, each.key) for name, each in self.folder.list_objects() if _is_data(name)]
+            self.folder.client.delete([key for name, key in below if name.split("/")[0] != kept])
+        except CheckpointError as error:
+            log.warning_once(
+                "%s: the files of the checkpoint that it replaced could not be removed (%s)", self.folder, error
+            )
+
+    def point_latest(self) -> None:
+        """Write the checkpoint's name to the object `latest` next to it."""
+        (self.folder.parent / LATEST).write_text(self.folder.name + "\n")
+
+    # ---------------------------------------------------------------- find
+
+    def locate(self) -> Path:
+        """Return the URL of the checkpoint, which never changes.
+
+        A checkpoint on a disk, in contrast, may have another name during a save.
+        """
+        return self.folder
+
+    def get_content_folder(self) -> Path:
+        """Return the URL prefix of the checkpoint's files, to which the names in its manifest are relative."""
+        place: Path = self.folder / next(iter(read_manifest(self.folder).files), "").partition("/")[0]
+        return place
+
+    def identity(self) -> tuple[int, int]:
+        """Return two numbers that identify the manifest object: its length and a hash of its ETag.
+
+        (0, 0) if there is none.
+        """
+        path = self.folder / MANIFEST
+        found = path.client.get(path.key)
+        return (0, 0) if found is None else (len(found[0]), hash(found[1]))
+
+    def absent(self, manifest: Manifest) -> str | None:
+        """Return a message about the first stored object that is missing or has a wrong length.
+
+        Return None if all are complete. Contents are not read.
+        """
+        there = {each.key: each.num_bytes for _, each in self.folder.list_objects()}
+        for written in manifest.files.values():
+            path = self.folder / written.name
+            for start in range(0, max(1, written.num_bytes), PART):
+                key, wanted = path.make_part_key(start // PART), min(PART, written.num_bytes - start)
+                found = there.get(key)
+                if found != wanted:
+                    found = path.client.get_size(key)  # listings may lag behind writes
+                if found != wanted:
+                    what = "is not there" if found is None else f"has {found} bytes"
+                    return f"{path.client.root}/{key} {what}, {wanted} were written"
+        return None
+
+    def fetched(self, manifest: Manifest) -> FetchedCheckpoint:
+        """Return an empty local copy of the checkpoint, into which the required byte ranges can be downloaded."""
+        return FetchedCheckpoint(self.folder, manifest)
+
+    # ---------------------------------------------------------------- remove
+
+    def remove(self) -> None:
+        """Delete a checkpoint: the manifest first, then its files. Other objects below its name are kept."""
+        (self.folder / MANIFEST).unlink()
+        self.folder.client.delete([each.key for name, each in self.folder.list_objects() if _is_data(name)])
+
+    def sweep(self, name: str | None = None) -> list[Path]:
+        """Delete the files of interrupted saves, and return their prefixes.
+
+        Do not call this method while a save of that name is running.
+
+        Args:
+            name: Name of the checkpoint whose leftover files are deleted. Default: None, for the leftover files of all
+                checkpoints.
+        """
+        parent = self.folder
+        start = parent if name is None else parent / name
+        prefix = "" if name is None else f"{name}/"
+        found: dict[str, set[str]] = defaultdict(set)
+        committed = set()
+        for below, _ in start.list_objects():
+            owner, _, rest = (prefix + below).partition("/")
+            if rest == MANIFEST:
+                committed.add(owner)
+            elif _is_data(rest):
+                found[owner].add(rest.split("/")[0])
+        left = []
+        for owner, folders in found.items():
+            if owner in committed and len(folders) == 1:
+                continue  # the only data folder is the one that the manifest lists
+            known = _named_by(parent / owner)
+            if known is not None:
+                left += [parent / owner / each for each in sorted(folders - known)]
+        for path in left:
+            path.client.delete([each.key for _, each in path.list_objects()])
+        return left
+
+
+def _is_data(name: str) -> bool:
+    return _DATA.fullmatch(name.split("/")[0]) is not None
+
+
+def _named_by(folder: ObjectPath) -> set[str] | None:
+    """Return the prefixes of saves that a checkpoint's manifest lists, or None if the manifest is damaged.
+
+    The set is empty if there is no manifest.
+
+    Raises:
+        ObjectStoreError: If the store does not answer.
+    """
+    path = folder / MANIFEST
+    found = path.client.get(path.key)
+    try:
+        files = Manifest.decode(found[0]).files if found is not None else {}
+    except CheckpointError:
+        return None
+    return {name.split("/")[0] for name in files}

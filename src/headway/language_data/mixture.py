@@ -1,0 +1,578 @@
+"""Mixture of several datasets by weight, whose order is a function of the seed and the position."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from operator import index as to_index
+from typing import Any
+from zlib import crc32
+
+import numpy
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from headway.core.runtime.seed import mix_seed
+from headway.errors import ConfigError, DataError, StateError
+from headway.language_data.joined_tables import JoinedTables
+from headway.language_data.mixture_weights import Weights, read_weights
+from headway.language_data.quotas import Piece, QuotaOrder, build_pieces, limit_pieces, share_rates
+from headway.language_data.shuffling import shuffle_offsets
+
+ENDS = ("repeat", "stop", "drop")
+SOURCE_KEY = "source"
+_NUM_KEPT_BLOCKS = 16
+
+
+class Mixture(Dataset[Any]):
+    """Dataset that takes samples from several datasets in proportion to their weights.
+
+    The order is a function of the seed and the position. So it does not depend on the number of ranks and workers,
+    and a resumed run continues it exactly. In every prefix of the order, the number of samples from each source
+    differs from its share by less than one. Any position is computed directly, without those before it.
+
+    Each source is shuffled separately, with a new permutation for each pass over it. Read the mixture without further
+    shuffling: `prepare` refuses a DataLoader with `shuffle=True`. If a source can only be iterated, the mixture is an
+    `IterableDataset` (`StreamMixture`).
+
+    If all sources repeat, epochs continue one another: epoch 1 begins at position `num_samples`. Otherwise each epoch
+    begins the order again, with another shuffling.
+
+    Args:
+        sources: Datasets by name. Each has a length and random access, or can only be iterated.
+        weights: Weights of the sources, by name or in order, not necessarily adding up to 1. `{update: weights}`
+            changes them at these updates. Default: the lengths of the sources.
+        seed: Seed of the shuffling, 0 or more.
+        shuffle: Whether to shuffle each source. A source that is a mixture keeps its own order.
+        when_source_ends: What follows the last sample of a source: "repeat" reads it again, "stop" ends the epoch at
+            the position that needs another sample, and "drop" continues with the other sources, by their weights. Pass
+            one value for all sources, or a dict from names of sources to values.
+        num_samples: Maximum number of samples in an epoch. Default: the number of samples until `when_source_ends` ends
+            the epoch; if all sources repeat, the total number of samples in the sources.
+        samples_per_update: Number of samples per update over all ranks. Required if weights change at updates.
+        adds_source: Whether to add the index of the source to each sample: as `sample["source"]`, or as the last item
+            of a tuple. None: only to mappings.
+
+    Raises:
+        ConfigError: If an argument is out of range or does not fit the sources.
+        DataError: If a source is empty, or is not a dataset.
+    """
+
+    orders_samples = True
+    """Whether the dataset defines the order of its samples, so that a loader must not shuffle them."""
+
+    def __new__(cls, sources: Any = None, *args: Any, **kwargs: Any) -> "Mixture":
+        """Create a `StreamMixture` if some source can only be iterated."""
+        if cls is Mixture and isinstance(sources, Mapping) and any(map(is_stream, sources.values())):
+            return super().__new__(StreamMixture)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        *,
+        weights: Weights | Mapping[int, Weights] | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        when_source_ends: str | Mapping[str, str] = "repeat",
+        num_samples: int | None = None,
+        samples_per_update: int | None = None,
+        adds_source: bool | None = None,
+    ) -> None:
+        self.names = check_sources(sources)
+        self.sources = tuple(sources.values())
+        self.seed = _check_number("seed", seed, least=0)
+        self.shuffle = shuffle
+        self.adds_source = adds_source
+        self.ends = read_ends(when_source_ends, self.names)
+        lengths = [None if is_stream(source) else len(source) for source in self.sources]
+        if weights is None:
+            if None in lengths:
+                stream = self.names[lengths.index(None)]
+                raise ConfigError(
+                    f"weights= is needed, because source {stream!r} has no length; give each source a weight"
+                )
+            weights = [length or 0 for length in lengths]
+        self.pieces = read_weights(weights, self.names, samples_per_update)
+        if num_samples is not None:
+            _check_number("num_samples", num_samples, least=1)
+        self._lengths = lengths
+        # Dataset wrappers may have the attribute as None, so torch's fetcher looks at the value, too.
+        self._reads_batches = [bool(getattr(source, "__getitems__", None)) for source in self.sources]
+        self._tables = JoinedTables(self.sources)
+        self._set_up(num_samples)
+        # Persistent workers keep their copy of the dataset, so they must see a new epoch.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def _set_up(self, num_samples: int | None) -> None:
+        """Compute the order of the sources and the length of an epoch."""
+        lengths = [length or 0 for length in self._lengths]
+        pieces, end = limit_pieces(
+            self.pieces, [length if word == "drop" else None for length, word in zip(lengths, self.ends)]
+        )
+        self._order = QuotaOrder(pieces, end)
+        ends = [end]
+        for source, word in enumerate(self.ends):
+            if word == "stop":
+                ends.append(self._order.find_occurrence(source, lengths[source]))
+        self._is_continued = set(self.ends) == {"repeat"}
+        if num_samples is None and self._is_continued:
+            num_samples = sum(lengths)
+        ends.append(num_samples)
+        found = [each for each in ends if each is not None]
+        if not found:
+            raise ConfigError(
+                f"when_source_ends={dict(zip(self.names, self.ends))} never ends an epoch, because some sources repeat and no source "
+                "with a weight stops; pass num_samples=, the samples of an epoch"
+            )
+        self._num_samples = min(found)
+        self._blocks: OrderedDict[tuple[int, int], tuple[list[int], list[int]]] = OrderedDict()
+        self._description = self._describe()
+
+    @property
+    def epoch(self) -> int:
+        """Index of the current epoch, to which positions refer."""
+        return int(self._epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select an epoch. A prepared loader calls it before each pass."""
+        self._epoch.fill_(epoch)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, position: int) -> Any:
+        """Return the sample at a position of the current epoch."""
+        source, index = self.find_sample(position)
+        return attach_source(self.sources[source][index], source, self.adds_source)
+
+    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+        """Return the samples at several positions of the current epoch. A DataLoader calls it for each batch.
+
+        A source with `__getitems__`, such as a `datasets.Dataset`, reads its samples of the batch at once. If all sources
+        are `datasets.Dataset`s with equal columns and formats, all samples are read at once.
+        """
+        epoch = self.epoch
+        found = [self._find_sample(position, epoch) for position in positions]
+        samples = self._tables.read(found) or self._read_by_source(found)
+        return [attach_source(sample, source, self.adds_source) for sample, (source, _) in zip(samples, found)]
+
+    def _read_by_source(self, found: list[tuple[int, int]]) -> list[Any]:
+        samples: list[Any] = [None] * len(found)
+        batches: dict[int, list[int]] = {}
+        for place, (source, index) in enumerate(found):
+            if self._reads_batches[source]:
+                batches.setdefault(source, []).append(place)
+            else:
+                samples[place] = self.sources[source][index]
+        for source, places in batches.items():
+            for place, sample in zip(places, self.sources[source].__getitems__([found[each][1] for each in places])):
+                samples[place] = sample
+        return samples
+
+    def find_sample(self, position: int) -> tuple[int, int]:
+        """Return the index of the source at a position of the current epoch, and the sample's index in that source.
+
+        Raises:
+            IndexError: If the position is not below the length.
+        """
+        return self._find_sample(position, self.epoch)
+
+    def _find_sample(self, position: int, epoch: int) -> tuple[int, int]:
+        position = to_index(position)
+        if not 0 <= position < self._num_samples:
+            raise IndexError(f"position {position} of a mixture of {self._num_samples} samples")
+        if self._is_continued:
+            position += epoch * self._num_samples
+            epoch = 0
+        number, offset = divmod(position, self._order.block_size)
+        block = self._blocks.get((epoch, number))
+        if block is None:
+            block = self._blocks[epoch, number] = self._read_block(number, epoch)
+            if len(self._blocks) > _NUM_KEPT_BLOCKS:
+                self._blocks.popitem(last=False)
+        return block[0][offset], block[1][offset]
+
+    def count_samples(self, position: int) -> dict[str, int]:
+        """Return the number of samples that each source contributes before a position, by the source's name.
+
+        The position is one of the current epoch.
+        """
+        position = to_index(position)
+        if not 0 <= position <= self._num_samples:
+            raise IndexError(f"position {position} of a mixture of {self._num_samples} samples")
+        start = self.epoch * self._num_samples if self._is_continued else 0
+        before = self._order.count(start)
+        return {
+            name: count - earlier
+            for name, count, earlier in zip(self.names, self._order.count(start + position), before)
+        }
+
+    def describe_order(self) -> str:
+        """Return a text that identifies the order of the samples. A resumed run compares it with the saved text."""
+        return self._description
+
+    def _describe(self) -> str:
+        facts = (self.names, self._lengths, self.pieces, self.seed, self.shuffle, self.ends, self._num_samples)
+        digest = blake2b(repr(facts).encode(), digest_size=6).hexdigest()
+        return f"a Mixture of {', '.join(self.names)} with the order {digest}"
+
+    def _read_block(self, number: int, epoch: int) -> tuple[list[int], list[int]]:
+        """Return the index of the source at each position of a block, and the index of each sample in its source."""
+        block = self._order.read_block(number)
+        sources = numpy.array(block.sources)
+        indices = numpy.empty(len(sources), dtype=numpy.int64)
+        for source, count in enumerate(block.counts):
+            places = numpy.flatnonzero(sources == source)
+            if len(places):
+                indices[places] = self._find_indices(source, count, len(places), epoch)
+        return block.sources, indices.tolist()
+
+    def _find_indices(self, source: int, first: int, count: int, epoch: int) -> Any:
+        """Return the dataset indices of consecutive samples in the shuffled order of a source.
+
+        Args:
+            source: Index of the source.
+            first: Number of samples of the source that come earlier in the order.
+            count: Number of samples to return.
+            epoch: Index of the epoch; 0 if epochs continue one another.
+        """
+        length = self._lengths[source]
+        assert length is not None
+        numbers = numpy.arange(first, first + count)
+        passes, offsets = numpy.divmod(numbers, length)
+        if not self.shuffle or not count or getattr(self.sources[source], "orders_samples", False):
+            return offsets
+        key = crc32(self.names[source].encode())
+        for each in range(int(passes[0]), int(passes[-1]) + 1):
+            chosen = passes == each
+            seed = mix_seed(self.seed, key, epoch, each)
+            offsets[chosen] = shuffle_offsets(offsets[chosen], length, seed)
+        return offsets
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_blocks": OrderedDict()}
+
+
+def is_stream(source: object) -> bool:
+    """Whether a source can only be iterated, because it has no length or no random access."""
+    if isinstance(source, IterableDataset):
+        return True
+    return not (hasattr(source, "__getitem__") and hasattr(source, "__len__")) and hasattr(source, "__iter__")
+
+
+def check_sources(sources: Any) -> tuple[str, ...]:
+    """Return the names of a mixture's sources, or raise an error if the sources are invalid.
+
+    Raises:
+        ConfigError: If `sources` is not a mapping by name, or is empty.
+        DataError: If a source is empty, or is not a dataset.
+    """
+    if not isinstance(sources, Mapping) or not sources:
+        given = "no sources" if not sources else f"a {type(sources).__name__}"
+        raise ConfigError(f"a Mixture got {given}; give datasets by name, such as {{'web': first, 'code': second}}")
+    for name, source in sources.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"a source of a Mixture has the name {name!r}; give names that are text")
+        if is_stream(source):
+            if iter_once(source):
+                raise DataError(
+                    f"source {name!r} is an iterator ({type(source).__name__}), which can be read only once; give a dataset that "
+                    "starts from its first sample each time that it is iterated"
+                )
+            continue
+        if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+            raise DataError(
+                f"source {name!r} is a {type(source).__name__}; give a dataset with a length and indices, or an iterable dataset"
+            )
+        if len(source) == 0:
+            raise DataError(f"source {name!r} is empty; leave it out of the mixture")
+    return tuple(sources)
+
+
+def iter_once(source: object) -> bool:
+    """Whether a source is an iterator, which cannot be read a second time."""
+    return isinstance(source, Iterator)
+
+
+def read_ends(words: str | Mapping[str, str], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the action at the end of each source: "repeat", "stop" or "drop".
+
+    Args:
+        words: One action for all sources, or actions by name.
+        names: Names of the sources.
+
+    Raises:
+        ConfigError: If an action is unknown, or the names differ from the names of the sources.
+    """
+    if isinstance(words, str):
+        words = dict.fromkeys(names, words)
+    if not isinstance(words, Mapping) or set(words) != set(names) or not set(words.values()) <= set(ENDS):
+        raise ConfigError(
+            f"when_source_ends={words!r}; give {', '.join(map(repr, ENDS))}, or one of these words for each of {list(names)}"
+        )
+    return tuple(words[name] for name in names)
+
+
+def attach_source(sample: Any, source: int, adds_source: bool | None) -> Any:
+    """Return a sample to which the index of its source has been added, if requested.
+
+    Args:
+        sample: Sample of the source.
+        source: Index of the source.
+        adds_source: Whether to add the index; None: only to a mapping.
+
+    Raises:
+        DataError: If the sample already has an entry "source".
+    """
+    # The check for an abstract class takes longer than the rest of this function.
+    if type(sample) is dict or isinstance(sample, Mapping):
+        if adds_source is False:
+            return sample
+        if SOURCE_KEY in sample:
+            raise DataError(
+                f"a sample already has the entry {SOURCE_KEY!r}, which a Mixture adds; rename the entry, or pass adds_source=False"
+            )
+        return {**sample, SOURCE_KEY: source}
+    if not adds_source:
+        return sample
+    return (*sample, source) if isinstance(sample, tuple) else (sample, source)
+
+
+def _check_number(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r}; give a whole number, {least} or more")
+    return value
+
+
+State = dict[str, Any]
+
+
+class StreamMixture(Mixture, IterableDataset[Any]):
+    """Mixture in which some sources can only be iterated. `Mixture(...)` creates it and documents its arguments.
+
+    Sources take turns as in a `Mixture`: in every prefix, the number of samples from each source differs from its
+    share by less than one. After a source has been dropped, the shares of the others are counted from that position.
+    Samples of an iterable source come in its own order. Each epoch reads all sources from their start, after
+    `set_epoch` on those that have it.
+
+    Read it with at most one worker. Each rank reads all samples and keeps its own, so the order does not depend on
+    the number of ranks. `state_dict` contains the position, including the states of sources that have a
+    `state_dict`. After a resume, other iterable sources are read again up to the position. Register the mixture with
+    `accelerator.register_for_checkpointing` to resume without reading samples again.
+    """
+
+    def _set_up(self, num_samples: int | None) -> None:
+        """Prepare the order of the sources.
+
+        Unless `num_samples` is given, the end of an epoch is only found by reading.
+        """
+        self._limit = num_samples
+        self._is_continued = False
+        self._num_samples = num_samples or 0
+        self._description = self._describe()
+        self._reading: Reading | None = None
+        self._loaded: State | None = None
+
+    def __len__(self) -> int:
+        """Return `num_samples`.
+
+        Raises:
+            TypeError: If `num_samples` was not given, or an epoch may end earlier because a source ends.
+        """
+        if self._limit is None or set(self.ends) != {"repeat"}:
+            raise TypeError(
+                "the length of a mixture with iterable sources is known only with num_samples= and repeated sources"
+            )
+        return self._limit
+
+    def __getitem__(self, position: int) -> Any:
+        """Raise an error, because iterable sources have no random access."""
+        raise DataError("a mixture with iterable sources has no positions; iterate it")
+
+    def find_sample(self, position: int) -> tuple[int, int]:
+        """Raise an error, because iterable sources have no random access."""
+        raise DataError("a mixture with iterable sources has no positions; iterate it")
+
+    def count_samples(self, position: int) -> dict[str, int]:
+        """Raise an error, because the number of samples of an iterable source is only known after reading it."""
+        raise DataError("a mixture with iterable sources counts no samples in advance; count batch['source']")
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the samples of the current epoch, from the loaded position or else from the first one.
+
+        Raises:
+            DataError: If several workers would read the sources, or a source yields no sample.
+        """
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise DataError(
+                f"{worker.num_workers} workers would each read all samples of a mixture with iterable sources, so that each sample "
+                "came several times; pass num_workers=0 or 1 to the DataLoader, or give sources with a length and indices"
+            )
+        loaded, self._loaded = self._loaded, None
+        self._reading = Reading(self, self.epoch, loaded)
+        return self._reading.read(self._limit)
+
+    def state_dict(self) -> State:
+        """Return the state from which iteration continues after the most recently yielded sample."""
+        if self._reading is None:
+            return self._loaded or {"position": 0}
+        return self._reading.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        """Make the next iteration continue from a state that `state_dict` returned.
+
+        Raises:
+            StateError: If the state belongs to a mixture with other sources, weights or seed.
+        """
+        if state.get("mixture", self._description) != self._description:
+            raise StateError(
+                f"the position was saved by {state['mixture']}, and this is {self._description}; some samples would come twice and "
+                "others never. Give the mixture the sources, weights and seed that it had"
+            )
+        self._loaded = copy.deepcopy(state) if state["position"] else None
+        self._reading = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reading": None}
+
+
+class Reading:
+    """One pass over the sources of a `StreamMixture`. It records its position, from which a resumed run continues.
+
+    Args:
+        mixture: Mixture to read.
+        epoch: Index of the epoch.
+        loaded: State to continue from, or None for the start.
+    """
+
+    def __init__(self, mixture: StreamMixture, epoch: int, loaded: State | None) -> None:
+        state: Mapping[str, Any] = loaded or {}
+        number = len(mixture.names)
+        self._mixture = mixture
+        self._epoch = state.get("epoch", epoch)
+        self._position: int = state.get("position", 0)
+        self._passes: list[int] = list(state.get("passes", [0] * number))
+        self._taken: list[int] = list(state.get("taken", [0] * number))
+        self._ended: list[tuple[int, int]] = [(start, source) for start, source in state.get("ended", ())]
+        self._states: list[Any] = list(state.get("sources", [None] * number))
+        self._iterators: list[Iterator[Any] | None] = [None] * number
+        self._start = self._ended[-1][0] if self._ended else 0
+        self._order = self._build_order()
+
+    def _build_order(self) -> QuotaOrder | None:
+        """Return the order of the remaining sources. Its positions are counted from where the last source was dropped.
+
+        Return None if no remaining source has a weight.
+        """
+        pieces = drop_sources(self._mixture.pieces, self._start, {source for _, source in self._ended})
+        return QuotaOrder(pieces) if pieces else None
+
+    def read(self, limit: int | None) -> Iterator[Any]:
+        """Yield samples until position `limit` is reached or the mixture ends.
+
+        Args:
+            limit: Position of the first sample that is not read. None: read until the mixture ends.
+        """
+        mixture = self._mixture
+        while self._order is not None and (limit is None or self._position < limit):
+            number, offset = divmod(self._position - self._start, self._order.block_size)
+            for source in self._order.read_block(number).sources[offset:]:
+                found = self._take(source)
+                if not found:
+                    if mixture.ends[source] == "stop":
+                        return
+                    self._ended.append((self._position, source))
+                    self._start = self._position
+                    self._order = self._build_order()
+                    break
+                self._position += 1
+                yield attach_source(found[0], source, mixture.adds_source)
+                if self._position == limit:
+                    return
+
+    def _take(self, source: int) -> list[Any]:
+        """Return the next sample of a source in a list of one item, or an empty list if the source has ended."""
+        mixture = self._mixture
+        while True:
+            if self._iterators[source] is None:
+                self._iterators[source] = self._open(source)
+            iterator = self._iterators[source]
+            assert iterator is not None
+            for sample in iterator:
+                self._taken[source] += 1
+                return [sample]
+            if not self._taken[source]:
+                raise DataError(f"source {mixture.names[source]!r} gave no sample; leave it out of the mixture")
+            if mixture.ends[source] != "repeat":
+                return []
+            self._passes[source] += 1
+            self._taken[source] = 0
+            self._states[source] = None
+            self._iterators[source] = None
+
+    def _open(self, source: int) -> Iterator[Any]:
+        """Return an iterator over the remaining samples of a source's current pass."""
+        mixture, dataset = self._mixture, self._mixture.sources[source]
+        number, taken = self._passes[source], self._taken[source]
+        length = mixture._lengths[source]
+        if length is not None:
+            first = number * length
+            indices = mixture._find_indices(source, first + taken, length - taken, self._epoch)
+            return (dataset[index] for index in numpy.asarray(indices).tolist())
+        if callable(getattr(dataset, "set_epoch", None)):
+            dataset.set_epoch(mix_seed(self._epoch, number) % (1 << 31) if number else self._epoch)
+        state = self._states[source]
+        if state is not None:
+            dataset.load_state_dict(copy.deepcopy(state))
+            taken = 0
+        iterator: Iterator[Any] = iter(dataset)
+        for _ in range(taken):
+            next(iterator, None)
+        return iterator
+
+    def state_dict(self) -> State:
+        """Return the state from which reading continues after the most recently yielded sample."""
+        return {
+            "mixture": self._mixture.describe_order(),
+            "epoch": self._epoch,
+            "position": self._position,
+            "passes": list(self._passes),
+            "taken": list(self._taken),
+            "ended": list(self._ended),
+            "sources": [self._read_state(source) for source in range(len(self._passes))],
+        }
+
+    def _read_state(self, source: int) -> Any:
+        dataset = self._mixture.sources[source]
+        if self._mixture._lengths[source] is not None or not callable(getattr(dataset, "state_dict", None)):
+            return None
+        if self._iterators[source] is None:
+            return self._states[source]
+        return copy.deepcopy(dataset.state_dict())
+
+
+def drop_sources(pieces: list[Piece], start: int, dropped: set[int]) -> list[Piece]:
+    """Return the ranges of constant weights from a position on, without some of the sources.
+
+    Positions in the result are counted from `start`. It is empty if no remaining source has a weight.
+
+    Args:
+        pieces: Ranges of positions with constant weights, for all sources.
+        start: Position from which the ranges are needed.
+        dropped: Indices of the sources to leave out.
+    """
+    if not start and not dropped:
+        return pieces
+    starts: list[int] = []
+    rows = []
+    for index, piece in enumerate(pieces):
+        if index + 1 < len(pieces) and pieces[index + 1].start <= start:
+            continue
+        row = share_rates(piece, dropped)
+        if row is None:
+            break
+        starts.append(max(0, piece.start - start))
+        rows.append(row)
+    return build_pieces(starts, rows) if rows else []

@@ -1,0 +1,308 @@
+"""Map-style dataset of packed sequences: several samples, the documents, in each sequence of one fixed length."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from headway.errors import ConfigError, DataError
+from headway.language_data.mixture import Mixture
+from headway.language_data.packing_plan import WINDOW, PackingPlan, SamplePiece, make_packing_plan
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+TOKENS = "input_ids"
+LABELS = "labels"
+POSITIONS = "position_ids"
+MASK = "attention_mask"
+SOURCE = "source"
+IGNORED = -100
+"""Label that losses ignore."""
+LABEL_NAMES = frozenset({LABELS, "shift_labels", "targets", "target"})
+"""Names of the entries of a sample that are padded with `IGNORED`, as in context parallelism."""
+_MADE_HERE = frozenset({TOKENS, LABELS, POSITIONS, MASK, SOURCE})
+_ROWS_AT_ONCE = 10_000
+
+Lengths = Sequence[int] | numpy.ndarray[Any, Any] | torch.Tensor
+Array = numpy.ndarray[Any, Any]
+
+
+class PackedDataset(Dataset[dict[str, Any]]):
+    """Map-style dataset of packed sequences, each of which contains several samples of another map-style dataset.
+
+    A sample is a mapping with `input_ids`, or a sequence of token IDs. All sequences have the same length. Each
+    sample in a sequence is called a document:
+
+    - `position_ids` start at 0 at each document. With `PackingCollator` and a model that has passed
+      `check_document_boundaries`, no token attends to another document.
+    - `labels` are those of the samples, or the token IDs. The label of each document's first token is -100, so no loss
+      crosses a boundary in models that predict the next token.
+    - Other entries with one number per token are concatenated. Labels that are already shifted must therefore be named
+      `shift_labels` or `targets`.
+    - The end of a sequence is padded. The padding is a separate document whose labels are -100.
+    - `source` lists the source of each document if the samples have an entry `source`.
+
+    The sequences are a pure function of lengths, seed and, for a dataset with an order per epoch such as a `Mixture`,
+    the epoch. They do not depend on ranks, workers or the position in the data, so a resumed run gets the same
+    sequences. Shuffle them with the DataLoader.
+
+    Args:
+        dataset: Dataset with a length and random access.
+        sequence_length: Number of tokens per sequence.
+        lengths: Number of tokens of each sample, or a function that returns these numbers and is called again in each
+            epoch. None: all samples are read once to measure them; those of a `Mixture` in its sources.
+        strategy: "best_fit", "in_order" or "split", as for `make_packing_plan`.
+        long_samples: Treatment of samples longer than a sequence: "error", "split" or "truncate".
+        seed: Seed of the order in which samples are packed. None: their order in the dataset.
+        window: Number of consecutive samples that "best_fit" packs together. Default: 16,384, or an eighth of the
+            shortest range with constant weights in a `Mixture` whose weights change.
+        pad_token_id: ID of the token that fills the end of a sequence.
+
+    Attributes:
+        plan: Assignment of samples to sequences.
+        orders_samples: Whether the dataset defines an order of samples, as a `Mixture` does, which a DataLoader with
+            `shuffle=True` would lose.
+
+    Raises:
+        ConfigError: If an argument is not allowed, or `seed` would shuffle a `Mixture` whose weights change.
+        DataError: If the dataset has no length, or a sample is too long and `long_samples="error"`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sequence_length: int,
+        *,
+        lengths: Lengths | Callable[[], Lengths] | None = None,
+        strategy: str = "best_fit",
+        long_samples: str = "error",
+        seed: int | None = None,
+        window: int | None = None,
+        pad_token_id: int = 0,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise DataError(
+                f"PackedDataset got a {type(dataset).__name__}, which has no length; packing plans all sequences from the lengths of "
+                "the samples, so give a map-style dataset"
+            )
+        self.dataset = dataset
+        self.sequence_length = sequence_length
+        self.strategy = strategy
+        self.long_samples = long_samples
+        self.seed = seed
+        starts = [piece.start for piece in getattr(dataset, "pieces", ())]
+        if seed is not None and len(starts) > 1:
+            raise ConfigError(
+                f"seed={seed} shuffles the samples of a {type(dataset).__name__} whose weights change, so the changes would be lost; "
+                "leave seed= out, because the Mixture shuffles its sources"
+            )
+        self.window = choose_window(starts, len(dataset)) if window is None else window
+        self.orders_samples = bool(getattr(dataset, "orders_samples", False))
+        self.pad_token_id = pad_token_id
+        self._measure: Callable[[], Lengths] | None = None
+        if callable(lengths):
+            self._measure = lengths
+        elif lengths is None and getattr(dataset, "orders_samples", False):
+            self._measure = OrderedLengths(dataset)
+        # Persistent workers keep their copy of the dataset, so they must see a new epoch.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._planned_epoch = 0
+        first = self._measure or lengths
+        self.plan = self._make_plan(measure_lengths(dataset) if first is None else first)
+        if self.plan.num_cut_tokens:
+            log.info("packing truncates samples: %d tokens are left out", self.plan.num_cut_tokens)
+
+    def _make_plan(self, lengths: Lengths | Callable[[], Lengths]) -> PackingPlan:
+        self._lengths = found = numpy.asarray(lengths() if callable(lengths) else lengths)
+        if len(found) != len(self.dataset):
+            raise ConfigError(f"lengths has {len(found)} entries for {len(self.dataset)} samples; give one for each")
+        return make_packing_plan(
+            found,
+            self.sequence_length,
+            strategy=self.strategy,
+            long_samples=self.long_samples,
+            seed=self.seed,
+            window=self.window,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the underlying dataset, if it has the method `set_epoch`.
+
+        The sequences are planned again if `lengths` is a function, or if the dataset reorders its samples in each
+        epoch.
+        """
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
+        self._epoch.fill_(epoch)
+        is_planned = epoch == self._planned_epoch and isinstance(self._measure, OrderedLengths)
+        if self._measure is not None and not is_planned:
+            self.plan = self._make_plan(self._measure)
+            self._planned_epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self._measure is not None and self._planned_epoch != int(self._epoch):
+            self.set_epoch(int(self._epoch))  # in a persistent worker
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        pieces = self.plan.list_pieces(index % len(self))
+        documents, sources = [], []
+        for piece in pieces:
+            entries, source = self._read(piece)
+            documents.append(entries)
+            sources.append(source)
+        sequence: dict[str, Any] = {
+            name: self._join(name, [document[name] for document in documents]) for name in _list_entries(documents)
+        }
+        sizes = [piece.stop - piece.start for piece in pieces]
+        sizes.append(self.sequence_length - sum(sizes))
+        positions = numpy.concatenate([numpy.arange(size) for size in sizes])
+        sequence[POSITIONS] = torch.from_numpy(positions)
+        if any(source is not None for source in sources):
+            sequence[SOURCE] = sources
+        return sequence
+
+    def _read(self, piece: SamplePiece) -> tuple[dict[str, Array], Any]:
+        """Return the entries of a document by name, and the value of its sample's `source` entry."""
+        sample = self.dataset[piece.sample]
+        if not isinstance(sample, Mapping):
+            sample = {TOKENS: sample}
+        if TOKENS not in sample:
+            raise DataError(f"sample {piece.sample} has no {TOKENS!r}, only {', '.join(map(str, sample))}")
+        tokens = numpy.asarray(sample[TOKENS])
+        if tokens.ndim != 1 or len(tokens) != self._lengths[piece.sample]:
+            raise DataError(
+                f"sample {piece.sample} has tokens of the shape {tokens.shape}, but its length was given as "
+                f"{self._lengths[piece.sample]}; lengths must be those of the samples' {TOKENS!r}"
+            )
+        _check_unpadded(sample, piece.sample, len(tokens))
+        chosen = slice(piece.start, piece.stop)
+        entries = {TOKENS: tokens[chosen].astype(numpy.int64)}
+        labels = numpy.asarray(sample.get(LABELS, tokens))[chosen].astype(numpy.int64)
+        if len(labels) != piece.stop - piece.start:
+            raise DataError(
+                f"sample {piece.sample} has {len(tokens)} tokens, but other numbers of labels; give one each"
+            )
+        labels[0] = IGNORED
+        entries[LABELS] = labels
+        for name in sample.keys() - _MADE_HERE:
+            values = _as_numbers(sample[name])
+            if values is not None and len(values) == len(tokens):
+                is_label = name in LABEL_NAMES and values.dtype.kind in "iu"
+                entries[name] = values[chosen].astype(numpy.int64) if is_label else values[chosen]
+        return entries, sample.get(SOURCE)
+
+    def _join(self, name: str, parts: Sequence[Array]) -> torch.Tensor:
+        filler = self.pad_token_id if name == TOKENS else IGNORED if name in LABEL_NAMES else 0
+        joined = numpy.full((self.sequence_length,), filler, dtype=numpy.result_type(*parts))
+        numpy.concatenate(parts, out=joined[: sum(map(len, parts))])
+        return torch.from_numpy(joined)
+
+
+class OrderedLengths:
+    """Callable that returns the number of tokens of each sample, for a dataset that reorders its samples in each epoch.
+
+    The lengths are in the current epoch's order.
+
+    Args:
+        dataset: A `Mixture`, whose sources are measured only once, or another dataset, which is measured at each call.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._of_sources: list[Array] | None = None
+
+    def __call__(self) -> Array:
+        """Return the number of tokens of each sample in the current epoch."""
+        dataset = self._dataset
+        if not isinstance(dataset, Mixture):
+            return measure_lengths(dataset)
+        if self._of_sources is None:
+            self._of_sources = [measure_lengths(source) for source in dataset.sources]
+        of_sources = self._of_sources
+        found = map(dataset.find_sample, range(len(dataset)))
+        return numpy.fromiter((of_sources[source][index] for source, index in found), numpy.int64, len(dataset))
+
+
+def measure_lengths(dataset: Any) -> Array:
+    """Return the number of tokens of each sample.
+
+    Each sample is read once. Lengths in Arrow tables are found without reading the samples.
+
+    Raises:
+        DataError: If a sample has no `input_ids`.
+    """
+    columns = getattr(dataset, "column_names", None)
+    if isinstance(columns, list) and TOKENS in columns and hasattr(dataset, "with_format"):
+        return _measure_table(dataset.select_columns([TOKENS]).with_format("arrow"))
+    log.info("packing reads all %d samples once to measure them; pass lengths= to avoid it", len(dataset))
+    return numpy.fromiter((_count_tokens(dataset[index], index) for index in range(len(dataset))), numpy.int64)
+
+
+def _measure_table(table: Any) -> Array:
+    import pyarrow.compute
+
+    parts = [
+        pyarrow.compute.list_value_length(rows[TOKENS]).to_numpy(zero_copy_only=False)
+        for rows in table.iter(batch_size=_ROWS_AT_ONCE)
+    ]
+    return numpy.concatenate(parts or [numpy.zeros(0)]).astype(numpy.int64)
+
+
+def _count_tokens(sample: Any, index: int) -> int:
+    if isinstance(sample, Mapping) and TOKENS not in sample:
+        raise DataError(f"sample {index} has no {TOKENS!r}, only {', '.join(map(str, sample))}")
+    return len(sample[TOKENS] if isinstance(sample, Mapping) else sample)
+
+
+def _list_entries(documents: Sequence[Mapping[str, Array]]) -> Iterable[str]:
+    names = documents[0].keys()
+    for other in documents[1:]:
+        if different := names ^ other.keys():
+            raise DataError(
+                f"samples of one sequence have different entries: {', '.join(sorted(different))} is not in all of them; give all "
+                "samples the same entries with one number per token"
+            )
+    return names
+
+
+def _check_unpadded(sample: Mapping[str, Any], index: int, num_tokens: int) -> None:
+    """Raise DataError if a sample is padded or already has position IDs, which packing would lose."""
+    if sample.get(MASK) is not None and not numpy.all(numpy.asarray(sample[MASK]) == 1):
+        raise DataError(
+            f"sample {index} is padded: its {MASK!r} has zeros; give samples without padding, because packing needs none"
+        )
+    if sample.get(POSITIONS) is not None and not numpy.array_equal(sample[POSITIONS], numpy.arange(num_tokens)):
+        raise DataError(
+            f"sample {index} has {POSITIONS!r} other than 0, 1, 2 ...; packing numbers the tokens of each document itself"
+        )
+
+
+def _as_numbers(value: Any) -> Array | None:
+    """Return a list, array or tensor of numbers as an array, or None for anything else."""
+    if not isinstance(value, list | tuple | numpy.ndarray | torch.Tensor) or not len(value):
+        return None
+    if isinstance(value, list | tuple) and not isinstance(value[0], int | float):
+        return None
+    found = numpy.asarray(value)
+    return found if found.ndim == 1 and found.dtype.kind in "biuf" else None
+
+
+def choose_window(starts: Sequence[int], num_samples: int) -> int:
+    """Return the number of consecutive samples that are packed together.
+
+    It is small enough that packing moves samples only a little across a change of a mixture's weights.
+
+    Args:
+        starts: Positions at which the weights of a mixture change; empty for other datasets.
+        num_samples: Number of samples of the dataset.
+    """
+    if len(starts) < 2:
+        return WINDOW
+    shortest = min(numpy.diff([*(start for start in starts if start < num_samples), num_samples]).tolist())
+    return int(min(WINDOW, max(1, shortest // 8)))

@@ -1,0 +1,97 @@
+"""Collation of packed sequences to batches, in the form in which a model's attention reads document boundaries."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from headway.errors import ConfigError, DataError
+from headway.language_data.document_attention import find_documents, make_document_mask, make_varlen_arguments
+from headway.language_data.packing import MASK, POSITIONS, SOURCE, TOKENS
+
+FORMS = ("position_ids", "varlen", "mask")
+NO_SOURCE = -1
+"""Index that padding tokens get in place of the index of a source."""
+
+
+class PackingCollator:
+    """Collate function that makes a batch from sequences of a `PackedDataset`.
+
+    Args:
+        attention: Form in which document boundaries are passed to the model. "position_ids": only positions, from which
+            transformers' sdpa, eager and flex attention derive their masks. "varlen": all sequences are joined to one
+            row, with the arguments of transformers' flash attention (`cu_seq_lens_q`, `max_length_q` ...), because
+            transformers ignores the boundaries in flash attention on several rows. "mask": a boolean `attention_mask`
+            of shape (rows, 1, tokens, tokens) for models that pass it to `scaled_dot_product_attention`.
+        is_causal: Whether tokens attend only to earlier tokens. Used only with "mask".
+        check_model: Whether models are checked with `check_document_boundaries` when they are prepared for a loader
+            with this collator. Pass False for a model that finds the boundaries in another way, such as by end tokens.
+
+    Raises:
+        ConfigError: If `attention` is not one of these words.
+    """
+
+    def __init__(self, attention: str = "position_ids", is_causal: bool = True, check_model: bool = True) -> None:
+        if attention not in FORMS:
+            raise ConfigError(f"PackingCollator(attention={attention!r}); allowed: {', '.join(FORMS)}")
+        self.attention = attention
+        self.is_causal = is_causal
+        self.check_model = check_model
+
+    def __call__(self, sequences: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the batch as a dict of tensors by name. Tensors with one value per token have shape (rows, tokens).
+
+        If the samples have an integer `source`, as a `Mixture` adds it, the batch has the source of each token, and -1
+        for padding. Other sources are lists, with one entry per document.
+
+        Raises:
+            DataError: If the sequences do not come from a `PackedDataset`.
+        """
+        first = sequences[0]
+        if not isinstance(first, Mapping) or POSITIONS not in first or TOKENS not in first:
+            raise DataError(
+                "PackingCollator got samples without position_ids; it collates sequences of a PackedDataset"
+            )
+        batch: dict[str, Any] = {
+            name: torch.stack([torch.as_tensor(sequence[name]) for sequence in sequences])
+            for name in first
+            if name != SOURCE
+        }
+        sources = make_token_sources(sequences)
+        if sources is not None:
+            batch[SOURCE] = sources
+        if self.attention == "mask":
+            batch[MASK] = make_document_mask(batch[POSITIONS], self.is_causal)
+        elif self.attention == "varlen":
+            arguments = make_varlen_arguments(batch[POSITIONS])
+            batch = {name: values.reshape(1, -1) for name, values in batch.items()}
+            batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = arguments.cu_seqlens
+            batch["max_length_q"] = batch["max_length_k"] = arguments.max_length
+        if sources is None and any(SOURCE in sequence for sequence in sequences):
+            batch[SOURCE] = [sequence.get(SOURCE) for sequence in sequences]
+        return batch
+
+
+def make_token_sources(sequences: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:
+    """Return the source of each token, of shape (rows, tokens), and -1 for padding. None if sources are not integers.
+
+    Args:
+        sequences: Sequences of a `PackedDataset`.
+    """
+    rows = []
+    for sequence in sequences:
+        sources = sequence.get(SOURCE)
+        if not isinstance(sources, list) or not all(isinstance(source, int) for source in sources):
+            return None
+        documents = find_documents(torch.as_tensor(sequence[POSITIONS]))
+        rows.append(torch.tensor([*sources, NO_SOURCE])[documents])
+    return torch.stack(rows)
+
+
+def choose_attention(model: torch.nn.Module) -> str:
+    """Return the `attention` argument of `PackingCollator` for a model.
+
+    It is "varlen" for flash attention, else "position_ids".
+    """
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return "varlen" if "flash" in str(implementation) else "position_ids"

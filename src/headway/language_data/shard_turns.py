@@ -1,0 +1,89 @@
+"""Read a stream's shards in turns, in the order in which a different number of ranks has read them.
+
+If each rank reads its own shards, an update consists of a batch of each rank. After a resume on a different number of
+ranks, updates contain the same samples as before if the former ranks' shards are read in turns, one batch of each at a
+time.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+
+class ShardTurns(IterableDataset[Any]):
+    """Iterable dataset that yields the samples of a stream in the order in which several ranks have read its shards.
+
+    The shards are read in turns, one batch of each at a time. Shards that end earlier drop out, and the others
+    continue. So every sample comes once.
+
+    Args:
+        dataset: Stream with the method `shard(num_shards, index)`, such as a `datasets.IterableDataset`.
+        num_ranks: Number of ranks that have read the stream.
+        batch_size: Number of samples per batch and rank.
+        drop_last: Whether reading ends before the first turn in which some rank has no complete batch.
+        epoch: Number of the epoch, for shards with the method `set_epoch`.
+    """
+
+    def __init__(self, dataset: Any, num_ranks: int, batch_size: int, drop_last: bool, epoch: int) -> None:
+        self._dataset = dataset
+        self._num_ranks = num_ranks
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        readers = [iter(self._build_shard(index)) for index in range(self._num_ranks)]
+        while readers:
+            turns = [list(islice(reader, self._batch_size)) for reader in readers]
+            if self._drop_last and any(len(turn) < self._batch_size for turn in turns):
+                return
+            for turn in turns:
+                yield from turn
+            readers = [reader for reader, turn in zip(readers, turns) if len(turn) == self._batch_size]
+
+    def _build_shard(self, index: int) -> Any:
+        shard = self._dataset.shard(num_shards=self._num_ranks, index=index)
+        if callable(getattr(shard, "set_epoch", None)):
+            shard.set_epoch(self._epoch)
+        return shard
+
+
+def describe_other_order(name: str, consumed: int, before: Sequence[int], now: Sequence[int]) -> str:
+    """Return the error message for a pass over a stream that cannot continue, because the order of samples differs.
+
+    Args:
+        name: Name of the dataset's class.
+        consumed: Number of samples read in the epoch before the position was saved.
+        before: Order of the saved pass, as three numbers: ranks that read different shards, workers, and samples that a
+            worker reads in turn.
+        now: Order of the pass that should continue the saved one, as the three numbers of `before`.
+    """
+    return (
+        f"the iterable dataset {name} was left after {consumed} samples of an epoch, when {_describe_order(before)}; now "
+        f"{_describe_order(now)}. Its samples come in another order now, so some would be read twice and others never. Go on with "
+        "the same number of ranks, the same num_workers and the same batch size, or begin another epoch with loader.set_epoch(n). "
+        "A stream that is saved with num_workers=0 or 1 can go on with other numbers, and headway.ShardedDataset reads files with any"
+    )
+
+
+def describe_whole_reading(name: str, before: Sequence[int]) -> str:
+    """Return the warning for a pass over a stream in which every rank reads the whole stream.
+
+    Args:
+        name: Name of the dataset's class.
+        before: Order of the saved pass, as three numbers: ranks that read different shards, workers, and samples that a
+            worker reads in turn.
+    """
+    return (
+        f"the stream {name} was left when {_describe_order(before)}. To continue exactly, every rank reads the whole stream with at "
+        "most one worker until the end of this epoch"
+    )
+
+
+def _describe_order(order: Sequence[int]) -> str:
+    """Return a clause such as "2 workers read 8 samples in turn"."""
+    ranks, workers, size = order
+    how = f"{workers} workers read {size} samples in turn" if workers > 1 else "one process read it"
+    return how if ranks == 1 else f"each of {ranks} ranks read its own shards, {how}, {size} samples a batch"

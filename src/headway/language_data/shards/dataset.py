@@ -1,0 +1,425 @@
+"""`ShardedDataset`: a map-style dataset over sharded files, whose order and position do not depend on ranks or workers."""
+
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy
+import torch
+from torch.utils.data import Dataset
+
+from headway.common.text import format_bytes
+from headway.errors import ConfigError, DataError
+from headway.language_data.shards.blocks import BlockTable, OpenShard, RecordBlock
+from headway.language_data.shards.copies import LocalCopies
+from headway.language_data.shards.formats import build_format, choose_compression, choose_format
+from headway.language_data.shards.index import ShardAccess, describe_content, load_tables
+from headway.language_data.shards.mds import list_shards
+from headway.language_data.shards.order import Places, ShardOrder, Stripes
+from headway.language_data.shards.retry import RetryPolicy
+from headway.language_data.shards.storage import (
+    RangeReader,
+    ShardFile,
+    find_files,
+    get_cache_folder,
+    get_scheme,
+    join_url,
+)
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+ShardPlaces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_MDS_INDEX = "index.json"
+_MOST_OPEN_SHARDS = 64
+
+
+class ShardedDataset(Dataset[Any]):
+    """Map-style dataset over the records of sharded files, local or remote.
+
+    Sample `i` is a pure function of (files, seed, epoch, i). A prepared loader therefore reads the same samples in the
+    same order on any number of ranks and workers. A resumed run continues at its position without reading the samples
+    before it. Leave out `shuffle=True` in the DataLoader: the dataset itself shuffles, so that neighboring positions
+    read neighboring records.
+
+    The formats and their records:
+
+    - "jsonl": JSON lines; each value is a record.
+    - "parquet" and "arrow" (stream or file format): a dict of the columns; needs pyarrow.
+    - "tar" (WebDataset): a dict of bytes by extension, and the base name as "__key__".
+    - "mds" (MosaicML): a dict of the columns. Give the dataset's folder or its `index.json`.
+
+    Files may be compressed by gzip, bz2, xz, zstd or lz4. A compressed shard is decompressed into the folder of local
+    copies when it is needed, and its records stay together in the order of shards.
+
+    The blocks of each file are found by a scan, whose result is kept in `cache_dir`. The scan reads JSON lines, tar and
+    arrow files completely, but only the footer or header of parquet and mds files.
+
+    Args:
+        shards: Path, pattern (`*`, `?`, `[...]`) or URL of the shards, or a list of them. `http://` and `https://` are
+            read with range requests, `s3://`, `gs://` and `az://` as checkpoints are, other schemes by fsspec.
+        format: Format of all shards. Default: chosen by the suffix of each file.
+        shuffle: Whether to shuffle: the blocks of all shards, then the records within windows of `shuffle_buffer`.
+        seed: Seed of the order, equal on all ranks.
+        shuffle_buffer: Number of records that are shuffled together.
+        num_stripes: Number of ranges of the shuffled data that are read in parallel, for remote shards on several
+            machines. Each machine then fetches only the blocks that its ranks read. Choose a multiple of the numbers of
+            machines on which the run may be resumed. Default: 1, so that each machine fetches all blocks.
+        samples_per_step: Number of samples that all ranks together read per step: batch size times ranks. It must be a
+            multiple of `num_stripes`, and is needed only with it.
+        columns: Columns of parquet and arrow shards to read. Default: all.
+        on_damage: "error": reading a damaged record raises an error with the file and the offset. "skip": damaged
+            records are left out and counted in `num_skipped`. All records are then read once, when the index is built.
+        cache_dir: Folder for indexes and local copies, which all processes of a machine share. Default:
+            `~/.cache/headway/shards`.
+        memory_bytes: Memory for decoded blocks in each process that reads. At least one block is kept.
+        copy_bytes: Limit of the local copies in `cache_dir`, in bytes.
+        stall_limit: Seconds for which a read from remote storage is repeated while it fails for a transient reason,
+            such as HTTP 429 or 503. The other ranks wait meanwhile. Then the run ends with an error that names the
+            shard.
+        attempt_timeout: Seconds that one attempt of such a read may go without receiving data.
+
+    Attributes:
+        num_skipped: Number of damaged records that are left out.
+        stall_limit: Seconds for which a read may keep the other ranks waiting; 0.0 if all shards are local.
+        orders_samples: Whether the dataset itself shuffles, so that a mixture of sources reads it in order.
+
+    Raises:
+        ConfigError: If an argument is out of range.
+        DataError: If there are no files or no records, or a file cannot be read.
+    """
+
+    def __init__(
+        self,
+        shards: ShardPlaces,
+        format: str | None = None,  # noqa: A002  (the word that pandas and datasets use)
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        shuffle_buffer: int = 10_000,
+        num_stripes: int = 1,
+        samples_per_step: int | None = None,
+        columns: Sequence[str] | None = None,
+        on_damage: Literal["error", "skip"] = "error",
+        cache_dir: str | os.PathLike[str] | None = None,
+        memory_bytes: int = 128 * 2**20,
+        copy_bytes: int = 64 * 2**30,
+        stall_limit: float = 300.0,
+        attempt_timeout: float = 30.0,
+    ) -> None:
+        _check_arguments(on_damage, shuffle_buffer, memory_bytes, copy_bytes, stall_limit, attempt_timeout)
+        stripes = _build_stripes(num_stripes, samples_per_step, shuffle)
+        policy = RetryPolicy(stall_limit, attempt_timeout)
+        folder = get_cache_folder(cache_dir)
+        self._access = ShardAccess(LocalCopies(folder / "copies", copy_bytes, policy), policy)
+        self._files = _find_shards(shards, format, policy)
+        names = [choose_format(file.url, format) for file in self._files]
+        formats = [(name, build_format(name, columns)) for name in names]
+        tables = load_tables(self._files, formats, self._access, folder / "index", skips_damage=on_damage == "skip")
+        self._formats = [form for _, form in formats]
+        self._blocks = _join_tables(self._files, tables)
+        self.num_skipped = sum(table.num_skipped for table in tables)
+        if not self._blocks.counts.sum():
+            skipped = f" ({self.num_skipped} damaged ones are left out)" if self.num_skipped else ""
+            raise DataError(f"{shards!r} has no records{skipped}; give shards with at least one record")
+        if self.num_skipped:
+            log.warning("%d damaged records of %d files are left out", self.num_skipped, len(self._files))
+        buffer_size = shuffle_buffer if shuffle else 0
+        self._order = ShardOrder(self._blocks.counts, self._blocks.units, seed, buffer_size, stripes)
+        self._settings = shuffle, seed, shuffle_buffer, *((num_stripes, samples_per_step) if num_stripes > 1 else ())
+        self.orders_samples = shuffle
+        # Shared memory, because persistent workers keep their copy of the dataset from one epoch to the next.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._memory_bytes = memory_bytes
+        self._open = _OpenShards(self._files, self._formats, self._access)
+        self._cache = _BlockCache(memory_bytes)
+        self.stall_limit = 0.0 if all(file.is_local for file in self._files) else stall_limit
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, position: int) -> Any:
+        """Return the record at a position of the current epoch's order.
+
+        Raises:
+            IndexError: If the position is out of range.
+            DataError: If the record is damaged, or its storage does not respond.
+        """
+        return self.__getitems__([position])[0]
+
+    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+        """Return the records at several positions. DataLoader calls it for a batch.
+
+        Raises:
+            IndexError: If a position is out of range.
+            DataError: If a record is damaged, or its storage does not respond.
+        """
+        asked = numpy.asarray(positions, numpy.int64)
+        length = len(self)
+        if len(asked) and not (-length <= int(asked.min()) and int(asked.max()) < length):
+            raise IndexError(f"positions {min(positions)} to {max(positions)} of a dataset with {length} records")
+        places = self._order.locate(numpy.where(asked < 0, asked + length, asked), int(self._epoch))
+        return self._read(places)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the records in the order of the current epoch."""
+        return (self[position] for position in range(len(self)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select the epoch whose order the next reads use. A prepared loader calls it before each pass.
+
+        Args:
+            epoch: Index of the epoch, from 0.
+        """
+        self._epoch.fill_(epoch)
+
+    @property
+    def source_fingerprint(self) -> str:
+        """Hash of the files' names and sizes, the number of records and the order.
+
+        Ranks that read the same data have equal hashes.
+        """
+        digest = hashlib.sha256(repr(self._settings).encode())
+        for file in self._files:
+            digest.update(f"\n{file.url.rpartition('/')[2]} {file.num_bytes}".encode())
+        digest.update(self._blocks.counts.tobytes())
+        return digest.hexdigest()[:32]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fingerprint of the data. The position is saved by the loader."""
+        return {"source": self.source_fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise an error unless the dataset has the data and the order of the one that saved `state`.
+
+        Raises:
+            DataError: If the files or the order differ, so that a position would refer to a different sample.
+        """
+        if state["source"] != self.source_fingerprint:
+            raise DataError(
+                "the shards, their number of records, or shuffle=, seed=, shuffle_buffer=, num_stripes= or samples_per_step= have "
+                "changed since the state was saved, so its position would lose some samples and repeat others. Restore them, or "
+                "begin another epoch"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for pickling, without open files and cached blocks."""
+        fresh = {
+            "_open": _OpenShards(self._files, self._formats, self._access),
+            "_cache": _BlockCache(self._memory_bytes),
+        }
+        return self.__dict__ | fresh
+
+    def _read(self, places: Places) -> list[Any]:
+        records: list[Any] = [None] * len(places.blocks)
+        by_block: dict[int, list[int]] = {}
+        for number, block in enumerate(places.blocks.tolist()):
+            by_block.setdefault(block, []).append(number)
+        numbers = places.numbers.tolist()
+        for block, members in by_block.items():
+            found = self._get_block(block).read([numbers[member] for member in members])
+            for member, record in zip(members, found):
+                records[member] = record
+        return records
+
+    def _get_block(self, number: int) -> RecordBlock:
+        block = self._cache.get(number)
+        if block is None:
+            block = self._load_block(number)
+            if self._cache.add(number, block):
+                log.warning_once(
+                    "blocks of shards are read again and again, because those of one shuffle buffer need more memory than "
+                    "memory_bytes (%s): allow more, or use a smaller shuffle_buffer (and leave out shuffle=True in the DataLoader)",
+                    format_bytes(self._memory_bytes),
+                )
+        return block
+
+    def _load_block(self, number: int) -> RecordBlock:
+        blocks = self._blocks
+        shard = int(blocks.shards[number])
+        reader, opened = self._open.get(shard)
+        offset, size = int(blocks.offsets[number]), int(blocks.sizes[number])
+        excluded = blocks.excluded.get(number, [])
+        block = opened.decode(reader.read_range(offset, size), offset, int(blocks.counts[number]) + len(excluded))
+        if excluded:
+            block.drop(excluded)
+        return block
+
+
+@dataclass
+class _AllBlocks:
+    """Table of the blocks of all shards, in the order of the files.
+
+    Attributes:
+        shards: Index of each block's file.
+        offsets: Byte offset of each block in its file.
+        sizes: Number of bytes of each block.
+        counts: Number of records of each block, without damaged records.
+        units: Index of the unit that each block belongs to. A unit is a group of blocks that `ShardOrder` keeps
+            together, such as those of a compressed shard.
+        excluded: Indices of the damaged records that are left out, by block.
+    """
+
+    shards: "numpy.ndarray[Any, Any]"
+    offsets: "numpy.ndarray[Any, Any]"
+    sizes: "numpy.ndarray[Any, Any]"
+    counts: "numpy.ndarray[Any, Any]"
+    units: "numpy.ndarray[Any, Any]"
+    excluded: dict[int, list[int]]
+
+
+def _join_tables(files: Sequence[ShardFile], tables: Sequence[BlockTable]) -> _AllBlocks:
+    """Concatenate the block tables of all shards."""
+    shards: list[int] = []
+    starts_unit: list[bool] = []
+    excluded: dict[int, list[int]] = {}
+    for number, (file, table) in enumerate(zip(files, tables)):
+        for block, record in table.excluded:
+            excluded.setdefault(len(shards) + block, []).append(record)
+        is_whole = choose_compression(file.url) is not None
+        starts_unit += [not (is_whole and block) for block in range(len(table.counts))]
+        shards += [number] * len(table.counts)
+    counts = numpy.array([count for table in tables for count in table.counts], numpy.int64)
+    for block, records in excluded.items():
+        counts[block] -= len(records)
+    return _AllBlocks(
+        shards=numpy.array(shards, numpy.int64),
+        offsets=numpy.array([offset for table in tables for offset in table.offsets], numpy.int64),
+        sizes=numpy.array([size for table in tables for size in table.sizes], numpy.int64),
+        counts=counts,
+        units=numpy.cumsum(numpy.array(starts_unit, numpy.int64)) - 1,
+        excluded=excluded,
+    )
+
+
+class _OpenShards:
+    """Cache of open shards, at most 64 at a time.
+
+    Args:
+        files: All shards.
+        formats: Format of each shard.
+        access: Cache folder and retry policy with which the content of shards is opened.
+    """
+
+    def __init__(self, files: Sequence[ShardFile], formats: Sequence[Any], access: ShardAccess) -> None:
+        self._files = files
+        self._formats = formats
+        self._access = access
+        self._open: OrderedDict[int, tuple[RangeReader, OpenShard]] = OrderedDict()
+
+    def get(self, number: int) -> tuple[RangeReader, OpenShard]:
+        """Return the reader and the opened shard of the file with this index, and open it if necessary."""
+        found = self._open.get(number)
+        if found is None:
+            file = self._files[number]
+            reader, num_bytes = self._access.open_content(file, keeps_blocks=True)
+            found = reader, self._formats[number].open(reader, num_bytes, describe_content(file))
+            while len(self._open) >= _MOST_OPEN_SHARDS:
+                self._open.popitem(last=False)[1][0].close()
+            self._open[number] = found
+        self._open.move_to_end(number)
+        return found
+
+
+class _BlockCache:
+    """Cache of the most recently read blocks, within a memory limit.
+
+    Args:
+        max_bytes: Limit in bytes. A single block may exceed it.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._blocks: OrderedDict[int, RecordBlock] = OrderedDict()
+        self._evicted: OrderedDict[int, None] = OrderedDict()
+        self._num_repeated = 0
+
+    def get(self, number: int) -> RecordBlock | None:
+        """Return the block with this index, or None if it is not cached."""
+        block = self._blocks.get(number)
+        if block is not None:
+            self._blocks.move_to_end(number)
+        return block
+
+    def add(self, number: int, block: RecordBlock) -> bool:
+        """Add a block to the cache, and evict the least recently used blocks beyond the limit.
+
+        Returns:
+            Whether more than 100 blocks were added again soon after their eviction, so that the limit is too small.
+        """
+        self._num_repeated += number in self._evicted
+        self._blocks[number] = block
+        self._num_bytes += block.num_bytes
+        while self._num_bytes > self._max_bytes and len(self._blocks) > 1:
+            old, released = self._blocks.popitem(last=False)
+            self._num_bytes -= released.num_bytes
+            self._evicted[old] = None
+            if len(self._evicted) > 16:
+                self._evicted.popitem(last=False)
+        return self._num_repeated > 100
+
+
+def _find_shards(places: ShardPlaces, form: str | None, policy: RetryPolicy) -> list[ShardFile]:
+    """Return the files of the shards.
+
+    The folder or the index of an MDS dataset is replaced by the shards that it lists.
+    """
+    listed = [places] if isinstance(places, str | os.PathLike) else list(places)
+    found: list[str | os.PathLike[str]] = []
+    for place in listed:
+        url = os.fspath(place)
+        is_folder = get_scheme(url) == "" and os.path.isdir(url)
+        if is_folder and (form == "mds" or os.path.isfile(os.path.join(url, _MDS_INDEX))):
+            url = join_url(url, _MDS_INDEX)
+        elif is_folder:
+            raise DataError(f"{url} is a folder without an {_MDS_INDEX}; give a pattern, such as {url}/*.jsonl")
+        elif form == "mds" and get_scheme(url) and not url.partition("?")[0].rpartition("/")[2].count("."):
+            url = join_url(url, _MDS_INDEX)
+        if url.rpartition("/")[2] == _MDS_INDEX and form in (None, "mds"):
+            found += list_shards(url, policy, find_files)
+        else:
+            found.append(place)
+    return find_files(found, policy)
+
+
+def _check_arguments(
+    on_damage: str,
+    shuffle_buffer: int,
+    memory_bytes: int,
+    copy_bytes: int,
+    stall_limit: float,
+    attempt_timeout: float,
+) -> None:
+    """Raise `ConfigError` if an argument of `ShardedDataset` is out of range."""
+    if on_damage not in ("error", "skip"):
+        raise ConfigError(f'on_damage={on_damage!r} is unknown; give "error" or "skip"')
+    for name, value in (("shuffle_buffer", shuffle_buffer), ("memory_bytes", memory_bytes), ("copy_bytes", copy_bytes)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r} must be a whole number, at least 1")
+    for name, seconds in (("stall_limit", stall_limit), ("attempt_timeout", attempt_timeout)):
+        if not 0 < seconds < 1e9:
+            raise ConfigError(f"{name}={seconds!r} must be a number of seconds above 0")
+
+
+def _build_stripes(num_stripes: int, samples_per_step: int | None, shuffle: bool) -> Stripes:
+    """Return the division of the order into stripes, which are ranges that are read in parallel.
+
+    Raises:
+        ConfigError: If the order is not shuffled, or the samples of a step cannot be divided among the stripes.
+    """
+    if isinstance(num_stripes, bool) or not isinstance(num_stripes, int) or num_stripes < 1:
+        raise ConfigError(f"num_stripes={num_stripes!r} must be a whole number, at least 1")
+    if num_stripes == 1:
+        return Stripes()
+    if not shuffle:
+        raise ConfigError(f"num_stripes={num_stripes} changes the order of the records; give shuffle=True, too")
+    if samples_per_step is None or samples_per_step < 1 or samples_per_step % num_stripes:
+        raise ConfigError(
+            f"num_stripes={num_stripes} needs samples_per_step=, the batch size times the number of ranks, as a multiple of "
+            f"{num_stripes}; it is {samples_per_step!r}"
+        )
+    return Stripes(num_stripes, samples_per_step)

@@ -1,0 +1,208 @@
+"""Index of shards: the blocks of each file, found once by a scan and kept in a cache folder.
+
+The name of an index file is a hash of the shard's URL, size and modification time or ETag, and of the options that
+affect the index. A changed file therefore gets a new index. The first process of a machine builds it under a lock, and
+the others wait.
+"""
+
+import contextlib
+import hashlib
+import io
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from headway.common.atomic import open_replacement
+from headway.errors import DataError
+from headway.language_data.shards.blocks import BlockTable, OpenShard, RecordBlock, ShardFormat
+from headway.language_data.shards.copies import CopiedBlocks, LocalCopies, copy_stream, lock_file
+from headway.language_data.shards.formats import (
+    DECOMPRESSION_ERRORS,
+    choose_compression,
+    open_decompressed,
+    require_decompressor,
+)
+from headway.language_data.shards.retry import RetryPolicy
+from headway.language_data.shards.storage import RangeReader, ReaderFile, ShardFile, open_ranges
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_VERSION = 1
+_THREADS = 8
+_INDEX_LIMIT = 86_400.0
+"""Maximum seconds that a process waits while another one builds an index."""
+
+
+@dataclass(frozen=True)
+class ShardAccess:
+    """Settings for opening the content of shards: the cache of local copies and the retry policy.
+
+    Attributes:
+        copies: Folder of local copies.
+        policy: Retry policy of remote reads, with their time limits.
+    """
+
+    copies: LocalCopies
+    policy: RetryPolicy
+
+    def open_content(self, file: ShardFile, *, keeps_blocks: bool) -> tuple[RangeReader, int]:
+        """Open a file and return a reader of its content, with the number of bytes of that content.
+
+        A compressed file is decompressed first.
+
+        Args:
+            file: File to read.
+            keeps_blocks: Whether to keep ranges of remote files as local copies.
+
+        Raises:
+            DataError: If the file cannot be read or decompressed.
+        """
+        compression = choose_compression(file.url)
+        if compression is not None:
+            copied = self.copies.open(file.key, lambda target: self._decompress(file, compression, target))
+            return copied, copied.num_bytes
+        reader = open_ranges(file, self.policy)
+        if keeps_blocks and not file.is_local:
+            reader = CopiedBlocks(reader, self.copies, file.key)
+        return reader, file.num_bytes
+
+    def _decompress(self, file: ShardFile, compression: str, target: Any) -> None:
+        source = io.BufferedReader(ReaderFile(open_ranges(file, self.policy), file.num_bytes), 2**22)
+        try:
+            copy_stream(open_decompressed(source, compression), target)
+        except DECOMPRESSION_ERRORS as error:
+            raise DataError(
+                f"{file.url}: the {compression} data are damaged after byte {target.tell()} of the decompressed content: {error}. "
+                "Restore the file; records of a damaged compressed file cannot be skipped"
+            ) from error
+
+
+def describe_content(file: ShardFile) -> str:
+    """Return the file's URL for error messages, marked "(decompressed)" if the file is compressed.
+
+    Byte offsets in these messages refer to the decompressed content.
+    """
+    return f"{file.url} (decompressed)" if choose_compression(file.url) else file.url
+
+
+def load_tables(
+    files: list[ShardFile],
+    formats: list[tuple[str, ShardFormat]],
+    access: ShardAccess,
+    folder: Path,
+    *,
+    skips_damage: bool,
+) -> list[BlockTable]:
+    """Return the block table of each file, from the cache folder or from a scan.
+
+    Args:
+        files: Shards.
+        formats: Pairs of (name of the format, reader of the format), one per shard.
+        access: Cache folder and retry policy with which the content of shards is opened.
+        folder: Cache folder of the indexes.
+        skips_damage: Whether to read all records during the scan and to leave out damaged ones.
+
+    Raises:
+        DataError: If a file is damaged in a way that cannot be skipped.
+    """
+
+    def load(number: int) -> BlockTable:
+        file, (name, form) = files[number], formats[number]
+        path = _name_index(folder, file, name, skips_damage)
+        table = _read_index(path)
+        if table is not None:
+            return table
+        with lock_file(path.with_suffix(".lock"), _INDEX_LIMIT, f"the index of {file.url}"):
+            table = _read_index(path)
+            if table is None:
+                table = scan_shard(file, form, access, skips_damage)
+                with open_replacement(path, has_rivals=True) as staged, staged.open("wb") as target:
+                    arrays = table.to_arrays()
+                    numpy.savez(
+                        target, blocks=arrays["blocks"], excluded=arrays["excluded"], num_skipped=arrays["num_skipped"]
+                    )
+        return table
+
+    for file in files:
+        require_decompressor(file.url)
+    # Scans of remote files wait for the network; those of local files read at the speed of the disk.
+    with ThreadPoolExecutor(min(_THREADS, max(1, len(files)))) as pool:
+        return list(pool.map(load, range(len(files))))
+
+
+def _name_index(folder: Path, file: ShardFile, name: str, skips_damage: bool) -> Path:
+    options = hashlib.sha256(f"{_VERSION} {name} {skips_damage}".encode()).hexdigest()[:8]
+    return folder / f"{file.key}-{options}.npz"
+
+
+def _read_index(path: Path) -> BlockTable | None:
+    with (
+        contextlib.suppress(FileNotFoundError, ValueError, KeyError, zipfile.BadZipFile, EOFError),
+        numpy.load(path) as arrays,
+    ):
+        return BlockTable.from_arrays(arrays)
+    return None
+
+
+def scan_shard(file: ShardFile, form: ShardFormat, access: ShardAccess, skips_damage: bool) -> BlockTable:
+    """Scan a file and return its block table.
+
+    Args:
+        file: Shard.
+        form: Reader of its format.
+        access: Cache folder and retry policy with which the content of the shard is opened.
+        skips_damage: Whether to read all records and to leave out damaged ones.
+
+    Raises:
+        DataError: If the file is damaged and `skips_damage` is False, or the damage cannot be skipped.
+    """
+    name = describe_content(file)
+    reader, num_bytes = access.open_content(file, keeps_blocks=False)
+    scan = form.scan(reader, num_bytes, name)
+    if not skips_damage:
+        if scan.damage:
+            raise DataError(f'{scan.damage}. Restore the file, or leave damaged records out by on_damage="skip"')
+        return scan.table
+    table = BlockTable()
+    if scan.damage:
+        table.num_skipped += 1
+        log.warning("left out: %s", scan.damage)
+    if scan.table.counts:
+        shard = form.open(reader, num_bytes, name)
+        for offset, size, count in zip(scan.table.offsets, scan.table.sizes, scan.table.counts):
+            _add_checked_block(table, shard, reader.read_range(offset, size), offset, size, count)
+    return table
+
+
+def _add_checked_block(
+    table: BlockTable, shard: OpenShard, data: memoryview, offset: int, size: int, count: int
+) -> None:
+    """Append a block without its damaged records to a table. Do nothing if all of its records are damaged."""
+    try:
+        block = shard.decode(data, offset, count)
+    except DataError as error:
+        log.warning("left out %d records: %s", count, error)
+        table.num_skipped += count
+        return
+    damaged = _find_damaged(block, count)
+    table.num_skipped += len(damaged)
+    if len(damaged) < count:
+        table.excluded += [(len(table.counts), number) for number in damaged]
+        table.add(offset, size, count)
+
+
+def _find_damaged(block: RecordBlock, count: int) -> list[int]:
+    """Return the indices of a block's records that cannot be decoded."""
+    damaged = []
+    for number in range(count):
+        try:
+            block.read([number])
+        except DataError as error:
+            log.warning("left out: %s", error)
+            damaged.append(number)
+    return damaged

@@ -1,0 +1,222 @@
+"""Shards in MosaicML's MDS format.
+
+A shard begins with the number of its samples and their offsets, followed by a JSON description of its columns. Text,
+bytes, numbers, JSON and arrays are decoded by this module, because the package `mosaicml-streaming` cannot be installed
+together with current versions of NumPy and transformers. Columns of pickles, which can run code, raise an error, and so
+do columns of images.
+"""
+
+import json
+import struct
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy
+
+from headway.errors import DataError
+from headway.language_data.shards.blocks import (
+    BLOCK_BYTES,
+    BlockTable,
+    ShardScan,
+    SlotBlock,
+    check_count,
+    describe_damage,
+)
+from headway.language_data.shards.retry import RetryPolicy
+from headway.language_data.shards.storage import RangeReader, join_url, open_ranges
+
+_UINT32 = struct.Struct("<I")
+_SCALARS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)] + ["float16", "float32", "float64"]
+_ARRAY_DTYPES = {
+    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
+    64: "uint64", 65: "int64", 66: "float64",
+}  # fmt: skip
+_SHAPE_DTYPES = ("<u1", "<u2", "<u4", "<u8")
+
+Decoder = Callable[[bytes], Any]
+
+
+def list_shards(index_url: str, policy: RetryPolicy, find: Callable[[str, RetryPolicy], Any]) -> list[str]:
+    """Return the URLs of the shards that an `index.json` lists.
+
+    If a shard exists in compressed and in uncompressed form, the compressed file is chosen.
+
+    Args:
+        index_url: Path or URL of the index.
+        policy: Time limits of remote requests.
+        find: Function that returns the files of a path or URL.
+
+    Raises:
+        DataError: If the index is missing, is not an index of MDS shards, or lists none.
+    """
+    found = find(index_url, policy)
+    if not found:
+        raise DataError(f"{index_url} does not exist; an MDS dataset has an index.json beside its shards")
+    file = found[0]
+    try:
+        index = json.loads(bytes(open_ranges(file, policy).read_range(0, file.num_bytes)))
+        shards = [(shard["format"], shard.get("zip_data") or shard["raw_data"]) for shard in index["shards"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{index_url} is not the index of an MDS dataset: {error!r}") from error
+    if not shards or any(kind != "mds" for kind, _ in shards):
+        raise DataError(f"{index_url} lists no MDS shards, but {sorted({kind for kind, _ in shards})}")
+    return [join_url(index_url.rpartition("/")[0], data["basename"]) for _, data in shards]
+
+
+class MDS:
+    """Format of MDS shards."""
+
+    def scan(self, reader: RangeReader, num_bytes: int, name: str) -> ShardScan:
+        """Find the blocks of a shard, reading only the header of the file.
+
+        Each block consists of whole samples with at least `BLOCK_BYTES` bytes in total, except the last.
+        """
+        offsets = read_offsets(reader, num_bytes, name)
+        table = BlockTable()
+        damage = ""
+        first = 0
+        for number in range(1, len(offsets)):
+            if offsets[number] > num_bytes or offsets[number] < offsets[number - 1]:
+                damage = describe_damage(name, offsets[number - 1], f"it ends at byte {offsets[number]} of {num_bytes}")
+                if number - 1 > first:
+                    table.add(offsets[first], offsets[number - 1] - offsets[first], number - 1 - first)
+                break
+            if offsets[number] - offsets[first] >= BLOCK_BYTES or number == len(offsets) - 1:
+                table.add(offsets[first], offsets[number] - offsets[first], number - first)
+                first = number
+        return ShardScan(table, damage)
+
+    def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenMDS":
+        """Open a shard, so that its blocks can be decoded."""
+        offsets = read_offsets(reader, num_bytes, name)
+        begin = _UINT32.size * (len(offsets) + 1)
+        try:
+            config = json.loads(bytes(reader.read_range(begin, offsets[0] - begin)))
+            columns = [*zip(config["column_names"], config["column_encodings"], config["column_sizes"])]
+        except (ValueError, KeyError) as error:
+            raise DataError(describe_damage(name, begin, f"no description of the columns ({error!r})")) from error
+        decoders = [(column, find_decoder(encoding, f"{name}: column {column!r}")) for column, encoding, _ in columns]
+        return OpenMDS(offsets, decoders, [size for _, _, size in columns], name)
+
+
+def read_offsets(reader: RangeReader, num_bytes: int, name: str) -> list[int]:
+    """Return the byte offset of each sample, followed by the end of the last one.
+
+    Raises:
+        DataError: If the file is too short for its own header.
+    """
+    head = reader.read_range(0, _UINT32.size)
+    count = _UINT32.unpack(head)[0] if len(head) == _UINT32.size else num_bytes
+    raw = b"" if count >= num_bytes else reader.read_range(_UINT32.size, _UINT32.size * (count + 1))
+    if len(raw) != _UINT32.size * (count + 1):
+        raise DataError(describe_damage(name, 0, "the header of an MDS shard is incomplete"))
+    return [int(offset) for offset in numpy.frombuffer(raw, "<u4")]
+
+
+def find_decoder(encoding: str, what: str) -> Decoder:
+    """Return the function that decodes values of an MDS encoding.
+
+    Args:
+        encoding: Name of the encoding, such as "str" or "ndarray:int32".
+        what: File and column, for messages.
+
+    Raises:
+        DataError: If the encoding is not supported.
+    """
+    kind, _, details = encoding.partition(":")
+    simple: dict[str, Decoder] = {
+        "bytes": bytes,
+        "str": lambda data: data.decode(),
+        "int": lambda data: int.from_bytes(data, "little", signed=True),
+        "json": json.loads,
+        "str_int": lambda data: int(data.decode()),
+        "str_float": lambda data: float(data.decode()),
+    }
+    if encoding in simple:
+        return simple[encoding]
+    if encoding in _SCALARS:
+        dtype = numpy.dtype(encoding).newbyteorder("<")
+        return lambda data: numpy.frombuffer(data, dtype)[0]
+    if kind == "ndarray":
+        name, _, shape = details.partition(":")
+        sizes = tuple(int(size) for size in shape.split(",")) if shape else None
+        return lambda data: decode_array(data, name, sizes)
+    raise DataError(
+        f"{what} has the encoding {encoding!r}, which is not supported; supported are {', '.join([*simple, 'ndarray'])} and "
+        "NumPy's numbers. Store images as bytes, and objects as JSON instead of pickles"
+    )
+
+
+def decode_array(data: bytes, dtype: str, shape: tuple[int, ...] | None) -> "numpy.ndarray[Any, Any]":
+    """Decode an array from its MDS encoding.
+
+    Args:
+        data: Encoded array.
+        dtype: Name of the dtype; "" if `data` begins with MDS's code of the dtype.
+        shape: Shape of the array; None if `data` contains it.
+    """
+    at = 0
+    if not dtype:
+        dtype = _ARRAY_DTYPES[data[0]]
+        at = 1
+    if shape is None:
+        num_dims, width = data[at] >> 2, data[at] & 3
+        end = at + 1 + (num_dims << width)
+        shape = tuple(int(size) for size in numpy.frombuffer(data[at + 1 : end], _SHAPE_DTYPES[width]))
+        at = end
+    flat = numpy.frombuffer(data, numpy.dtype(dtype).newbyteorder("<"), offset=at)
+    # A copy, because an array over bytes cannot be written to, as collate functions may do.
+    array: numpy.ndarray[Any, Any] = flat.reshape(shape).copy()
+    return array
+
+
+class OpenMDS:
+    """MDS shard whose blocks can be decoded from their bytes.
+
+    Args:
+        offsets: Byte offset of each sample, followed by the end of the last one.
+        decoders: Pairs of (name, decoder), one per column.
+        sizes: Number of bytes of each column's values; None for a column whose values store their sizes.
+        name: Name of the file, for messages.
+    """
+
+    def __init__(
+        self, offsets: list[int], decoders: list[tuple[str, Decoder]], sizes: list[int | None], name: str
+    ) -> None:
+        self._offsets = offsets
+        self._first = {offset: number for number, offset in enumerate(offsets)}
+        self._decoders = decoders
+        self._sizes = sizes
+        self._name = name
+
+    def decode(self, data: memoryview, offset: int, count: int) -> SlotBlock:
+        """Split a block into samples. Each sample is decoded when it is read."""
+        first = self._first.get(offset, len(self._offsets))
+        check_count(len(self._offsets[first : first + count]), count, self._name, offset)
+        begins = self._offsets[first : first + count + 1]
+        slots = [(begin - offset, end - offset) for begin, end in pairwise(begins)]
+
+        def decode_sample(slot: tuple[int, int]) -> dict[str, Any]:
+            try:
+                return self._decode_columns(bytes(data[slot[0] : slot[1]]))
+            except (ValueError, KeyError, IndexError, struct.error) as error:
+                raise DataError(describe_damage(self._name, offset + slot[0], error)) from error
+
+        return SlotBlock(slots, decode_sample, len(data) + 100 * count)
+
+    def _decode_columns(self, sample: bytes) -> dict[str, Any]:
+        at = 0
+        sizes: list[int] = []
+        for size in self._sizes:
+            if not size:
+                (size,) = _UINT32.unpack_from(sample, at)
+                at += _UINT32.size
+            sizes.append(size)
+        if at + sum(sizes) != len(sample):
+            raise DataError(f"its columns have {at + sum(sizes)} bytes instead of {len(sample)}")
+        record = {}
+        for (column, decode), size in zip(self._decoders, sizes):
+            record[column] = decode(sample[at : at + size])
+            at += size
+        return record

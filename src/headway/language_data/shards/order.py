@@ -1,0 +1,175 @@
+"""Order of records: a pure function of (seed, epoch, position) that reads neighboring blocks together.
+
+Shuffling permutes the blocks of all shards, and then the records within windows of `buffer_size` consecutive records.
+A window corresponds to the content of a shuffle buffer, but no record is copied or saved. The permutation of a window
+is computed from the seed, the epoch and the window's index. Permutations sort hashes, so they do not depend on a
+library's random generator.
+
+On several machines, all ranks read from all blocks of a window, so each machine fetches all of them. Stripes avoid this.
+Each stripe is a range of the shuffled blocks, and provides the same part of every step. A machine then fetches only
+the blocks of its ranks' stripes. The order depends on the number of stripes, but not on the number of machines.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy
+
+Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+Hashes = numpy.ndarray[Any, numpy.dtype[numpy.uint64]]
+
+_NUM_KEPT_WINDOWS = 8
+_MASK = 2**64 - 1
+
+
+class Places(NamedTuple):
+    """Locations of records.
+
+    Attributes:
+        blocks: Index of each record's block.
+        numbers: Index of each record in its block.
+    """
+
+    blocks: Integers
+    numbers: Integers
+
+
+class EpochPlan(NamedTuple):
+    """Order of the blocks in one epoch.
+
+    Attributes:
+        blocks: Indices of the blocks in the epoch's order.
+        begins: First position of each block in that order, followed by the total number of records.
+    """
+
+    blocks: Integers
+    begins: Integers
+
+
+@dataclass(frozen=True)
+class Stripes:
+    """Division of the order into ranges that are read in parallel.
+
+    Attributes:
+        count: Number of stripes; 1 to read one position after another.
+        step_size: Number of records that all ranks together read per step: a multiple of `count`.
+    """
+
+    count: int = 1
+    step_size: int = 1
+
+    def interleave(self, positions: Integers, num_records: int) -> Integers:
+        """Map positions in the order in which ranks read to positions in the shuffled order.
+
+        Each stripe is a range of consecutive positions in the shuffled order, of which every step reads the next
+        part. Positions after the last complete step do not change.
+
+        Args:
+            positions: Positions in the order in which the ranks read.
+            num_records: Number of records of the epoch.
+        """
+        width, num_steps = self.step_size // self.count, num_records // self.step_size
+        steps, within = numpy.divmod(positions, self.step_size)
+        stripes, offsets = numpy.divmod(within, width)
+        return numpy.where(steps < num_steps, (stripes * num_steps + steps) * width + offsets, positions)
+
+
+_ONE_STRIPE = Stripes()
+
+
+class ShardOrder:
+    """Order of the records of all shards.
+
+    Args:
+        counts: Number of records of each block.
+        units: Index of the unit that each block belongs to, in ascending order. The blocks of a unit stay together,
+            because a compressed shard has to be decompressed as a whole.
+        seed: Seed of the order.
+        buffer_size: Number of records that are shuffled together, divided by the number of stripes. 0 to keep the order
+            of the files.
+        stripes: Ranges of the order that are read in parallel. Default: one.
+    """
+
+    def __init__(
+        self, counts: Integers, units: Integers, seed: int, buffer_size: int, stripes: Stripes = _ONE_STRIPE
+    ) -> None:
+        self._counts = counts
+        self._units = units
+        self._seed = seed
+        self._buffer_size = max(1, buffer_size // stripes.count) if buffer_size else 0
+        self._stripes = stripes
+        self._num_kept_windows = max(_NUM_KEPT_WINDOWS, 2 * stripes.count)
+        self._num_records = int(counts.sum())
+        self._plan: tuple[int, EpochPlan] | None = None
+        self._windows: dict[tuple[int, int], Integers] = {}
+
+    def __len__(self) -> int:
+        return self._num_records
+
+    def locate(self, positions: Integers, epoch: int) -> Places:
+        """Return the blocks, and the indices in them, of the records at these positions of an epoch."""
+        plan = self._get_plan(epoch)
+        if self._stripes.count > 1:
+            positions = self._stripes.interleave(positions, self._num_records)
+        if self._buffer_size:
+            positions = self._shuffle_in_windows(positions, epoch)
+        ranks = numpy.searchsorted(plan.begins, positions, side="right") - 1
+        return Places(plan.blocks[ranks], positions - plan.begins[ranks])
+
+    def _get_plan(self, epoch: int) -> EpochPlan:
+        key = epoch if self._buffer_size else 0
+        if self._plan is None or self._plan[0] != key:
+            self._plan = key, self._make_plan(key)
+        return self._plan[1]
+
+    def _make_plan(self, epoch: int) -> EpochPlan:
+        blocks = numpy.arange(len(self._counts), dtype=numpy.int64)
+        if self._buffer_size:
+            num_units = int(self._units[-1]) + 1
+            order = permute(num_units, mix(self._seed, epoch, 0))
+            ranks = numpy.empty(num_units, numpy.int64)
+            ranks[order] = numpy.arange(num_units)
+            blocks = numpy.argsort(ranks[self._units], kind="stable")
+        return EpochPlan(blocks, numpy.concatenate([[0], numpy.cumsum(self._counts[blocks])]))
+
+    def _shuffle_in_windows(self, positions: Integers, epoch: int) -> Integers:
+        size = self._buffer_size
+        windows = positions // size
+        shuffled = numpy.empty_like(positions)
+        for window in numpy.unique(windows).tolist():
+            is_inside = windows == window
+            begin = window * size
+            shuffled[is_inside] = begin + self._get_window(epoch, window)[positions[is_inside] - begin]
+        return shuffled
+
+    def _get_window(self, epoch: int, window: int) -> Integers:
+        found = self._windows.get((epoch, window))
+        if found is None:
+            size = min(self._buffer_size, self._num_records - window * self._buffer_size)
+            found = permute(size, mix(self._seed, epoch, 1 + window))
+            while len(self._windows) >= self._num_kept_windows:
+                del self._windows[next(iter(self._windows))]
+            self._windows[epoch, window] = found
+        return found
+
+
+def permute(count: int, seed: int) -> Integers:
+    """Return a permutation of the numbers from 0 to `count - 1`, which depends only on `count` and the seed."""
+    numbers = numpy.arange(count, dtype=numpy.uint64)
+    return numpy.argsort(_hash(numbers * numpy.uint64(0x9E3779B97F4A7C15) + numpy.uint64(seed)), kind="stable")
+
+
+def mix(*values: int) -> int:
+    """Hash several integers to a 64-bit number, which depends on all of them and their order."""
+    state = numpy.uint64(0)
+    for value in values:
+        state = _hash(numpy.array([(int(state) + value + 0x9E3779B97F4A7C15) & _MASK], numpy.uint64))[0]
+    return int(state)
+
+
+def _hash(values: Hashes) -> Hashes:
+    """Hash each value with the finalizer of the SplitMix64 generator. Products wrap around."""
+    values = (values ^ (values >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+    mixed: Hashes = values ^ (values >> numpy.uint64(31))
+    return mixed

@@ -1,0 +1,371 @@
+"""Storage of shards: find files by path, pattern or URL, and read byte ranges of them.
+
+`http://` URLs are read with range requests, URLs of object stores (`s3://`, `gs://`,
+`az://`) by Headway's own client, and every other scheme by fsspec. Remote reads are repeated while they fail for a
+transient reason.
+"""
+
+import fnmatch
+import glob
+import hashlib
+import importlib
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from headway.common.object_client import ObjectClient
+from headway.common.object_path import SCHEMES
+from headway.common.optional import require
+from headway.common.range_file import RangeFile
+from headway.errors import DataError, ObjectStoreError
+from headway.language_data.shards.retry import RetryPolicy, read_with_retries
+
+_WILDCARDS = frozenset("*?[")
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """File that contains records, on this machine or in remote storage.
+
+    Attributes:
+        url: Path or URL of the file.
+        num_bytes: Size of the file.
+        version: Value that changes with the content: modification time or ETag; "" if the storage reports none.
+    """
+
+    url: str
+    num_bytes: int
+    version: str
+
+    @property
+    def key(self) -> str:
+        """Hash of the file's URL, size and version, which names its entries in a cache."""
+        return hashlib.sha256(f"{self.url}\n{self.num_bytes}\n{self.version}".encode()).hexdigest()[:40]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the file is in the file system of this machine."""
+        return get_scheme(self.url) == ""
+
+
+class RangeReader(Protocol):
+    """Interface of a reader of byte ranges of one file."""
+
+    def read_range(self, offset: int, num_bytes: int) -> memoryview:
+        """Return `num_bytes` bytes from `offset` on. The result is shorter only at the end of the file."""
+
+    def close(self) -> None:
+        """Close the file. Buffers that `read_range` returned stay valid."""
+
+
+def get_scheme(url: str) -> str:
+    """Return the scheme of a URL in lower case, or "" for a local path."""
+    scheme, mark, _ = url.partition("://")
+    return "" if not mark or scheme.lower() == "file" else scheme.lower()
+
+
+def join_url(folder: str, name: str) -> str:
+    """Return the URL or path of a file in a folder."""
+    return f"{folder.rstrip('/')}/{name}" if folder else name
+
+
+# -------------------------------------------------------------------- finding files
+
+
+def find_files(
+    places: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], policy: RetryPolicy
+) -> list[ShardFile]:
+    """Return the files that match paths, patterns and URLs, in the given order. The matches of a pattern are sorted.
+
+    Args:
+        places: Paths, URLs, or patterns with `*`, `?` and `[...]`. Patterns are not supported for `http://`.
+        policy: Time limits of remote requests.
+
+    Raises:
+        DataError: If a place matches no file, or a file is listed twice.
+    """
+    listed = [places] if isinstance(places, str | os.PathLike) else list(places)
+    found: list[ShardFile] = []
+    for place in listed:
+        url = os.fspath(place).removeprefix("file://")
+        matches = expand_pattern(url, policy)
+        if not matches:
+            raise DataError(f"no file matches {url!r}; give the path, pattern or URL of at least one shard")
+        found += matches
+    if not found:
+        raise DataError("the list of shards is empty; give the path, pattern or URL of at least one shard")
+    seen: set[str] = set()
+    for file in found:
+        if file.url in seen:
+            raise DataError(f"the shard {file.url} is named twice, so its records would come twice; name it once")
+        seen.add(file.url)
+    return found
+
+
+def expand_pattern(url: str, policy: RetryPolicy) -> list[ShardFile]:
+    """Return the files that match one path, pattern or URL, sorted."""
+    scheme, has_wildcards = get_scheme(url), not _WILDCARDS.isdisjoint(url)
+    if not scheme:
+        names = sorted(glob.glob(url, recursive=True)) if has_wildcards and not os.path.exists(url) else [url]
+        return [_describe_local(name) for name in names if os.path.isfile(name)]
+    if scheme in ("http", "https"):
+        return [_describe_http(url, policy)]  # "?" and "*" are ordinary characters of such a URL
+    if scheme in SCHEMES:
+        return _list_bucket(url, has_wildcards, policy)
+    return _list_fsspec(url, has_wildcards, policy)
+
+
+def _describe_local(name: str) -> ShardFile:
+    status = os.stat(name)
+    return ShardFile(os.path.abspath(name), status.st_size, str(status.st_mtime_ns))
+
+
+def _describe_http(url: str, policy: RetryPolicy) -> ShardFile:
+    def ask() -> ShardFile:
+        request = urllib.request.Request(url, headers={"Range": "bytes=0-0", "Accept-Encoding": "identity"})
+        with urllib.request.urlopen(request, timeout=policy.attempt_timeout) as answer:
+            total = answer.headers.get("Content-Range", "").rpartition("/")[2]
+            size = total if total.isdigit() else answer.headers.get("Content-Length")
+            if size is None:
+                raise DataError(
+                    f"{url}: the server does not report the size of the file, so its records cannot be sought"
+                )
+            version = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+            return ShardFile(url, int(size), version)
+
+    return read_with_retries(ask, f"looking at the shard {url}", policy)
+
+
+def _list_bucket(url: str, has_wildcards: bool, policy: RetryPolicy) -> list[ShardFile]:
+    root, key = split_bucket(url)
+    client = ObjectClient(root, retry_seconds=policy.limit)
+    if not has_wildcards:
+        info = client.describe(key)
+        return [] if info is None else [ShardFile(url, info.num_bytes, info.version)]
+    start = min(key.index(mark) for mark in _WILDCARDS if mark in key)
+    listed = client.list(key[:start].rpartition("/")[0])
+    return [
+        ShardFile(f"{root}/{info.key}", info.num_bytes, info.version)
+        for info in sorted(listed, key=lambda info: info.key)
+        if fnmatch.fnmatchcase(info.key, key)
+    ]
+
+
+def split_bucket(url: str) -> tuple[str, str]:
+    """Split an object's URL into the URL of its bucket and the key in that bucket."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    return f"{scheme}://{bucket}", key
+
+
+def _list_fsspec(url: str, has_wildcards: bool, policy: RetryPolicy) -> list[ShardFile]:
+    system, path = open_file_system(url)
+    scheme = url.partition("://")[0]
+
+    def ask() -> list[ShardFile]:
+        names = sorted(system.glob(path)) if has_wildcards else [path]
+        found = []
+        for name in names:
+            info = system.info(name)
+            if info["type"] != "file":
+                continue
+            version = info.get("ETag") or info.get("etag") or info.get("mtime") or info.get("created") or ""
+            found.append(ShardFile(f"{scheme}://{name.lstrip('/')}", int(info["size"]), str(version)))
+        return found
+
+    return read_with_retries(ask, f"listing {url}", policy)
+
+
+def open_file_system(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path in it.
+
+    Raises:
+        OptionalDependencyMissing: If fsspec is not installed.
+        DataError: If fsspec has no file system for the scheme.
+    """
+    require("fsspec", f"reading {url} needs", "fsspec")
+    try:
+        system, path = importlib.import_module("fsspec.core").url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise DataError(f"{url} cannot be read: {error}") from error
+    return system, path
+
+
+# -------------------------------------------------------------------- reading ranges
+
+
+def open_ranges(file: ShardFile, policy: RetryPolicy) -> RangeReader:
+    """Return a reader of byte ranges of a file."""
+    scheme = get_scheme(file.url)
+    if not scheme:
+        return LocalFile(file.url)
+    fetch: Callable[[int, int], bytes]
+    if scheme in ("http", "https"):
+        fetch = HttpRanges(file.url, policy.attempt_timeout).fetch
+    elif scheme in SCHEMES:
+        fetch = BucketRanges(file.url, policy).fetch
+    else:
+        fetch = FsspecRanges(file.url).fetch
+    return RemoteFile(file, fetch, policy)
+
+
+class LocalFile:
+    """Reader of byte ranges of a local file.
+
+    Reads do not use the file's position, so forked workers may share the open file. The file is not memory-mapped. A
+    process that reads a mapped file while another one shortens it ends with a bus error.
+
+    Args:
+        path: Path of the file.
+
+    Attributes:
+        num_bytes: Size of the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = -1  # stays so if the file cannot be opened
+        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self.num_bytes = os.fstat(self._descriptor).st_size
+
+    def read_range(self, offset: int, num_bytes: int) -> memoryview:
+        """Return `num_bytes` bytes from `offset` on. The result is shorter only at the end of the file."""
+        data = os.pread(self._descriptor, num_bytes, offset)
+        while len(data) < num_bytes and (more := os.pread(self._descriptor, num_bytes - len(data), offset + len(data))):
+            data += more
+        return memoryview(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    __del__ = close
+
+
+class RemoteFile:
+    """Reader of byte ranges of a file in remote storage, which retries failed requests.
+
+    Args:
+        file: File to read.
+        fetch: Function that reads the bytes from one offset up to another.
+        policy: Time limits.
+    """
+
+    def __init__(self, file: ShardFile, fetch: Callable[[int, int], bytes], policy: RetryPolicy) -> None:
+        self._file = file
+        self._fetch = fetch
+        self._policy = policy
+
+    def read_range(self, offset: int, num_bytes: int) -> memoryview:
+        """Return `num_bytes` bytes from `offset` on. The result is shorter only at the end of the file.
+
+        Raises:
+            DataError: If the read is refused, or still fails when its time limit has passed.
+        """
+        end = min(offset + num_bytes, self._file.num_bytes)
+        if end <= offset:
+            return memoryview(b"")
+
+        def act() -> bytes:
+            data = self._fetch(offset, end)
+            if len(data) != end - offset:
+                raise ConnectionError(f"received {len(data)} bytes instead of {end - offset}")
+            return data
+
+        what = f"reading bytes {offset} to {end} of the shard {self._file.url}"
+        return memoryview(read_with_retries(act, what, self._policy))
+
+    def close(self) -> None:
+        """Do nothing, because each read opens a separate connection."""
+
+
+@dataclass(frozen=True)
+class HttpRanges:
+    """Reader of byte ranges of a file on an HTTP server.
+
+    Attributes:
+        url: URL of the file.
+        timeout: Seconds that a request may go without receiving data.
+    """
+
+    url: str
+    timeout: float
+
+    def fetch(self, start: int, end: int) -> bytes:
+        """Return the bytes from `start` up to `end`.
+
+        A server without range requests sends the whole file, of which the other bytes are discarded.
+        """
+        headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        with urllib.request.urlopen(urllib.request.Request(self.url, headers=headers), timeout=self.timeout) as answer:
+            data: bytes = answer.read()
+            return data if answer.status == 206 else data[start:end]
+
+
+class BucketRanges:
+    """Reader of byte ranges from an object store, by Headway's own client.
+
+    Args:
+        url: URL of the object.
+        policy: Time limits.
+    """
+
+    def __init__(self, url: str, policy: RetryPolicy) -> None:
+        root, self._key = split_bucket(url)
+        self._client = ObjectClient(root, retry_seconds=policy.limit)
+
+    def fetch(self, start: int, end: int) -> bytes:
+        """Return the bytes of the object from `start` up to `end`. The client itself repeats failed requests."""
+        try:
+            return bytes(self._client.get_range(self._key, start, end))
+        except ObjectStoreError as error:
+            raise DataError(str(error)) from error
+
+
+class FsspecRanges:
+    """Reader of byte ranges from any storage for which fsspec has a file system.
+
+    Args:
+        url: URL of the file.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._system, self._path = open_file_system(url)
+
+    def fetch(self, start: int, end: int) -> bytes:
+        """Return the bytes of the file from `start` up to `end`."""
+        return bytes(self._system.cat_file(self._path, start=start, end=end))
+
+
+class ReaderFile(RangeFile):
+    """Seekable file object over a `RangeReader`.
+
+    Args:
+        reader: Reader of the file's bytes.
+        num_bytes: Size of the file.
+    """
+
+    def __init__(self, reader: RangeReader, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self._reader = reader
+
+    def read_at(self, offset: int, view: memoryview) -> int:
+        """Fill `view` with the bytes from `offset` on, and return their number.
+
+        The number is less than `len(view)` only at the end of the file.
+        """
+        data = self._reader.read_range(offset, len(view))
+        view[: len(data)] = data
+        return len(data)
+
+
+def get_cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
+    """Return the folder for indexes and local copies of shards. Default: `headway/shards` in the user's cache folder."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser().absolute()
+    return Path.home() / ".cache" / "headway" / "shards"

@@ -1,0 +1,107 @@
+"""Shards in the WebDataset format: tar files in which consecutive members with one base name form a record.
+
+A record is a dict with the base name as "__key__", and the bytes of each member by its extension, as `webdataset`
+returns them before decoding.
+"""
+
+import io
+import re
+import tarfile
+from typing import Any
+
+from headway.errors import DataError
+from headway.language_data.shards.blocks import (
+    BLOCK_BYTES,
+    BlockTable,
+    ShardScan,
+    SlotBlock,
+    check_count,
+    describe_damage,
+)
+from headway.language_data.shards.storage import RangeReader, ReaderFile
+
+_NAME = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)")
+_META = re.compile(r"__[^/]*__($|/)")
+_BUFFER_BYTES = 2**20
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """Split the path of a tar member into base name and extension in lower case; None if it belongs to no record."""
+    match = _NAME.fullmatch(name)
+    return None if match is None or _META.match(name) else (match[1], match[2].lower())
+
+
+class WebDatasetTar:
+    """Format of WebDataset tar files."""
+
+    def scan(self, reader: RangeReader, num_bytes: int, name: str) -> ShardScan:
+        """Find the blocks of a shard, reading only the headers of the tar members.
+
+        Each block consists of whole records with at least `BLOCK_BYTES` bytes in total, except the last.
+        """
+        table = BlockTable()
+        begin, last, end, count, key = 0, 0, 0, 0, None  # offsets: of the block, of its last record, after that record
+        file = io.BufferedReader(ReaderFile(reader, num_bytes), _BUFFER_BYTES)
+        damage = ""
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as archive:
+                for member in archive:
+                    archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps all headers in memory
+                    parts = split_name(member.name) if member.isreg() else None
+                    if parts is not None and parts[0] != key:
+                        if member.offset - begin >= BLOCK_BYTES and count:
+                            table.add(begin, member.offset - begin, count)
+                            begin, count = member.offset, 0
+                        count += 1
+                        key, last = parts[0], member.offset
+                    if member.offset_data + member.size > num_bytes:
+                        raise tarfile.ReadError(f"the file ends inside of the member {member.name!r}")
+                    end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        except tarfile.TarError as error:
+            if not end:
+                raise DataError(describe_damage(name, 0, f"not a tar file ({error})")) from error
+            # The record before the damage may lack members, so it counts as damaged.
+            damage = describe_damage(name, last, error)
+            count, end = count - 1, last
+        if count:
+            table.add(begin, min(end, num_bytes) - begin, count)
+        return ShardScan(table, damage)
+
+    def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenTar":
+        """Open a shard, so that its blocks can be decoded."""
+        return OpenTar(name)
+
+
+class OpenTar:
+    """WebDataset tar file whose blocks can be decoded from their bytes.
+
+    Args:
+        name: Name of the file, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def decode(self, data: memoryview, offset: int, count: int) -> SlotBlock:
+        """Split a block into records. The bytes of a record are copied when it is read."""
+        records: list[dict[str, Any]] = []
+        padding = bytes(-len(data) % tarfile.BLOCKSIZE)  # the end of a file may lack it
+        try:
+            with tarfile.open(fileobj=io.BytesIO(bytes(data) + padding), mode="r:") as archive:
+                for member in archive:
+                    parts = split_name(member.name) if member.isreg() else None
+                    if parts is None:
+                        continue
+                    if not records or records[-1]["__key__"] != parts[0]:
+                        records.append({"__key__": parts[0]})
+                    if parts[1] in records[-1]:
+                        raise tarfile.ReadError(f"record {parts[0]!r} has two members {parts[1]!r}")
+                    records[-1][parts[1]] = slice(member.offset_data, member.offset_data + member.size)
+        except tarfile.TarError as error:
+            raise DataError(describe_damage(self._name, offset, error)) from error
+        check_count(len(records), count, self._name, offset)
+
+        def extract(record: dict[str, Any]) -> dict[str, Any]:
+            return {name: bytes(data[value]) if isinstance(value, slice) else value for name, value in record.items()}
+
+        return SlotBlock(records, extract, len(data) + 500 * len(records))

@@ -1,0 +1,100 @@
+"""Mean loss of each source of a mixture, over all ranks and the batches since the last report."""
+
+from collections.abc import Sequence
+
+import torch
+
+from headway.accelerator import Accelerator
+from headway.errors import ConfigError, DataError
+
+
+class SourceLosses:
+    """Recorder that sums losses by source. `compute` returns their means, for `accelerator.log`.
+
+    `add` needs no communication and does not wait for the device. The means are over all rows, or all tokens, of a
+    source.
+
+    Args:
+        accelerator: Accelerator whose ranks train.
+        names: Names of the sources: `mixture.names`.
+        prefix: Text before the names in the result.
+
+    Example::
+
+        losses = SourceLosses(accelerator, mixture.names)
+        for batch in loader:
+            sources = batch.pop("source")
+            token_losses = ...  # shape [rows, tokens]
+            losses.add(token_losses, sources, mask=labels != -100)
+            ...
+            if accelerator.num_updates % 10 == 0:
+                accelerator.log(losses.compute(), step=accelerator.num_updates)
+    """
+
+    def __init__(self, accelerator: Accelerator, names: Sequence[str], prefix: str = "loss/") -> None:
+        if isinstance(names, str) or not names:
+            raise ConfigError(f"SourceLosses got the names {names!r}; give those of the sources, such as mixture.names")
+        self._accelerator = accelerator
+        self.names = tuple(names)
+        self.prefix = prefix
+        self._sums = torch.zeros(2, len(self.names), dtype=torch.float64)
+
+    def add(self, losses: torch.Tensor, sources: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """Add the losses of a batch to the sums.
+
+        Args:
+            losses: Loss of each row, of shape [rows], or of each token, of shape [rows, tokens].
+            sources: Index of the source of each row, of shape [rows], or of each token, of shape [rows, tokens], as in
+                packed batches. Negative: the row or token does not count.
+            mask: Whether each row or token counts, of shape [rows] or of the shape of `losses`. Default: all count.
+
+        Raises:
+            DataError: If the shapes of the arguments do not match.
+        """
+        losses = losses.detach()
+        if losses.ndim == 0 or sources.shape not in (losses.shape, losses.shape[:1]):
+            raise DataError(
+                f"losses of shape {list(losses.shape)} and sources of shape {list(sources.shape)}; give one source per row or token, "
+                "and one loss per row or token (reduction='none')"
+            )
+        if mask is not None and mask.shape not in (losses.shape, losses.shape[:1]):
+            raise DataError(
+                f"a mask of shape {list(mask.shape)} for losses of shape {list(losses.shape)}; give one value per row or per loss"
+            )
+        if self._sums.device != losses.device:
+            self._sums = self._sums.to(losses.device)
+        self._sums += sum_by_source(losses, sources, mask, len(self.names))
+
+    def compute(self) -> dict[str, float]:
+        """Return the mean loss of each source since the last call, over all ranks, and reset the sums.
+
+        All ranks must call it. A source without losses since the last call is left out.
+        """
+        total = self._accelerator.reduce(self._sums, reduction="sum")
+        self._sums = torch.zeros_like(self._sums)
+        sums, counts = total.tolist()
+        return {f"{self.prefix}{name}": loss / count for name, loss, count in zip(self.names, sums, counts) if count}
+
+
+def sum_by_source(
+    losses: torch.Tensor, sources: torch.Tensor, mask: torch.Tensor | None, num_sources: int
+) -> torch.Tensor:
+    """Return the sums and the numbers of losses by source, of shape [2, num_sources] (float64).
+
+    Args:
+        losses: Loss of each row or token.
+        sources: Index of the source, of the shape of `losses` or [rows]. Negative: the loss does not count.
+        mask: Whether each loss counts, of the shape of `losses` or [rows]. Default: all count.
+        num_sources: Number of sources.
+    """
+    sources = _expand_rows(sources.to(losses.device).long(), losses)
+    counted = sources >= 0
+    if mask is not None:
+        counted = counted & _expand_rows(mask.to(losses.device).bool(), losses)
+    # A loss that does not count may be NaN, so it is replaced instead of multiplied by 0.
+    both = torch.stack([torch.where(counted, losses, 0).double().flatten(), counted.double().flatten()])
+    return both.new_zeros(2, num_sources).index_add_(1, sources.clamp(min=0).flatten(), both)
+
+
+def _expand_rows(values: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
+    return values.reshape(*values.shape, *[1] * (losses.ndim - values.ndim)).expand_as(losses)

@@ -1,0 +1,218 @@
+"""Batch sampler that makes batches of about equal numbers of tokens, from known lengths."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import Sampler
+
+from headway.core.data.sampling.order import draw_permutation
+from headway.core.runtime.seed import mix_seed
+from headway.errors import ConfigError, DataError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_WINDOW = 64
+"""Approximate number of updates whose samples are sorted by length together."""
+
+TOO_LONG = ("error", "drop", "alone")
+
+
+class TokenBatchSampler(Sampler[list[int]]):
+    """Batch sampler whose batches have at most a given number of tokens, counting padding.
+
+    The plan of an epoch is a function of the lengths, the seed and the epoch, so every rank computes an equal one.
+    Samples are shuffled, sorted by length within windows of about 64 updates, and cut into batches, whose order is
+    shuffled. A batch's size is its number of samples times the length of its longest sample.
+
+    With `global_batch_tokens`, an update consists of `batches_per_update` batches over all ranks, and holds about
+    that number of tokens. The number of batches in an epoch is a multiple of `batches_per_update`: some batches are
+    cut in two if necessary. With `gradient_accumulation_steps=sampler.count_steps(num_processes)`, the updates do
+    not depend on the number of ranks, and no sample is repeated to give every rank a batch.
+
+    Pass it as `batch_sampler=` to a DataLoader, and prepare that. At each step of the prepared loader, every rank
+    gets one batch. The loss is an exact mean over tokens with `accelerator.backward(loss, weight=num_tokens,
+    reduction="sum")`.
+
+    Args:
+        lengths: Number of tokens of each sample, 1 or more.
+        tokens_per_batch: Largest number of tokens in a batch of one rank, counting padding.
+        global_batch_tokens: Largest number of tokens in an update over all ranks, a multiple of `tokens_per_batch`.
+            Default: `tokens_per_batch`.
+        shuffle: Whether to shuffle the samples and the batches.
+        seed: Seed of the shuffling, 0 or more.
+        max_samples: Largest number of samples in a batch. Default: no limit.
+        too_long: Treatment of a sample with more tokens than a batch: "error" raises an error, "drop" leaves the sample
+            out, and "alone" gives it its own batch.
+
+    Attributes:
+        batches_per_update: Number of batches in an update, over all ranks.
+        num_dropped: Number of samples that are longer than a batch and left out.
+
+    Raises:
+        ConfigError: If an argument is out of range, or `global_batch_tokens` is not a multiple of `tokens_per_batch`.
+        DataError: If there are no lengths, a length is below 1, or a sample is too long.
+    """
+
+    def __init__(
+        self,
+        lengths: Iterable[int],
+        tokens_per_batch: int,
+        *,
+        global_batch_tokens: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        max_samples: int | None = None,
+        too_long: str = "error",
+    ) -> None:
+        self.lengths = read_lengths(lengths)
+        for name, value in (
+            ("tokens_per_batch", tokens_per_batch),
+            ("global_batch_tokens", global_batch_tokens),
+            ("max_samples", max_samples),
+        ):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name}={value!r}; give a whole number, 1 or more")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ConfigError(f"seed={seed!r}; give a whole number, 0 or more")
+        if too_long not in TOO_LONG:
+            raise ConfigError(f"too_long={too_long!r}; give one of {', '.join(map(repr, TOO_LONG))}")
+        if global_batch_tokens is not None and global_batch_tokens % tokens_per_batch:
+            raise ConfigError(
+                f"global_batch_tokens={global_batch_tokens} is not a multiple of tokens_per_batch={tokens_per_batch}; an update "
+                "consists of whole batches"
+            )
+        self.batches_per_update = (global_batch_tokens or tokens_per_batch) // tokens_per_batch
+        self.tokens_per_batch = tokens_per_batch
+        self.max_samples = max_samples
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        is_long = self.lengths > self.tokens_per_batch
+        if too_long == "error" and is_long.any():
+            index = int(numpy.flatnonzero(is_long)[0])
+            raise DataError(
+                f"sample {index} has {self.lengths[index]} tokens, and a batch at most {self.tokens_per_batch} ({int(is_long.sum())} "
+                "samples are longer); split or truncate them, give larger batches, or pass too_long='drop' or 'alone'"
+            )
+        self._kept = numpy.flatnonzero(~is_long) if too_long == "drop" else numpy.arange(len(self.lengths))
+        self.num_dropped = len(self.lengths) - len(self._kept)
+        if self.num_dropped:
+            log.info("%d of %d samples are longer than a batch and left out", self.num_dropped, len(self.lengths))
+        if not len(self._kept):
+            raise DataError(f"all {len(self.lengths)} samples have more tokens than a batch ({self.tokens_per_batch})")
+        self._plan: tuple[int, list[list[int]]] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select an epoch. A prepared loader calls it before each pass."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.plan_epoch())
+
+    def __len__(self) -> int:
+        """Return the number of batches of the current epoch, over all ranks."""
+        return len(self.plan_epoch())
+
+    def plan_epoch(self) -> list[list[int]]:
+        """Return the batches of the current epoch, over all ranks. Each batch is a list of indices of samples."""
+        if self._plan is None or self._plan[0] != self.epoch:
+            self._plan = self.epoch, self._build_plan()
+        return self._plan[1]
+
+    def count_steps(self, num_processes: int) -> int:
+        """Return the `gradient_accumulation_steps` for which an update has about `global_batch_tokens` tokens.
+
+        Args:
+            num_processes: Number of ranks.
+
+        Raises:
+            ConfigError: If the batches of an update cannot be shared evenly among the ranks.
+        """
+        if self.batches_per_update % num_processes:
+            raise ConfigError(
+                f"the {self.batches_per_update} batches of an update cannot be shared evenly among {num_processes} processes; give a "
+                "global_batch_tokens that is a multiple of tokens_per_batch * processes"
+            )
+        return self.batches_per_update // num_processes
+
+    def measure_padding(self) -> float:
+        """Return the fraction of the current epoch's tokens that is padding.
+
+        Batches are padded to their longest sample.
+        """
+        plan = self.plan_epoch()
+        padded = sum(len(batch) * int(self.lengths[batch].max()) for batch in plan)
+        return 1 - sum(int(self.lengths[batch].sum()) for batch in plan) / padded
+
+    def _build_plan(self) -> list[list[int]]:
+        order = self._kept
+        if self.shuffle:
+            order = order[draw_permutation(len(order), mix_seed(self.seed, self.epoch))]
+        mean = max(1.0, float(self.lengths[order].mean()))
+        window = max(1, int(_WINDOW * self.batches_per_update * self.tokens_per_batch / mean))
+        window = max(window, _WINDOW * 16)
+        batches: list[list[int]] = []
+        for start in range(0, len(order), window):
+            part = order[start : start + window]
+            batches += self._cut(part[numpy.argsort(-self.lengths[part], kind="stable")])
+        if self.shuffle:
+            places = draw_permutation(len(batches), mix_seed(self.seed, self.epoch, 1))
+            batches = [batches[place] for place in places]
+        return self._complete_updates(batches)
+
+    def _complete_updates(self, batches: list[list[int]]) -> list[list[int]]:
+        """Cut some of the last batches in two, so that the number of batches is a multiple of `batches_per_update`.
+
+        Raises:
+            DataError: If there are fewer samples than batches in an update.
+        """
+        missing = -len(batches) % self.batches_per_update
+        while missing:
+            place = max(
+                range(max(0, len(batches) - self.batches_per_update), len(batches)), key=lambda at: len(batches[at])
+            )
+            batch = batches[place]
+            if len(batch) < 2:
+                place = max(range(len(batches)), key=lambda at: len(batches[at]))
+                batch = batches[place]
+            if len(batch) < 2:
+                raise DataError(
+                    f"{len(self._kept)} samples do not fill the {self.batches_per_update} batches of an update; give more samples, "
+                    "or a smaller global_batch_tokens"
+                )
+            batches[place : place + 1] = [batch[::2], batch[1::2]]
+            missing -= 1
+        return batches
+
+    def _cut(self, indices: Any) -> list[list[int]]:
+        """Cut samples, which are sorted by decreasing length, into batches."""
+        batches: list[list[int]] = []
+        lengths = self.lengths[indices].tolist()
+        start = 0
+        while start < len(lengths):
+            size = max(1, self.tokens_per_batch // lengths[start])
+            if self.max_samples is not None:
+                size = min(size, self.max_samples)
+            batches.append(indices[start : start + size].tolist())
+            start += size
+        return batches
+
+
+def read_lengths(lengths: Iterable[int]) -> Any:
+    """Convert lengths to an array of integers.
+
+    Raises:
+        DataError: If `lengths` is empty, or a length is not a whole number of at least 1.
+    """
+    if isinstance(lengths, torch.Tensor):
+        lengths = lengths.tolist()
+    values = numpy.asarray(lengths if isinstance(lengths, numpy.ndarray | list) else list(lengths))
+    if values.ndim != 1 or not len(values):
+        raise DataError("there are no lengths; give the number of tokens of each sample")
+    if values.dtype.kind not in "iu" or values.min() < 1:
+        wrong = values if values.dtype.kind not in "iu" else values[values < 1]
+        raise DataError(f"a sample has {wrong.tolist()[0]!r} tokens; give whole numbers, 1 or more")
+    return values.astype(numpy.int64)

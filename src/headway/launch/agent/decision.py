@@ -1,0 +1,58 @@
+"""Choose the agent's next action, as a pure function of the state of its ranks and of the other machines."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from headway.errors import PREEMPTED
+
+
+class AgentAction(Enum):
+    """Next action of the agent: continue, or end the attempt, with the reason for ending it.
+
+    An attempt is one start of all ranks. A restart begins the next attempt.
+    """
+
+    GO_ON = "let the ranks run, or end well"
+    END_SAVED = "end a run whose ranks have saved, as they were asked to: no failure, and nothing is restarted"
+    END_ABORTED = "end a run that a rank has ended on purpose; nothing is restarted"
+    END_HANG = "end a run that hangs, the stopped ranks too"
+    END_ALONE = "end the ranks here, as the run has ended on another machine or lost it"
+    END_FAILED = "end the other ranks, as one has failed"
+
+
+@dataclass(frozen=True)
+class AgentSnapshot:
+    """State of the run at one of the agent's periodic checks.
+
+    Attributes:
+        codes: Exit codes by local rank, for the ranks that have ended.
+        has_saved: Whether a rank has recorded that it saved the checkpoint that a preemption requested.
+        is_aborted: Whether a rank has ended the run on purpose.
+        hangs: Whether the hang watch has diagnosed a hang.
+        is_alone: Whether another machine has failed or is lost, so that this machine must end its ranks, too.
+    """
+
+    codes: Mapping[int, int] = field(default_factory=dict)
+    has_saved: bool = False
+    is_aborted: bool = False
+    hangs: bool = False
+    is_alone: bool = False
+
+
+def decide_action(seen: AgentSnapshot) -> AgentAction:
+    """Return the agent's next action.
+
+    A failure of a rank on this machine has priority over an abort or a hang, because the failure may have caused it.
+    """
+    codes = set(seen.codes.values())
+    has_failed = bool(codes - {0})
+    if PREEMPTED in codes and seen.has_saved and codes <= {0, PREEMPTED}:
+        return AgentAction.END_SAVED
+    if seen.is_aborted and not has_failed:
+        return AgentAction.END_ABORTED
+    if seen.hangs and not has_failed:
+        return AgentAction.END_HANG
+    if seen.is_alone:
+        return AgentAction.END_ALONE
+    return AgentAction.END_FAILED if has_failed else AgentAction.GO_ON

@@ -1,0 +1,76 @@
+"""Accelerators that a hardware vendor's package adds to torch, found in the metadata of the installed packages.
+
+Such a package registers itself by an entry point of the group "torch.backends", which `import torch` loads. The number
+of accelerators is queried from torch in a subprocess, because the launcher does not import torch.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+_GROUP = "[torch.backends]"
+
+_QUESTION = """
+import torch
+found = torch.accelerator.current_accelerator(check_available=True)
+if found is not None:
+    print("headway:", found.type, torch.accelerator.device_count())
+"""
+
+
+def find_vendor_accelerator(
+    environment: Mapping[str, str], folders: Iterable[str] | None = None
+) -> tuple[str, int] | None:
+    """Return the kind and number of accelerators that a hardware vendor's package adds to torch.
+
+    Without such a package this costs a scan of the installed packages (milliseconds), and with one, an import of
+    torch in a subprocess. If HEADWAY_DEVICE names a device other than "cpu", torch is queried in any case: on some
+    machines with NVIDIA's devices only CUDA itself reports them.
+
+    Args:
+        environment: Environment variables with which a process would start.
+        folders: Folders of installed packages. Default: this interpreter's search path.
+
+    Returns:
+        Pair of (torch's name of the kind, number of devices). None if no package adds one, or its driver finds none.
+    """
+    is_loaded = environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "0"
+    if not (is_loaded and has_vendor_package(folders)) and environment.get("HEADWAY_DEVICE", "cpu") == "cpu":
+        return None
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _QUESTION], env=dict(environment), capture_output=True, text=True, timeout=120
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"^headway: (\S+) (\d+)$", asked.stdout, re.MULTILINE)
+    return None if found is None else (found[1], int(found[2]))
+
+
+def has_vendor_package(folders: Iterable[str] | None = None) -> bool:
+    """Whether any installed package registers a device backend for torch (the entry points `torch.backends`).
+
+    Args:
+        folders: Folders of installed packages. Default: this interpreter's search path.
+    """
+    # importlib.metadata could do this, but its import alone takes longer than the rest of a launch.
+    for folder in dict.fromkeys(sys.path if folders is None else folders):
+        for package in _list_packages(folder):
+            try:
+                entry_points = Path(package, "entry_points.txt").read_text("utf-8", "replace")
+            except OSError:  # most packages have no entry points
+                continue
+            if _GROUP in entry_points:
+                return True
+    return False
+
+
+def _list_packages(folder: str) -> list[str]:
+    try:
+        with os.scandir(folder or ".") as entries:
+            return [entry.path for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))]
+    except OSError:
+        return []

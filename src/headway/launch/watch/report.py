@@ -1,0 +1,264 @@
+"""Report of a hang, which describes where each waiting and each missing rank is, with advice.
+
+This module only formats locations in code. A rank's heartbeat thread reads its stack
+(`headway.core.runtime.heartbeat`), `views` makes a `RankView` of it, `stacks` selects the frames of the user's files,
+and `locate_rank` names the innermost one. If a report names a wrong line, check `headway.common.callsite.is_user_file`
+(which files are the user's) and `hang_watch._use_live_stack` (which replaces the stack of a heartbeat by a newer one).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from headway.common.text import format_ranges, format_seconds
+from headway.core.runtime.control_plane.attendance import SAVE
+from headway.launch.watch import stacks
+from headway.launch.watch.judge import HangDiagnosis, find_loop_left_behind, is_stuck_writing, list_operations
+from headway.launch.watch.views import LATE, RankView
+
+
+def describe_lateness(view: RankView) -> str:
+    """Return a message about a rank whose script has ended, but whose process is still running."""
+    doing = (
+        f"a thread or an exit function of it is at {locate_rank(view)}"
+        if view.frames
+        else "nothing is known of where it is"
+    )
+    return (
+        f"rank {view.rank}{_describe_process(view)} has come to the end of its script, but has not ended for "
+        f"{_format_span(view.phase_age)}: {doing}"
+    )
+
+
+def describe_blocked_writers(views: Sequence[RankView]) -> str:
+    """Return a message about ranks whose checkpoint writes are blocked, because their file system does not respond.
+
+    Args:
+        views: State of each of these ranks, at least one.
+    """
+    first, has = views[0], "has" if len(views) == 1 else "have"
+    return (
+        f"{_name_ranks(views)}{_describe_process(first) if len(views) == 1 else ''} {has} not written a byte of a checkpoint for "
+        f"{_format_span(first.writing_age)}, at {locate_rank(first)}{_describe_disk(first)}. The run goes on when it does"
+    )
+
+
+def _describe_disk(view: RankView) -> str:
+    waits = "; the kernel says D: it waits for a disk or a network file system" if view.state == "D" else ""
+    return f": its file system does not answer{waits}"
+
+
+def format_headline(verdict: HangDiagnosis) -> str:
+    """Return a line that names the missing rank, or the operation in which all ranks wait."""
+    waiting, missing = verdict.waiting, verdict.missing
+    timeout = f"timeout {_format_span(verdict.timeout)}"
+    if not waiting:
+        verb, longest = "has" if len(missing) == 1 else "have", _format_span(max(view.phase_age for view in missing))
+        return (
+            f"this run does not end: {_name_ranks(missing)} of {verdict.world_size} {verb} come to the end of the "
+            "script, but not ended "
+            f"for {longest} ({timeout})"
+        )
+    longest = _format_span(waiting[0].wait_age)
+    if not missing:
+        return f"this run hangs: all {verdict.world_size} ranks have waited for {longest} ({timeout}), {_compare_operations(waiting)}"
+    verb, has = "is" if len(missing) == 1 else "are", "has" if len(waiting) == 1 else "have"
+    operations = " and ".join(dict.fromkeys(view.operation for view in waiting))
+    return (
+        f"this run hangs: {_name_ranks(missing)} of {verdict.world_size} {verb} missing from {operations}, "
+        f"where {_name_ranks(waiting)} {has} waited for {longest} ({timeout})"
+    )
+
+
+def format_report(verdict: HangDiagnosis) -> str:
+    """Return the full report of the hang as text for the screen."""
+    lines = [format_headline(verdict)]
+    saving = [view for view in verdict.waiting if view.operation == SAVE]
+    if saving and len(saving) < verdict.world_size:
+        lines.append(
+            f"  save_state was called on {_name_ranks(saving)} only, at {locate_rank(saving[0])}: call it on every "
+            "rank, unconditionally"
+        )
+    for view in verdict.missing:
+        lines += _describe_missing(view, verdict.waiting[0]) if verdict.waiting else _describe_lingering(view)
+    told: dict[str, list[RankView]] = {}
+    for view in verdict.waiting:
+        told.setdefault(_describe_wait(view), []).append(view)
+    for place, views in told.items():
+        verb = "waits" if len(views) == 1 else "wait"
+        lines.append(
+            f"  {_name_ranks(views)}{_describe_process(views[0]) if len(views) == 1 else ''} {verb} in {place}"
+        )
+        left = None if verdict.missing else _describe_left_loop(views[0], verdict.waiting)
+        if left is not None:
+            lines.append(f"      {left}: {_TOGETHER}")
+        found = stacks.find_condition(views[0].frames)
+        if left is None and found is not None and (verdict.missing or len(told) > 1):
+            lines.append(f"      under `{found[1]}` ({found[0]}), which not every rank passes: call it on all ranks")
+    return "\n".join([*lines, *_describe_lenience(verdict.lenience)])
+
+
+def locate_rank(view: RankView) -> str:
+    """Return the innermost line of user code in a rank's stack. If there is none, return the innermost frame."""
+    frames = stacks.select_user_frames(view.frames) or view.frames
+    return str(frames[0]) if frames else "an unknown place"
+
+
+def _describe_lenience(lenience: float) -> list[str]:
+    if not lenience:
+        return []
+    return [
+        f"  {_format_span(lenience)} of this timeout were added because a rank waits for data from remote storage, or "
+        "ran out of memory in a batch-size search while others may wait in a collective that ends with the process group's timeout"
+    ]
+
+
+def _describe_left_loop(view: RankView, waiting: Sequence[RankView]) -> str | None:
+    """Return a phrase about a waiting rank that is no longer in a loop in which others still wait.
+
+    Return None if there is no such loop.
+    """
+    found = find_loop_left_behind(view, waiting)
+    if found is None:
+        return None
+    loop, inside = found
+    return f"it has left the loop of {loop}, in which {_name_ranks(inside)} {'waits' if len(inside) == 1 else 'wait'}"
+
+
+def _describe_missing(view: RankView, waiting: RankView) -> list[str]:
+    name = f"  rank {view.rank}{_describe_process(view)}"
+    if view.has_ended:
+        text = f"{name} has finished its script"
+        return [text, "      it left before the others: give all ranks the same number of batches and collectives"]
+    lines = [f"{name} {_describe_activity(view)}", *_quote_source(view)]
+    lines += [f"      called from {frame}" for frame in stacks.select_user_frames(view.frames)[1:4]]
+    loop = stacks.find_left_loop(view.frames, waiting.frames)
+    if loop is not None:
+        lines.append(f"      it has left the loop of {loop}, in which the others wait: {_TOGETHER}")
+    lines.append(f"      {_suggest_action(view)}")
+    return lines
+
+
+_TOGETHER = (
+    "give all ranks the same number of steps, or leave the loop on all ranks together (call accelerator.set_trigger() on one, "
+    "and break on all where accelerator.check_trigger() is true)"
+)
+
+
+def _describe_lingering(view: RankView) -> list[str]:
+    advice = "let threads end when the script does (daemon=True), and exit functions return; --timeout 0 waits for ever"
+    return [f"  {describe_lateness(view)}", *_quote_source(view), f"      {advice}"]
+
+
+def _quote_source(view: RankView) -> list[str]:
+    """Return the source of the innermost line of user code, as a list of one line; [] if the file is not available."""
+    return [f"      {frame.source}" for frame in stacks.select_user_frames(view.frames)[:1] if frame.source]
+
+
+def _describe_activity(view: RankView) -> str:
+    at = locate_rank(view)
+    if view.is_stopped:
+        return (
+            f"is stopped (process state T: SIGSTOP or Ctrl-Z); at its last heartbeat, "
+            f"{_format_span(view.beat_age or 0.0)} ago, it was at {at}"
+        )
+    if view.state == "?":
+        return "does not answer: it is stopped, holds the interpreter lock in C code, or is gone"
+    if view.is_mute:
+        live = "it is" if view.frames_age < LATE else "it was last seen"
+        return f"holds the interpreter lock in C code (no heartbeat for {_format_span(view.beat_age or 0.0)}); {live} at {at}"
+    if stacks.is_loading_data(view.frames):
+        return f"waits for data at {at}, for {_format_span(view.still_age)}"
+    if view.beat_age is None:
+        return "is alive; it is not a Python program that Headway started, so nothing more is known"
+    return f"is at {at}" + (f", for {_format_span(view.still_age)}" if view.still_age >= 1 else "")
+
+
+def _suggest_action(view: RankView) -> str:
+    own = stacks.select_user_frames(view.frames)
+    if view.state == "?":
+        return "start the run with `headway launch`, whose watch sees such a rank from outside"
+    if view.is_stopped:
+        return f"continue it with `kill -CONT {view.pid}` before the timeout is over, or find out who stops it"
+    if view.is_mute:
+        return f"`py-spy dump --native --pid PID` in the next run shows the C code; state {view.state or 'unknown'}"
+    if is_stuck_writing(view, 1.0):
+        return (
+            f"it writes a checkpoint, and no byte has moved for {_format_span(view.writing_age)}{_describe_disk(view)}"
+        )
+    if view.state == "D":
+        return "the kernel says D: it waits for a disk or a network file system"
+    if stacks.is_in_dataset(view.frames):
+        return "the dataset does not come back from this line; every rank waits for this batch"
+    if stacks.is_loading_data(view.frames):
+        return "look at the dataset: with num_workers=0 the stack ends in the line that blocks"
+    if own and "sleep(" in own[0].source:
+        return "it sleeps there; ranks must not wait for anything but each other"
+    return "if this is meant to take so long, raise --timeout; otherwise let every rank reach the same collectives"
+
+
+def _format_span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else format_seconds(seconds)
+
+
+def _describe_process(view: RankView) -> str:
+    parts = [f"host {view.host}"] if view.host else []
+    parts += [f"pid {view.pid}"] if view.pid else []
+    if view.update or view.micro_step:
+        parts.append(f"update {view.update}, micro-step {view.micro_step}")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _describe_wait(view: RankView) -> str:
+    wait = view.wait
+    assert wait is not None
+    number = f" #{wait.number}" if wait.number else ""
+    during = " of the gradients" if stacks.is_in_backward(view.frames) else ""
+    return f"{view.operation}{number}{during} at {locate_rank(view)}"
+
+
+def _compare_operations(waiting: Sequence[RankView]) -> str:
+    calls = list_operations(waiting)
+    if len(calls) == 1:
+        return "in the same operation: the network between them is the suspect"
+    gone = [view for view in waiting if find_loop_left_behind(view, waiting) is not None]
+    if gone:
+        verb = "has" if len(gone) == 1 else "have"
+        return f"but not in the same operation: {_name_ranks(gone)} {verb} left the loop in which the others are"
+    number = min(number for _, number, _ in calls)
+    behind = [view for view in waiting if view.wait is not None and view.wait.number == number]
+    if len({group for group, _, _ in calls}) == 1 and len(behind) < len(waiting):
+        return (
+            f"but not in the same operation: {_name_ranks(behind)} cannot leave an earlier one, or their order differs"
+        )
+    return "but not in the same operation: their order differs"
+
+
+def _name_ranks(views: Sequence[RankView]) -> str:
+    return f"rank{'s' if len(views) > 1 else ''} {format_ranges(view.rank for view in views)}"
+
+
+def encode_diagnosis(verdict: HangDiagnosis) -> dict[str, Any]:
+    """Return the hang as a JSON object for failure.json."""
+
+    def one(view: RankView) -> dict[str, Any]:
+        wait = view.wait
+        return {
+            "rank": view.rank,
+            "host": view.host,
+            "pid": view.pid,
+            "state": view.state,
+            "where": locate_rank(view),
+            "operation": view.operation or None,
+            "seconds": round(view.wait_age, 1) if wait is not None else None,
+            "heartbeat_age": view.beat_age,
+            "update": view.update,
+            "micro_step": view.micro_step,
+            "stack": [str(frame) for frame in view.frames],
+        }
+
+    return {
+        "timeout": verdict.timeout,
+        "headline": format_headline(verdict),
+        "missing": [one(view) for view in verdict.missing],
+        "waiting": [one(view) for view in verdict.waiting],
+    }

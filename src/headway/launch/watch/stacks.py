@@ -1,0 +1,200 @@
+"""Analysis of a rank's stack: its activity (saving, loading data, waiting), and the conditions and loops it is in."""
+
+import ast
+import linecache
+import os
+import re
+from collections.abc import Iterable, Sequence
+
+from headway.common.callsite import Frame, is_user_file
+
+_RANK_WORDS = re.compile(
+    r"\b(is_(local_)?main_process|is_last_process|on_(local_)?(main_|last_)?process|(local_)?process_index|get_rank"
+    r"|(local_|global_)?rank|RANK|LOCAL_RANK)\b"
+)
+
+_DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd", "/ipdb/", "/pudb/", "/IPython/terminal/debugger")
+
+_SAVERS = (
+    "/torch/serialization.py",
+    "/safetensors/",
+    "/torch/distributed/checkpoint/",
+    "/headway/core/checkpoint/",
+    "/headway/core/weights/",
+    "/shutil.py",
+    "/numpy/lib/format.py",
+    "/huggingface_hub/",
+)
+
+_WAITING = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/rendezvous.py")
+
+_FAULT_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+
+def select_user_frames(frames: Sequence[Frame]) -> list[Frame]:
+    """Return the frames that belong to user code, innermost first."""
+    return [frame for frame in frames if is_user_file(frame.file)]
+
+
+def parse_main_stack(text: str) -> list[Frame]:
+    """Return the main thread's frames, innermost first, from the latest dump of faulthandler.
+
+    Empty if there is no dump, or if it was cut off because of too many threads.
+    """
+    stacks = parse_stacks(text)
+    return [] if not stacks or "\n..." in text else stacks[-1]  # dots mark that there were too many threads to show
+
+
+def parse_stacks(text: str) -> list[list[Frame]]:
+    """Return the frames of each thread in a dump of faulthandler. The main thread comes last."""
+    stacks: list[list[Frame]] = []
+    current: list[Frame] = []
+    for line in text.splitlines():
+        if line.startswith(("Thread 0x", "Current thread 0x", "Stack (most recent")):
+            # A dump lists the newest thread first, so the main thread is the last.
+            current = []
+            stacks.append(current)
+        found = _FAULT_LINE.match(line)
+        if found:
+            current.append(Frame(found[1], int(found[2]), found[3]))
+    return stacks
+
+
+def is_in_debugger(frames: Sequence[Frame]) -> bool:
+    """Whether the program is stopped in a debugger."""
+    return _contains_library_path(frames, _DEBUGGERS)
+
+
+def is_saving(frames: Sequence[Frame]) -> bool:
+    """Whether the stack contains library code that writes files of weights or state."""
+    return _contains_library_path(frames, _SAVERS)
+
+
+def is_in_saver(frames: Sequence[Frame]) -> bool:
+    """Whether the innermost frame of user code has called a library that writes files of weights or state.
+
+    A library that has called user code in turn, such as a hook, does not count.
+    """
+    return is_saving(frames[: _find_innermost_own(frames)])
+
+
+def is_loading_data(frames: Sequence[Frame]) -> bool:
+    """Whether the rank waits for a batch."""
+    return _contains_library_path(frames, ("/torch/utils/data/", "/headway/core/data/"))
+
+
+def is_in_dataset(frames: Sequence[Frame]) -> bool:
+    """Whether the innermost frame is user code that a data loader has called, such as a dataset."""
+    own = _find_innermost_own(frames)
+    return is_loading_data(frames[own:]) and not is_loading_data(frames[:own])
+
+
+def _find_innermost_own(frames: Sequence[Frame]) -> int:
+    """Return the index of the innermost frame of user code, or the number of frames if there is none."""
+    return next((index for index, frame in enumerate(frames) if is_user_file(frame.file)), len(frames))
+
+
+def is_meeting(frames: Sequence[Frame]) -> bool:
+    """Whether the innermost frame is torch.distributed's own code, so that the rank waits for other ranks.
+
+    Such a wait, for example in the rendezvous, need not be a collective.
+    """
+    return bool(frames) and frames[0].file.replace(os.sep, "/").endswith(_WAITING)
+
+
+def find_meeting_call(frames: Sequence[Frame]) -> str:
+    """Return the name of the torch.distributed function that the user's code has called and that is still running.
+
+    Empty if the innermost frame is not torch.distributed's code.
+    """
+    inner = ""
+    for frame in frames:
+        if not frame.file.replace(os.sep, "/").endswith((*_WAITING, "/torch/distributed/c10d_logger.py")):
+            break
+        inner = inner if frame.function in ("wrapper", "inner") else frame.function
+    return inner
+
+
+def is_in_backward(frames: Sequence[Frame]) -> bool:
+    """Whether the rank is computing gradients."""
+    return _contains_library_path(frames[:6], ("/torch/autograd/",))
+
+
+def _contains_library_path(frames: Iterable[Frame], parts: tuple[str, ...]) -> bool:
+    """Whether a frame is library code at one of the given paths. The user's own code at such a path is ignored."""
+    return any(
+        part in frame.file.replace(os.sep, "/") and not is_user_file(frame.file) for frame in frames for part in parts
+    )
+
+
+def find_condition(frames: Sequence[Frame]) -> tuple[Frame, str] | None:
+    """Return the innermost condition around these frames that refers to ranks, such as `if rank == 0`.
+
+    Under such a condition only some ranks run the code.
+
+    Returns:
+        Pair of (location, source) of an `if`, a `while` or a decorator. None if there is no such condition.
+    """
+    for frame in select_user_frames(frames):
+        found: tuple[Frame, str] | None = None
+        for node in _list_statements_around(frame):
+            for line, source in _list_conditions(node, frame.line):
+                if _RANK_WORDS.search(source):
+                    found = (Frame(frame.file, line, frame.function), source)
+        if found:
+            return found
+    return None
+
+
+def _list_conditions(node: ast.stmt, line: int) -> list[tuple[int, str]]:
+    if isinstance(node, (ast.If, ast.While)) and line >= node.body[0].lineno:
+        word = "if" if isinstance(node, ast.If) else "while"
+        word = word if line <= (node.body[-1].end_lineno or 0) else f"else of {word}"
+        return [(node.lineno, f"{word} {ast.unparse(node.test)}:")]
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return [(mark.lineno, f"@{ast.unparse(mark)}") for mark in node.decorator_list]
+    return []
+
+
+def find_left_loop(gone: Sequence[Frame], waiting: Sequence[Frame], *, both_wait: bool = False) -> Frame | None:
+    """Return the user's loop that contains the `waiting` frames and that the `gone` frames have left.
+
+    Args:
+        gone: Frames of the rank that may have left the loop, innermost first.
+        waiting: Frames of a rank that waits, innermost first.
+        both_wait: Whether both ranks wait in a collective. A rank that is past an inner loop then counts as having left
+            it, even if an outer loop contains both ranks. Otherwise it is unknown in this case which rank is ahead.
+
+    Returns:
+        Location of the loop. None if there is none.
+    """
+    inward = list(reversed(select_user_frames(waiting)))
+    for depth, (left, here) in enumerate(zip(reversed(select_user_frames(gone)), inward)):
+        if (left.file, left.function) != (here.file, here.function):
+            return None
+        if left.line == here.line:
+            continue
+        loops = _list_loops(here)
+        around_both = {node.lineno for node in loops if node.lineno <= left.line <= (node.end_lineno or 0)}
+        if left.line < here.line or (around_both and not both_wait):
+            return None  # both are in one loop, so it is unknown which rank is ahead
+        for frame in inward[depth:]:
+            for node in _list_loops(frame):
+                if frame is not here or node.lineno not in around_both:
+                    return Frame(frame.file, node.lineno, frame.function)
+        return None
+    return None
+
+
+def _list_loops(frame: Frame) -> list[ast.stmt]:
+    return [node for node in _list_statements_around(frame) if isinstance(node, (ast.For, ast.AsyncFor, ast.While))]
+
+
+def _list_statements_around(frame: Frame) -> list[ast.stmt]:
+    """Return the statements that contain the frame's line, outermost first."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(frame.file)))
+    except (SyntaxError, ValueError):
+        return []
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    return [node for node in nodes if node.lineno <= frame.line <= (node.end_lineno or 0)]

@@ -1,0 +1,1 @@
+"""Model parallelism beyond data parallelism: tensor, expert, context and pipeline parallelism, and DeepSpeed."""

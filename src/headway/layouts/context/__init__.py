@@ -1,0 +1,1 @@
+"""Context parallelism: sequences split across the ranks of one mesh axis."""

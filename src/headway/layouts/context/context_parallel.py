@@ -1,0 +1,601 @@
+"""Context parallelism: each rank computes a shard of every sequence, from a model's first block to its loss.
+
+The model is called with full sequences, which are equal on all ranks of the axis. Embeddings and positions are
+computed on full sequences. The first block's input is sharded (`sequences.split_sequence`), and so are the other
+arguments of blocks: rotary embeddings, position IDs, and rows of masks. Attention within blocks uses
+`WholeSequenceAttention`. Everything else is computed token by token.
+
+If the model gets labels, they are sharded, too. The model's loss is then the sum of the ranks' terms, and logits stay
+sharded. Without labels, the model's outputs are all-gathered. Some models need full sequences after their blocks (to
+pool a token, or to reshape to the full length). For these, the last block's output is all-gathered. In each case a
+rank has the gradient of its own term of the loss.
+
+In a pipeline the first stage shards the sequences, and stages send shards to each other. Each stage shards the other
+arguments of its blocks.
+
+The first call is a dry run on a few tokens (`sequences.py`), once with full and once with sharded sequences. It finds
+which of these cases applies. A model that mixes tokens outside of torch's attention function then raises an error
+instead of computing a wrong result.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from enum import Enum
+from typing import Any
+
+import torch
+
+from headway.core.config.parallelism import TorchContextParallelConfig
+from headway.core.memory.oom import is_out_of_memory
+from headway.core.runtime.collectives import tree
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.strategies.fully_sharded import fsdp_state
+from headway.core.strategies.fully_sharded.axes import AxisOptions, ModelAxis, SplitModel
+from headway.core.strategies.parts import find_blocks
+from headway.errors import DataError, PrepareError, UnsupportedError
+from headway.layouts.context import attention, sequences
+from headway.layouts.context.attention import RING_STEP, WholeSequenceAttention, install_attention, remove_attention
+from headway.layouts.context.sequences import LabeledCall, SplitLabels
+from headway.layouts.tensor import crossings
+from headway.layouts.tensor.crossings import SplitAxis, SplitRNG
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+
+class CallPhase(Enum):
+    """Kind of call during which a block of the model runs.
+
+    Attributes:
+        NONE: The block is called outside of the prepared model.
+        WHOLE: The model is called with full sequences.
+        CUT: The model is called with its sequences split across ranks.
+        BACKWARD: Backward, in which activation checkpointing may recompute blocks.
+    """
+
+    NONE = "no call of the prepared model"
+    WHOLE = "a call with whole sequences"
+    CUT = "a call whose sequences are cut"
+    BACKWARD = "backward, in which blocks may be computed again"
+
+
+class SplitRegion(Enum):
+    """Part of a model that computes on sequence shards, with the kind of its loss.
+
+    Attributes:
+        MEANS: The whole model. Its loss, if any, is a mean over labels.
+        SUMS: The whole model. Its loss is a sum over labels.
+        BLOCKS: Only the blocks. The code after them computes on full sequences.
+    """
+
+    MEANS = "to its outputs, or to a loss that is a mean over labels"
+    SUMS = "to its outputs, or to a loss that is a sum over labels"
+    BLOCKS = "to the end of its last block"
+
+
+class DryRunFinished(BaseException):
+    """Raised to unwind the caller once a dry run has found how the model is split. Not an error."""
+
+
+class ContextAxis(ModelAxis):
+    """Mesh axis "cp" for context parallelism, in which ranks compute shards of the same sequences.
+
+    Args:
+        options: Options of the run for all mesh axes.
+
+    Raises:
+        UnsupportedError: If options of tensor parallelism also split sequences.
+    """
+
+    def __init__(self, options: AxisOptions) -> None:
+        super().__init__(options)
+        sequences.check_options(options.tensor, options.layout.cp)
+
+    def split_model(self, model: torch.nn.Module, mesh: Any, ranks: Collectives) -> "ContextParallel":
+        """Register hooks that split the model's sequences, and return a callable that replaces the model.
+
+        Args:
+            model: Model to split.
+            mesh: DeviceMesh of the run, with an axis "cp".
+            ranks: Collectives over all ranks of the run.
+
+        Raises:
+            PrepareError: If the model cannot be split.
+        """
+        is_exact = self.options.number_format == "no" and self.options.sharding.param_dtype in (None, "float32")
+        return ContextParallel(model, mesh["cp"], ranks, self.options.context, is_exact)
+
+
+class ContextParallel(SplitModel):
+    """Callable that replaces a model and runs it with its sequences sharded across ranks.
+
+    Args:
+        model: Decoder or encoder with one stack of blocks.
+        mesh: One-dimensional DeviceMesh of the ranks.
+        everyone: Collectives over all ranks of the run.
+        options: Options of context parallelism.
+        is_exact: Whether the model computes in float32 throughout. Default: True.
+
+    Attributes:
+        serves_evaluation: Whether calls without gradients also run through this object. Always True.
+        is_in_stage: Function that returns whether the current call belongs to one pipeline stage. Ranks of other stages
+            then call the model at other times, so errors are raised on this rank only.
+
+    Raises:
+        PrepareError: If the model cannot be split.
+    """
+
+    serves_evaluation = True
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        mesh: Any,
+        everyone: Collectives,
+        options: TorchContextParallelConfig,
+        is_exact: bool = True,
+    ) -> None:
+        self._model = model
+        self._everyone = everyone
+        self._options = options
+        self._is_exact = is_exact
+        self._axis = SplitAxis.of(mesh)
+        blocks = _find_stack(model, options)
+        self._eager = attention.use_sdpa(model)
+        self._parameters = _list_parameters(model)
+        self._labels = SplitLabels(model, self._parameters, options, self._axis, everyone)
+        self._ring = attention.find_ring_attention(
+            mesh, options.cp_comm_strategy or "allgather", everyone.runtime.scope.own(attention.RingDispatcher)
+        )
+        ring = None if self._ring is None else self._ring.attend
+        self._attention = WholeSequenceAttention(self._axis, ring, options.cp_style)
+        self._rng_states = SplitRNG(self._axis)
+        self._phase = CallPhase.NONE
+        self._length = 0
+        self._recomputes = False
+        self._is_rehearsal = False
+        self.is_in_stage: Callable[[], bool] = bool
+        self._ways: dict[tuple[bool, bool], SplitRegion] = {}
+        self._with_loss: set[tuple[bool, bool]] = set()
+        self._way = SplitRegion.MEANS
+        self._blocks = blocks
+        self._hooks = list[Any]()
+        try:
+            for block in blocks:
+                install_attention(block, self._attention)
+                self._hooks.append(block.register_forward_pre_hook(self._before_block, with_kwargs=True))
+                self._hooks.append(block.register_forward_hook(self._after_any_block, always_call=True))
+        except PrepareError:
+            self.release()
+            raise
+        self._hooks.append(blocks[-1].register_forward_hook(self._after_last_block))
+
+    def release(self) -> None:
+        """Remove all hooks and restore the model's blocks and attention."""
+        for hook in self._hooks:
+            hook.remove()
+        for block in self._blocks:
+            remove_attention(block)
+        if self._ring is not None:
+            self._ring.release()
+        if self._eager is not None:
+            self._eager()
+
+    @contextmanager
+    def backward_context(self) -> Iterator[None]:
+        """Return a context for backward, in which recomputed blocks get this rank's sequence shard."""
+        with self._set_phase(CallPhase.BACKWARD):
+            self._recomputes = True
+            self._attention.set_active(True)
+            try:
+                yield
+            finally:
+                self._recomputes = False
+                self._attention.set_active(False)
+
+    @contextmanager
+    def _set_phase(self, phase: CallPhase) -> Iterator[None]:
+        before, self._phase = self._phase, phase
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    # ---------------------------------------------------------------- stages of a pipeline
+
+    @property
+    def mode(self) -> tuple[CallPhase, SplitRegion]:
+        """Pair of (phase, split region) of the current call.
+
+        Together with the shapes of the inputs, it determines the shapes of activations.
+        """
+        return self._phase, self._way
+
+    def record_length(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Record the length of the sequences when the first block is called on this or another pipeline stage.
+
+        Args:
+            args: Positional arguments of the first block.
+            kwargs: Keyword arguments of the first block.
+        """
+        if self._phase is CallPhase.CUT:
+            self._set_length(self._find_activations(args, kwargs))
+
+    def rehearse_call(self, call: Callable[[], object]) -> None:
+        """Find out with a dry run how the model can be split. The dry run ends before the actual call.
+
+        All ranks must call this.
+
+        Args:
+            call: Function that calls the model.
+
+        Raises:
+            PrepareError: If the model cannot be split.
+        """
+        self._is_rehearsal = True
+        try:
+            with suppress(DryRunFinished):
+                call()
+        finally:
+            self._is_rehearsal = False
+
+    # ---------------------------------------------------------------- calls of the model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on full sequences. A loss that the model computes is returned for all tokens.
+
+        Sharded outputs are all-gathered. If the model computes the loss itself in training, sharded outputs are
+        replaced by `PartialOutput` instead.
+
+        Raises:
+            PrepareError: If the model does not compute equal results with sharded sequences.
+            UnsupportedError: If this call cannot be split, because it uses a key-value cache while training, for
+                example.
+        """
+        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+            if torch.is_grad_enabled():
+                raise UnsupportedError(
+                    "context parallelism cuts sequences, and a cache of keys would hold this rank's part alone; leave out "
+                    "use_cache and past_key_values while training (generation under torch.no_grad() computes whole sequences)"
+                )
+            return self._run(CallPhase.WHOLE, args, kwargs)
+        if "use_cache" in self._parameters:
+            kwargs = {**kwargs, "use_cache": False}
+        kind = self._classify_call(args, kwargs)
+        if kind not in self._ways:
+            if self.is_in_stage():
+                raise UnsupportedError(
+                    f"{type(self._model).__name__} now receives labels or num_items_in_batch, but did not when the same function was "
+                    "called for this micro-batch before; with context and pipeline parallelism, it must do the same each time"
+                )
+            self._ways[kind] = self._dry_run(args, kwargs)
+        if self._is_rehearsal:
+            raise DryRunFinished
+        way = self._ways[kind]
+        call = self._split_call(args, kwargs, way)
+        out = self._run(CallPhase.CUT, call.args, call.kwargs, way)
+        if kind not in self._with_loss and _has_loss(call, out):
+            raise PrepareError(
+                f"{type(self._model).__name__} computes a loss from labels while training, but not in eval() mode, in which context "
+                "parallelism compares it with its whole; compute it in both, or outside of the model"
+            )
+        return self._join_output(call, out, way, is_training=torch.is_grad_enabled())
+
+    def _run(
+        self, phase: CallPhase, args: tuple[Any, ...], kwargs: dict[str, Any], way: SplitRegion = SplitRegion.MEANS
+    ) -> Any:
+        self._length = 0
+        self._way = way
+        with self._set_phase(phase):
+            out = self._model(*args, **kwargs)
+        if phase is CallPhase.CUT and not self._length:
+            raise PrepareError(
+                f"{type(self._model).__name__} did not call its first block, where sequences are cut; use fsdp or tp"
+            )
+        return out
+
+    def _classify_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
+        """Return the kind of a call. A dry run finds the split region before the first call of each kind.
+
+        Returns:
+            Pair of (whether the call has labels, whether it passes `num_items_in_batch`).
+        """
+        return bool(self._labels.find_labels(args, kwargs)), kwargs.get("num_items_in_batch") is not None
+
+    def _split_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], way: SplitRegion) -> LabeledCall:
+        """Return the model's call with sharded labels.
+
+        Labels stay complete if only the blocks compute on sequence shards.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            way: Part of the model that computes on sequence shards.
+        """
+        if way is SplitRegion.BLOCKS:
+            return LabeledCall(args, dict(kwargs))
+        return self._labels.split_call(args, kwargs, self.is_in_stage())
+
+    def _join_output(self, call: LabeledCall, out: Any, way: SplitRegion, is_training: bool) -> Any:
+        """Return the output for the caller.
+
+        The loss is summed over ranks, and sharded tensors are all-gathered or replaced.
+
+        Args:
+            call: Call of the model, with sharded labels.
+            out: Output of the model.
+            way: Part of the model that computes on sequence shards.
+            is_training: Whether gradients are enabled. If so and there is a loss, sharded tensors are replaced by
+                `PartialOutput`.
+        """
+        has_loss = _has_loss(call, out)
+        part = sequences.pad_length(self._length, self._axis) // self._axis.size
+
+        def whole(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if way is SplitRegion.BLOCKS:
+                return sequences.divide_gradient(leaf, self._axis)
+            if _is_loss(leaf):
+                return self._reduce_loss(leaf, call, way) if has_loss else leaf
+            if leaf.dim() < 2 or leaf.shape[1] != part:
+                return leaf
+            if has_loss and is_training:
+                return PartialOutput(leaf.shape, self._length)
+            return sequences.join_sequence(leaf, self._axis, 1, self._length)
+
+        return tree.map_leaves(whole, out)
+
+    def _reduce_loss(self, loss: torch.Tensor, call: LabeledCall, way: SplitRegion) -> torch.Tensor:
+        """Return the loss over all ranks: a sum, or a mean over the labels that are not ignored.
+
+        A mean over no labels is NaN.
+        """
+        if way is SplitRegion.SUMS or call.num_labels is None:
+            return crossings.sum_terms(loss, self._axis)
+        every, mine = call.num_labels
+        # If this part has no labels, its mean is 0 / 0.
+        share = torch.where(mine > 0, loss * (mine / every), torch.zeros_like(loss))
+        found = crossings.sum_terms(share, self._axis)
+        return torch.where(every > 0, found, torch.full_like(found, torch.nan))
+
+    # ---------------------------------------------------------------- the first call
+
+    def _dry_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitRegion:
+        """Run the model on a few tokens, with full and with sharded sequences.
+
+        Returns:
+            Part of the model that can compute on shards, because the results of both runs agree.
+
+        Raises:
+            PrepareError: On all ranks, if the results agree for no split region.
+            UnsupportedError: If the model is compiled, because attention calls in compiled code cannot be intercepted.
+        """
+        if any(getattr(module, "_compiled_call_impl", None) is not None for module in self._model.modules()):
+            raise UnsupportedError(
+                f"{type(self._model).__name__} is compiled, which context parallelism does not support yet; leave torch.compile "
+                "(dynamo_backend) out, or use fsdp or tp"
+            )
+        kwargs = {**dict(zip(self._parameters, args)), **kwargs}
+        args = args[len(self._parameters) :]
+        given = self._labels.find_labels(args, kwargs)
+        args, kwargs = sequences.shorten_arguments(args, kwargs, RING_STEP * self._axis.size, self._options.labels)
+        told = ""
+        with sequences.enter_evaluation(self._model):
+            if given:
+                with self._labels.observe_ignored_label():
+                    self._run(CallPhase.WHOLE, args, kwargs)
+                ignored = self._labels.choose_dry_run_label(given)
+                kwargs = sequences.ignore_some_labels(kwargs, list(given), ignored)
+            whole = self._run(CallPhase.WHOLE, args, kwargs)
+            for ways in ((SplitRegion.MEANS, SplitRegion.SUMS), (SplitRegion.BLOCKS,)):
+                found = self._try_regions(ways, args, kwargs, whole)
+                rows = self._everyone.gather_numbers(
+                    [float(isinstance(found, SplitRegion)), float(found is SplitRegion.SUMS)]
+                )
+                if all(row == rows[0] for row in rows) and isinstance(found, SplitRegion):
+                    if found is SplitRegion.BLOCKS:
+                        log.info_once(
+                            "context parallelism: what follows the blocks of %s needs whole sequences, so their output is joined, "
+                            "and each rank computes the head and the loss for all tokens",
+                            type(self._model).__name__,
+                        )
+                    return found
+                told = str(found)
+        raise PrepareError(
+            f"{type(self._model).__name__} cannot be cut along its sequences (context parallelism): {told}. {sequences.ADVICE}"
+        )
+
+    def _try_regions(
+        self, ways: tuple[SplitRegion, ...], args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
+    ) -> SplitRegion | str:
+        """Return the first split region for which the outputs equal those of full sequences.
+
+        If there is none, return a description of the difference as a string.
+
+        Args:
+            ways: Split regions to try.
+            args: Positional arguments of the dry run.
+            kwargs: Keyword arguments of the dry run.
+            whole: Output for full sequences.
+        """
+        self._attention.reset_calls()
+        found = ""
+        try:
+            call = self._split_call(args, kwargs, ways[0])
+            out = self._run(CallPhase.CUT, call.args, call.kwargs, ways[0])
+            if not self._attention.num_calls:
+                return "its blocks never call torch.nn.functional.scaled_dot_product_attention"
+            for way in ways:
+                cut = self._join_output(call, out, way, is_training=False)
+                is_joined = way is not SplitRegion.BLOCKS
+                told = sequences.describe_difference(whole, cut, self._is_exact, is_loss_joined=is_joined)
+                if not told:
+                    if _has_loss(call, out):
+                        self._with_loss.add(self._classify_call(args, kwargs))
+                    return way
+                found = found or told
+        except Exception as error:  # from the model's code, which may not expect shorter tensors
+            fsdp_state.reshard_units(self._model)
+            if isinstance(error, DataError) or is_out_of_memory(error):  # caused by this batch, not by the model
+                raise
+            log.debug("dry run of context parallelism", exc_info=True)
+            found = f"{type(error).__name__}: {error}"
+        return found
+
+    # ---------------------------------------------------------------- calls of blocks
+
+    def _before_block(self, block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._phase is CallPhase.WHOLE or (self._phase is CallPhase.NONE and not torch.is_grad_enabled()):
+            return None
+        if self._phase is CallPhase.NONE:
+            raise UnsupportedError(
+                f"a part of {type(self._model).__name__} was called by itself while training; under context parallelism call the "
+                "prepared model, which cuts the sequences that its blocks get"
+            )
+        x = self._find_activations(args, kwargs)
+        is_first = block is self._blocks[0]
+        if is_first and self._phase is CallPhase.CUT:
+            self._set_length(x)
+        part = sequences.split_sequence(x, self._axis, 1) if is_first else x
+        total = part.shape[1] * self._axis.size
+        if self._phase is CallPhase.CUT and sequences.pad_length(self._length, self._axis) != total:
+            raise PrepareError(
+                f"between its blocks {type(self._model).__name__} changes the length of its sequences, which are cut"
+            )
+
+        def other(leaf: Any) -> Any:
+            return self._split_argument(leaf, total) if isinstance(leaf, torch.Tensor) and leaf is not x else leaf
+
+        args = tuple(part if value is x else tree.map_leaves(other, value) for value in args)
+        kwargs = {key: part if value is x else tree.map_leaves(other, value) for key, value in kwargs.items()}
+        if block.training:
+            self._rng_states.part()
+        if self._phase is CallPhase.CUT:
+            self._attention.set_active(True)
+        return args, kwargs
+
+    def _find_activations(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """Return the activations that are a block's input, which must be its first argument.
+
+        Raises:
+            PrepareError: If the first argument is not a tensor of at least three dimensions.
+        """
+        x = args[0] if args else next((value for value in kwargs.values() if isinstance(value, torch.Tensor)), None)
+        if not isinstance(x, torch.Tensor) or x.dim() < 3:
+            raise PrepareError(
+                f"the first argument of the blocks of {type(self._model).__name__} must be (rows, tokens, width), to be split "
+                f"along the sequence, but one got {tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__}"
+            )
+        return x
+
+    def _set_length(self, x: torch.Tensor) -> None:
+        self._length = x.shape[1]
+        self._attention.set_length(self._length)
+
+    def _after_any_block(self, *_: Any) -> None:
+        """Switch back to the common RNG state of all ranks, and disable the attention mode, after a block's forward.
+
+        The hook also runs if the forward raised an error.
+        """
+        self._rng_states.join()
+        self._attention.set_active(self._recomputes)
+
+    def _after_last_block(self, block: torch.nn.Module, args: Any, output: Any) -> Any:
+        if self._phase is not CallPhase.CUT or self._way is not SplitRegion.BLOCKS:
+            return None
+
+        def joined(part: torch.Tensor) -> torch.Tensor:
+            return sequences.join_sequence(part, self._axis, 1, self._length, times=self._axis.size)
+
+        return (joined(output[0]), *output[1:]) if isinstance(output, tuple) else joined(output)
+
+    def _split_argument(self, tensor: torch.Tensor, total: int) -> torch.Tensor:
+        """Return this rank's shard of a block's argument, split along the dimension that is as long as the sequence.
+
+        Return the tensor unchanged if it has no such dimension.
+
+        Args:
+            tensor: Argument other than the activations, such as a mask or rotary embeddings.
+            total: Length of the padded sequence in tokens.
+        """
+
+        def is_long(dim: int) -> bool:
+            if tensor.dim() < -dim:
+                return False
+            if self._phase is CallPhase.CUT:
+                return tensor.shape[dim] == self._length
+            # In backward `_length` may be that of a later call.
+            return sequences.pad_length(tensor.shape[dim], self._axis) == total
+
+        is_number = not tensor.is_floating_point() and tensor.dtype != torch.bool
+        if is_number and is_long(-1):
+            return sequences.split_sequence(tensor, self._axis, -1)
+        if is_long(-2):  # rows of a mask, or a vector for each token
+            return sequences.split_sequence(tensor, self._axis, -2, filler=tensor.dtype == torch.bool)
+        if tensor.dim() < 3 and is_long(-1):
+            return sequences.split_sequence(tensor, self._axis, -1)
+        return tensor
+
+
+class PartialOutput:
+    """Placeholder for an output, such as logits, of which this rank has only a sequence shard. Any use raises an error.
+
+    In training, it replaces such outputs of models that compute the loss themselves.
+
+    Args:
+        shape: Shape of this rank's shard.
+        length: Length of the full sequence in tokens.
+    """
+
+    def __init__(self, shape: torch.Size, length: int) -> None:
+        self._shape = tuple(shape)
+        self._length = length
+
+    def _refuse(self, *_: Any) -> Any:
+        raise UnsupportedError(
+            f"this output of the model is cut along the sequence: each rank has {self._shape[1]} of {self._length} tokens. To use it "
+            "while training, call the model without labels; under torch.no_grad() it comes whole with labels, too"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise an error that explains how to get the full output.
+
+        Raises:
+            AttributeError: For names that begin with two underscores, as protocols such as copying and pickling expect.
+            UnsupportedError: For all other names.
+        """
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refuse()
+
+    __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __truediv__ = __sub__ = __float__ = _refuse
+
+
+def _list_parameters(model: torch.nn.Module) -> list[str]:
+    """Return the argument names of the model's forward, in order, without `*args` and `**kwargs`."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [name for name, one in inspect.signature(model.forward).parameters.items() if one.kind in kinds]
+
+
+def _is_loss(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
+
+
+def _has_loss(call: LabeledCall, out: Any) -> bool:
+    """Whether the model has computed a loss from labels that were split."""
+    return call.num_labels is not None and any(_is_loss(each) for each in tree.list_tensors(out))
+
+
+def _find_stack(model: torch.nn.Module, options: TorchContextParallelConfig) -> list[torch.nn.Module]:
+    blocks = find_blocks(model, options.blocks)
+    inside = [m for m in model.modules() if any(child is block for child in m.children() for block in blocks[:1])]
+    if not inside or any(all(child is not block for child in inside[0].children()) for block in blocks):
+        found = ", ".join(sorted({type(block).__name__ for block in blocks})) or "none"
+        raise PrepareError(
+            f"context parallelism needs one stack of blocks, through which the whole sequence goes; {type(model).__name__} has "
+            f"these repeated blocks, which do not lie in one ModuleList: {found}. Name the stack's own: "
+            "TorchContextParallelConfig(blocks=('DecoderLayer',)); models with an encoder and a decoder are not supported"
+        )
+    return blocks

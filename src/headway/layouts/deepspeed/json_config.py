@@ -1,0 +1,147 @@
+"""DeepSpeed's JSON configuration with access by dotted names. This module does not import torch."""
+
+import base64
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from headway.common.untrusted import parse_json, show_value
+from headway.errors import ConfigError
+
+AUTO = "auto"
+"""Value in DeepSpeed's JSON for settings that are filled in from the run."""
+
+
+class HfDeepSpeedConfig:
+    """DeepSpeed's JSON configuration with access by dotted names, as in transformers and Accelerate.
+
+    Args:
+        config_file_or_dict: A dict, a path, JSON text or its base64 encoding, or another `HfDeepSpeedConfig`. It is
+            copied.
+
+    Attributes:
+        config: JSON as a dict.
+
+    Raises:
+        ConfigError: If the argument has another type, or the JSON is not an object.
+    """
+
+    def __init__(self, config_file_or_dict: Any) -> None:
+        self.config: dict[str, Any] = _read(config_file_or_dict)
+
+    def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
+        """Return the section of the JSON that contains a dotted name, and the name's last component.
+
+        Args:
+            ds_key_long: Dotted name, such as "zero_optimization.stage".
+
+        Returns:
+            Section and last component. The section is None if it is missing.
+        """
+        node: Any = self.config
+        *sections, key = ds_key_long.split(".")
+        for section in sections:
+            node = node.get(section) if isinstance(node, Mapping) else None
+        return (node if isinstance(node, Mapping) else None), key
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the JSON's value of a dotted name, or the default if it is missing.
+
+        Args:
+            ds_key_long: Dotted name, such as "zero_optimization.stage".
+            default: Value to return if the name is missing. Default: None.
+        """
+        node, key = self.find_config_node(ds_key_long)
+        return default if node is None else node.get(key, default)
+
+    def set_value(self, ds_key_long: str, value: Any) -> None:
+        """Set the JSON's value of a dotted name. Missing sections are created.
+
+        Args:
+            ds_key_long: Dotted name, such as "zero_optimization.stage".
+            value: New value.
+        """
+        node = self.config
+        *sections, key = ds_key_long.split(".")
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[key] = value
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Delete the value or section of a dotted name from the JSON.
+
+        Args:
+            ds_key_long: Dotted name, such as "zero_optimization.stage".
+            must_exist: Whether to raise an error if the name is missing. Default: False.
+
+        Raises:
+            ConfigError: If the name is missing and `must_exist` is set.
+        """
+        node, key = self.find_config_node(ds_key_long)
+        if node is None or key not in node:
+            if must_exist:
+                raise ConfigError(f"DeepSpeed's configuration has no {ds_key_long!r}")
+            return
+        del node[key]
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether the JSON sets a dotted name to a true value."""
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether the JSON sets a dotted name to a false value."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not value
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether the JSON sets a dotted name to "auto"."""
+        return bool(self.get_value(ds_key_long) == AUTO)
+
+    def is_zero2(self) -> bool:
+        """Whether the JSON sets ZeRO stage 2."""
+        return bool(self.get_value("zero_optimization.stage") == 2)
+
+    def is_zero3(self) -> bool:
+        """Whether the JSON sets ZeRO stage 3."""
+        return bool(self.get_value("zero_optimization.stage") == 3)
+
+    def is_offload(self) -> bool:
+        """Whether the JSON offloads parameters or optimizer state to host memory or NVMe."""
+        kinds = ("offload_optimizer", "offload_param")
+        return any(self.get_value(f"zero_optimization.{kind}.device") in ("cpu", "nvme") for kind in kinds)
+
+
+def _read(given: Any) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return deepcopy(dict(given))
+    if isinstance(getattr(given, "config", None), Mapping):
+        return deepcopy(dict(given.config))
+    if not isinstance(given, str | Path):
+        raise ConfigError(
+            f"hf_ds_config is a {type(given).__name__}; give a dict, the path of a JSON file, or an HfDeepSpeedConfig"
+        )
+    text, source = str(given), "hf_ds_config"
+    try:
+        if Path(given).is_file():
+            text, source = Path(given).read_text(encoding="utf-8"), str(given)
+    except (OSError, ValueError):  # JSON text, too long for a path
+        pass
+    made = _parsed(text, source)
+    if not isinstance(made, dict):
+        raise ConfigError(f"{source} holds a {type(made).__name__}; DeepSpeed's configuration is a JSON object")
+    return made
+
+
+def _parsed(text: str, source: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        if source != "hf_ds_config" or text.lstrip().startswith("{"):
+            raise ConfigError(f"{source} is not JSON: {error}") from None
+    try:
+        return parse_json(base64.b64decode(text, altchars=b"-_", validate=True))
+    except ValueError:
+        raise ConfigError(
+            f"hf_ds_config={show_value(text)}: there is no such file, and it is neither JSON nor base64 of JSON"
+        ) from None

@@ -1,0 +1,243 @@
+"""Accelerate's plugin for DeepSpeed's settings, and the choice between the script's and the launcher's settings.
+
+This module does not import torch. `headway.layouts.deepspeed.config` fills in the "auto" values of DeepSpeed's JSON,
+and reports how each key was handled.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headway.core.config.launch import OF_DEEPSPEED, OFFLOADS, UNSET
+from headway.core.config.load import resolve_run_setting
+from headway.core.config.mesh import ENGINES
+from headway.errors import ConfigError, UnsupportedError
+from headway.layouts.deepspeed.json_config import AUTO, HfDeepSpeedConfig
+
+STAGES = (1, 2, 3)
+"""Supported ZeRO stages."""
+DEFAULT_STAGE = 2
+"""ZeRO stage if none is given."""
+_FIELDS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+"""Dotted names in the JSON that correspond to the plugin's fields."""
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """DeepSpeed's settings, with Accelerate's names and defaults.
+
+    A value given here replaces an "auto" in the JSON. If the JSON has a different value, an error names both.
+
+    Attributes:
+        hf_ds_config: DeepSpeed's JSON: a dict, a path, or its text. None: it is created from the other fields.
+        gradient_accumulation_steps: Micro-batches per update. None or "auto": the Accelerator's.
+        gradient_clipping: Largest gradient norm. None or "auto": the argument of `clip_grad_norm_`.
+        zero_stage: ZeRO stage 1, 2 or 3. None: 2.
+        is_train_batch_min: Whether DeepSpeed is configured with the smallest batch size of several loaders. False: the
+            largest.
+        offload_optimizer_device: "none", "cpu" or "nvme" (which needs a path).
+        offload_param_device: "none", "cpu" or "nvme" (which needs a path). Needs stage 3.
+        offload_optimizer_nvme_path: Folder for optimizer state on NVMe.
+        offload_param_nvme_path: Folder for parameters on NVMe.
+        zero3_init_flag: False or None; True is not supported. A model is built whole and partitioned in prepare().
+        zero3_save_16bit_model: Written to the JSON. Checkpoints and `save_model` of Headway do not need it.
+        transformer_moe_cls_names: Class names of blocks that ZeRO-3 gathers whole, separated by commas.
+        enable_msamp: False or None; True is not supported.
+        msamp_opt_level: Ignored, because MS-AMP is not supported.
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | str | None = None
+    gradient_clipping: float | str | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.enable_msamp:
+            raise UnsupportedError("enable_msamp: MS-AMP is not supported; use mixed_precision='bf16'")
+        if self.zero3_init_flag:
+            raise UnsupportedError(
+                "zero3_init_flag=True: a model is built whole on each process and partitioned in prepare(). Leave the flag out. If "
+                "the model does not fit, use strategy='fsdp', which supports models on the meta device"
+            )
+        _check_offloads(self)
+        self.hf_ds_config = HfDeepSpeedConfig({} if self.hf_ds_config in (None, "none") else self.hf_ds_config)
+        self._merge()
+        self.zero_stage = _stage(self.hf_ds_config)
+        self.zero3_init_flag = False
+
+    def _merge(self) -> None:
+        """Write the fields into the JSON, and report all contradictions in one error."""
+        config: HfDeepSpeedConfig = self.hf_ds_config
+        if isinstance(config.config.get("zero_optimization"), bool):
+            raise ConfigError("zero_optimization is true or false, DeepSpeed's oldest form; give {'stage': 1, 2 or 3}")
+        problems = []
+        for field, key in _FIELDS.items():
+            value = getattr(self, field)
+            there = config.get_value(key)
+            if value is None or value == AUTO or there == value:
+                continue
+            if there is None or there == AUTO:
+                config.set_value(key, value)
+            else:
+                problems.append(f"{field}={value!r}, but {key}={there!r} in the JSON")
+        if problems:
+            raise ConfigError(f"DeepSpeedPlugin contradicts itself: {'; '.join(problems)}; give each only once")
+        if config.get_value("zero_optimization.stage") in (None, AUTO):
+            config.set_value("zero_optimization.stage", DEFAULT_STAGE)
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """DeepSpeed's JSON as a dict."""
+        return self.hf_ds_config.config  # type: ignore[no-any-return]
+
+    @property
+    def precision(self) -> str | None:
+        """Mixed precision that the JSON enables: "bf16", "fp16" or None."""
+        for name in ("bf16", "fp16"):
+            if self.hf_ds_config.get_value(f"{name}.enabled") is True:
+                return name
+        return None
+
+    @property
+    def num_steps(self) -> int | None:
+        """Number of micro-batches per optimizer step that the JSON sets, or None if it sets none."""
+        value = self.hf_ds_config.get_value("gradient_accumulation_steps")
+        return value if isinstance(value, int) else None
+
+    def build_strategy(self, collectives: Any, options: Any, number_format: str, is_deferred: bool) -> Any:
+        """Return the strategy that trains with DeepSpeed.
+
+        Args:
+            collectives: Collectives over all processes.
+            options: Options from `kwargs_handlers`, such as those of GradScaler.
+            number_format: Mixed precision of the run, such as "bf16".
+            is_deferred: Whether gradients are reduced only once per accumulation window, after its last backward.
+
+        Raises:
+            UnsupportedError: If float8 or automatic micro-batching is requested.
+        """
+        if number_format == "fp8":
+            raise UnsupportedError(
+                "mixed_precision='fp8' is not supported with DeepSpeed; use strategy='fsdp', or mixed_precision='bf16'"
+            )
+        if is_deferred:
+            raise UnsupportedError(
+                "microbatching='auto' is not supported with DeepSpeed; leave it out, or use strategy='fsdp'"
+            )
+        from headway.layouts.deepspeed.strategy import DeepSpeedStrategy  # imports torch and DeepSpeed
+
+        return DeepSpeedStrategy(collectives, self, options)
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the JSON's value of a dotted name, or the default if it is missing.
+
+        Args:
+            ds_key_long: Dotted name, such as "zero_optimization.stage".
+            default: Value to return if the name is missing. Default: None.
+        """
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether the JSON sets a dotted name to "auto"."""
+        return bool(self.hf_ds_config.is_auto(ds_key_long))
+
+
+def _check_offloads(plugin: DeepSpeedPlugin) -> None:
+    for what in ("optimizer", "param"):
+        device, path = getattr(plugin, f"offload_{what}_device"), getattr(plugin, f"offload_{what}_nvme_path")
+        if device is not None and device not in OFFLOADS:
+            raise ConfigError(f"offload_{what}_device={device!r}; allowed: {', '.join(OFFLOADS)}")
+        if device == "nvme" and path in (None, "none"):
+            raise ConfigError(f"offload_{what}_device='nvme' needs offload_{what}_nvme_path")
+        if path == "none":
+            setattr(plugin, f"offload_{what}_nvme_path", None)
+
+
+def _stage(config: HfDeepSpeedConfig) -> int:
+    stage = config.get_value("zero_optimization.stage")
+    if stage == 0:
+        raise UnsupportedError("ZeRO stage 0 shards nothing; leave the plugin out to train replicas with DDP")
+    if isinstance(stage, bool) or stage not in STAGES:
+        raise ConfigError(f"zero_stage={stage!r}; allowed: 1, 2, 3")
+    if stage < 3 and config.get_value("zero_optimization.offload_param.device") in ("cpu", "nvme"):
+        raise ConfigError(f"offload_param needs ZeRO stage 3, where parameters are sharded; the stage is {stage}")
+    return int(stage)
+
+
+def choose_plugin(strategy: str, given: Any, origin: str) -> DeepSpeedPlugin | None:
+    """Return the DeepSpeed plugin for the script's and the launcher's settings, or None if DeepSpeed is not requested.
+
+    Args:
+        strategy: Requested strategy. "ddp" if none was requested.
+        given: `deepspeed_plugin` or `deepspeed_plugins` of the Accelerator.
+        origin: File and line of the script, for error messages.
+
+    Raises:
+        ConfigError: If the plugin is invalid, or the command line contradicts it.
+        UnsupportedError: If several plugins are given.
+    """
+    for name in OF_DEEPSPEED if given is not None else ():
+        # With --force, options of the command line replace those of the script.
+        _, by = resolve_run_setting(name, given, None, code_origin=f"deepspeed_plugin of {origin}")
+        given = given if by.startswith("code") else None
+    return match_plugin(strategy, given, read_launched_settings())
+
+
+def read_launched_settings() -> dict[str, Any]:
+    """Return the DeepSpeed settings from the command line, as fields of `DeepSpeedPlugin`. Empty if there are none."""
+    told = {name: resolve_run_setting(name, UNSET, None)[0] for name in OF_DEEPSPEED}
+    found = {name: value for name, value in told.items() if value is not None}
+    if "deepspeed_config_file" in found:
+        found["hf_ds_config"] = found.pop("deepspeed_config_file")
+    return found
+
+
+def match_plugin(strategy: str, given: Any, launched: Mapping[str, Any] | None = None) -> DeepSpeedPlugin | None:
+    """Return the DeepSpeed plugin that the Accelerator's arguments imply, or None if DeepSpeed is not requested.
+
+    Args:
+        strategy: Requested strategy. "ddp" if none was requested.
+        given: `deepspeed_plugin` or `deepspeed_plugins` of the Accelerator.
+        launched: The launcher's settings by field, used if the script gives no plugin. Default: None.
+
+    Raises:
+        ConfigError: If the argument is not a plugin, or contradicts the strategy or its ZeRO stage.
+        UnsupportedError: If several plugins are given.
+    """
+    if isinstance(given, Mapping):
+        if len(given) != 1:
+            raise UnsupportedError("several DeepSpeed plugins are not supported; give one plugin")
+        given = next(iter(given.values()))
+    name = strategy.strip().lower()
+    is_asked = name in ENGINES
+    stage = int(name.removeprefix("zero")) if name.startswith("zero") else None
+    if given is None:
+        return DeepSpeedPlugin(**{"zero_stage": stage, **(launched or {})}) if is_asked else None
+    if not isinstance(given, DeepSpeedPlugin):
+        raise ConfigError(f"deepspeed_plugin is a {type(given).__name__}; give a headway.DeepSpeedPlugin")
+    if not is_asked and strategy != "ddp":
+        raise ConfigError(f"deepspeed_plugin and strategy={strategy!r} ask for different engines; give one")
+    if stage is not None and stage != given.zero_stage:
+        raise ConfigError(
+            f"strategy={strategy!r}, but the DeepSpeed plugin has zero_stage={given.zero_stage}; give one"
+        )
+    return given

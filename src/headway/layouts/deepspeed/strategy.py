@@ -1,0 +1,454 @@
+"""DeepSpeed's ZeRO as a strategy: optimizer state, gradients and parameters partitioned across ranks.
+
+The engine needs the model together with its optimizer. `setup_model` takes the model, and `create_engine` creates the engine when
+prepare() knows both. The user's model and optimizer objects stay in use (`optimizer.py`). Corrections for
+accumulation windows use the engine's loss scale (`engine.py`).
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from headway.common import env
+from headway.common.optional import require
+from headway.core.config.engines import EngineOptions
+from headway.core.precision.mixed import Precision
+from headway.core.runtime import process
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.strategies.base import Capabilities, Engine, Strategy, Transform
+from headway.core.strategies.placeholders import Placeholder
+from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
+from headway.layouts.deepspeed.config import DeepSpeedConfigReport, Facts, complete_config
+from headway.layouts.deepspeed.engine import ZeroEngine
+from headway.layouts.deepspeed.known_keys import find_known_keys
+from headway.layouts.deepspeed.optimizer import PartitionedOptimizer, ZeroState
+from headway.layouts.deepspeed.stand_ins import StandIns
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+
+class DeepSpeedSettings(Protocol):
+    """Interface of the settings that the strategy reads. `headway.DeepSpeedPlugin` implements it.
+
+    Attributes:
+        hf_ds_config: DeepSpeed's JSON as an `HfDeepSpeedConfig`.
+        zero_stage: ZeRO stage 1, 2 or 3.
+        is_train_batch_min: Whether DeepSpeed is configured with the smallest batch size of several loaders. False: the
+            largest.
+        transformer_moe_cls_names: Class names of blocks that ZeRO-3 gathers whole, separated by commas.
+    """
+
+    hf_ds_config: Any
+    zero_stage: int | None
+    is_train_batch_min: bool
+    transformer_moe_cls_names: str | None
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """DeepSpeed's JSON as a dict."""
+
+
+class DeepSpeedStrategy(Strategy):
+    """Strategy that trains one model and one optimizer with DeepSpeed's ZeRO.
+
+    Args:
+        collectives: Collectives over all processes.
+        plugin: DeepSpeed's settings as requested by the script or the launcher.
+        options: Options from `kwargs_handlers`. Those of the fp16 gradient scaler are written into the JSON.
+
+    Attributes:
+        account: DeepSpeed's completed JSON, and how each key was handled. None before `prepare()` gets the optimizer.
+    """
+
+    name = "deepspeed"
+    capabilities = Capabilities(
+        several_models=False,
+        clip_by_value=False,
+        rollback=False,
+        lone_forward=False,
+        whole_gradients=False,
+        optimizer_state=False,
+        scales_losses=True,
+        lone_pieces=False,
+        local_training=False,
+    )
+
+    def __init__(self, collectives: Collectives, plugin: DeepSpeedSettings, options: EngineOptions) -> None:
+        super().__init__(collectives)
+        require("deepspeed", "strategy='deepspeed' needs", "deepspeed")
+        self.gradient_divisor = collectives.world_size
+        self.account: DeepSpeedConfigReport | None = None
+        self._stage = int(plugin.zero_stage or 0)
+        if self._stage == 3:
+            self.capabilities = replace(self.capabilities, copies=False)
+        self._plugin = plugin
+        self._options = options
+        self._stand_ins = StandIns(plugin.hf_ds_config)
+        self._model: torch.nn.Module | None = None
+        self._zero: ZeroEngine | None = None
+        self._partitioned: PartitionedOptimizer | None = None
+        self._state: ZeroState | None = None
+
+    # ---------------------------------------------------------------- the engine
+
+    def setup_model(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
+        """Apply the transforms, and return a function that runs the forward of the DeepSpeed engine.
+
+        The engine is created later by `create_engine`. Returns None if no parameter is trainable.
+        """
+        super().setup_model(model, transforms)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return None
+        self._model = model
+        process.release_at_end(self.release_model, is_engine=True)
+
+        def run(*args: object, **kwargs: object) -> Any:
+            return self._require_engine().forward(*args, **kwargs)
+
+        return run
+
+    def create_engine(
+        self, optimizers: Sequence[torch.optim.Optimizer], precision: str, num_steps: int, micro_batches: Sequence[int]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Create DeepSpeed's engine once both the model and the optimizer have been prepared.
+
+        Args:
+            optimizers: All prepared optimizers.
+            precision: "no", "bf16" or "fp16".
+            num_steps: Number of micro-batches per optimizer step.
+            micro_batches: Rows per rank and micro-batch, for each loader.
+
+        Returns:
+            Partitioned copy of the user's optimizer, or an empty sequence if no engine was created.
+
+        Raises:
+            UnsupportedError: If there are several optimizers, or ZeRO cannot train with this optimizer or a parameter.
+            ConfigError: If the JSON contradicts the run.
+        """
+        if len(optimizers) > 1:
+            names = ", ".join(type(each).__name__ for each in optimizers)
+            raise UnsupportedError(
+                f"DeepSpeed trains with one optimizer, not {len(optimizers)} ({names}); give one with several parameter groups"
+            )
+        if self._model is None or not optimizers or self._zero is not None:
+            return ()
+        given, plugin = optimizers[0], self._plugin
+        _check_scaler(self._options, precision)
+        picked = (min if plugin.is_train_batch_min else max)(micro_batches) if micro_batches else None
+        facts = Facts(
+            num_ranks=self.data_group.world_size,
+            num_steps=num_steps,
+            precision=precision,
+            micro_batch=picked,
+            hidden_size=_find_hidden_size(self._model),
+            scaler=self._options.scaler,
+            optimizer=self._stand_ins.optimizer,
+            scheduler=self._stand_ins.scheduler,
+        )
+        _check_shapes(self._model)
+        account = complete_config(plugin.deepspeed_config, facts, find_known_keys)
+        is_own = self._stand_ins.optimizer and account.config.pop("optimizer", None) is not None
+        account.config.pop("scheduler", None)
+        if not is_own and "optimizer" in account.config:
+            raise ConfigError(
+                f"the JSON has an optimizer, and a {type(given).__name__} was prepared; prepare a headway.DummyOptim instead"
+            )
+        self._partitioned = self._partition(given, account)
+        self._zero = self._initialize(self._model, self._partitioned, account)
+        self._state = ZeroState(self._zero, self._partitioned, self._model)
+        self.account = account
+        log.info("DeepSpeed ZeRO stage %d; its JSON: %s", self._stage, "; ".join(account.format_lines()))
+        return (self._partitioned.inner,)
+
+    def replace_placeholder(self, placeholder: Placeholder, share: int) -> Any:
+        """Return the optimizer or scheduler that DeepSpeed's JSON defines, in place of a placeholder.
+
+        Args:
+            placeholder: Placeholder that the script has prepared.
+            share: Number of processes. A scheduler's `total_num_steps`, which counts the steps of a single-process run,
+                is divided by it.
+        """
+        return self._stand_ins.find_real(placeholder, share)
+
+    def _partition(self, given: torch.optim.Optimizer, account: DeepSpeedConfigReport) -> PartitionedOptimizer:
+        config = account.config
+        is_offloaded = (config["zero_optimization"].get("offload_optimizer") or {}).get("device") in ("cpu", "nvme")
+        # DeepSpeed has its own CPU kernel for torch's Adam and AdamW.
+        is_adam = type(given) in (torch.optim.Adam, torch.optim.AdamW)
+        uses_kernel = bool(is_offloaded and is_adam and config.get("zero_force_ds_cpu_optimizer", True))
+        partitioned = PartitionedOptimizer(given, bool(config.get("zero_allow_untested_optimizer")), uses_kernel)
+        # Both settings are already handled here.
+        config["zero_allow_untested_optimizer"] = True
+        config["zero_force_ds_cpu_optimizer"] = uses_kernel
+        return partitioned
+
+    def _initialize(
+        self, model: torch.nn.Module, partitioned: PartitionedOptimizer, account: DeepSpeedConfigReport
+    ) -> ZeroEngine:
+        import deepspeed
+
+        # At INFO, DeepSpeed would repeat Headway's log on its own stream.
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        device = next(iter(model.parameters())).device
+        if deepspeed.get_accelerator().device_name() != device.type:
+            raise ConfigError(
+                f"DeepSpeed computes on {deepspeed.get_accelerator().device_name()} here, but this run uses {device.type}; "
+                f"set DS_ACCELERATOR={device.type} in the environment"
+            )
+        if _ensure_group(device):
+            process.release_at_end(self._end_group, is_engine=True)
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
+        if account.config.get("fp16", {}).get("enabled") and not deepspeed.get_accelerator().is_fp16_supported():
+            raise UnsupportedError(f"DeepSpeed does not support float16 on {device.type}; use mixed_precision='bf16'")
+        _mark_whole_blocks(model, self._plugin)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=partitioned.inner, config=account.config, dist_init_required=False
+        )
+        return ZeroEngine(engine, self._stage)
+
+    def _require_engine(self) -> ZeroEngine:
+        if self._zero is None:
+            raise PrepareError(
+                "DeepSpeed needs the model's optimizer before a forward with gradients: prepare both, in one call or two; for "
+                "evaluation alone use torch.no_grad()"
+            )
+        return self._zero
+
+    # ---------------------------------------------------------------- micro-batches
+
+    def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
+        """Run the engine's backward on `loss * factor`, and accumulate gradients.
+
+        `precision` is ignored, because the engine applies its own fp16 loss scale.
+        """
+        self._require_engine().backward(loss, factor, **kwargs)
+
+    # ---------------------------------------------------------------- gradients
+
+    def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Discard the gradients, including those in DeepSpeed's buffers."""
+        super().drop_gradients(parameters)
+        if self._zero is not None:
+            self._zero.drop_gradients()
+
+    def get_local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return this rank's gradient shards in DeepSpeed's buffers.
+
+        The gradients are not clipped yet and still multiplied by the loss scale.
+
+        The list is empty while the accumulation window is open.
+        """
+        return [] if self._zero is None else self._zero.get_local_gradients(parameters)
+
+    def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
+        """Mark the accumulation window as complete, and broadcast rank 0's module buffers.
+
+        DeepSpeed reduces the gradients later, when they are first read.
+        """
+        self._require_engine().close_window()
+        model = self._model
+        if model is not None and model.training and self._options.ddp.broadcast_buffers:
+            buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+            if buffers:
+                self.data_group.broadcast_in_place(buffers)
+
+    def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
+        """Multiply the gradients of the accumulation window by a factor.
+
+        The multiplication happens in the optimizer step.
+        """
+        self._require_engine().correct_gradients(factor)
+
+    def compute_total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return DeepSpeed's norm of all gradients over all ranks.
+
+        Raises:
+            UnsupportedError: If `norm_type` is not 2, or if `parameters` lacks some of the optimizer's parameters.
+        """
+        if norm_type != 2:
+            raise UnsupportedError(f"DeepSpeed clips by the 2-norm; norm_type={norm_type!r} is not supported")
+        engine, partitioned = self._require_engine(), self._partitioned
+        assert partitioned is not None
+        learns, given = ({id(p) for p in every} for every in (partitioned.parameters(), parameters))
+        if not learns <= given:
+            raise UnsupportedError(
+                f"DeepSpeed clips all gradients of the optimizer together, and {len(learns - given)} of its {len(learns)} parameters "
+                "were not passed; use clip_grad_norm_(model.parameters(), ...)"
+            )
+        return engine.compute_norm()
+
+    def clip_gradients(
+        self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, known: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the norm of all gradients, and make the next step clip to `max_norm`.
+
+        Raises:
+            ConfigError: If DeepSpeed's JSON sets `gradient_clipping` to a different value than `max_norm`.
+        """
+        fixed = 0.0 if self.account is None else self.account.clipping
+        if fixed and fixed != max_norm:
+            raise ConfigError(
+                f"clip_grad_norm_(..., {max_norm!r}), but gradient_clipping={fixed!r} in DeepSpeed's JSON; give only one, or 'auto'"
+            )
+        norm = self.compute_total_norm(parameters, norm_type) if known is None else known
+        self._require_engine().limit_norm(float(max_norm))
+        return norm
+
+    def step_optimizer(
+        self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None
+    ) -> bool:
+        """Run DeepSpeed's step with the current settings of the user's optimizer.
+
+        Returns:
+            Whether the parameters were updated. False: the step was skipped.
+
+        Raises:
+            UnsupportedError: If a closure is given.
+            StateError: If the optimizer is not the prepared one.
+        """
+        engine, partitioned = self._require_engine(), self._partitioned
+        if closure is not None:
+            raise UnsupportedError(
+                "optimizer.step(closure) is not supported with DeepSpeed; call step() without a closure"
+            )
+        if partitioned is None or optimizer is not partitioned.given:
+            raise StateError(
+                f"{type(optimizer).__name__} is not the optimizer that was prepared for DeepSpeed; prepare it with the model"
+            )
+        groups = engine.inner.param_groups
+        partitioned.push_settings(groups)
+        did_step = engine.step(0.0 if self.account is None else self.account.clipping)
+        partitioned.pull_settings(groups)
+        # torch's schedulers warn if their optimizer has never stepped.
+        partitioned.given._opt_called = True  # type: ignore[attr-defined]
+        return did_step
+
+    def discard_update(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Discard the gradients of an optimizer step that is skipped, including those in DeepSpeed's buffers."""
+        super().discard_update(optimizers)
+        if self._zero is not None:
+            self._zero.drop_gradients()
+
+    # ---------------------------------------------------------------- state
+
+    def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+        """Return (name, tensor) pairs of the model's state dict. Partitioned tensors are returned as float32 shards.
+
+        Before the engine exists, tensors are not partitioned. Models other than the engine's are never partitioned.
+        """
+        if self._state is None or model is not self._model:
+            return super().export_state(model)
+        return self._state.export_state()
+
+    def get_part(self, parameter: torch.Tensor) -> Any:
+        """Return this rank's shard of a parameter, or the parameter itself if it is not partitioned."""
+        return parameter if self._state is None else self._state.get_part(parameter)
+
+    def expose_state(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        """Return a context in which the user's optimizer holds the engine's state, as `ShardPiece` objects."""
+        return nullcontext() if self._state is None else self._state.expose_state()
+
+    def apply_loaded_values(self) -> None:
+        """Copy the values loaded from a checkpoint into the engine's parameters and its optimizer."""
+        if self._state is not None:
+            self._state.apply_loaded_values()
+
+    def _end_group(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def release_model(self, model: torch.nn.Module | None = None) -> None:
+        """Destroy the engine. A stage 3 model stays partitioned, because the full model might not fit into memory."""
+        super().release_model()
+        zero = self._zero
+        # First, so that nothing uses an engine that could not be destroyed.
+        self._zero = None
+        self._partitioned = None
+        self._model = None
+        self._state = None
+        if zero is not None:
+            zero.engine.destroy()
+
+
+def _ensure_group(device: torch.device) -> bool:
+    """Create a process group if there is none, because DeepSpeed needs one even on a single process.
+
+    The local rank is set, too. DeepSpeed keeps the group, so it exists until the process ends.
+
+    Returns:
+        Whether a group was created.
+    """
+    env.set_default("LOCAL_RANK", str(device.index or 0))
+    if dist.is_initialized():
+        return False
+    backend = dist.get_default_backend_for_device(device.type)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    return True
+
+
+def _check_scaler(options: EngineOptions, precision: str) -> None:
+    scaler = options.scaler
+    if precision != "fp16":
+        return
+    if scaler.growth_factor != 2.0 or scaler.backoff_factor != 0.5:
+        raise UnsupportedError(
+            "DeepSpeed's fp16 loss scale always doubles and halves; leave growth_factor and backoff_factor out"
+        )
+    power = scaler.init_scale
+    if power < 1 or power != 2.0 ** (int(power).bit_length() - 1):
+        raise ConfigError(
+            f"GradScalerKwargs(init_scale={power!r}): DeepSpeed starts with a power of two; give a power of two"
+        )
+
+
+def _check_shapes(model: torch.nn.Module) -> None:
+    """Raise an error if a parameter has no dimensions.
+
+    DeepSpeed sends parameters as bytes, and torch cannot view a tensor without dimensions as bytes.
+
+    Raises:
+        UnsupportedError: If a parameter has no dimensions.
+    """
+    name = next((name for name, parameter in model.named_parameters() if not parameter.ndim), None)
+    if name is not None:
+        raise UnsupportedError(
+            f"{name} of {type(model).__name__} has no dimensions, and DeepSpeed cannot send it; make it of shape (1,)"
+        )
+
+
+def _find_hidden_size(model: torch.nn.Module) -> int | None:
+    """Return the hidden size from the model's transformers config, or None if it has none.
+
+    It is read from the attributes that Accelerate reads.
+    """
+    config = getattr(model, "config", None)
+    for each in (config, getattr(config, "text_config", None)):
+        size = getattr(each, "hidden_size", None)
+        if isinstance(size, int):
+            return size
+        sizes = getattr(each, "hidden_sizes", None)
+        if isinstance(sizes, list | tuple) and sizes:
+            return int(max(sizes))
+    return None
+
+
+def _mark_whole_blocks(model: torch.nn.Module, plugin: DeepSpeedSettings) -> None:
+    """Mark the blocks whose parameters ZeRO-3 gathers all at once. The plugin gives the names of their classes."""
+    text = plugin.transformer_moe_cls_names
+    if not text or plugin.zero_stage != 3:
+        return
+    from deepspeed.utils import set_z3_leaf_modules
+
+    wanted = [name.strip() for name in text.split(",")]
+    found = {type(module).__name__: type(module) for module in model.modules()}
+    lacking = [name for name in wanted if name not in found]
+    if lacking:
+        raise ConfigError(f"transformer_moe_cls_names: {type(model).__name__} has no {', '.join(lacking)}")
+    set_z3_leaf_modules(model, [found[name] for name in wanted])

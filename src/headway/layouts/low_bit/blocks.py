@@ -1,0 +1,67 @@
+"""Block-wise quantization: convert codes and scales to float32 values and back, without loss if blocks stay equal.
+
+A block of values is stored as one scale, its largest absolute value, and one code per value. A code is the index of
+an entry in a sorted table of values between -1 and 1. Tables of signed values contain 1 but not -1. A block whose
+largest absolute value belongs to a negative number would therefore lose its scale: dequantized, the absolute values
+of all its numbers are smaller than the scale. `restore_extremes` sets the lowest value of such a block to minus its
+scale, which it was before quantization. Quantizing the result again returns the codes and the scale from which it
+was computed.
+"""
+
+import torch
+
+
+def restore_extremes(values: torch.Tensor, scales: torch.Tensor, lowest_level: torch.Tensor, block_size: int) -> None:
+    """Set the lowest value of each block that has lost its scale to minus the scale.
+
+    A block has lost its scale if no value has the scale as its absolute value.
+
+    Args:
+        values: Contiguous dequantized values. They are changed in place.
+        scales: Scale of each block.
+        lowest_level: Scalar tensor with the first entry of the table. Nothing changes unless it is negative.
+        block_size: Number of values in a block. The last block may be shorter.
+    """
+    flat = values.view(-1)
+    num_whole = flat.numel() // block_size
+    whole, rest = flat[: num_whole * block_size].view(num_whole, block_size), flat[num_whole * block_size :]
+    for blocks, own in ((whole, scales[:num_whole]), (rest.view(1, -1), scales[num_whole:])):
+        if blocks.numel():
+            lowest, places = blocks.min(1)
+            is_lost = (blocks.abs().amax(1) < own) & (lowest == lowest_level * own) & (lowest_level < 0)
+            restored = torch.where(is_lost, -own, lowest)
+            blocks.scatter_(1, places[:, None], restored[:, None])
+
+
+def dequantize_blocks(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Return the float32 values of quantization codes, after `restore_extremes`.
+
+    Args:
+        codes: Index of each value's entry in the table, as uint8.
+        scales: Scale of each block.
+        table: Sorted table of values between -1 and 1.
+        block_size: Number of values in a block. The last block may be shorter.
+    """
+    by_value = scales.repeat_interleave(block_size)[: codes.numel()].view(codes.shape)
+    values = table[codes.int()] * by_value
+    restore_extremes(values, scales, table[0], block_size)
+    return values
+
+
+def quantize_blocks(values: torch.Tensor, table: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize each value to the nearest entry of a table, relative to the scale of the value's block.
+
+    Args:
+        values: Float32 values of any shape.
+        table: Sorted table of values between -1 and 1.
+        block_size: Number of values in a block. The last block may be shorter.
+
+    Returns:
+        Pair of (codes in the shape of the values, scale of each block).
+    """
+    count = values.numel()
+    padded = torch.nn.functional.pad(values.reshape(-1), (0, -count % block_size)).view(-1, block_size)
+    scales = padded.abs().amax(1) if count else padded.new_zeros(0)
+    relative = padded / torch.where(scales > 0, scales, torch.ones_like(scales))[:, None]
+    codes = torch.bucketize(relative, (table[:-1] + table[1:]) / 2)
+    return codes.view(-1)[:count].view(values.shape).to(torch.uint8), scales

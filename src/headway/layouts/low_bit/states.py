@@ -1,0 +1,216 @@
+"""States of low-bit optimizers in checkpoints: saved as float32 values, and quantized again for this rank's shards.
+
+The values in a checkpoint do not depend on quantization blocks, so any layout and any number of ranks can load them.
+Quantizing them again returns the saved codes and scales if the blocks have not changed (`blocks.py`). That is the case
+for the same layout, and wherever shards begin and end at boundaries of blocks. Otherwise the values change by less than
+a quantization step, which is logged.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from headway.core.strategies.base import Strategy
+from headway.core.strategies.fully_sharded.dtensors import assemble_boxes, get_local_shard
+from headway.core.weights.pieces import ShardPiece, is_dtensor
+from headway.errors import CheckpointError, UnsupportedError
+from headway.layouts.low_bit import _torch, bitsandbytes, torchao
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_MOST_CUT = 0.1
+"""Fraction of values that may keep full precision without a warning, because their shards do not divide into blocks."""
+
+
+def keeps_low_bit_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer of torchao or bitsandbytes keeps its state in few bits and works element by element."""
+    return torchao.keeps_low_bit_state(optimizer) or bitsandbytes.keeps_low_bit_state(optimizer)
+
+
+def export_state(optimizer: torch.optim.Optimizer, entry: Any) -> Any:
+    """Return the state of one parameter with float32 values in place of quantization codes and scales.
+
+    Args:
+        optimizer: Optimizer that keeps the state. It may have any class, such as a wrapper that shares the state of
+            torchao's optimizer.
+        entry: State of the parameter, from the optimizer or from its state dict. If it has no codes, its values do not
+            change.
+    """
+    if not isinstance(entry, dict):
+        return entry
+    is_wrapped = any(torchao.is_quantized(get_local_shard(value)) for value in entry.values())
+    if is_wrapped or torchao.keeps_low_bit_state(optimizer):
+        return torchao.export_entry(entry)
+    return bitsandbytes.export_entry(entry) if bitsandbytes.keeps_low_bit_state(optimizer) else entry
+
+
+def quantize_states(optimizer: torch.optim.Optimizer) -> None:
+    """Quantize the states of a low-bit optimizer again after a load. States that are already quantized do not change.
+
+    Optimizers of other classes do not change.
+
+    Args:
+        optimizer: Optimizer whose states contain dequantized values, as returned by `export_state`.
+
+    Raises:
+        CheckpointError: If another package's optimizer has saved the state.
+    """
+    if not keeps_low_bit_state(optimizer):
+        return
+    if bitsandbytes.keeps_low_bit_state(optimizer):
+        bitsandbytes.register_overrides(optimizer)
+    num_states = num_changed = 0
+    for place, parameter in list(_list_places(optimizer)):
+        entry = optimizer.state.get(parameter)
+        if not isinstance(entry, dict) or not entry or parameter.is_meta:  # meta: only other pipeline stages hold it
+            continue
+        entry = {name: _join_piece(value, parameter) for name, value in entry.items()}
+        _check_entry(optimizer, entry)
+        if torchao.keeps_low_bit_state(optimizer):
+            made = torchao.import_entry(optimizer, parameter, entry)
+        else:
+            made = bitsandbytes.import_entry(optimizer, parameter, entry, place)
+        if made is not entry:
+            num_states += 1
+            num_changed += not _has_equal_values(export_state(optimizer, made), export_state(optimizer, entry))
+            optimizer.state[parameter] = made
+    if num_changed:
+        log.info(
+            "%s: the states of %d of %d parameters were quantized again, because blocks of this layout's shards are not those of "
+            "the saved ones. Values changed by less than a quantization step",
+            type(optimizer).__name__,
+            num_changed,
+            num_states,
+        )
+
+
+def _list_places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+    """Yield pairs of (place, parameter). A place is the index of the parameter's group and its index in the group."""
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            yield (number, place), parameter
+
+
+def _check_entry(optimizer: torch.optim.Optimizer, entry: dict[str, Any]) -> None:
+    is_torchao, name = torchao.keeps_low_bit_state(optimizer), type(optimizer).__name__
+    if any(key.startswith("state" if is_torchao else "exp_avg") for key in entry):
+        own, other = ("torchao", "bitsandbytes") if is_torchao else ("bitsandbytes", "torchao")
+        raise CheckpointError(
+            f"this {name} is of {own}, and the saved one was made by {other}, which keeps other moments. Train with {name} of {other}"
+        )
+
+
+def _join_piece(value: Any, parameter: torch.Tensor) -> Any:
+    """Return a loaded state tensor that is sharded like its parameter.
+
+    Under pipeline parallelism, states are loaded as `ShardPiece` objects, which are converted. Other values are
+    returned unchanged.
+    """
+    if not isinstance(value, ShardPiece):
+        return value
+    if is_dtensor(parameter):
+        return assemble_boxes(((box.offsets, box.values) for box in value.boxes), value.dtype, parameter)
+    return value.boxes[0].values if value.boxes else torch.empty(value.shape, dtype=value.dtype)
+
+
+def _has_equal_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether the tensors in two dequantized states are bitwise equal on this rank."""
+    return all(
+        torch.equal(get_local_shard(value), get_local_shard(other[name]).to(get_local_shard(value)))
+        for name, value in one.items()
+        if isinstance(value, torch.Tensor) and value.ndim and name in other
+    )
+
+
+# -------------------------------------------------------------------- checks
+
+
+def prepare_optimizer(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+    """Raise an error if an optimizer of torchao or bitsandbytes cannot train with a strategy, and keep replicas equal.
+
+    Args:
+        optimizer: The user's optimizer.
+        strategy: Strategy of the run.
+
+    Raises:
+        UnsupportedError: If the optimizer is for one process only.
+    """
+    if strategy.everyone.world_size == 1:
+        return
+    is_offloading = any(
+        (kind.__module__, kind.__name__) == ("torchao.optim.cpu_offload", "CPUOffloadOptimizer")
+        for kind in type(optimizer).__mro__
+    )
+    if is_offloading:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} copies gradients to the CPU before ranks have reduced them, so it is for one process. Use "
+            "strategy='fsdp' and ShardingOptions(cpu_offload=True) with torch's AdamW"
+        )
+    hooks = getattr(optimizer, _torch.HOOKS, {}).values()
+    is_prepared = any(isinstance(getattr(hook, "__self__", None), EqualRounding) for hook in hooks)
+    is_random = torchao.keeps_low_bit_state(optimizer) and getattr(optimizer, "bf16_stochastic_round", False)
+    if is_random and not is_prepared:
+        EqualRounding(optimizer)
+
+
+def prepare_low_bit_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Prepare an optimizer for its first update of shards.
+
+    Overridden options of bitsandbytes are registered. A warning is logged if torchao keeps much of a state in full
+    precision, because shards do not divide into its blocks.
+
+    Args:
+        optimizer: Optimizer of sharded parameters. Nothing is done for optimizers of other packages.
+    """
+    if bitsandbytes.keeps_low_bit_state(optimizer):
+        bitsandbytes.register_overrides(optimizer)
+    if not torchao.keeps_low_bit_state(optimizer):
+        return
+    parameters = [parameter for _, parameter in _list_places(optimizer) if is_dtensor(parameter)]
+    cut = [parameter for parameter in parameters if torchao.is_cut_between_blocks(optimizer, parameter)]
+    num_cut, num_all = (sum(get_local_shard(each).numel() for each in group) for group in (cut, parameters))
+    if num_cut > _MOST_CUT * num_all:
+        log.warning_once(
+            "%s does not quantize the state of %d parameters, %.0f%% of this rank's values: their shards do not divide into blocks "
+            "of %d values. The first one has shape %s. Choose a block_size that divides the shards, or other sizes of layers",
+            type(optimizer).__name__,
+            len(cut),
+            100 * num_cut / num_all,
+            optimizer.block_size,  # type: ignore[attr-defined]
+            tuple(cut[0].shape),
+        )
+
+
+class EqualRounding:
+    """Step hooks that give all ranks equal random numbers for stochastic rounding, so that replicas stay equal.
+
+    Otherwise each rank would draw from its own generator, whose state depends on the rank's data and dropout. Before
+    each step, the generators are seeded with the number of the update. After it, their states are restored.
+
+    Args:
+        optimizer: Optimizer of torchao.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._before: list[tuple[Any, torch.Tensor]] = []
+        optimizer.register_step_pre_hook(self._begin)
+        optimizer.register_step_post_hook(self._end)
+
+    def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Seed the generators of the CPU and of the parameters' devices."""
+        steps = [entry["step"] for entry in optimizer.state.values() if isinstance(entry, dict) and "step" in entry]
+        seed = int(max(steps, default=0))
+        kinds = {p.device.type for group in optimizer.param_groups for p in group["params"]} - {"cpu", "meta"}
+        modules: list[Any] = [torch, *(torch.get_device_module(kind) for kind in sorted(kinds))]
+        self._before = [(module, module.get_rng_state()) for module in modules]
+        torch.default_generator.manual_seed(seed)
+        for module in modules[1:]:
+            module.manual_seed(seed)
+
+    def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Restore the states of the generators."""
+        for module, state in self._before:
+            module.set_rng_state(state)
+        self._before = []

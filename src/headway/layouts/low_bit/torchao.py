@@ -1,0 +1,86 @@
+"""Conversion of the states of torchao's optimizers with 8 or 4 bits (`AdamW8bit`, `AdamW4bit`, `AdamWFp8` ...)."""
+
+from typing import Any
+
+import torch
+
+from headway.core.strategies.fully_sharded.dtensors import get_local_shard
+from headway.core.weights.pieces import is_dtensor, replace_local
+from headway.layouts.low_bit.blocks import restore_extremes
+
+_SIGNED = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
+"""Whether the values of each quantized state are signed, by the name of the state."""
+_MIN_SIZE = 4096
+"""Number of values below which torchao does not quantize the state of a tensor."""
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Whether a tensor is one of torchao's quantized optimizer states, which stores codes instead of values."""
+    return isinstance(tensor, torch.Tensor) and type(tensor).__module__.startswith("torchao.optim.")
+
+
+def keeps_low_bit_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is one of torchao's that keep their states in 8 or 4 bits."""
+    is_theirs = any(
+        (kind.__module__, kind.__name__) == ("torchao.optim.adam", "_AdamBase") for kind in type(optimizer).__mro__
+    )
+    return is_theirs and getattr(optimizer, "block_size", float("inf")) != float("inf")
+
+
+def export_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state with its moments as float32 values. The sharding does not change.
+
+    Small tensors have moments that are not quantized. They become float32, too, because ranks with shards of different
+    sizes must agree on the dtype.
+
+    Args:
+        entry: State of one parameter.
+    """
+    return {name: _read_values(value) if name in _SIGNED else value for name, value in entry.items()}
+
+
+def _read_values(tensor: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    local: Any = get_local_shard(tensor).detach()
+    if is_quantized(local):
+        values = local.dequantize(torch.float32).contiguous()
+        if hasattr(local, "qmap"):
+            restore_extremes(values, local.scale, local.qmap[0], local.block_size)
+    else:
+        values = local.to(torch.float32)
+    values = values.cpu()  # values of all parameters could exceed the device's memory
+    return replace_local(tensor, values, tensor.stride()) if is_dtensor(tensor) else values
+
+
+def import_entry(optimizer: Any, parameter: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state with its moments quantized by the optimizer's own rules.
+
+    Args:
+        optimizer: Optimizer of torchao.
+        parameter: Parameter, which may be a DTensor. The state is sharded like it.
+        entry: State as `export_entry` returns it. Moments that are already quantized do not change.
+    """
+    own = get_local_shard(parameter).detach()
+    made = dict(entry)
+    for name in _SIGNED.keys() & entry.keys():
+        values = get_local_shard(entry[name])
+        if not is_quantized(values):
+            buffer = optimizer._new_buffer(own, _SIGNED[name])
+            buffer.copy_(values.to(buffer.device))
+            made[name] = replace_local(parameter, buffer, parameter.stride()) if is_dtensor(parameter) else buffer
+    return made
+
+
+def is_cut_between_blocks(optimizer: Any, parameter: torch.Tensor) -> bool:
+    """Whether torchao would quantize the state of the whole parameter but not that of this rank's shard.
+
+    The reason is that the size of the shard does not fit torchao's block size.
+
+    Args:
+        optimizer: Optimizer of torchao.
+        parameter: DTensor.
+    """
+    size = optimizer.block_size
+    num_own = get_local_shard(parameter).numel()
+    return parameter.numel() % size == 0 and num_own >= _MIN_SIZE and num_own % size != 0

@@ -1,0 +1,64 @@
+"""`prepare_pippy`: a model's blocks spread over processes, for inference without an Accelerator."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from headway.core.config.mesh import Layout
+from headway.core.config.parallelism import PipelineOptions
+from headway.core.runtime import process
+from headway.core.runtime.collectives.checked import Collectives
+from headway.errors import ConfigError
+from headway.layouts.pipeline.strategy import PipelineStrategy
+
+
+def prepare_pippy(
+    model: torch.nn.Module,
+    split_points: str | Sequence[str] = "auto",
+    no_split_module_classes: str | Sequence[str] | None = None,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    num_chunks: int | None = None,
+    gather_output: bool = False,
+) -> torch.nn.Module:
+    """Distribute a model over processes for inference: each process keeps some of the model's blocks on its device.
+
+    The given model is returned, in evaluation mode. Call it on every process with equal inputs. A batch passes
+    through the processes in chunks. For training, use `Accelerator(strategy="pp")`.
+
+    Args:
+        model: Model with its values, on every process.
+        split_points: "auto" for equally many blocks per process, or the name of the first block of each process except
+            the first. Default: "auto".
+        no_split_module_classes: Class names of the blocks. None: modules that are repeated in the module tree.
+        example_args: Ignored; accepted for compatibility with Accelerate. Shapes are found when the model is called.
+        example_kwargs: Ignored; accepted for compatibility with Accelerate.
+        num_chunks: Number of chunks of a batch. None: the number of processes. A batch of fewer rows has one row per
+            chunk.
+        gather_output: Whether all processes get the outputs. False: only the last one; the others get None. Default:
+            False.
+
+    Raises:
+        PrepareError: If the model has fewer repeated blocks than there are processes.
+        ConfigError: If a split point is not a block, or `num_chunks` is less than 1.
+    """
+    if split_points != "auto" and isinstance(split_points, str):
+        raise ConfigError(f"split_points={split_points!r}; give 'auto' or a list of names of blocks")
+    if num_chunks is not None and (isinstance(num_chunks, bool) or num_chunks < 1):
+        raise ConfigError(f"num_chunks={num_chunks!r}; give a whole number, 1 or more, or None")
+    runtime = process.start()
+    collectives = Collectives(runtime)
+    model.eval()
+    if collectives.world_size == 1:
+        return model.to(runtime.device)
+    named = (no_split_module_classes,) if isinstance(no_split_module_classes, str) else no_split_module_classes
+    options = PipelineOptions(
+        num_microbatches=num_chunks or collectives.world_size,
+        split=() if split_points == "auto" else tuple(split_points),
+        blocks=tuple(named or ()),
+    )
+    strategy = PipelineStrategy(collectives, Layout(pp=collectives.world_size), options)
+    strategy.setup_model(model)
+    strategy.serve_inference_only(gather_output)
+    return model

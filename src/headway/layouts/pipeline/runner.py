@@ -1,0 +1,475 @@
+"""Run micro-batches through pipeline stages: find shapes, run torch's schedules, synchronize RNG states.
+
+The shapes that pass between stages are known only after a micro-batch has passed. So the first micro-batch of each
+shape is run before the schedule, one stage after the other. After each stage, all ranks receive a description of its
+output or of its error, so a failure raises on all of them. The schedule then skips the forward of this micro-batch.
+
+Pipeline ranks read identical data, and their RNG states must stay equal, although each stage draws a different number
+of values. So RNG states are restored after a batch. Those that any rank has used then advance by one draw on all
+ranks. The order of micro-batches in a stage depends on the schedule and on earlier batches. So each micro-batch starts
+with seeds derived from its number.
+"""
+
+import pickle
+import random
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from headway import errors
+from headway.core.config.parallelism import PipelineOptions
+from headway.core.memory.oom import is_out_of_memory
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.collectives.tree import Tree, compute_slice_bounds, find_batch_size, slice_rows
+from headway.core.runtime.device import Hardware
+from headway.core.runtime.seed import mix_seed, read_rng_states, write_rng_states
+from headway.core.strategies.fully_sharded.fsdp_state import find_autograd_parameters
+from headway.errors import CollectiveError, HeadwayError, LossError, PeerOutOfMemory, UnsupportedError
+from headway.layouts.pipeline.stage_forward import CallCache, ModuleRouter, describe_call
+from headway.log import get_logger
+
+if TYPE_CHECKING:
+    from headway.layouts.pipeline.stage import PipelineStage, StageActivation
+
+log = get_logger(__name__)
+
+Compute = Callable[[int, int, Tree], Tree]
+"""Function of (stage, micro-batch number, received tree). Returns the output of the stage's last block, or the loss."""
+
+
+@dataclass(frozen=True)
+class PipelineTask:
+    """Batch whose loss the pipeline's schedule computes during backward.
+
+    Attributes:
+        fn: Function from a micro-batch to its loss.
+        pieces: Micro-batches.
+        weights: Number of items over which each micro-batch's loss is computed.
+        reduction: How the loss is reduced over items: "mean" or "sum".
+        loss: Placeholder tensor that receives the value of the batch's loss.
+    """
+
+    fn: Callable[[Tree], torch.Tensor]
+    pieces: Sequence[Tree]
+    weights: Sequence[float]
+    reduction: str
+    loss: torch.Tensor
+
+    def compute_share(self, number: int) -> float:
+        """Return the factor by which a micro-batch's loss is multiplied in the loss of the batch.
+
+        It is 1 for a sum. For a mean, it is the micro-batch's fraction of all items, or 0 if the batch has no items.
+
+        Args:
+            number: Index of the micro-batch.
+        """
+        total = sum(self.weights)
+        return 1.0 if self.reduction == "sum" else self.weights[number] / total if total else 0.0
+
+
+@dataclass
+class PipelineBatch:
+    """State of a batch that is running through the pipeline.
+
+    Attributes:
+        chunks: This rank's stages, by stage number.
+        num: Number of micro-batches.
+        keys: Cache key of each micro-batch. It contains everything that determines the shapes between stages.
+        ahead: Indices of the micro-batches whose forward was run before the schedule.
+    """
+
+    chunks: "dict[int, PipelineStage]"
+    num: int
+    keys: list[Any]
+    ahead: set[int] = field(default_factory=set)
+
+
+class PipelineRunner:
+    """Runner of micro-batches through a model's pipeline stages.
+
+    Args:
+        model: User's model.
+        route: Router of the model's calls.
+        group: Collectives over the ranks of one pipeline.
+        options: Options of the pipeline.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, route: ModuleRouter, group: Collectives, options: PipelineOptions
+    ) -> None:
+        self.model = model
+        self.route = route
+        self.group = group
+        self.options = options
+        self.device = group.runtime.device
+        self.num_stages = route.stages.num
+        self.owners = [options.find_rank(stage, group.world_size) for stage in range(self.num_stages)]
+        self.last_rank = self.owners[-1]
+        self._known: CallCache[list[StageActivation]] = CallCache(
+            "a micro-batch of each new kind goes through the stages by itself, which is slow"
+        )
+        holders = route.stages.map_holders(model)
+        self._weights = {
+            stage: [parameter for parameter in model.parameters() if stage in holders[id(parameter)]]
+            for stage in route.local
+        }
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self.group.rank == self.last_rank
+
+    # ---------------------------------------------------------------- parts of a batch
+
+    def split_batch(self, batch: Tree) -> list[Tree]:
+        """Return the micro-batches of a batch.
+
+        Their number is the requested one if the schedule supports it, but at most one per row.
+        """
+        num_rows = find_batch_size(batch) or 1
+        return [
+            batch if bounds is None else slice_rows(batch, *bounds, num_rows)
+            for bounds in self._compute_bounds(num_rows)
+        ]
+
+    def split_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return the arguments of a model's call for each micro-batch. Each argument is split along its rows."""
+        num_rows = find_batch_size((args, kwargs)) or 1
+        made = []
+        for bounds in self._compute_bounds(num_rows):
+            if bounds is None:
+                return [(args, kwargs)]
+            given = tuple(slice_rows(each, *bounds, num_rows) for each in args)
+            made.append((given, {name: slice_rows(each, *bounds, num_rows) for name, each in kwargs.items()}))
+        return made
+
+    def _compute_bounds(self, num_rows: int) -> list[tuple[int, int] | None]:
+        """Return the rows of each micro-batch.
+
+        Returns:
+            Pairs of (first row, row after the last). A single micro-batch with all rows is represented by [None].
+        """
+        wanted = self.options.choose_num_microbatches(self.group.world_size)
+        num = next((number for number in range(min(wanted, num_rows), 0, -1) if self._supports_number(number)), 1)
+        return [None] if num == 1 else [compute_slice_bounds(num_rows, num, index) for index in range(num)]
+
+    def _supports_number(self, number: int) -> bool:
+        """Whether the schedule supports this number of micro-batches.
+
+        Interleaved schedules divide micro-batches into `number // world_size` groups, which must have equal size.
+
+        Args:
+            number: Number of micro-batches.
+        """
+        if self.options.num_per_rank == 1 or self.options.schedule == "zbv":
+            return True
+        return number % max(1, number // self.group.world_size) == 0
+
+    def begin_batch(self, pieces: Sequence[Tree], compute: Compute, what: Any) -> PipelineBatch:
+        """Start a batch.
+
+        If the shapes that a micro-batch passes between stages are unknown, run its forward now to find them.
+
+        Args:
+            pieces: Micro-batches.
+            compute: Function that runs a stage.
+            what: Hashable value that also affects these shapes, such as the code of the loss function.
+
+        Raises:
+            HeadwayError: On all ranks, if a stage fails.
+        """
+        # A script freezes parameters on all ranks, so the flags of other stages' parameters are valid, too.
+        frozen = bytes(not parameter.requires_grad for parameter in self.model.parameters())
+        mode = None if self.route.context is None else self.route.context.mode
+        state = (what, mode, self.model.training, torch.is_grad_enabled(), _autocast(self.device), frozen)
+        keys = [(describe_call(piece), state) for piece in pieces]
+        batch = PipelineBatch(self._make_stages(compute), len(pieces), keys)
+        activations: list[list[StageActivation]] = []
+        for number, key in enumerate(keys):
+            known = self._known.get(key)
+            if known is None:
+                known = self._run_ahead(batch, number)
+                self._known.put(key, known)
+                batch.ahead.add(number)
+            activations.append(known)
+        for stage, chunk in batch.chunks.items():
+            chunk.ahead = set(batch.ahead)
+            chunk.chunks = batch.num
+            if stage:
+                chunk.arriving = {number: known[stage - 1] for number, known in enumerate(activations)}
+        return batch
+
+    def _make_stages(self, compute: Compute) -> "dict[int, PipelineStage]":
+        from headway.layouts.pipeline.stage import PipelineStage  # torch's schedules, which take a second to import
+
+        made = {}
+        for stage in sorted(self.route.local):
+            weights = [parameter for parameter in self._weights[stage] if parameter.requires_grad]
+            learning, run = partial(find_autograd_parameters, self.model, weights), partial(compute, stage)
+            made[stage] = PipelineStage(
+                stage, self.num_stages, self.device, self.group.group, self.owners, learning, run
+            )
+        return made
+
+    def _run_ahead(self, batch: PipelineBatch, number: int) -> "list[StageActivation]":
+        activations: list[StageActivation] = []
+        for stage in range(self.num_stages):
+            chunk, failure, told = batch.chunks.get(stage), None, None
+            if chunk is not None:
+                try:
+                    chunk.compute(number)
+                    told = self._check_sendable(chunk.activations[number])
+                except Exception as error:
+                    failure = error
+            answer = (told if failure is None else None, None if failure is None else _describe_error(failure))
+            activation, problem = self.group.gather_objects(answer)[self.owners[stage]]
+            if failure is not None:
+                raise failure
+            if problem is not None:
+                raise rebuild_error(problem, stage, self.owners[stage])
+            activations.append(activation)
+            if stage + 1 < self.num_stages:
+                self._hand_on(batch, stage, number, activation)
+        return activations
+
+    def _hand_on(self, batch: PipelineBatch, stage: int, number: int, activation: "StageActivation") -> None:
+        chunk, following = batch.chunks.get(stage), batch.chunks.get(stage + 1)
+        if following is not None:
+            following.arriving[number] = activation
+        if chunk is not None and following is not None:
+            following.set_local_fwd_input(chunk.outputs[number], number)
+        elif chunk is not None:
+            wait_for_transfers(start_transfers(chunk.send_ops(number)))
+        elif following is not None:
+            wait_for_transfers(start_transfers(following.receive_ops(number)))
+
+    def make_answer(
+        self, result: Tree, failure: Exception | None
+    ) -> "tuple[StageActivation | None, tuple[str, str] | None]":
+        """Return a description of the last stage's result, or of its error, to send to the other ranks.
+
+        Args:
+            result: Output of the last stage.
+            failure: Error that the last stage raised, or None.
+
+        Returns:
+            Pair of (description of the result, class name and message of the error). One of the two is None.
+        """
+        from headway.layouts.pipeline.stage import describe_tree
+
+        if failure is not None:
+            return None, _describe_error(failure)
+        try:
+            return self._check_sendable(describe_tree(result)[0]), None
+        except HeadwayError as error:
+            return None, _describe_error(error)
+
+    def _check_sendable(self, activation: "StageActivation") -> "StageActivation":
+        """Return the activation if it can be pickled for other ranks.
+
+        Raises:
+            UnsupportedError: If it cannot be pickled.
+        """
+        try:
+            pickle.dumps(activation)
+        except Exception as error:
+            raise UnsupportedError(
+                f"{self.route.kind} or one of its blocks returns something that cannot be sent to the other stages ({error}); let it "
+                "return tensors, numbers, text, and containers of them"
+            ) from error
+        return activation
+
+    # ---------------------------------------------------------------- torch's schedules
+
+    def run_schedule(self, batch: PipelineBatch, has_backward: bool) -> None:
+        """Run the remaining forwards with the chosen schedule, and backward if requested.
+
+        After backward, the `outputs` of the last stage are the losses.
+
+        Args:
+            batch: Batch from `begin_batch`.
+            has_backward: Whether to run backward, too.
+        """
+        chunks = [batch.chunks[stage] for stage in sorted(batch.chunks)]
+        schedule = self._make_schedule(chunks, batch.num)
+        run = schedule.step if has_backward else schedule.eval
+        run(target=torch.arange(batch.num), return_outputs=False)
+
+    def _make_schedule(self, chunks: "list[PipelineStage]", num: int) -> Any:
+        from torch.distributed.pipelining import schedules
+
+        name = self.options.schedule
+        given: dict[str, Any] = {"loss_fn": _loss, "scale_grads": False}
+        if len(chunks) == 1:
+            # With fewer micro-batches than stages, 1F1B equals GPipe.
+            kind = schedules.Schedule1F1B if name == "1f1b" and num >= self.num_stages else schedules.ScheduleGPipe
+            return kind(chunks[0], num, **given)
+        kinds: dict[str, Any] = {
+            "interleaved": schedules.ScheduleInterleaved1F1B,
+            "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+            "zbv": schedules.ScheduleZBVZeroBubble,
+        }
+        return kinds[name](list(chunks), num, **given)
+
+
+def start_transfers(ops: list[dist.P2POp]) -> list[dist.Work]:
+    """Start point-to-point sends and receives, and return their handles."""
+    return list(dist.batch_isend_irecv(ops)) if ops else []
+
+
+def wait_for_transfers(works: Iterable[dist.Work]) -> None:
+    """Wait until all point-to-point transfers have completed."""
+    for work in works:
+        work.wait()
+
+
+def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the last stage's output, which is already the loss. Torch's schedules call it as their loss function."""
+    return output
+
+
+def _describe_error(error: Exception) -> tuple[str, str]:
+    """Return the class name and message of an error, with which other ranks raise an equal error."""
+    if is_out_of_memory(error):  # the allocator's message would look like one about this rank's memory
+        return PeerOutOfMemory.__name__, "another rank of the pipeline ran out of memory, and its own error says where"
+    return type(error).__name__, str(error)
+
+
+def rebuild_error(problem: tuple[str, str], stage: int, rank: int) -> HeadwayError:
+    """Return an error that another rank raised, with its class if that is one of Headway's.
+
+    Args:
+        problem: Class name and message.
+        stage: Number of the stage that failed.
+        rank: Pipeline rank that failed.
+    """
+    name, text = problem
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, HeadwayError):
+        return kind(text)
+    return CollectiveError(f"stage {stage} of the pipeline (rank {rank} along pp) failed: {name}: {text}")
+
+
+def _autocast(device: torch.device) -> str:
+    return str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else ""
+
+
+def check_loss(found: Any) -> None:
+    """Raise `LossError` if the value is not a loss: a tensor with one element that requires gradients.
+
+    Args:
+        found: Return value of the user's loss function.
+
+    Raises:
+        LossError: If `found` is not a loss.
+    """
+    if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
+        what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        raise LossError(
+            f"the function given to forward_backward returned {what}; it must return the loss of its micro-batch, a scalar "
+            "tensor that depends on parameters that learn"
+        )
+
+
+_GENERATORS = ("python", "numpy", "torch", "device")
+"""Names of the RNG states that a stage may use."""
+
+
+class StageRNG:
+    """Seeder of the random generators for each stage and micro-batch. It records which generators were used.
+
+    Args:
+        hardware: Device on which models compute.
+        common: RNG states before the batch, equal on all ranks of a pipeline.
+
+    Attributes:
+        flags: Four values, for Python's, NumPy's, torch's and the device's generator. 1: numbers were drawn from it; 0:
+            none were.
+    """
+
+    def __init__(self, hardware: Hardware, common: dict[str, Any]) -> None:
+        self.flags = [0.0] * len(_GENERATORS)
+        self._hardware = hardware
+        self._main = "torch" if hardware.kind == "cpu" else "device"
+        # A NumPy generator of another kind cannot be seeded here. It continues from one micro-batch to the next.
+        seeded = {name: state for name, state in common.items() if name != "numpy" or isinstance(state, tuple)}
+        self._seeds = {name: zlib.crc32(_bytes(state)) for name, state in seeded.items()}
+        self._start = common
+
+    def seed_micro_batch(self, stage: int, number: int) -> None:
+        """Seed the random generators for one micro-batch in one stage.
+
+        The generator of the device on which models compute gets a different seed on each stage. The other generators
+        get equal seeds on all stages. On a GPU, every stage thus draws equal numbers on the host, for the part of
+        the forward outside of the blocks.
+
+        Args:
+            stage: Index of the stage.
+            number: Index of the micro-batch. For the computation after the blocks, which runs on the entire batch, pass
+                the number of micro-batches.
+        """
+        self.record_use()
+        self._start = self._start | {
+            name: self._begun(name, mix_seed(seed, number, stage if name == self._main else 0))
+            for name, seed in self._seeds.items()
+        }
+        write_rng_states({name: self._start[name] for name in self._seeds}, self._hardware)
+
+    def record_use(self) -> None:
+        """Record in `flags` which random generators were used since they were last seeded."""
+        now = read_rng_states(self._hardware)
+        for index, name in enumerate(_GENERATORS):
+            if name in self._start and _bytes(now[name]) != _bytes(self._start[name]):
+                self.flags[index] = 1.0
+
+    def _begun(self, name: str, seed: int) -> Any:
+        if name == "python":
+            return random.Random(seed).getstate()
+        if name == "numpy":
+            return sys.modules["numpy"].random.RandomState(seed % (1 << 32)).get_state()
+        return torch.Generator("cpu" if name == "torch" else self._hardware.kind).manual_seed(seed).get_state()
+
+
+@contextmanager
+def isolate_generators(hardware: Hardware) -> Iterator[StageRNG]:
+    """Return a context that yields a `StageRNG`, and restores all random generators at its end."""
+    common = read_rng_states(hardware)
+    told = StageRNG(hardware, common)
+    try:
+        yield told
+    finally:
+        told.record_use()
+        write_rng_states(common, hardware)
+
+
+def advance_generators(flags: Sequence[float], device: torch.device) -> None:
+    """Advance each random generator by one draw if any rank has used it.
+
+    The next batch then draws different numbers.
+
+    Args:
+        flags: Flags of `StageRNG`, equal on all ranks.
+        device: Device on which models compute.
+    """
+    drawn = {name for name, flag in zip(_GENERATORS, flags) if flag}
+    if "python" in drawn:
+        random.random()
+    if "numpy" in drawn:
+        import numpy
+
+        numpy.random.random()
+    if "torch" in drawn:
+        torch.rand(())
+    if "device" in drawn:
+        torch.rand((), device=device)
+
+
+def _bytes(state: Any) -> bytes:
+    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)

@@ -1,0 +1,341 @@
+"""One pipeline stage for torch's schedules. Its transfers have names for reports of hangs.
+
+torch's own `PipelineStage` has one shape for all micro-batches, and finds it by running the stage on the meta device.
+`PipelineStage` in this module supports micro-batches of different shapes. The shapes between stages are known from a
+micro-batch that was run before the schedule (`runner.py`), and each micro-batch has its own buffers. torch determines
+the order of computation and transfers. Backward is torch's, too, including its split into two halves for zero-bubble
+schedules.
+
+While a rank waits for a transfer between two stages, its pulse (the file that the hang watch reads) contains the name
+of the transfer. Transfers are not collectives: ranks make different numbers of them. So the ledger of collectives does
+not number them. If an engine combines several transfers in one launch (NCCL), the host does not wait, and nothing is
+recorded.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from headway.core.runtime import pulse
+from headway.core.runtime.collectives.tree import Tree, list_tensors, map_leaves
+
+
+class StageTransfer(dist.P2POp):
+    """Point-to-point operation of torch with a name for reports of hangs.
+
+    Args:
+        op: `dist.isend` or `dist.irecv`.
+        tensor: Tensor to send, or buffer to receive into.
+        peer: Global rank of the other process.
+        group: Process group of the pipeline.
+        name: Name of the transfer, such as "receive from stage 2".
+    """
+
+    def __init__(self, op: Any, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, name: str) -> None:
+        super().__init__(op, tensor, peer, group)
+        self.op: Any = _NamedTransfer(op, name)
+
+    def __new__(cls, op: Any, tensor: torch.Tensor, peer: int, group: Any, name: str) -> "StageTransfer":
+        """Create the operation without its name.
+
+        torch's class checks the arguments of `__new__` and does not accept a name.
+        """
+        made: StageTransfer = super().__new__(cls, op, tensor, peer, group)
+        return made
+
+
+class _NamedTransfer:
+    """Wrapper of torch's `isend` or `irecv` that has a name for reports of hangs.
+
+    It compares equal to the wrapped function, because torch's schedules check which of the two an operation uses.
+    """
+
+    def __init__(self, op: Any, name: str) -> None:
+        self._op = op
+        self._name = name
+        self.__name__ = op.__name__
+
+    def __call__(
+        self, tensor: torch.Tensor, *, group: Any, tag: int, group_dst: int | None = None, group_src: int | None = None
+    ) -> Any:
+        peer = group_src if group_dst is None else group_dst
+        key = "group_dst" if self._op is dist.isend else "group_src"
+        work = self._op(tensor, group=group, tag=tag, **{key: peer})
+        return None if work is None else _Awaited(work, self._name)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._op or (isinstance(other, _NamedTransfer) and other._op is self._op)
+
+    def __hash__(self) -> int:
+        return hash(self._op)
+
+
+class _Awaited:
+    """Handle of a running transfer. Reports of hangs can name the transfer while a rank waits for it.
+
+    Args:
+        work: torch's handle.
+        name: Name of the transfer.
+    """
+
+    def __init__(self, work: dist.Work, name: str) -> None:
+        self._work = work
+        self._name = name
+
+    def wait(self) -> Any:
+        """Wait for the transfer.
+
+        Meanwhile, this rank's pulse (the file that the hang watch reads) contains its name.
+        """
+        own = pulse.get_own_pulse()
+        own.set_transfer(self._name)
+        try:
+            return self._work.wait()
+        finally:
+            own.set_transfer("")
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """Placeholder for a tensor in a tree whose structure and tensors are sent separately.
+
+    Attributes:
+        number: Index of the tensor among those of the tree.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True)
+class StageActivation:
+    """Description of the tree of tensors that a stage sends to the next one.
+
+    Attributes:
+        tree: Tree with a `TensorSlot` in place of each tensor.
+        metas: Tuple of (shape, dtype, whether a gradient is required) for each tensor.
+    """
+
+    tree: Tree
+    metas: tuple[tuple[torch.Size, torch.dtype, bool], ...]
+
+    def fill_slots(self, values: Sequence[torch.Tensor]) -> Tree:
+        """Return the tree with each `TensorSlot` replaced by its tensor.
+
+        Args:
+            values: Tensors in the order of the slots.
+        """
+        return map_leaves(
+            lambda leaf: values[leaf.number] if isinstance(leaf, TensorSlot) else leaf,
+            self.tree,
+            lambda leaf: isinstance(leaf, TensorSlot),
+        )
+
+    def allocate_buffers(self, device: torch.device) -> list[torch.Tensor]:
+        """Return uninitialized tensors into which the tensors of the tree can be received."""
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in self.metas]
+
+
+def describe_tree(tree: Tree) -> tuple[StageActivation, list[torch.Tensor]]:
+    """Return a description of a tree, in which slots replace the tensors, and the list of its tensors."""
+    found = list(list_tensors(tree))
+    numbers = iter(range(len(found)))
+    empty = map_leaves(lambda leaf: TensorSlot(next(numbers)) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return StageActivation(empty, tuple((t.shape, t.dtype, t.requires_grad) for t in found)), found
+
+
+class PipelineStage(_PipelineStageBase):
+    """Pipeline stage for one batch, with the methods that torch's schedules call.
+
+    Args:
+        stage: Index of the stage.
+        num_stages: Number of stages of the pipeline.
+        device: Device on which the stage computes.
+        group: Process group of the pipeline ranks.
+        owners: Pipeline rank of each stage.
+        learning: Function that returns the stage's trainable parameters: under FSDP, the all-gathered ones that
+            autograd uses.
+        compute: Function of (index of the micro-batch, tree received from the previous stage). Returns the last block's
+            output or the loss.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        owners: Sequence[int],
+        learning: Callable[[], Sequence[Any]],
+        compute: Callable[[int, Tree], Tree],
+    ) -> None:
+        super().__init__(torch.nn.Identity(), stage, num_stages, device, group)  # schedules reshard FSDP modules
+        self.stage_index_to_group_rank = dict(enumerate(owners))
+        self._parameters = learning
+        self._compute = compute
+        self.arriving: dict[int, StageActivation] = {}
+        self.ahead: set[int] = set()
+        self.weightless: set[int] = set()
+        self.inputs: dict[int, list[torch.Tensor]] = {}
+        self.outputs: dict[int, list[torch.Tensor]] = {}
+        self.activations: dict[int, StageActivation] = {}
+        self.gradients: dict[int, list[torch.Tensor]] = {}
+        self._back: dict[int, list[torch.Tensor]] = {}
+        self._halves: dict[int, Any] = {}
+        # torch checks these for transfers that skip a stage; there are none.
+        self.args_recv_info = {0: ()}
+        self.act_send_info = {}
+
+    # ---------------------------------------------------------------- what torch prepares, and does not need here
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        self.chunks = num_microbatches
+        return ()
+
+    _prepare_backward_infra = _prepare_forward_infra
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> Any:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def clear_runtime_states(self) -> None:
+        """Do nothing, because each batch has a new stage object."""
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Do nothing: losses are already scaled, and gradients are reduced at the end of the accumulation window."""
+
+    # ---------------------------------------------------------------- sending and receiving
+
+    def _ops(self, kind: Any, found: Sequence[torch.Tensor], stage: int) -> list[dist.P2POp]:
+        rank = self.stage_index_to_group_rank[stage]
+        peer = rank if self.group is None else dist.get_global_rank(self.group, rank)
+        name = f"{'send to' if kind is dist.isend else 'receive from'} stage {stage}"
+        return [StageTransfer(kind, tensor, peer, self.group, name) for tensor in found]
+
+    def receive_ops(self, number: int) -> list[dist.P2POp]:
+        """Return the operations that receive a micro-batch's input into new buffers."""
+        self.inputs[number] = self.arriving[number].allocate_buffers(self.device)
+        return self._ops(dist.irecv, self.inputs[number], self.stage_index - 1)
+
+    def send_ops(self, number: int) -> list[dist.P2POp]:
+        """Return the operations that send a micro-batch's output to the next stage."""
+        found = [tensor.detach().contiguous() for tensor in self.outputs[number]]
+        return self._ops(dist.isend, found, self.stage_index + 1)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the operations that receive a micro-batch's input.
+
+        The list is empty if the micro-batch's forward was run before the schedule.
+        """
+        return [] if self.is_first or fwd_chunk_id in self.ahead else self.receive_ops(fwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the operations that send a micro-batch's output.
+
+        The list is empty if the micro-batch's forward was run before the schedule.
+        """
+        return [] if self.is_last or fwd_chunk_id in self.ahead else self.send_ops(fwd_chunk_id)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Set a micro-batch's input if the previous stage is on this rank, so that nothing has to be received."""
+        if mb_index not in self.ahead:
+            self.inputs[mb_index] = [tensor.detach() for tensor in prev_stage_outputs]
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the operations that receive the gradients of a micro-batch's outputs."""
+        if not self.has_backward or self.is_last:
+            return []
+        found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in self._learning(bwd_chunk_id)]
+        self.gradients[bwd_chunk_id] = found
+        return self._ops(dist.irecv, found, self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the operations that send the gradients of a micro-batch's inputs."""
+        if not self.has_backward or self.is_first:
+            return []
+        return self._ops(dist.isend, self._back.pop(bwd_chunk_id), self.stage_index - 1)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Return the gradients of a micro-batch's inputs, for a previous stage on this rank."""
+        return tuple(self._back.pop(mb_index, ()))
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Set the gradients of a micro-batch's outputs if the next stage is on this rank.
+
+        Nothing has to be received then.
+        """
+        self.gradients[mb_index] = list(next_stage_bwd_outputs)
+
+    def _learning(self, number: int) -> list[torch.Tensor]:
+        return [tensor for tensor in self.outputs[number] if tensor.requires_grad]
+
+    # ---------------------------------------------------------------- computing
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any = (), kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        """Run a micro-batch's forward and return its outputs; on the last stage, the loss."""
+        if fwd_chunk_id not in self.ahead:
+            self.compute(fwd_chunk_id)
+        found = self.outputs[fwd_chunk_id]
+        return found[0] if self.is_last else tuple(found)
+
+    def compute(self, number: int) -> None:
+        """Run the stage on the received input of micro-batch `number`, and keep the outputs."""
+        received: Tree = None
+        if not self.is_first:
+            known = self.arriving[number]
+            for tensor, (_, _, is_learning) in zip(self.inputs[number], known.metas):
+                tensor.requires_grad_(is_learning and torch.is_grad_enabled())
+            received = known.fill_slots(self.inputs[number])
+        else:
+            self.inputs[number] = []
+        self.activations[number], found = describe_tree(self._compute(number, received))
+        # Zero bubble detaches outputs in place, which views do not allow. A block may also return its input unchanged.
+        own = {id(tensor) for tensor in self.inputs[number]}
+        self.outputs[number] = [t.clone() if t._is_view() or id(t) in own else t for t in found]
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run a micro-batch's backward. Without `full_backward`, compute only the gradients of the stage's inputs."""
+        if not self.has_backward:
+            return
+        outputs, inputs = self._learning(bwd_chunk_id), self.inputs.pop(bwd_chunk_id)
+        grads = self.gradients.pop(bwd_chunk_id, None)
+        del self.outputs[bwd_chunk_id]
+        found: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        is_used = bool(outputs) and bwd_chunk_id not in self.weightless
+        if full_backward:
+            if is_used:
+                found = self._backward(outputs, grads, inputs)
+        elif is_used and any(tensor.requires_grad for tensor in inputs):
+            found, groups = stage_backward_input(outputs, grads, inputs, iter(self._parameters()))
+            self._halves[bwd_chunk_id] = lambda: stage_backward_weight(iter(self._parameters()), groups)
+        elif is_used:
+            self._halves[bwd_chunk_id] = lambda: self._backward(outputs, grads, inputs)
+        self._back[bwd_chunk_id] = [
+            torch.zeros_like(tensor) if grad is None else grad.contiguous()
+            for tensor, grad in zip(inputs, found)
+            if tensor.requires_grad
+        ]
+
+    @staticmethod
+    def _backward(
+        outputs: list[torch.Tensor], grads: list[torch.Tensor] | None, inputs: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        if grads is None:  # the last stage's output is a loss
+            return stage_backward(outputs[0], None, inputs)
+        return stage_backward(tuple(outputs), tuple(grads), inputs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Compute a micro-batch's weight gradients, the second half of a split backward."""
+        half = self._halves.pop(bwd_chunk_id, None)
+        if half is not None:
+            half()

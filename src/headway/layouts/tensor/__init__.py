@@ -1,0 +1,1 @@
+"""Tensor, sequence and expert parallelism: matrices and experts split across the ranks of one mesh axis."""

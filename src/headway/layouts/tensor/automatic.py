@@ -1,0 +1,622 @@
+"""Derive a tensor-parallel plan from a model's structure, and test it before anything is split.
+
+Modules are visited innermost first, and their linear layers in the order of their calls. A group consists of some
+layers that are split by columns, followed by one that is split by rows. A group is used only if a test on a copy of
+the module (`ModuleTrial`) shows that the split module computes the same result. The test tries whether head counts
+must be divided, and whether tables with a column per head (relative positions) must be split. Layers for which no test
+succeeds are not split.
+
+A test calls a copy with random weights, in float32 on the CPU. The rowwise matrix gets each rank's shard of the input
+and returns that rank's term of the sum. The computation then continues with the result of the unsplit module. So the
+terms must add up to that result, and everything else must equal the unsplit module's values. A test needs no
+communication between ranks, and does not change the model's own tensors or the RNG state.
+"""
+
+import copy
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import combinations, product
+from typing import Any
+
+import torch
+
+from headway.core.config.parallelism import TensorParallelOptions
+from headway.core.runtime.collectives import tree
+from headway.core.strategies.parts import find_holders
+from headway.errors import PrepareError
+from headway.layouts.tensor import plans, styles
+from headway.layouts.tensor._torch import is_fake, unset_fake_temporarily
+from headway.layouts.tensor.calls import COUNTS
+from headway.layouts.tensor.crossings import SplitAxis, take_packed_chunks
+from headway.layouts.tensor.styles import BoundaryLayout
+from headway.log import get_logger
+
+_MOST_LINEARS, _MOST_CHOICES = 16, 6
+_PACKED = {1: "colwise", 2: "packed_colwise", 3: "packed_qkv_colwise"}
+"""Style of a matrix that is split by columns, by the number of matrices packed in it."""
+_CLOSE = 1e-4
+"""Largest accepted difference between results, as a fraction of the largest value.
+
+It is not 0, because float32 sums depend on the order of their terms.
+"""
+_LENGTH, _MOST_TOKENS = 8, 1024
+_STATES = ("key_value_states", "encoder_hidden_states")
+"""Arguments of transformers' cross attention. A test calls the module with and without them."""
+Call = tuple[tuple[torch.Tensor, ...], dict[str, Any]]
+log = get_logger(__name__)
+
+
+@dataclass
+class ModuleRun:
+    """Record of the tensors in one call of the copy of a module on which a split is tested.
+
+    Attributes:
+        out: First floating-point tensor of the output.
+        inputs: First floating-point tensor of each module's input, by the module's name, in the order in which the
+            calls end.
+        outputs: First floating-point tensor of each module's output, by the module's name.
+        is_once: Whether no module was called twice.
+    """
+
+    out: torch.Tensor | None = None
+    inputs: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    is_once: bool = True
+
+
+class ModuleTrial:
+    """Copy of a module with random weights, used to test whether the module can be split.
+
+    Args:
+        module: Module to copy; its parameters may be meta tensors.
+        linears: Names of its linear layers that may be split.
+        size: Number of ranks.
+
+    Attributes:
+        module: Copy of the module.
+        wholes: Pairs of (call, record of its tensors), for each call that the unsplit copy accepts.
+    """
+
+    def __init__(self, module: torch.nn.Module, linears: Iterable[str], size: int) -> None:
+        self._size = size
+        self._drawn = torch.Generator().manual_seed(0)
+        self.wholes: list[tuple[Call, ModuleRun]] = []
+        with self._isolate():
+            self.module = self._copied(module)
+            self._watched = {name: self.module.get_submodule(name) for name in linears}
+            inner = {part for layer in self._watched.values() for part in layer.modules()}
+            others = ((name, part) for name, part in self.module.named_modules() if part._parameters)
+            self._watched |= {name: part for name, part in others if part not in inner}
+            for length in self._lengths():
+                tried = [(call, self._run(call)) for call in self._calls(length)]
+                self.wholes = [(call, run) for call, run in tried if run is not None and run.out is not None]
+                if self.wholes:
+                    break
+
+    def test_split(self, plan: Mapping[str, str], divide: Iterable[str], row: str) -> list[str] | None:
+        """Test whether the module computes the same result when it is split.
+
+        Args:
+            plan: Styles by the names of modules and parameters in the module.
+            divide: Names of attributes, such as head counts, that are divided by the number of ranks.
+            row: Name of the rowwise matrix, whose outputs on all ranks are added.
+
+        Returns:
+            Names of modules that the plan does not split but whose input is sharded. None: the split module computes a
+            different result.
+        """
+        with self._isolate():
+            found = [self._parts_seen(plan, divide, row, *each) for each in self.wholes if row in each[1].outputs]
+        if not found or any(names is None for names in found):
+            return None
+        return sorted({name for names in found for name in names or ()})
+
+    def is_tokenwise(self, stubs: Iterable[str], linears: Iterable[str]) -> bool:
+        """Whether the module computes each token independently, except within submodules that get all tokens.
+
+        Args:
+            stubs: Names of submodules that get all tokens. In the trial they return their output for the whole
+                sequence.
+            linears: Names of linear layers whose input must have the shape (rows, tokens, width).
+        """
+        with self._isolate():
+            return bool(self.wholes) and all(self._is_by_tokens(*each, [*stubs], [*linears]) for each in self.wholes)
+
+    def _is_by_tokens(self, call: Call, whole: ModuleRun, stubs: list[str], linears: list[str]) -> bool:
+        hidden, given = call[0][0], [whole.inputs.get(name) for name in linears]
+        if whole.out is None or any(x is not None and x.shape[:2] != hidden.shape[:2] for x in given):
+            return False
+        outputs, modules = dict[str, Any](), {name: self.module.get_submodule(name) for name in stubs}
+
+        def note(name: str) -> Any:
+            return lambda module, args, output: outputs.update({name: output})
+
+        with ExitStack() as stack:
+            for name, module in modules.items():
+                stack.enter_context(module.register_forward_hook(note(name)))
+            self._run(call)
+        middle = hidden.shape[1] // 2
+        for tokens in (slice(0, middle), slice(middle, None)):
+
+            def part(leaf: Any, tokens: slice = tokens) -> Any:
+                is_states = isinstance(leaf, torch.Tensor) and leaf.dim() == 3 and leaf.shape[:2] == hidden.shape[:2]
+                return leaf[:, tokens] if is_states else leaf
+
+            for name, module in modules.items():
+                found = tree.map_leaves(part, outputs.get(name))
+                module.forward = lambda *_, found=found, **__: found
+            run = self._run(((part(hidden),), call[1]))
+            for module in modules.values():
+                del module.forward
+            if run is None or not _is_close(run.out, whole.out[:, tokens]):
+                return False
+        return True
+
+    def _parts_seen(
+        self, plan: Mapping[str, str], divide: Iterable[str], row: str, call: Call, whole: ModuleRun
+    ) -> list[str] | None:
+        bias = plans.get_base_layer(self.module.get_submodule(row))._parameters.get("bias")
+        total: Any = 0.0 if bias is None else bias
+        names = set[str]()
+        for rank in range(self._size):
+            with self._as_rank(SplitAxis(None, None, rank, self._size), plan, divide, row):
+                run = self._run(call, row, whole.outputs[row])
+            if run is None or run.inputs.keys() != whole.inputs.keys() or not _is_close(run.out, whole.out):
+                return None
+            total = total + run.outputs[row]
+            names |= {name for name, x in whole.inputs.items() if not _is_close(run.inputs[name], x)}
+        return [name for name in names if name not in plan] if _is_close(total, whole.outputs[row]) else None
+
+    @contextmanager
+    def _as_rank(self, axis: SplitAxis, plan: Mapping[str, str], divide: Iterable[str], row: str) -> Iterator[None]:
+        """Return a context in which the copy has one rank's shards of its parameters.
+
+        Args:
+            axis: Rank and number of ranks to imitate.
+            plan: Styles by the names of modules and parameters in the module.
+            divide: Names of attributes, such as head counts, that are divided by the number of ranks.
+            row: Name of the rowwise matrix, whose outputs on all ranks are added.
+        """
+        before: list[tuple[dict[str, Any], str, Any]] = []
+
+        def put(where: Any, key: str, value: Any) -> None:
+            before.append((where, key, where[key]))
+            where[key] = value
+
+        try:
+            for name, style_name in plan.items():
+                for module, keys in self._holders(name, style_name):
+                    style = styles.make_style(style_name, module)
+                    for key in keys:
+                        whole = module._parameters[key]
+                        if whole is not None and (dim := style.dim(key, whole)) is not None:
+                            put(module._parameters, key, take_packed_chunks(whole, axis, dim, style.factor))
+                        elif whole is not None and key == "bias":
+                            put(module._parameters, key, style.get_call_bias(whole, axis))
+                    if isinstance(style, styles.Colwise) and style.is_transposed:
+                        put(vars(module), "nf", styles.num_outputs(module) // axis.size)
+            for path in divide:
+                holder, _, key = path.rpartition(".")
+                counted = vars(self.module.get_submodule(holder))
+                put(counted, key, counted[key] // axis.size)
+            yield
+        finally:
+            for where, key, value in reversed(before):
+                where[key] = value
+
+    def _holders(self, name: str, style_name: str) -> list[tuple[torch.nn.Module, list[str]]]:
+        """Return the modules and parameters of the copy that an entry of a plan splits.
+
+        For a layer with LoRA adapters, these are its split submodules.
+
+        Args:
+            name: Name of a module or parameter in the copy.
+            style_name: Name of the tensor-parallel style that the plan gives it.
+
+        Returns:
+            Pairs of (module, names of its parameters).
+        """
+        if name not in self._watched:
+            owner, _, key = name.rpartition(".")
+            return [(self.module.get_submodule(owner), [key])]
+        module = self._watched[name]
+        parts = plans.list_split_parts(module, styles.make_style(style_name)) if plans.is_adapted(module) else [""]
+        return [(part, list(part._parameters)) for part in map(module.get_submodule, parts)]
+
+    @contextmanager
+    def _isolate(self) -> Iterator[None]:
+        """Return a context that preserves the process's RNG state and leaves fake-tensor mode.
+
+        So a test can compute with real values even while a forecast uses fake tensors.
+        """
+        with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.no_grad():
+            yield
+
+    def _copied(self, module: torch.nn.Module) -> torch.nn.Module:
+        memo: dict[int, Any] = {}
+        for parameter in module.parameters():
+            fan = parameter.numel() // parameter.shape[0] if parameter.dim() > 1 and parameter.numel() else 1
+            memo[id(parameter)] = torch.nn.Parameter(self._normal(*parameter.shape) / math.sqrt(fan), False)
+        memo |= {id(buffer): _values(buffer) for buffer in module.buffers()}
+        for part in module.modules():
+            memo |= {id(hooks): OrderedDict() for hooks in (part._forward_hooks, part._forward_pre_hooks)}
+            # Share plain attributes: a model's configuration, and objects that exist on one stage of a pipeline only.
+            memo |= {id(each): each for each in vars(part).values() if not isinstance(each, dict | torch.Tensor)}
+        return copy.deepcopy(module, memo).eval()
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._drawn, device="cpu", dtype=torch.float32)
+
+    def _lengths(self) -> Iterator[int]:
+        """Yield the sequence lengths to try in calls of the copy, until the copy accepts one.
+
+        Attention over image windows accepts only one length. It is derived from the size of the module's buffers.
+        """
+        known = {math.isqrt(buffer.numel()) for buffer in self.module.buffers()}
+        return iter([_LENGTH, *sorted(length for length in known if 1 < length <= _MOST_TOKENS and length != _LENGTH)])
+
+    def _calls(self, length: int) -> Iterator[Call]:
+        width = styles.num_inputs(plans.get_base_layer(next(iter(self._watched.values()))))
+        asked = inspect.signature(self.module.forward).parameters
+        needed = {
+            name: None for name, each in list(asked.items())[1:]
+            if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        }  # fmt: skip
+        if not all("mask" in name or "None" in str(asked[name].annotation) for name in needed):
+            return  # a required argument has an unknown meaning
+        hidden = self._normal(2, length, width)
+        yield (hidden,), dict(needed)
+        for name in _STATES:
+            if name in asked:
+                yield (hidden,), {**needed, name: self._normal(2, length + 1, width)}
+
+    def _run(self, call: Call, row: str = "", result: torch.Tensor | None = None) -> ModuleRun | None:
+        """Call the copy, and return the record of its tensors. Return None if the call fails or calls a module twice.
+
+        Args:
+            call: Positional and keyword arguments.
+            row: Name of a module whose output is replaced. Default: "", for none.
+            result: Tensor that replaces the output of `row`. Default: None.
+        """
+        run = ModuleRun()
+
+        def watch(name: str) -> Any:
+            def note(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+                run.is_once = run.is_once and name not in run.inputs
+                run.inputs[name], run.outputs[name] = _first((args, kwargs)), _first(output)
+                return result if name == row else None
+
+            return note
+
+        try:
+            with ExitStack() as stack:
+                for name, part in self._watched.items():
+                    stack.enter_context(part.register_forward_hook(watch(name), with_kwargs=True))
+                run.out = _first(torch.nn.Module.__call__(self.module, *call[0], **call[1]))
+        except Exception:  # any error of a forward means that the module cannot be called so
+            return None
+        return run if run.is_once else None
+
+
+def _values(buffer: torch.Tensor) -> torch.Tensor:
+    if not buffer.is_meta and not is_fake(buffer):
+        found = buffer.detach().cpu().clone()
+    else:
+        is_one = buffer.is_floating_point() or buffer.dtype == torch.bool
+        found = (torch.ones if is_one else torch.zeros)(buffer.shape, dtype=buffer.dtype, device="cpu")
+    return found.float() if found.is_floating_point() else found
+
+
+def _first(found: Any) -> torch.Tensor | None:
+    return next((each for each in tree.list_tensors(found) if each.is_floating_point()), None)
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    if one is None or other is None or one.shape != other.shape:
+        return one is other
+    return bool(((one - other).abs().max() <= _CLOSE * other.abs().max()) if other.numel() else True)
+
+
+@dataclass
+class SplitGroups:
+    """Part of a tensor-parallel plan that covers one or more groups of matrices.
+
+    A group consists of matrices that are split by columns and the matrix after them, which is split by rows.
+
+    Attributes:
+        plan: Styles by the names of modules and parameters.
+        divide: Names of attributes, such as head counts, that must be divided by the number of ranks.
+        keep: Names of attributes that count heads and must keep their value.
+    """
+
+    plan: dict[str, str] = field(default_factory=dict)
+    divide: list[str] = field(default_factory=list)
+    keep: list[str] = field(default_factory=list)
+
+    def add(self, other: "SplitGroups", prefix: str = "") -> None:
+        """Add the groups of a submodule, with its name as prefix.
+
+        Args:
+            other: Groups of the submodule.
+            prefix: Prefix of the names, such as "attn.". Default: "".
+        """
+        self.plan |= {prefix + name: style for name, style in other.plan.items()}
+        self.divide += [name for each in other.divide if (name := prefix + each) not in self.divide]
+        self.keep += [name for each in other.keep if (name := prefix + each) not in self.keep]
+
+
+def complete_plan(
+    model: torch.nn.Module, options: TensorParallelOptions, size: int, is_sharded: bool = False
+) -> TensorParallelOptions:
+    """Return the options of tensor parallelism, with a derived plan if the model has none.
+
+    The options are returned unchanged if less than half of the model's matrix elements could be split.
+
+    Args:
+        model: Model to split; its parameters may be meta tensors.
+        options: User's options.
+        size: Number of ranks.
+        is_sharded: Whether parameters are also sharded along their first dimension afterwards. Default: False.
+    """
+    if options.plan is not None or plans.get_model_plan(model):
+        return options
+    linears = dict(_linears(model))
+    found, known = SplitGroups(), dict[str, SplitGroups]()
+    for name, inside in _scopes(model, linears, found.plan):
+        module = model.get_submodule(name)
+        if (alike := _likeness(module, inside)) not in known:
+            known[alike] = _groups(module, inside, size, is_sharded)
+        found.add(known[alike], f"{name}." if name else "")
+    if not _is_enough(model, linears, found.plan):
+        return options
+    if (head := _head(model)) is not None:
+        found.plan[head] = "colwise_gather_output"
+    names = [*dict(model.named_modules()), *(name for name, _ in model.named_parameters(remove_duplicate=False))]
+    counts = [f"{name}.{key}" if name else key for name, module in model.named_modules() for key in vars(module)]
+    plan, keep = (
+        plans.generalize_names(found.plan, names),
+        {name: "" for name in found.keep if name not in found.divide},
+    )
+    rest = ", ".join(plans.generalize_names({name: "" for name in linears if name not in found.plan}, names))
+    log.info_once(
+        "%s has no tensor-parallel plan of its own; the one derived from its structure splits (tp=%d) %s. The rest stays whole%s",
+        type(model).__name__, size, ", ".join(plan), f", including {rest}" if rest else "",
+    )  # fmt: skip
+    divide = plans.generalize_names(dict.fromkeys(found.divide, ""), counts)
+    return replace(
+        options,
+        plan=plan,
+        divide=(*options.divide, *divide),
+        keep=(*options.keep, *plans.generalize_names(keep, counts)),
+    )
+
+
+def check_parts(model: torch.nn.Module, cuts: plans.ModelSplit, region: plans.SequenceRegion) -> None:
+    """Raise an error if a block mixes tokens outside of the modules that get the full sequence.
+
+    It is called only for plans that `complete_plan` has derived.
+
+    Args:
+        model: Model to split.
+        cuts: Modules that the plan splits.
+        region: Stacks of blocks whose activations are sharded along the sequence.
+
+    Raises:
+        PrepareError: If a block mixes tokens elsewhere, or if a copy of the block cannot be called to test this.
+    """
+    known = set[str]()
+    for name in (name for stack in region.stacks for name in stack):
+        block, prefix = model.get_submodule(name), f"{name}."
+        sites = {path: site for path, site in cuts.sites.items() if path.startswith(prefix)}
+        layers = [path.removeprefix(prefix) for path, site in sites.items() if isinstance(site.style, styles.Colwise)]
+        alone = [path.removeprefix(prefix) for path, site in sites.items() if site.crossing is BoundaryLayout.SEQUENCE]
+        if (alike := _likeness(block, layers)) in known:
+            continue
+        known.add(alike)
+        gathered = [path.removeprefix(prefix) for path in region.gathered if path.startswith(prefix)]
+        if not ModuleTrial(block, dict.fromkeys([*layers, *alone]), 1).is_tokenwise(gathered, alone):
+            raise PrepareError(
+                f"sequence_parallel=True: {name!r} ({type(block).__name__}) could not be shown to compute each token by itself "
+                "outside its split attention and MLPs; leave the option out, or give a plan"
+            )
+
+
+def _likeness(module: torch.nn.Module, inside: list[str]) -> str:
+    """Return a key that is equal for modules with identical computation.
+
+    Weights and position in the model have no influence.
+
+    Args:
+        module: Module to describe.
+        inside: Names of its linear layers.
+    """
+    shapes = [(name, tuple(each.shape)) for name, each in (*module.named_parameters(), *module.named_buffers())]
+    settings = [
+        (name, key, value) for name, part in module.named_modules() for key, value in vars(part).items()
+        if isinstance(value, int | float | str | tuple) and not key.endswith(("idx", "index", "_id"))
+    ]  # fmt: skip
+    return repr((type(module), inside, shapes, settings, [type(part) for part in module.modules()]))
+
+
+def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield (name, module) for each linear layer that shares no parameter with other modules.
+
+    For a layer with adapters, the module is the wrapper that contains the adapters.
+    """
+    shared = {id(p) for p, owners in find_holders(model).values() if len(owners) > 1}
+    closed: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{around}.") for around in closed):
+            continue
+        layer, is_adapted = plans.get_base_layer(module), plans.is_adapted(module)
+        if isinstance(module, torch.nn.MultiheadAttention) or _is_linear(layer) or is_adapted:
+            closed.append(name)
+        weight = layer._parameters.get("weight")
+        is_plain = type(weight) is torch.nn.Parameter or (weight is not None and is_fake(weight))  # not quantized
+        is_own = is_plain and weight.is_floating_point() and id(weight) not in shared
+        if is_own and _is_linear(layer) and (not is_adapted or plans.describe_misfit(module, styles.Colwise()) is None):
+            yield name, module
+
+
+def _scopes(
+    model: torch.nn.Module, linears: Mapping[str, torch.nn.Module], taken: Mapping[str, str]
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield modules whose linear layers may form a group, innermost modules first.
+
+    These are the modules with at least two linear layers that belong to no group yet. Modules that contain a non-empty
+    `ModuleList` are skipped.
+
+    Args:
+        model: Model to split.
+        linears: Linear layers by name.
+        taken: Plan derived so far. The layers it names belong to a group.
+
+    Yields:
+        Pairs of (name of the module, names of its linear layers relative to it).
+    """
+    for name, module in reversed(list(model.named_modules())):
+        prefix = f"{name}." if name else ""
+        inside = [path for path in linears if path.startswith(prefix) and path not in taken and path != name]
+        is_stack = any(isinstance(part, torch.nn.ModuleList) and len(part) for part in module.modules())
+        if not is_stack and 2 <= len(inside) <= _MOST_LINEARS:
+            yield name, [path.removeprefix(prefix) for path in inside]
+
+
+def _groups(module: torch.nn.Module, inside: list[str], size: int, is_sharded: bool) -> SplitGroups:
+    found, trial = SplitGroups(), ModuleTrial(module, inside, size)
+    if not trial.wholes:
+        return found
+    whole = trial.wholes[0][1]
+    called = [name for name in whole.outputs if name in inside]
+    start = 0
+    while start < len(called) - 1:
+        for end in range(start + 1, len(called)):
+            group = _group(trial, whole, called[start:end], called[end], size, is_sharded)
+            if group is not None:
+                found.add(group)
+                start = end
+                break
+        start += 1
+    return found
+
+
+def _group(
+    trial: ModuleTrial, whole: ModuleRun, columns: list[str], row: str, size: int, is_sharded: bool
+) -> SplitGroups | None:
+    """Return a split of a group of matrices that passes the test of equal results, or None if there is none.
+
+    Args:
+        trial: Copy of the module for tests.
+        whole: Record of a call of the unsplit copy.
+        columns: Names of the matrices to split by columns.
+        row: Name of the matrix to split by rows.
+        size: Number of ranks.
+        is_sharded: Whether parameters are also sharded along their first dimension afterwards.
+    """
+    layers = {name: plans.get_base_layer(trial.module.get_submodule(name)) for name in (*columns, row)}
+    inner, widths = styles.num_inputs(layers[row]), [styles.num_outputs(layers[name]) for name in columns]
+    packed = [width // inner if width in (inner, 2 * inner, 3 * inner) else 0 for width in widths]
+    is_fed_alike = any(whole.inputs[row] is whole.inputs[name] for name in columns)
+    if is_fed_alike or not any(packed) or any(width % size for width in (inner, *widths)):
+        return None
+    counts, tables, others = _choices(trial.module, inner, size)
+    divisible = [name for name, count in counts.items() if count % size == 0]
+    for factors in product(*([factor, 1] if factor > 1 else [1] for factor in packed)):
+        plan = {name: _PACKED[factor] for name, factor in zip(columns, factors)} | {row: "rowwise"}
+        for chosen in _subsets([*divisible, *tables], others):
+            divide = [name for name in chosen if name not in tables]
+            cut = dict.fromkeys((name for name in chosen if name in tables), "rowwise")
+            if (partial := trial.test_split(plan | cut, divide, row)) is None:
+                continue
+            if is_sharded and max(factors) > 1 and not styles.is_transposed(layers[columns[0]]):
+                # A packed matrix cannot be stored split along the dimension that is sharded, too. Gather its outputs instead.
+                gathered = dict.fromkeys(columns, "colwise_gather_output")
+                return SplitGroups({**gathered, row: "rowwise_split_input"}, [], [*counts])
+            return SplitGroups(plan | cut | dict.fromkeys(partial, "replicated_with_grad_allreduce"), divide, [*counts])
+    return None
+
+
+def _choices(module: torch.nn.Module, inner: int, size: int) -> tuple[dict[str, int], list[str], list[str]]:
+    """Return the attributes and parameters of a module that may have to be divided by the tensor-parallel size.
+
+    Args:
+        module: Module with column-parallel linear layers that are followed by a row-parallel one.
+        inner: Number of features between the column-parallel layers and the row-parallel layer.
+        size: Number of ranks.
+
+    Returns:
+        Three collections: attributes that count heads, as {name: value}; names of parameters that have one column per
+        head; and names of attributes whose value is `inner`.
+    """
+    owners = dict(module.named_modules())
+    linears = {name for name, part in owners.items() if _is_linear(part)}
+    numbers = {
+        (f"{name}.{key}" if name else key): (key, value)
+        for name, part in owners.items() if name not in linears and not type(part).__module__.startswith("torch.nn.")
+        for key, value in vars(part).items() if isinstance(value, int) and value > 1
+    }  # fmt: skip
+    counts = {path: value for path, (key, value) in numbers.items() if COUNTS.fullmatch(key)}
+    others = [path for path, (_, value) in numbers.items() if value == inner and path not in counts]
+    heads = {count for count in counts.values() if count % size == 0}
+    tables = [
+        name for name, parameter in module.named_parameters()
+        if parameter.dim() == 2 and parameter.shape[1] in heads and name.rpartition(".")[0] not in linears
+    ]  # fmt: skip
+    return counts, tables, others
+
+
+def _subsets(first: list[str], others: list[str]) -> Iterator[tuple[str, ...]]:
+    """Yield combinations of attributes and parameters to divide by the number of ranks, in the order to test them.
+
+    The first combination contains all names that refer to attention heads. The others are all combinations of the first
+    `_MOST_CHOICES` names in `[*first, *others]`, smallest first.
+
+    Args:
+        first: Names that refer to attention heads.
+        others: Other names.
+    """
+    yield tuple(first)
+    every = [*first, *others][:_MOST_CHOICES]
+    for number in range(len(every) + 1):
+        yield from (chosen for chosen in combinations(every, number) if chosen != tuple(first))
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear) or styles.is_transposed(module)
+
+
+def _is_enough(model: torch.nn.Module, linears: Mapping[str, Any], plan: Mapping[str, str]) -> bool:
+    """Whether a plan splits at least half of the elements of the model's matrices.
+
+    Embeddings and matrices tied to them are not counted.
+
+    Args:
+        model: Model to split.
+        linears: Linear layers by name.
+        plan: Styles by name.
+    """
+    tables = {
+        id(p) for module in model.modules() if isinstance(module, torch.nn.Embedding) for p in module.parameters()
+    }
+    total = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)
+    cut = sum(p.numel() for name, layer in linears.items() if name in plan for p in layer.parameters() if p.dim() > 1)
+    return bool(cut) and 2 * cut >= total
+
+
+def _head(model: torch.nn.Module) -> str | None:
+    """Return the name of the model's output head, if tensor parallelism can split it.
+
+    The head must be a linear layer whose weight is not shared, except with plain embeddings. Return None otherwise.
+    """
+    head = plans.find_output_head(model)
+    if not isinstance(head, torch.nn.Linear):
+        return None
+    owned = [{module for _, module, _ in owners} for _, owners in find_holders(model).values()]
+    around = set().union(*(modules for modules in owned if head in modules))
+    tables = {each for each in around if isinstance(each, torch.nn.Embedding) and not each.max_norm and not each.sparse}
+    is_own = around <= {head, *tables}
+    return next(name for name, module in model.named_modules() if module is head) if is_own else None

@@ -1,0 +1,326 @@
+"""Expert parallelism: distribute the experts of mixture-of-experts layers over ranks, and send tokens to them.
+
+Experts are recognized by the structure they have in transformers 5: a module with `num_experts` and stacked
+parameters of shape (experts, rows, columns), whose forward takes (hidden_states, top_k_index, top_k_weights). Ranks
+along the axis read different data. Before the module's own forward, each (token, expert) pair is sent to the
+expert's rank. The result is sent back, and the rank that sent the token multiplies it by the routing weight. The
+router and all other parameters are replicated.
+
+In combination with tensor parallelism, each expert is also split by its plan. All ranks of one tensor-parallel group
+then send identical tokens. Each computes a term of the result, and the terms are summed after they are sent back.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headway.common.optional import LazyModule
+from headway.common.text import join_names
+from headway.core.runtime.collective_ledger import CollectiveLedger
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.strategies.fully_sharded.axes import ModelAxis, SplitModel
+from headway.core.strategies.fully_sharded.dtensors import wrap_shard
+from headway.core.strategies.fully_sharded.fsdp_collectives import name_operation
+from headway.core.strategies.parts import find_holders
+from headway.errors import PrepareError
+from headway.layouts.tensor._torch import is_fake
+from headway.layouts.tensor.calls import LocalParameters
+from headway.layouts.tensor.crossings import SplitAxis, exchange, exchange_counts, take_chunk
+from headway.layouts.tensor.plans import is_adapted
+from headway.layouts.tensor.tensor_parallel import place_parameter
+
+tensor = LazyModule("torch.distributed.tensor")
+
+
+class ExpertAxis(ModelAxis):
+    """Mesh axis "ep" for expert parallelism.
+
+    Each rank holds some experts of every mixture-of-experts layer.
+    """
+
+    def split_model(self, model: torch.nn.Module, mesh: Any, ranks: Collectives) -> "SplitExperts":
+        """Keep only this rank's experts of each mixture-of-experts layer, in place.
+
+        Return a handle of the changed modules.
+
+        Args:
+            model: Model with mixture-of-experts layers.
+            mesh: DeviceMesh of the run, with an axis "ep".
+            ranks: Collectives over all ranks of the run.
+
+        Raises:
+            PrepareError: If the model has no experts that can be distributed, or they cannot be divided evenly.
+        """
+        return SplitExperts(distribute_experts(model, mesh, ranks.ledger))
+
+
+class SplitExperts(SplitModel):
+    """Handle of a model whose experts are distributed over ranks.
+
+    Args:
+        distributed: Modules that hold experts.
+    """
+
+    def __init__(self, distributed: Sequence[torch.nn.Module]) -> None:
+        self.distributed = distributed
+
+
+def distribute_experts(model: torch.nn.Module, mesh: Any, ledger: CollectiveLedger) -> list[torch.nn.Module]:
+    """Keep only this rank's experts in each module, as DTensors sharded along their first dimension.
+
+    Args:
+        model: Model with equal values on all ranks.
+        mesh: DeviceMesh of the layout, with the axis "ep" and, if matrices are split, "tp".
+        ledger: Ledger of collectives, in which the all-to-alls of tokens are recorded with module names.
+
+    Returns:
+        Modules that hold experts. Calling one is now a collective of all ranks of the "ep" axis.
+
+    Raises:
+        PrepareError: If the model has no such experts, or if they cannot be divided evenly.
+    """
+    axis = SplitAxis.of(mesh["ep"])
+    both = mesh["ep", "tp"] if "tp" in mesh.mesh_dim_names else None
+    found = {name: module for name, module in model.named_modules() if _holds_experts(module)}
+    _check(model, found, axis.size)
+    distributed = []
+    for name, module in found.items():
+        adapters = _list_adapters(model, name)
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[key] = _place(parameter, axis, both)
+        module.num_experts = int(module.num_experts) // axis.size
+        for adapter in adapters:
+            _distribute_adapter(adapter, axis)
+        outer = adapters[0] if adapters else module
+        local = LocalParameters([*outer.modules()], axis, keeps_parameters=bool(adapters))
+        call = ExpertCall(axis, ledger, name_operation("all-to-all", name))
+        outer.register_forward_pre_hook(local.before, with_kwargs=True)
+        module.register_forward_pre_hook(call.before, with_kwargs=True)
+        module.register_forward_hook(call.after, prepend=True)  # before tensor parallelism sums its terms
+        outer.register_forward_hook(local.after, always_call=True)
+        distributed.append(outer)
+    return distributed
+
+
+def _list_adapters(model: torch.nn.Module, name: str) -> list[Any]:
+    """Return PEFT's adapters around a module of experts, outermost first.
+
+    PEFT adapts each parameter of a module by a wrapper (`ParamWrapper`), and nests the wrappers. During a forward they
+    add the product of their two matrices to the parameter.
+
+    Args:
+        model: Model that contains the module.
+        name: Name of the module of experts.
+    """
+    found: list[Any] = []
+    while name.endswith(".base_layer"):
+        name = name.removesuffix(".base_layer")
+        found.insert(0, model.get_submodule(name))
+    return found
+
+
+def _distribute_adapter(adapter: Any, axis: SplitAxis) -> None:
+    """Keep only this rank's experts in an adapter of stacked parameters.
+
+    Both matrices have one block of `r` rows or columns per expert. In `lora_A` the rows of one expert are adjacent. In
+    `lora_B` the first columns of all experts come first, then their second columns, and so on.
+
+    Args:
+        adapter: PEFT's wrapper of one parameter.
+        axis: Ranks of expert parallelism.
+    """
+    for key, rank in adapter.r.items():
+        rows, columns = adapter.lora_A[key], adapter.lora_B[key]
+        rows._parameters["weight"] = place_parameter(rows.weight, (0, 1), axis)
+        columns._parameters["weight"] = place_parameter(columns.weight, (1, rank), axis)
+    adapter.num_experts = adapter.num_experts // axis.size
+
+
+def _place(parameter: torch.nn.Parameter, axis: SplitAxis, both: Any) -> torch.nn.Parameter:
+    """Return a parameter with this rank's experts only, as a DTensor.
+
+    Under tensor parallelism it has only this rank's shard of each expert.
+
+    Args:
+        parameter: Parameter of shape (experts, rows, columns).
+        axis: Mesh axis of expert parallelism.
+        both: DeviceMesh of the axes (ep, tp); None without tensor parallelism.
+    """
+    if both is None:
+        return place_parameter(parameter, (0, 1), axis)
+    whole: Any = parameter.detach()
+    part = take_chunk(whole.to_local(), axis, 0).clone(memory_format=torch.contiguous_format)
+    found = wrap_shard(part, both, [tensor.Shard(0), *whole.placements], whole.shape)
+    return torch.nn.Parameter(found, requires_grad=parameter.requires_grad)
+
+
+def _holds_experts(module: torch.nn.Module) -> bool:
+    if is_adapted(module):
+        return False
+    number, held = getattr(module, "num_experts", None), list(module.parameters())
+    is_stacked = any(p.dim() == 3 for p in held) and all(p.dim() > 1 and p.shape[0] == number for p in held)
+    return is_stacked and len(inspect.signature(module.forward).parameters) == 3
+
+
+def _check(model: torch.nn.Module, found: dict[str, torch.nn.Module], size: int) -> None:
+    kind = type(model).__name__
+    if not found:
+        raise PrepareError(
+            f"{kind} has no experts that ep={size} could distribute: no module has stacked parameters (experts, rows, columns), the "
+            "attribute num_experts and forward(hidden_states, top_k_index, top_k_weights), as transformers' models have since "
+            "version 5. Leave ep out (strategy='fsdp'), or stack the experts so; a ModuleList of experts is not supported"
+        )
+    uneven = {name: module.num_experts for name, module in found.items() if int(module.num_experts) % size}  # type: ignore[arg-type]
+    if uneven:
+        name, number = next(iter(uneven.items()))
+        raise PrepareError(
+            f"{name!r} of {kind} has {number} experts, which cannot be divided among {size} ranks; give ep a divisor of {number}"
+        )
+    for name, module in found.items():
+        _check_adapters(kind, name, module, _list_adapters(model, name), size)
+    shared = [name for parameter, holders in find_holders(model).values() if len(holders) > 1 for name, *_ in holders]
+    if tied := [name for name in found if name in shared]:
+        raise PrepareError(f"experts of {kind} share parameters with other modules ({join_names(tied)}); leave ep out")
+
+
+def _check_adapters(kind: str, name: str, module: Any, adapters: Sequence[Any], size: int) -> None:
+    """Check that the adapters around a module of experts can be distributed with it.
+
+    Args:
+        kind: Class of the model, for messages.
+        name: Name of the module of experts, for messages.
+        module: Module of experts.
+        adapters: PEFT's adapters around it.
+        size: Number of ranks of expert parallelism.
+
+    Raises:
+        PrepareError: If an adapter is of another method than LoRA, or the experts are trained, too.
+    """
+    reason = None
+    if any(not hasattr(each, "parameter_name") for each in adapters):
+        reason = "has adapters of another kind than LoRA (target_parameters)"
+    elif adapters and any(parameter.requires_grad for parameter in module.parameters()):
+        reason = "is trained together with its adapters; freeze it"
+    elif any(each.num_experts == size and not each._did_swap_in_out_features for each in adapters):
+        reason = "would have one expert on each rank, for which PEFT does not transpose its matrices"
+    if reason is not None:
+        raise PrepareError(f"{name!r} of {kind} {reason}. Leave ep out (strategy='fsdp'), or adapt other modules only")
+
+
+@dataclass(frozen=True)
+class SentTokens:
+    """Record of the tokens that one call of an experts module has sent, with which their results are sent back.
+
+    Attributes:
+        dtype: Dtype of the hidden states.
+        weights: Routing weight of each (token, expert) pair.
+        order: Order of the pairs by expert.
+        sent: Number of rows sent to each rank.
+        received: Number of rows received from each rank.
+        is_idle: Whether no rows were received, and a row of zeros was computed instead.
+    """
+
+    dtype: torch.dtype
+    weights: torch.Tensor
+    order: torch.Tensor
+    sent: list[int]
+    received: list[int]
+    is_idle: bool
+
+
+class ExpertCall:
+    """Forward hooks of a module of experts that send tokens to their experts, and send the results back.
+
+    Args:
+        axis: Mesh axis of expert parallelism.
+        ledger: Ledger of collectives, in which the all-to-alls of tokens are recorded.
+        operation: Name of these all-to-alls in the ledger.
+    """
+
+    def __init__(self, axis: SplitAxis, ledger: CollectiveLedger, operation: str) -> None:
+        self._axis = axis
+        self._ledger = ledger
+        self._operation = operation
+        self._call: SentTokens | None = None
+
+    @contextmanager
+    def _record_exchange(self) -> Iterator[None]:
+        entry = self._ledger.record_entry(self._operation)
+        yield
+        self._ledger.record_exit(entry)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Send each (token, expert) pair to the expert's rank.
+
+        Returns:
+            Arguments for the module's forward: received rows in place of this rank's tokens, with one expert per row
+                and weights of 1.
+
+        Raises:
+            PrepareError: If the module was not called with hidden states, expert indices and weights of matching
+                shapes.
+        """
+        hidden, index, weights = inspect.signature(module.forward).bind(*args, **kwargs).args
+        shapes = [tuple(each.shape) for each in (hidden, index, weights)]
+        if index.is_floating_point() or hidden.dim() != 2 or index.dim() != 2 or shapes[1] != shapes[2]:
+            raise PrepareError(
+                f"{type(module).__name__} was called with tensors of the shapes {shapes}; expert parallelism needs hidden states "
+                "(tokens, width), numbers of experts (tokens, k) and their weights (tokens, k), in this order. Leave ep out"
+            )
+        axis, num_local = self._axis, int(module.num_experts)  # type: ignore[arg-type]
+        chosen = index.reshape(-1)
+        order = chosen.argsort(stable=True)
+        owners, sent, received = self._count(chosen, num_local)
+        # FSDP divides experts' gradients only by the ranks that share them. `after` divides by the size of "ep"; undo that here.
+        rows = hidden.index_select(0, order // index.shape[-1])
+        rows = exchange(rows, axis, sent, received, axis.size, self._record_exchange)
+        is_idle = not rows.shape[0]
+        if is_idle:  # a row of zeros, so that this rank runs the same forward and backward as the others
+            rows, owners = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), owners.new_zeros(1)
+        self._call = SentTokens(
+            dtype=hidden.dtype, weights=weights, order=order, sent=sent, received=received, is_idle=is_idle
+        )
+        return (rows, owners.unsqueeze(1), weights.new_ones(rows.shape[0], 1)), {}
+
+    def _count(self, chosen: torch.Tensor, num_local: int) -> tuple[torch.Tensor, list[int], list[int]]:
+        """Return the numbers of rows that this rank sends and receives in one call.
+
+        Args:
+            chosen: Expert of each (token, expert) pair on this rank, in ascending order.
+            num_local: Number of experts on this rank.
+
+        Returns:
+            Local expert of each row to receive, number of rows sent to each rank, and number of rows received from each
+            rank.
+        """
+        size, num_pairs = self._axis.size, chosen.numel()
+        if is_fake(chosen):  # a forecast on fake tensors assumes that tokens are spread evenly
+            even = [num_pairs // size + (place < num_pairs % size) for place in range(size)]
+            return torch.zeros_like(chosen), even, even
+        counts = torch.bincount(chosen, minlength=size * num_local)
+        with self._record_exchange():
+            coming = exchange_counts(counts, self._axis).view(size, num_local)
+        sent, received = torch.stack([counts.view(size, num_local).sum(1), coming.sum(1)]).tolist()
+        local = torch.arange(num_local, device=chosen.device).repeat(size)
+        return local.repeat_interleave(coming.flatten()), sent, received
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        """Send the experts' results back to the ranks of their tokens.
+
+        Return the weighted sum of results for each token.
+        """
+        call = self._call
+        assert call is not None
+        self._call = None  # holds tensors of the call
+        output = output[:0] if call.is_idle else output
+        rows = exchange(output, self._axis, call.received, call.sent, 1 / self._axis.size, self._record_exchange)
+        home = rows.index_select(0, call.order.argsort()).view(*call.weights.shape, -1)
+        total: torch.Tensor = (home * call.weights.unsqueeze(-1)).sum(1)
+        return total.to(call.dtype)

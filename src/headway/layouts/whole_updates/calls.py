@@ -1,0 +1,105 @@
+"""Call an optimizer for some of its parameters at a time, with other tensors in place of the parameters.
+
+Parameter groups and their lists keep their identity, because schedulers and wrappers refer to them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def replace_groups(optimizer: torch.optim.Optimizer, chosen: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
+    """Return a context in which each parameter group contains other tensors.
+
+    Args:
+        optimizer: Optimizer whose groups are changed.
+        chosen: Tensors for each group. Groups without tensors are removed in the context.
+    """
+    groups = list(optimizer.param_groups)
+    before = [(group, list(group["params"]), group.get("param_names")) for group in groups]
+    try:
+        for group, own in zip(groups, chosen):
+            group["params"][:] = own
+            if "param_names" in group:
+                group["param_names"] = [f"p{number}" for number in range(len(own))]
+        optimizer.param_groups[:] = [group for group, own in zip(groups, chosen) if own]
+        yield
+    finally:
+        optimizer.param_groups[:] = groups
+        for group, parameters, names in before:
+            group["params"][:] = parameters
+            if names is not None:
+                group["param_names"] = names
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a group or an attribute is a number. Tensors with one element count as numbers."""
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def read_numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers in a dict, in a form that can be sent to other ranks.
+
+    Args:
+        values: Parameter group, or dict of an optimizer's attributes.
+    """
+    return {
+        name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+        if is_number(value)
+    }
+
+
+def write_numbers(values: dict[str, Any], numbers: dict[str, Any]) -> None:
+    """Set the numbers in a dict to those of `read_numbers`. Tensors are changed in place.
+
+    Args:
+        values: Parameter group, or dict of an optimizer's attributes.
+        numbers: Return value of `read_numbers` on this or another rank.
+    """
+    for name, number in numbers.items():
+        own = values.get(name)
+        if isinstance(own, torch.Tensor):
+            own.copy_(number)
+        else:
+            values[name] = number
+
+
+class CallCounters:
+    """Recorded values of the counters that an optimizer increases in each call of `step`, such as `group["step"]`.
+
+    They are restored between the calls for one update, so that these count as one call.
+
+    Args:
+        optimizer: Optimizer whose groups and numeric attributes are recorded.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [
+            (group, {name: (value, _clone(value)) for name, value in group.items() if name not in _NAMES})
+            for group in optimizer.param_groups
+        ]
+        self._numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
+
+    def rewind(self) -> None:
+        """Restore the recorded values before another call for the current update."""
+        for group, options in self._groups:
+            for name in [name for name in group if name not in options and name not in _NAMES]:
+                del group[name]
+            for name, (value, saved) in options.items():
+                if isinstance(value, torch.Tensor):
+                    with torch.no_grad():
+                        value.copy_(saved)
+                group[name] = value
+        vars(self._optimizer).update(self._numbers)
+
+
+_NAMES = ("params", "param_names")
+
+
+def _clone(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else None

@@ -1,0 +1,118 @@
+"""`MatrixOptimizer`: applies an optimizer for matrices, such as torch's Muon, to convolutions and fused experts."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from headway.errors import ConfigError
+
+_FLATTEN = "flatten"
+_BATCH = "batch"
+
+
+class MatrixOptimizer(torch.optim.Optimizer):
+    """Wrapper that lets an optimizer for matrices update parameters with more than two dimensions.
+
+    The wrapped optimizer gets 2-D views. By default, a parameter with three dimensions is a batch of matrices, such as
+    the weights of fused experts, and each matrix is updated separately. A parameter with four or more dimensions, such
+    as the weight of a `Conv2d`, is flattened to one matrix, whose rows are its first dimension. Set the group option
+    `view` to "batch" or "flatten" to change this, for example to "flatten" for a `Conv1d`.
+
+    Args:
+        params: Parameters or parameter groups as in torch. Each parameter needs at least two dimensions.
+        make: Function that creates the wrapped optimizer from a list of parameter groups of matrices, such as
+            `functools.partial(torch.optim.Muon, lr=0.02)`.
+
+    Raises:
+        ConfigError: If a parameter has fewer than two dimensions, or if `view` is neither "batch" nor "flatten".
+    """
+
+    def __init__(self, params: Iterable[Any], make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
+        given: list[Any] = list(params)
+        groups = [dict(each) for each in given] if isinstance(given[0], dict) else [{"params": given}]
+        for group in groups:
+            group["params"] = list(group["params"])
+            _check_group(group)
+        stand_ins = [
+            {name: value for name, value in group.items() if name not in ("params", "view")}
+            | {"params": [torch.nn.Parameter(torch.empty(2, 2, device="meta")) for _ in group["params"]]}
+            for group in groups
+        ]
+        self._inner = make(stand_ins)
+        super().__init__(
+            [
+                {**{name: value for name, value in made.items() if name != "params"}, **group}
+                for made, group in zip(self._inner.param_groups, groups)
+            ],
+            dict(self._inner.defaults),
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have gradients.
+
+        Args:
+            closure: Function that computes the loss and the gradients, or None. Default: None.
+
+        Returns:
+            Return value of the closure, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        inner, views = self._inner, list[tuple[torch.Tensor, list[torch.nn.Parameter]]]()
+        # `add_param_group` or a load may have changed the number of groups.
+        while len(inner.param_groups) < len(self.param_groups):
+            inner.param_groups.append({**inner.param_groups[0]})
+        inner.param_groups[len(self.param_groups) :] = []
+        for group, own in zip(self.param_groups, inner.param_groups):
+            found = [(p, _list_matrices(p, group)) for p in group["params"] if p.grad is not None]
+            own.update({name: value for name, value in group.items() if name not in ("params", "view", "param_names")})
+            own["params"] = [matrix for _, matrices in found for matrix in matrices]
+            views += found
+        # Views are new objects in each step, so their states are kept under the parameter between steps.
+        inner.state.clear()
+        for parameter, matrices in views:
+            saved = self.state[parameter].get("matrices", [{} for _ in matrices])
+            inner.state.update({matrix: state for matrix, state in zip(matrices, saved) if state})
+        inner.step()
+        for group, own in zip(self.param_groups, inner.param_groups):
+            group.update({name: value for name, value in own.items() if name not in ("params", "view", "param_names")})
+            own["params"] = []
+        for parameter, matrices in views:
+            self.state[parameter]["matrices"] = [inner.state[matrix] for matrix in matrices]
+        inner.state.clear()
+        return loss
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    if group.get("view") not in (None, _FLATTEN, _BATCH):
+        raise ConfigError(f"view={group['view']!r}; allowed: {_BATCH!r}, {_FLATTEN!r}, or None for the usual one")
+    small = [tuple(p.shape) for p in group["params"] if p.ndim < 2]
+    if small:
+        raise ConfigError(
+            f"MatrixOptimizer got {len(small)} parameters with fewer than two dimensions (as {small[0]}); give these to another "
+            "optimizer, such as AdamW"
+        )
+
+
+def _list_matrices(parameter: torch.Tensor, group: dict[str, Any]) -> list[torch.nn.Parameter]:
+    """Return 2-D views of a parameter's memory, whose gradients are views of its gradient.
+
+    Args:
+        parameter: Parameter with a gradient.
+        group: Parameter group, whose option `view` selects the kind of view.
+    """
+    grad = parameter.grad
+    assert grad is not None
+    if parameter.ndim > 2 and (group.get("view") or (_BATCH if parameter.ndim == 3 else _FLATTEN)) == _BATCH:
+        values = parameter.detach().flatten(0, -3).unbind(0)
+        grads = grad.flatten(0, -3).unbind(0)
+    else:
+        values, grads = (parameter.detach().flatten(1),), (grad.flatten(1),)
+    made = [torch.nn.Parameter(value) for value in values]
+    for matrix, part in zip(made, grads):
+        matrix.grad = part
+    return made

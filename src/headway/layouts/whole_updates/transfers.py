@@ -1,0 +1,224 @@
+"""Gather sharded tensors to the ranks that own them and scatter them back, each in one all-to-all of bytes.
+
+A shard consists of boxes, which are rectangular parts of a tensor. If several ranks have a box, one of them sends it,
+and all of them receive it back. Plans are computed from the boxes that ranks report, so they work with every layout.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.strategies.fully_sharded.dtensors import get_local_shard
+from headway.core.weights.pieces import is_dtensor, iterate_boxes, make_slices
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Rectangular part of a tensor: pair of (offsets in the full tensor, shape)."""
+_ALIGNMENT = 16
+"""Alignment of boxes in a message, in bytes. Boxes are padded to multiples of it, so that views of any dtype are
+aligned.
+"""
+
+
+def list_own_views(tensor: torch.Tensor) -> dict[Box, torch.Tensor]:
+    """Return this rank's boxes of a tensor as views of its memory. A plain tensor is one box."""
+    local = get_local_shard(tensor).detach()
+    if not is_dtensor(tensor):
+        return {((0,) * local.ndim, tuple(local.shape)): local}
+    views = ((offsets, local[where]) for offsets, where in iterate_boxes(tensor))
+    return {(offsets, tuple(view.shape)): view for offsets, view in views if view.numel()}
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """Boxes (rectangular parts) of one tensor on all ranks, for its transfer to one rank and back.
+
+    Attributes:
+        shape: Shape of the full tensor.
+        dtype: Dtype of the tensor.
+        owner: Rank to which the tensor is gathered.
+        boxes: Boxes of each rank.
+        senders: Rank that sends each box to the owner.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: int
+    boxes: tuple[tuple[Box, ...], ...]
+    senders: dict[Box, int]
+
+
+def make_plan(tensor: torch.Tensor, owner: int, boxes: Sequence[Sequence[Box]]) -> TensorPlan:
+    """Return the plan of a tensor's transfer to its owner and back.
+
+    Args:
+        tensor: This rank's tensor or DTensor.
+        owner: Rank to which the tensor is gathered.
+        boxes: Boxes of each rank.
+    """
+    holders: dict[Box, list[int]] = {}
+    for rank, own in enumerate(boxes):
+        for box in own:
+            holders.setdefault(box, []).append(rank)
+    # If replicas are on several machines, the rank that is nearest to the owner is often on its machine.
+    senders = {box: min(ranks, key=lambda rank: (abs(rank - owner), rank)) for box, ranks in holders.items()}
+    return TensorPlan(tuple(tensor.shape), tensor.dtype, owner, tuple(map(tuple, boxes)), senders)
+
+
+class PendingTransfer:
+    """All-to-all collective that has been started.
+
+    Args:
+        work: Handle that torch returned for the collective, or None if nothing is pending.
+        received: Buffer that receives the bytes.
+        sent: Buffer that is sent. It is kept alive until the collective has ended.
+    """
+
+    def __init__(self, work: Any, received: torch.Tensor, sent: torch.Tensor) -> None:
+        self._work = work
+        self._received = received
+        self._sent: torch.Tensor | None = sent
+
+    def wait(self) -> torch.Tensor:
+        """Wait until the transfer has ended, and return the received bytes."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._sent = None
+        return self._received
+
+
+class Transfers:
+    """Transfers of tensors between their shards and the ranks that own them.
+
+    Args:
+        everyone: Collectives over all ranks that have shards of the tensors.
+    """
+
+    def __init__(self, everyone: Collectives) -> None:
+        self._rank = everyone.rank
+        self._num_ranks = everyone.world_size
+        self._everyone = everyone
+
+    def start_gather(self, plans: Sequence[TensorPlan], tensors: Sequence[torch.Tensor]) -> PendingTransfer:
+        """Start to send this rank's boxes to the owners of the tensors.
+
+        Args:
+            plans: Plans of the tensors, equal on all ranks.
+            tensors: This rank's tensors or shards.
+        """
+        sent: list[list[torch.Tensor]] = [[] for _ in range(self._num_ranks)]
+        expected = [0] * self._num_ranks
+        for plan, tensor in zip(plans, tensors):
+            views = list_own_views(tensor)
+            for box, sender in plan.senders.items():
+                if sender == self._rank:
+                    sent[plan.owner].append(views[box])
+                if plan.owner == self._rank:
+                    expected[sender] += _count_bytes(box, plan.dtype)
+        return self._exchange(sent, expected, tensors)
+
+    def finish_gather(self, plans: Sequence[TensorPlan], pending: PendingTransfer) -> list[torch.Tensor | None]:
+        """Wait for a gather, and return the full tensors that this rank owns, with None in place of all others.
+
+        Args:
+            plans: Plans of the tensors.
+            pending: Return value of `start_gather`.
+        """
+        received = pending.wait()
+        found: list[torch.Tensor | None] = [
+            torch.empty(plan.shape, dtype=plan.dtype, device=received.device) if plan.owner == self._rank else None
+            for plan in plans
+        ]
+        position = 0
+        for rank in range(self._num_ranks):
+            for plan, whole in zip(plans, found):
+                if whole is None:
+                    continue
+                for box, sender in plan.senders.items():
+                    if sender == rank:
+                        whole[make_slices(*box)].copy_(_read_box(received, position, box, plan.dtype))
+                        position += _count_bytes(box, plan.dtype)
+        return found
+
+    def start_scatter(
+        self, plans: Sequence[TensorPlan], found: Sequence[torch.Tensor | None], device: torch.device
+    ) -> PendingTransfer:
+        """Start to send boxes of full tensors to all ranks that hold these boxes.
+
+        Args:
+            plans: Plans of the tensors, equal on all ranks.
+            found: Full tensors that this rank owns, and None for the others.
+            device: Device of the tensors.
+        """
+        sent: list[list[torch.Tensor]] = [[] for _ in range(self._num_ranks)]
+        expected = [0] * self._num_ranks
+        for plan, whole in zip(plans, found):
+            if whole is not None:
+                for rank, boxes in enumerate(plan.boxes):
+                    sent[rank] += [whole[make_slices(*box)] for box in boxes]
+            expected[plan.owner] += sum(_count_bytes(box, plan.dtype) for box in plan.boxes[self._rank])
+        return self._exchange(sent, expected, [torch.empty(0, device=device)])
+
+    def finish_scatter(
+        self, plans: Sequence[TensorPlan], pending: PendingTransfer, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Copy the received values into this rank's tensors or shards.
+
+        Args:
+            plans: Plans of the tensors.
+            pending: Return value of `start_scatter`.
+            tensors: This rank's tensors or shards.
+        """
+        received, position = pending.wait(), 0
+        for owner in range(self._num_ranks):
+            for plan, tensor in zip(plans, tensors):
+                if plan.owner == owner:
+                    views = list_own_views(tensor)
+                    for box in plan.boxes[self._rank]:
+                        views[box].copy_(_read_box(received, position, box, plan.dtype))
+                        position += _count_bytes(box, plan.dtype)
+
+    def _exchange(
+        self, sent: Sequence[Sequence[torch.Tensor]], expected: list[int], tensors: Sequence[torch.Tensor]
+    ) -> PendingTransfer:
+        """Start an all-to-all of bytes.
+
+        Args:
+            sent: Tensors to send to each rank.
+            expected: Number of bytes to receive from each rank.
+            tensors: Tensors of the transfer. The first one determines the device of the buffers.
+        """
+        device = get_local_shard(tensors[0]).device
+        flat = [part for parts in sent for view in parts for part in _to_bytes(view)]
+        message = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
+        sizes = [sum(_pad(view.numel() * view.dtype.itemsize) for view in parts) for parts in sent]
+        received = torch.empty(sum(expected), dtype=torch.uint8, device=device)
+        group = self._everyone.get_group(message)
+        work = dist.all_to_all_single(received, message, expected, sizes, group=group, async_op=True)
+        return PendingTransfer(work, received, message)
+
+
+def _pad(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _count_bytes(box: Box, dtype: torch.dtype) -> int:
+    return _pad(prod(box[1]) * dtype.itemsize)
+
+
+def _to_bytes(view: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the values of a box as bytes, followed by its padding."""
+    flat = view.contiguous().reshape(-1).view(torch.uint8)
+    yield flat
+    if rest := _pad(flat.numel()) - flat.numel():
+        yield flat.new_zeros(rest)
+
+
+def _read_box(received: torch.Tensor, position: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of a box as a view of the received bytes, which start at `position`."""
+    flat = received[position : position + prod(box[1]) * dtype.itemsize]
+    return flat.view(dtype).view(box[1])

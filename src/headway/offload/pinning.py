@@ -1,0 +1,141 @@
+"""Move weights into pinned memory, from which a device copies directly."""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from headway.common import env
+from headway.common.task_threads import TaskThreads
+from headway.common.text import format_bytes
+from headway.core.runtime.pinned_memory import ARENA, count_threads
+from headway.core.runtime.pinned_sizes import plan_arenas
+from headway.core.weights.names import is_mapped
+from headway.log import get_logger
+from headway.offload.placement.budget import measure_available_memory
+
+logger = get_logger(__name__)
+
+_SHARE = 0.5
+"""Fraction of the memory that may be pinned."""
+
+
+def compute_pin_limit(homes: Sequence[torch.Tensor]) -> int:
+    """Return the maximum number of bytes to pin: half of the sum of the tensors' memory and this process's free memory.
+
+    The machine's free memory is divided equally among its processes. Pinned memory is not available to other
+    processes, and cannot be swapped out. Tensors in mapped files do not count, because their memory is part of the
+    free memory.
+
+    Args:
+        homes: Tensors that may be pinned.
+    """
+    own = sum(home.nbytes for home in homes if not is_mapped(home))
+    return int((own + measure_available_memory() // max(1, env.get_local_world_size())) * _SHARE)
+
+
+def pin_tensors(homes: Sequence[torch.Tensor], limit: int, allocate: Callable[[int], torch.Tensor]) -> int:
+    """Move tensors from host memory into pinned memory, and return the number of bytes moved.
+
+    Several threads pin arenas of 256 MiB at the same time. A tensor's former memory is freed as soon as it has been
+    moved, so each thread needs memory for one arena in addition.
+
+    If not all tensors fit, the first ones are moved. Tensor objects stay the same. Tensors that are not plain and
+    contiguous, or that share memory with others, are not moved.
+
+    Args:
+        homes: Tensors in the order of use.
+        limit: Maximum number of bytes to pin.
+        allocate: Function that allocates pinned memory of a given number of bytes, as uint8. Called by several
+            threads. If it raises RuntimeError, a warning is logged and the remaining tensors are not moved.
+    """
+    unique = {id(home): home for home in homes}
+    shared = _find_overlapping(unique.values())
+    fit = [home for key, home in unique.items() if key not in shared and _can_pin(home)]
+    plan = list(plan_arenas([home.nbytes for home in fit], limit, ARENA))
+    if not plan:
+        return 0
+    progress = _PinProgress()
+    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    num_threads = min(len(plan), count_threads())
+    with TaskThreads(num_threads, "headway-pin", num_threads) as threads:
+        for num_bytes, part in plan:
+            here = [(fit[number], start) for number, start in part]
+            threads.submit(partial(_pin_arena, num_bytes, here, allocate, index, progress))
+        threads.wait()
+    if progress.error is not None:
+        logger.warning_once(
+            "only %s of %s of offloaded weights could be pinned (%s); the rest is copied more slowly",
+            format_bytes(progress.num_bytes),
+            format_bytes(sum(home.nbytes for home in fit)),
+            progress.error,
+        )
+    return progress.num_bytes
+
+
+@dataclass
+class _PinProgress:
+    """Progress of the threads that pin memory.
+
+    Attributes:
+        num_bytes: Bytes moved so far.
+        error: First error of an allocation. After it, no further blocks are allocated.
+        lock: Lock for changes of the other attributes.
+    """
+
+    num_bytes: int = 0
+    error: RuntimeError | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def _pin_arena(
+    num_bytes: int,
+    homes: Sequence[tuple[torch.Tensor, int]],
+    allocate: Callable[[int], torch.Tensor],
+    device_index: int | None,
+    progress: _PinProgress,
+) -> None:
+    """Move tensors into one pinned arena, a large block of memory. Runs in a thread.
+
+    Args:
+        num_bytes: Size of the arena.
+        homes: Tensors and their offsets in the arena.
+        allocate: Function that allocates pinned memory.
+        device_index: Device of the calling process, or None without an accelerator.
+        progress: Progress, which is updated.
+    """
+    if progress.error is not None:
+        return
+    if device_index is not None:
+        torch.accelerator.set_device_index(device_index)  # a new thread would create a context on device 0
+    try:
+        arena = allocate(num_bytes)
+    except RuntimeError as error:
+        with progress.lock:
+            progress.error = progress.error or error
+        return
+    for home, start in homes:
+        piece = arena[start : start + home.nbytes]
+        piece.copy_(home.detach().view(-1).view(torch.uint8))
+        home.data = piece.view(home.dtype).view(home.shape)
+        with progress.lock:
+            progress.num_bytes += home.nbytes
+
+
+def _find_overlapping(homes: Iterable[torch.Tensor]) -> set[int]:
+    """Return the `id` of each tensor that shares memory with another one."""
+    found: set[int] = set()
+    end, last = 0, None
+    for home in sorted(homes, key=lambda home: home.data_ptr()):
+        if last is not None and home.data_ptr() < end:
+            found |= {id(home), id(last)}
+        if home.data_ptr() + home.nbytes > end:
+            end, last = home.data_ptr() + home.nbytes, home
+    return found
+
+
+def _can_pin(home: torch.Tensor) -> bool:
+    is_plain = type(home) in (torch.Tensor, torch.nn.Parameter) and home.layout is torch.strided
+    return is_plain and home.is_contiguous() and home.nbytes > 0 and not home.is_inference() and not home.is_quantized

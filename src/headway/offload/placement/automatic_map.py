@@ -1,0 +1,212 @@
+"""Infer device maps: contiguous placements that fit given budgets, and the strategy names that `device_map` accepts."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from headway.common.text import format_bytes
+from headway.errors import DeviceMapError
+from headway.log import get_logger
+from headway.offload.placement.budget import (
+    UNLIMITED,
+    Device,
+    get_max_memory,
+    is_accelerator,
+    parse_device,
+)
+from headway.offload.placement.device_map import DeviceMap, check_device_map, check_presence, clean_device_map
+from headway.offload.placement.report import make_report
+from headway.offload.placement.sizes import Dtype
+from headway.offload.placement.solver import Solution, balance_loads, minimize_first_load, solve_placement
+from headway.offload.placement.survey import ModuleTree, survey_model
+from headway.offload.placement.workload import Workload
+
+logger = get_logger(__name__)
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Names of placement strategies that `device_map` accepts."""
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[Device, int | str] | None = None,
+    no_split_module_classes: Iterable[str] | str | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+    workload: Workload | None = None,
+) -> DeviceMap:
+    """Place the model's layers on devices in order, so that they fit and can run.
+
+    Each device gets a contiguous run of layers. If there is a contiguous placement on accelerators alone, it is
+    found. Otherwise the smallest possible number of layers at the end is offloaded, to main memory and then to disk.
+    The first accelerator in use keeps memory free for the largest offloaded layer, which runs there. Layers that
+    share tensors stay together, on the device of the first one. No device stays empty if it could store an offloaded
+    layer.
+
+    Args:
+        model: Model on any device, including the meta device.
+        max_memory: Memory limits as for get_max_memory. The disk has no limit unless one is given.
+        no_split_module_classes: Names of classes whose modules must stay on one device, such as blocks with a residual
+            connection. Modules without children are never divided.
+        dtype: Dtype in which the model will be loaded.
+        special_dtypes: Dtypes of tensors by name. They take precedence over `dtype`.
+        verbose: Whether to log the table of DeviceMap.explain.
+        clean_result: Whether a module that is on one device gets a single entry. If False, each indivisible module or
+            tensor gets an entry.
+        offload_buffers: Whether buffers are offloaded, too. Otherwise those of offloaded layers stay on the main device
+            and count in its budget.
+        fallback_allocation: No effect, because no device is left empty unnecessarily. Exists for compatibility.
+        workload: Workload of the first forward. If given, its KV cache and activations are taken into account.
+
+    Raises:
+        DeviceMapError: If a budget is invalid, or the largest layer fits nowhere.
+    """
+    surveyed = survey_model(model, no_split_module_classes, dtype, special_dtypes, offload_buffers, workload)
+    return _infer_map(surveyed, get_max_memory(max_memory), clean_result, verbose)
+
+
+def _infer_map(
+    surveyed: ModuleTree, budgets: dict[Device, int], clean_result: bool, verbose: bool = False
+) -> DeviceMap:
+    compute, stores = _split_roles(budgets)
+    if not compute:
+        return DeviceMap({"" if clean_result else name: "disk" for name in surveyed.names})
+    solution = _solve_placement(surveyed, budgets, compute, stores)
+    if solution is None and compute != ["cpu"]:
+        name, size = surveyed.find_largest()
+        logger.warning(
+            f"no accelerator in {_format_budgets(budgets)} has room to run the largest offloaded layer ({name} is "
+            f"{format_bytes(size)}); the model is placed on the CPU"
+        )
+        compute, stores = (["cpu"] if budgets.get("cpu") else []), ["disk"]
+        solution = _solve_placement(surveyed, budgets, compute, stores) if compute else None
+    if solution is None:
+        name, size = surveyed.find_largest()
+        raise DeviceMapError(
+            f"the model does not fit {_format_budgets(budgets)}: what is offloaded must at least run on one device, and its largest "
+            f"layer ({name}) takes {format_bytes(size)}. Raise max_memory, load in a smaller dtype, or let it be "
+            "divided: take its class out of no_split_module_classes"
+        )
+    devices: list[Device] = [*compute, *stores]
+    entries = {name: devices[i] for name, i in surveyed.make_device_map(solution.device).items()}
+    plan = make_report(surveyed, solution, devices, len(compute), budgets)
+    result = DeviceMap(clean_device_map(entries) if clean_result else entries, plan)
+    if verbose:
+        logger.info(result.explain())
+    return result
+
+
+def _split_roles(budgets: Mapping[Device, int]) -> tuple[list[Device], list[Device]]:
+    """Split the devices into those that compute and those that only store weights.
+
+    Both lists are in the order in which the devices are filled.
+    """
+    accelerators = [device for device, size in budgets.items() if is_accelerator(device) and size > 0]
+    has_cpu = budgets.get("cpu", 0) > 0
+    if accelerators:
+        return accelerators, ["cpu", "disk"] if has_cpu else ["disk"]
+    return (["cpu"] if has_cpu else []), ["disk"]
+
+
+def _solve_placement(
+    surveyed: ModuleTree, budgets: Mapping[Device, int], compute: list[Device], stores: list[Device]
+) -> Solution | None:
+    rooms = [budgets[device] for device in compute]
+    return solve_placement(
+        surveyed.parts, rooms, [budgets.get(store, UNLIMITED) for store in stores], compute == ["cpu"]
+    )
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Mapping[Device, int | str] | None = None,
+    no_split_module_classes: Iterable[str] | str | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    low_zero: bool = False,
+    offload_buffers: bool = False,
+    workload: Workload | None = None,
+) -> dict[Device, int]:
+    """Return memory budgets for infer_auto_device_map that spread the model evenly over the accelerators.
+
+    Arguments that are not listed, and errors, are those of infer_auto_device_map. The largest load of an accelerator
+    is as small as a contiguous placement allows. The last accelerator keeps its full budget. If the model does not
+    fit, all of them keep their full budgets. With one accelerator and `max_memory=None`, 10% of its memory stays
+    free.
+
+    Args:
+        low_zero: Whether to leave as much memory as possible free on the first accelerator, such as for generation, and
+            to balance the other accelerators.
+    """
+    budgets = get_max_memory(max_memory)
+    surveyed = survey_model(model, no_split_module_classes, dtype, special_dtypes, offload_buffers, workload)
+    return _balance_budgets(surveyed, budgets, low_zero, max_memory is None)
+
+
+def _balance_budgets(
+    surveyed: ModuleTree, budgets: dict[Device, int], low_zero: bool, is_measured: bool
+) -> dict[Device, int]:
+    devices = [device for device, size in budgets.items() if is_accelerator(device) and size > 0]
+    if not devices:
+        return budgets
+    if len(devices) == 1:
+        return {**budgets, devices[0]: budgets[devices[0]] * 9 // 10} if is_measured else budgets
+    rooms = [budgets[device] for device in devices]
+    if not low_zero:
+        loads = balance_loads(surveyed.parts, rooms)
+    elif (others := balance_loads(surveyed.parts, rooms[1:])) is not None:
+        loads = [0, *others]
+    else:
+        loads = minimize_first_load(surveyed.parts, rooms)
+    return budgets if loads is None else {**budgets, **dict(zip(devices[:-1], loads[:-1]))}
+
+
+def resolve_device_map(
+    model: nn.Module,
+    device_map: str | int | torch.device | Mapping[str, Device | torch.device],
+    max_memory: Mapping[Device, int | str] | None = None,
+    no_split_module_classes: Iterable[str] | str | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    offload_buffers: bool = False,
+    workload: Workload | None = None,
+) -> DeviceMap:
+    """Convert any value that users give as `device_map` to a map that covers the model.
+
+    Arguments that are not listed are those of infer_auto_device_map. `no_split_module_classes=None` uses the model's
+    own `_no_split_modules`.
+
+    Args:
+        device_map: "auto" or "balanced" (equivalent), "balanced_low_0", "sequential", one device for all, or a map.
+
+    Raises:
+        DeviceMapError: If the strategy name is unknown, or the map has faults. The message lists all of them.
+    """
+    if isinstance(device_map, Mapping):
+        check_device_map(model, device_map)
+        given = {name: parse_device(device) for name, device in device_map.items()}
+        check_presence(given)
+        return DeviceMap(given, getattr(device_map, "plan", None))
+    if device_map not in STRATEGIES:
+        try:
+            device = parse_device(device_map)
+        except DeviceMapError as error:
+            raise DeviceMapError(
+                f"device_map={device_map!r} is neither one of {', '.join(STRATEGIES)}, nor a map, nor a device: {error}"
+            ) from None
+        check_presence({"": device})
+        return DeviceMap({"": device})
+    classes = getattr(model, "_no_split_modules", None) if no_split_module_classes is None else no_split_module_classes
+    budgets = get_max_memory(max_memory)
+    surveyed = survey_model(model, classes, dtype, special_dtypes, offload_buffers, workload)
+    if device_map != "sequential":
+        budgets = _balance_budgets(surveyed, budgets, device_map == "balanced_low_0", max_memory is None)
+    return _infer_map(surveyed, budgets, clean_result=True)
+
+
+def _format_budgets(budgets: Mapping[Device, int]) -> str:
+    return "{" + ", ".join(f"{device}: {format_bytes(size)}" for device, size in budgets.items()) + "}"

@@ -1,0 +1,126 @@
+"""Derive the home of each tensor from a device map: the device or file where it stays between forwards.
+
+Homes are derived once, for loading a model and for running it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from headway.core.runtime.device import detect_hardware
+from headway.core.weights.names import TensorLocation, map_locations, map_ties
+from headway.errors import DeviceMapError
+from headway.offload.placement.budget import (
+    Device,
+    describe_devices,
+    find_absent_devices,
+    parse_device,
+)
+from headway.offload.placement.device_map import DeviceMap, get_device
+
+CPU = torch.device("cpu")
+"""torch device of main memory."""
+DISK = "disk"
+"""Home of tensors that stay in their files."""
+Home = torch.device | str
+"""Device or file where a tensor stays between forwards: a torch device, or `DISK`."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Device map applied to one model: where each tensor is stored, and where it is used.
+
+    Attributes:
+        device_map: Map that covers the model. All of its devices are on this machine.
+        main: Device that runs offloaded parts.
+        homes: Device (or "disk") on which each tensor is stored between forwards, by name.
+    """
+
+    device_map: DeviceMap
+    main: torch.device
+    homes: dict[str, Home]
+
+    def list_devices(self) -> set[torch.device]:
+        """Return the accelerators that this placement uses. The CPU is not included."""
+        found = {get_home(device) for device in self.device_map.values()} | {self.main}
+        return {device for device in found if isinstance(device, torch.device)} - {CPU}
+
+    def get_run_device(self, name: str) -> torch.device:
+        """Return the device on which a module or tensor with this name is used.
+
+        Offloaded parts are used on the main device.
+        """
+        home = get_home(get_device(self.device_map, name))
+        return home if isinstance(home, torch.device) and home != CPU else self.main
+
+
+def make_placement(
+    model: nn.Module, device_map: DeviceMap, main: Device | torch.device | None = None, offload_buffers: bool = False
+) -> Placement:
+    """Apply a device map to a model, and return where each tensor is stored and used.
+
+    Args:
+        model: Model to place, which the map covers.
+        device_map: Map as returned by resolve_device_map().
+        main: Device that runs offloaded parts, or None for the first accelerator in the map, else the CPU.
+        offload_buffers: Whether buffers of offloaded parts are offloaded with them. They are small, and stay on `main`
+            otherwise.
+
+    Raises:
+        DeviceMapError: If this machine does not have `main`.
+    """
+    chosen = resolve_compute_device(device_map.main_device if main is None else main, "main_device")
+    places = map_locations(model)
+    homes: dict[str, Home] = {}
+    for name, place in places.items():
+        home = get_home(get_device(device_map, name))
+        stays = not is_offloaded(home) or place.is_parameter or offload_buffers
+        homes[name] = home if stays else chosen
+    return Placement(device_map, chosen, _join_tied(places, homes, chosen))
+
+
+def _join_tied(places: Mapping[str, TensorLocation], homes: dict[str, Home], main: torch.device) -> dict[str, Home]:
+    """Return the homes after moving offloaded tensors to the accelerator of a tensor to which they are tied.
+
+    A home is the device, or "disk", where a tensor is stored between forwards.
+    """
+    found = dict(homes)
+    for name, group in map_ties(places).items():
+        leader = found[group[0]]
+        first = next((found[other] for other in group if not is_offloaded(found[other])), leader)
+        if is_offloaded(found[name]) and first in (main, leader):
+            found[name] = first
+    return found
+
+
+def is_offloaded(home: Home) -> bool:
+    """Whether tensors that are stored on this device (or "disk") are used on another device."""
+    return home in (DISK, CPU)
+
+
+def get_home(device: Device) -> Home:
+    """Convert a device of a device map to a `torch.device`, or to "disk"."""
+    if isinstance(device, int):
+        return torch.device(detect_hardware().kind, device)
+    return DISK if device == DISK else torch.device(device)
+
+
+def resolve_compute_device(given: Device | torch.device, argument: str) -> torch.device:
+    """Convert a device to a `torch.device`, or raise an error if it cannot compute on this machine.
+
+    Args:
+        given: Device from the user.
+        argument: Name of the user's argument, for messages.
+
+    Raises:
+        DeviceMapError: If the machine does not have the device, or it cannot compute.
+    """
+    device = parse_device(given)
+    found = get_home(device)
+    if not isinstance(found, torch.device) or find_absent_devices([device]):
+        raise DeviceMapError(
+            f"{argument}={given!r} cannot compute here: this machine has {describe_devices()}; give 'cpu', or None"
+        )
+    return found

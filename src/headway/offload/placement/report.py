@@ -1,0 +1,131 @@
+"""Report the memory of a placement per device: stored weights, other required memory, and the remaining memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from headway.common.text import format_bytes, format_columns
+from headway.offload.placement.budget import Device
+from headway.offload.placement.solver import Solution
+from headway.offload.placement.survey import ModuleTree
+
+
+@dataclass
+class DeviceUse:
+    """Memory of one device in a placement, in bytes.
+
+    Attributes:
+        device: Index or name of the device.
+        budget: Available memory, or None for no limit.
+        weights: Weights and buffers stored on the device.
+        kept: Memory that stays in use after a forward, such as KV caches of the declared workload.
+        passing: Peak of memory that is in use only during a forward.
+        streamed: Memory for the largest offloaded layer, if offloaded layers run on this device.
+        units: Names of the indivisible modules and tensors stored on the device.
+    """
+
+    device: Device
+    budget: int | None
+    weights: int = 0
+    kept: int = 0
+    passing: int = 0
+    streamed: int = 0
+    units: list[str] = field(default_factory=list)
+
+    @property
+    def used(self) -> int:
+        """Bytes of all memory that is in use at the peak."""
+        return self.weights + self.kept + self.passing + self.streamed
+
+    @property
+    def headroom(self) -> int | None:
+        """Unused bytes of the budget, or None if there is no limit."""
+        return None if self.budget is None else self.budget - self.used
+
+
+@dataclass(frozen=True)
+class PlacementReport:
+    """Memory of all devices in a placement.
+
+    Attributes:
+        rows: Memory of each device, in the order in which they are filled.
+        main_device: Device that runs offloaded layers.
+    """
+
+    rows: list[DeviceUse]
+    main_device: Device
+
+    def row(self, device: Device) -> DeviceUse:
+        """Return the memory of one device.
+
+        Raises:
+            KeyError: If the device is not part of the placement.
+        """
+        for row in self.rows:
+            if row.device == device:
+                return row
+        raise KeyError(device)
+
+    def headroom(self, device: Device) -> int | None:
+        """Return the bytes of a device's budget that are unused at the peak, or None if there is no limit."""
+        return self.row(device).headroom
+
+    def table(self) -> str:
+        """Return the report as text, with one line per device."""
+        titles = ["device", "units", "weights", "cache", "activations", "streaming", "budget", "headroom"]
+        lines = [titles, *(_format_cells(row) for row in self.rows if row.units or row.budget)]
+        shown = [i for i in range(len(titles)) if i not in (3, 4, 5) or any(line[i] != "-" for line in lines[1:])]
+        rows = format_columns([[line[i] for i in shown] for line in lines], ">")
+        spans = [f"{row.device}: {_format_span(row.units)}" for row in self.rows if row.units]
+        return "\n".join([*rows, *spans])
+
+
+def make_report(
+    surveyed: ModuleTree, solution: Solution, devices: list[Device], num_compute: int, budgets: Mapping[Device, int]
+) -> PlacementReport:
+    """Return the memory that a solution needs on each device.
+
+    Args:
+        surveyed: Parts of the model.
+        solution: Placement of the parts.
+        devices: All devices: those that compute, then those that only store weights.
+        num_compute: Number of devices that compute.
+        budgets: Available bytes of each device.
+    """
+    rows = [DeviceUse(device, budgets.get(device)) for device in devices]
+    main = rows[solution.main]
+    for part, units, where in zip(surveyed.parts, surveyed.members, solution.device):
+        row = rows[where]
+        row.units += [surveyed.names[unit] for unit in units]
+        if where < num_compute:
+            row.weights += part.size
+            row.kept += part.kept
+            row.passing = max(row.passing, part.passing)
+        else:
+            row.weights += part.size - part.buffers
+            main.weights += part.buffers
+            main.kept += part.kept
+            main.passing = max(main.passing, part.passing)
+            main.streamed = max(main.streamed, part.size - part.buffers)
+    return PlacementReport(rows, main.device)
+
+
+def _format_cells(row: DeviceUse) -> list[str]:
+    def size(value: int | None, absent: str) -> str:
+        return format_bytes(value) if value else absent
+
+    headroom = "no limit" if row.headroom is None else format_bytes(row.headroom)
+    return [
+        str(row.device),
+        str(len(row.units)),
+        format_bytes(row.weights),
+        size(row.kept, "-"),
+        size(row.passing, "-"),
+        size(row.streamed, "-"),
+        size(row.budget, "no limit" if row.budget is None else "0 B"),
+        headroom,
+    ]
+
+
+def _format_span(units: list[str]) -> str:
+    first, last = units[0] or "the whole model", units[-1]
+    return first if len(units) == 1 else f"{first} ... {last}"

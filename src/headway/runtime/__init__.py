@@ -1,1 +1,0 @@
-"""What this process is: its hardware, its place among the others, its generators."""

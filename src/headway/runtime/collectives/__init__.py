@@ -1,1 +1,0 @@
-"""Nested batches, and checked collectives."""

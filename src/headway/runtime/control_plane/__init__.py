@@ -1,1 +1,0 @@
-"""Votes, agreements and notices among ranks, over a store of their own."""

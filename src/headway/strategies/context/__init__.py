@@ -1,1 +1,0 @@
-"""Context parallelism: sequences split across the ranks of one axis."""

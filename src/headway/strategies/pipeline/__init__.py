@@ -1,1 +1,0 @@
-"""Pipeline parallelism: a model cut into stages, through which micro-batches travel."""

@@ -1,1 +1,0 @@
-"""Tensor and sequence parallelism: matrices split across the ranks of one axis."""

@@ -1,0 +1,141 @@
+"""Names of training arguments: alternative names, and names of transformers' arguments that are not supported."""
+
+from collections.abc import Callable, Collection
+from functools import wraps
+from typing import Any, TypeVar
+
+from headway.core.config.foreign_words import explain_precision
+from headway.core.config.values import suggest_word
+from headway.errors import AttributeNotServed, ConfigError
+
+Class = TypeVar("Class", bound=type)
+ACCEPTED = {
+    "evaluation_strategy": "eval_strategy",
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+    "batch_size": "per_device_train_batch_size",
+    "no_cuda": "use_cpu",
+    "lr": "learning_rate",
+    "eval_rehearsal": "eval_sanity_check",  # until the next release
+}
+"""Mapping from alternative argument names to Headway's names. It includes option names of the `headway` command."""
+_PRECISIONS = {None: {}, "no": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
+"""Training arguments (`bf16` and `fp16`) for each value of the launcher's `mixed_precision`."""
+_INSTEAD = {
+    "epochs": "use num_train_epochs",
+    "adafactor": "use optim='adafactor'",
+    "early_stopping_patience": "use callbacks=[EarlyStoppingCallback(early_stopping_patience=...)] of the Trainer",
+    "evaluate_during_training": "use eval_strategy='steps'",
+    "save_only_model": "checkpoints are always whole: for weights alone, call trainer.save_model(folder)",
+    "torch_compile": "call model.compile() before the Trainer gets the model",
+}
+"""Advice by argument name, for unsupported arguments to which no supported name is similar."""
+NOT_TAKEN = frozenset(
+    """
+    adafactor average_tokens_across_devices bf16_full_eval dataloader_in_order dataloader_multiprocessing_context
+    ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug
+    deepspeed enable_jit_checkpoint eval_do_concat_batches eval_use_gather_object fp16_backend fp16_full_eval
+    fp16_opt_level fsdp fsdp_config full_determinism half_precision_backend hub_always_push
+    hub_strategy include_for_metrics include_num_input_tokens_seen
+    jit_mode_eval liger_kernel_config local_rank log_level_replica log_on_each_node logging_nan_inf_filter
+    neftune_noise_alpha optim_target_modules overwrite_output_dir parallelism_config project
+    restore_callback_states_from_checkpoint save_on_each_node save_only_model save_safetensors sharded_ddp tf32
+    torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps tpu_num_cores trackio_bucket_id
+    trackio_space_id trackio_static_space_id use_liger_kernel use_mps_device
+    """.split()  # noqa: SIM905
+)
+"""Arguments of transformers' Trainer that Headway's Trainer does not support."""
+_OFF: tuple[Any, ...] = (None, False, "", [], {})
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("average_tokens_across_devices", "dataloader_in_order", "eval_do_concat_batches"), (True,)),
+    **dict.fromkeys(("save_safetensors",), (True,)),
+    **dict.fromkeys(("log_on_each_node", "logging_nan_inf_filter"), (True, False)),
+    "restore_callback_states_from_checkpoint": (True, False),
+    **dict.fromkeys(("half_precision_backend", "fp16_backend"), (None, "auto")),
+    "ddp_timeout": (None, 1800),
+    "fp16_opt_level": (None, "O1"),
+    "hub_strategy": (None, "every_save"),
+    "include_num_input_tokens_seen": (False, "no"),
+    "local_rank": (None, -1),
+    "log_level_replica": (None, "passive", "warning"),
+    "project": (None, "huggingface"),
+}
+"""Values of unsupported arguments that have no effect, by argument name. They are accepted and ignored.
+
+For arguments that are not listed, these are the values in `_OFF`.
+"""
+OTHERWISE = (
+    "docs/trainer.md lists the supported names; transformers' own Trainer, with all of its features, runs under "
+    "`headway launch --as accelerate`"
+)
+
+
+def _has_no_effect(name: str, value: Any) -> bool:
+    value = getattr(value, "value", value)  # the value of an enumeration
+    allowed = _NEUTRAL.get(name, _OFF)
+    return name in NOT_TAKEN and any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed
+    )
+
+
+def _explain_unknown(name: str, known: Collection[str]) -> str:
+    if name in _INSTEAD:
+        return f"{name} is not an argument: {_INSTEAD[name]}"
+    hint = "" if name in NOT_TAKEN else suggest_word(name, [*known, *ACCEPTED])
+    return f"{name} is not an argument of TrainingArguments{hint or '; ' + OTHERWISE}"
+
+
+def translate_arguments(given: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return the arguments of a call under Headway's names.
+
+    Unsupported arguments of transformers are removed if their values have no effect.
+
+    Args:
+        given: Arguments of the call.
+        known: Names of Headway's arguments.
+
+    Raises:
+        ConfigError: If a name is unknown, or one argument is given under two names.
+    """
+    found: dict[str, Any] = {}
+    given = {name: value for name, value in given.items() if not _has_no_effect(name, value)}
+    if "mixed_precision" in given:
+        word = given.pop("mixed_precision")
+        if word not in _PRECISIONS or not {"bf16", "fp16"}.isdisjoint(given):
+            raise ConfigError(
+                f"mixed_precision={word!r}; give no, bf16 or fp16, or one of the arguments bf16 and fp16 alone"
+                f"{explain_precision(word, [str(name) for name in _PRECISIONS])}"
+            )
+        given |= _PRECISIONS[word]
+    unknown = [name for name in given if name not in known and name not in ACCEPTED]
+    if unknown:
+        raise ConfigError(". ".join(_explain_unknown(name, known) for name in unknown))
+    for name, value in given.items():
+        own = ACCEPTED.get(name, name)
+        if own in found:
+            raise ConfigError(f"{own} is given by two names of one argument; give {own} alone")
+        found[own] = value
+    return found
+
+
+def accept_other_names(kind: Class) -> Class:
+    """Decorate a dataclass so that its constructor accepts alternative names of arguments.
+
+    Unknown names raise ConfigError with a hint.
+    """
+    generated: Callable[..., None] = vars(kind)["__init__"]
+
+    @wraps(generated)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        generated(self, *args, **translate_arguments(kwargs, type(self).__dataclass_fields__))
+
+    type.__setattr__(kind, "__init__", initialize)
+    return kind
+
+
+class UnknownMembers:
+    """Base class whose instances raise an error with advice if an unknown attribute is read."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Python calls this only if the object does not have the attribute.
+        raise AttributeNotServed(f"{type(self).__name__}.{name} is not served: {OTHERWISE}")

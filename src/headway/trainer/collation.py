@@ -1,0 +1,215 @@
+"""Collation of a Trainer's rows to tensors, with the number of labels per row over which the loss is averaged."""
+
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import (
+    default_collate,
+    get_worker_info,
+)
+
+from headway.errors import DataError
+from headway.trainer.columns import LABEL_NAMES, check_remaining_columns, warn_of_dropped_columns
+from headway.trainer.data import Batch
+
+NUM_ITEMS = "_num_items"
+"""Key under which a batch contains the number of labels per row that are not ignored.
+
+The entry is removed before the model receives the batch. Its value is a NumPy array, so that it is split together with
+the batch's rows and stays on the host.
+"""
+SOURCES = "_sources"
+"""Key under which a batch of a `Mixture` contains the source dataset of each row or token.
+
+The entry is removed before the model receives the batch.
+"""
+Counts = numpy.ndarray[Any, Any]
+"""Array with one number per row."""
+Collate = Callable[[list[Any]], Batch]
+"""Function that makes a batch from a list of rows."""
+IGNORED = -100
+_PADDING = {
+    "special_tokens_mask": 1,
+    **dict.fromkeys(LABEL_NAMES, IGNORED),
+    **dict.fromkeys(
+        ("attention_mask", "token_type_ids", "position_ids", "decoder_input_ids", "decoder_attention_mask"), 0
+    ),
+}
+
+
+class Collator:
+    """Collate function for rows that are dicts of values. All other rows are collated by torch's default_collate.
+
+    `label` and `label_ids` are renamed to `labels`. Sequences of different lengths are padded at the end. The
+    processing class (a tokenizer) pads them if there is one. Otherwise known names, such as `labels`, have default
+    padding values.
+
+    Args:
+        processing_class: Object with `pad(rows, return_tensors=...)`, or None.
+        pad_token_id: Padding value for `input_ids`. None: `input_ids` cannot be padded.
+    """
+
+    def __init__(self, processing_class: object = None, pad_token_id: int | None = None) -> None:
+        self.processing_class: Any = processing_class if callable(getattr(processing_class, "pad", None)) else None
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, rows: list[Any]) -> Batch:
+        """Return the batch of a list of rows.
+
+        Raises:
+            DataError: If the rows cannot be collated.
+        """
+        if not isinstance(rows[0], Mapping):
+            return default_collate(rows)
+        columns = {name: [row[name] for row in rows] for name in rows[0] if rows[0][name] is not None}
+        for name in LABEL_NAMES[:2]:
+            if name in columns and "labels" not in columns:
+                columns["labels"] = columns.pop(name)
+        texts = [name for name, values in columns.items() if isinstance(values[0], str | bytes)]
+        for name in texts:
+            del columns[name]
+        lengths = {name: {len(v) for v in values} for name, values in columns.items() if _is_sequence(values[0])}
+        ragged = [name for name, found in lengths.items() if len(found) > 1]
+        if ragged and self.processing_class is not None:
+            return self._pad_by_class(columns, ragged)
+        return {
+            name: self._pad_column(name, values) if name in ragged else _stack_rows(name, values)
+            for name, values in {**self._make_mask(columns, ragged), **columns}.items()
+        }
+
+    def _pad_by_class(self, columns: dict[str, list[Any]], ragged: list[str]) -> dict[str, Any]:
+        apart = [name for name in columns if name in ("labels", "label") and name in ragged]
+        rows = [
+            {name: values[i] for name, values in columns.items() if name not in apart}
+            for i in range(len(next(iter(columns.values()))))
+        ]
+        batch = dict(self.processing_class.pad(rows, return_tensors="pt"))
+        length = batch["input_ids"].shape[1] if "input_ids" in batch else None
+        for name in apart:
+            batch[name] = self._pad_column(name, columns[name], max([length or 0, *map(len, columns[name])]))
+        return batch
+
+    def _make_mask(self, columns: dict[str, list[Any]], ragged: list[str]) -> dict[str, list[Any]]:
+        """Return {"attention_mask": values} if `input_ids` need padding and the rows have no attention mask, else {}.
+
+        Args:
+            columns: Values of all rows by column.
+            ragged: Names of the columns whose rows have different lengths. If a mask is returned, its name is appended.
+        """
+        if "input_ids" in ragged and "attention_mask" not in columns:
+            ragged.append("attention_mask")
+            return {"attention_mask": [[1] * len(values) for values in columns["input_ids"]]}
+        return {}
+
+    def _pad_column(self, name: str, values: list[Any], length: int | None = None) -> torch.Tensor:
+        filler = self.pad_token_id if name == "input_ids" else _PADDING.get(name)
+        if filler is None:
+            raise DataError(
+                f"the rows' {name!r} have different lengths, and no padding is defined for them; give the Trainer a processing_class "
+                "(a tokenizer) or a data_collator, or rows of one length"
+            )
+        rows = [torch.as_tensor(value) for value in values]
+        made = rows[0].new_full((len(rows), length or max(map(len, rows)), *rows[0].shape[1:]), filler)
+        for row, value in zip(made, rows):
+            row[: len(value)] = value
+        return made
+
+
+def _is_sequence(value: Any) -> bool:
+    if isinstance(value, torch.Tensor | numpy.ndarray):
+        return value.ndim > 0
+    return isinstance(value, list | tuple)
+
+
+def _stack_rows(name: str, values: list[Any]) -> torch.Tensor:
+    first = values[0]
+    try:
+        if isinstance(first, torch.Tensor):
+            return torch.stack(values)
+        if isinstance(first, numpy.ndarray | numpy.generic):
+            return torch.as_tensor(numpy.stack(values))
+        return torch.tensor(values)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the rows' {name!r} do not make one tensor: {error}; give the Trainer a data_collator"
+        ) from error
+
+
+@dataclass(frozen=True)
+class LoaderCollator:
+    """Collate function of the Trainer's loaders.
+
+    It drops columns, collates rows, and counts labels before the batch is moved to the device.
+
+    Attributes:
+        collate: The user's collate function, or a `Collator`.
+        kept: Columns to keep. None: all.
+        count: Function that returns the number of labels in each row of a batch that are not ignored. None: the loss is
+            a mean over samples.
+        labels: Names of the label columns.
+        collate_sources: Function from rows to the sources of their tokens or rows, which the batch gets under the key
+            `SOURCES`. None: the batch has none.
+    """
+
+    collate: Collate
+    kept: set[str] | None
+    count: Callable[[Batch], Counts | None] | None
+    labels: Collection[str] = LABEL_NAMES
+    collate_sources: Callable[[list[Any]], torch.Tensor | None] | None = None
+
+    def __call__(self, rows: list[Any]) -> Batch:
+        """Return the batch of a list of rows. If labels are counted, the batch has an entry `NUM_ITEMS`."""
+        kept = self.kept
+        sources = None if self.collate_sources is None else self.collate_sources(rows)
+        if sources is not None and (kept is None or "source" not in kept):
+            rows = [{name: value for name, value in row.items() if name != "source"} for row in rows]
+        if kept is not None and isinstance(rows[0], Mapping):
+            unused = [name for name in rows[0] if name not in kept]
+            if unused:
+                check_remaining_columns(list(rows[0]), kept, self.labels)
+                if get_worker_info() is None:  # otherwise each worker would warn in each epoch
+                    warn_of_dropped_columns(unused)
+                rows = [{name: value for name, value in row.items() if name in kept} for row in rows]
+        batch = self.collate(rows)
+        if self.count is not None and isinstance(batch, MutableMapping):
+            counts = self.count(batch)
+            if counts is not None:
+                batch[NUM_ITEMS] = counts
+        if sources is not None and isinstance(batch, MutableMapping):
+            # "varlen" packs all sequences into one row.
+            joined = isinstance(batch.get("input_ids"), torch.Tensor) and len(batch["input_ids"]) != len(sources)
+            batch[SOURCES] = sources.reshape(1, -1) if joined else sources
+        return batch
+
+
+@dataclass(frozen=True)
+class LabelCount:
+    """Callable that counts the labels of a batch over which its loss is averaged: integers other than -100.
+
+    Attributes:
+        is_shifted: Whether the model predicts each label from the tokens before it. The first label of each row is then
+            not counted.
+    """
+
+    is_shifted: bool
+
+    def __call__(self, batch: Batch) -> Counts | None:
+        """Return the number of labels in each row that are not -100, or None if the batch has no integer labels."""
+        labels = batch.get("shift_labels") if isinstance(batch, Mapping) else None
+        if labels is None:
+            labels = batch.get("labels") if isinstance(batch, Mapping) else None
+            if self.is_shifted and isinstance(labels, torch.Tensor) and labels.ndim > 1:
+                labels = labels[..., 1:]
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
+            return None
+        return (labels != IGNORED).reshape(len(labels) if labels.ndim else 1, -1).sum(1).cpu().numpy()
+
+
+def is_shifted(model: torch.nn.Module) -> bool:
+    """Whether the model's own loss compares each output with the next label, as causal language models do."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    return getattr(model, "loss_type", None) in ("ForCausalLM", "ForConditionalGeneration")

@@ -1,0 +1,93 @@
+"""Columns of a dataset that the model's forward accepts. The others are dropped."""
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from headway.errors import DataError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+LABEL_NAMES = ("label", "label_ids", "labels")
+
+
+def list_forward_parameters(model: torch.nn.Module) -> list[str] | None:
+    """Return the parameter names of the model's forward, or None if it accepts any."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return None if takes_any and not named else named
+
+
+def find_label_names(model: torch.nn.Module) -> list[str]:
+    """Return those parameters of the model's forward that are labels; ["labels"] if there are none."""
+    names = list_forward_parameters(model) or []
+    found = [name for name in names if "label" in name]
+    if "start_positions" in names and "end_positions" in names:
+        found += ["start_positions", "end_positions"]
+    return found or ["labels"]
+
+
+def select_columns(model: torch.nn.Module, label_names: Sequence[str]) -> set[str] | None:
+    """Return the names of the dataset's columns that a batch contains, or None for all columns.
+
+    Args:
+        model: Model whose forward determines the columns.
+        label_names: Names of the label columns, which a batch always contains.
+    """
+    names = list_forward_parameters(model)
+    return None if names is None else {*names, *label_names, *LABEL_NAMES}
+
+
+def drop_columns(dataset: Any, kept: set[str] | None, labels: Collection[str] = LABEL_NAMES) -> Any:
+    """Remove columns that the model does not use from a dataset of the `datasets` library.
+
+    Other datasets are returned unchanged.
+
+    Args:
+        dataset: Dataset of the Trainer.
+        kept: Columns to keep. None: all.
+        labels: Names of columns that are labels, not inputs of the model. Default: `LABEL_NAMES`.
+
+    Raises:
+        DataError: If only labels would remain.
+    """
+    is_list = isinstance(dataset, list) and bool(dataset) and isinstance(dataset[0], Mapping)
+    columns = list(dataset[0]) if is_list else getattr(dataset, "column_names", None)
+    if kept is None or not isinstance(columns, list) or not (is_list or hasattr(dataset, "remove_columns")):
+        return dataset
+    unused = [name for name in columns if name not in kept]
+    if unused or not is_list:
+        check_remaining_columns(columns, kept, labels)
+    if unused:
+        warn_of_dropped_columns(unused)
+    # The collator leaves those of a list out.
+    return dataset.remove_columns(unused) if unused and not is_list else dataset
+
+
+def warn_of_dropped_columns(unused: Sequence[str]) -> None:
+    """Warn once that columns of the dataset are dropped because the model's forward does not accept them."""
+    log.warning_once(
+        "columns that the model's forward does not take are left out: %s; remove_unused_columns=False keeps them",
+        ", ".join(sorted(unused)),
+    )
+
+
+def check_remaining_columns(columns: Sequence[str], kept: set[str], labels: Collection[str]) -> None:
+    """Raise DataError if only labels remain after columns were dropped, so that the model has no inputs.
+
+    Args:
+        columns: Names of the dataset's columns.
+        kept: Names of the columns to keep.
+        labels: Names of columns that are labels, not inputs of the model.
+    """
+    if any(name in kept and name not in labels for name in columns):
+        return
+    wanted = ", ".join(sorted(kept - {*labels, *LABEL_NAMES})) or "nothing but labels"
+    raise DataError(
+        f"of the dataset's columns ({', '.join(columns)}) the model's forward takes only labels; it takes {wanted}. Provide "
+        "those (tokenize texts, for example), rename the columns, or pass remove_unused_columns=False and a data_collator"
+    )

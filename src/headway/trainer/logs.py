@@ -1,0 +1,202 @@
+"""Logs of training runs and evaluations, and other files that a Trainer writes."""
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.accelerator import Accelerator
+from headway.common.object_path import open_writable, to_path
+from headway.core.memory.monitor import MemoryMonitor
+from headway.core.memory.use import memory_use
+from headway.core.weights.export import write_configurations
+from headway.trainer.arguments import TrainingArguments
+from headway.trainer.callbacks import Events, TrainerState
+from headway.trainer.results import Metrics
+
+
+class FileMethods:
+    """Methods of the Trainer that write files other than checkpoints. A subclass may override each of them.
+
+    Attributes:
+        accelerator: Accelerator of the current training run, or of the last one.
+        args: Training arguments.
+        model: The user's model.
+        processing_class: Tokenizer or similar object that is saved with the model, or None.
+        state: Progress of the training.
+    """
+
+    accelerator: Accelerator
+    args: TrainingArguments
+    model: torch.nn.Module
+    processing_class: Any
+    state: TrainerState
+
+    def _get_output_folder(self, given: str | Path | None = None) -> Path:
+        """Return the given folder, or `output_dir` of the arguments if None. The main process creates the folder."""
+        folder = to_path(given) if given else self.args.folder
+        if self.accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """Write the model's files, when `save_model` is called.
+
+        If a subclass overrides this method, only rank 0 calls it.
+
+        Args:
+            output_dir: Folder to write to. None: `output_dir` of the arguments.
+            state_dict: State dict to save instead of the model's own, if the model has `save_pretrained`.
+        """
+        folder = to_path(output_dir) if output_dir else self.args.folder
+        save: Any = getattr(self.model, "save_pretrained", None)
+        if state_dict is None or not callable(save):
+            self.accelerator.save_model(self.model, folder)
+        else:
+            with open_writable(folder) as local:
+                save(local, state_dict=state_dict)
+        if not self.accelerator.is_main_process:
+            return
+        with open_writable(folder) as local:
+            write_configurations(self.model, local, (self.processing_class,))
+        (folder / "training_args.json").write_text(self.args.to_json_string() + "\n")
+
+    def save_state(self) -> None:
+        """Write the progress of training and all logged values to `trainer_state.json`.
+
+        Checkpoints contain the other state.
+        """
+        if self.accelerator.is_main_process:
+            _write_json(self._get_output_folder() / "trainer_state.json", asdict(self.state))
+
+    def save_metrics(self, split: str, metrics: Metrics, combined: bool = True) -> None:
+        """Write metrics to `<output_dir>/<split>_results.json` on the main process.
+
+        Args:
+            split: "train", "eval", "test" or "all".
+            metrics: Values by name.
+            combined: Whether to add them to `all_results.json` too.
+        """
+        if not self.accelerator.is_main_process:
+            return
+        folder = self._get_output_folder()
+        _write_json(folder / f"{split}_results.json", metrics)
+        if combined:
+            path = folder / "all_results.json"
+            _write_json(path, {**(json.loads(path.read_text()) if path.exists() else {}), **metrics})
+
+    def create_model_card(self, **about: object) -> None:
+        """Write `README.md` with a description of the training run and the results of the last evaluation.
+
+        Args:
+            about: Further entries of the card by name: language, license, dataset, tasks, ...
+        """
+        if not self.accelerator.is_main_process:
+            return
+        folder, state = self._get_output_folder(), self.state
+        name = about.pop("model_name", None) or folder.absolute().name
+        evaluations = [entry for entry in state.log_history if any(key.startswith("eval_") for key in entry)]
+        lines = [f"# {name}", "", f"{type(self.model).__name__}, {state.global_step} updates.", ""]
+        lines += [f"- {key}: {value}" for key, value in about.items() if value is not None]
+        lines += [f"- {key}: {value}" for key, value in (evaluations[-1] if evaluations else {}).items()]
+        (folder / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+@dataclass(frozen=True)
+class Log:
+    """Log of values outside of a training run, such as the metrics of a separate evaluation.
+
+    After a training run, the values are added to the log of that run.
+
+    Attributes:
+        args: Arguments of the Trainer, with names and folders.
+        accelerator: Accelerator of the run.
+        events: Dispatcher that passes the values to callbacks and keeps their history.
+    """
+
+    args: TrainingArguments
+    accelerator: Accelerator
+    events: Events
+
+    def start_log(self) -> None:
+        """Start the run's log and its trackers. If the run has already been logged, continue them."""
+        args = self.args
+        folder = args.folder.absolute()
+        name = folder.name if args.logging_dir is None else args.run_name or folder.name
+        self.accelerator.init_trackers(name, config=args.to_dict())
+
+    def write_values(self, values: Metrics) -> None:
+        """Write values to the history, the callbacks, the run's log and its trackers. The epoch is added to them.
+
+        The run's log and the trackers are used only if at least one update has been made.
+        """
+        self._add_to_history(values)
+        if self.accelerator.num_updates:
+            self.start_log()
+            self.accelerator.log(values, step=self.events.state.global_step)
+            self.accelerator.end_trackers()
+
+    def _add_to_history(self, values: Metrics) -> None:
+        state = self.events.state
+        values.setdefault("epoch", round(state.epoch, 6))
+        state.log_history.append({**values, "step": state.global_step})
+        self.events.call_event("on_log", logs=values)
+
+    def measure_phase(self, name: str) -> AbstractContextManager[Any]:
+        """Return a context manager without effect.
+
+        During training, `TrainingLog` measures the peak memory of the phase.
+        """
+        return nullcontext()
+
+
+@dataclass(frozen=True)
+class TrainingLog(Log):
+    """Log of a training run in progress.
+
+    Attributes:
+        args: Arguments of the Trainer, with names and folders.
+        accelerator: Accelerator of the run.
+        events: Dispatcher that passes the values to callbacks and keeps their history.
+        monitor: Monitor of memory use.
+    """
+
+    monitor: MemoryMonitor
+
+    def write_values(self, values: Metrics) -> None:
+        """Log values together with the memory use.
+
+        If they include a loss, add the throughput since the last such entry.
+        """
+        self._add_to_history(values)
+        peaks = self.list_peaks("memory_peak", "memory/")
+        used = {"memory": memory_use(self.accelerator.device).used, **peaks}
+        found = {name: float(value) for name, value in used.items()}
+        if "loss" in values:
+            found |= self.accelerator.throughput.values()
+        self.accelerator.log({**values, **found}, step=self.events.state.global_step)
+
+    def list_peaks(self, name: str, prefix: str) -> dict[str, int]:
+        """Return the peak memory of training and of its phases in bytes, by name.
+
+        Args:
+            name: Name of the overall peak.
+            prefix: Prefix of the names of the phases' peaks.
+        """
+        phases = self.monitor.peaks.items() if not self.args.skip_memory_metrics else ()
+        return {name: self.monitor.peak} | {f"{prefix}{phase}": peak for phase, peak in phases}
+
+    def measure_phase(self, name: str) -> AbstractContextManager[Any]:
+        """Return a context manager that measures the peak memory of its block as a separate phase.
+
+        It does nothing if `skip_memory_metrics` is set.
+        """
+        return self.monitor.phase(name) if not self.args.skip_memory_metrics else nullcontext()

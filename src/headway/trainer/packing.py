@@ -1,0 +1,120 @@
+"""Packing in the Trainer: packed datasets, their collate function, and a check of the model."""
+
+from typing import Any
+
+import torch
+
+from headway.accelerator import Accelerator
+from headway.core.runtime.dry_run import is_forecast
+from headway.errors import ConfigError
+from headway.language_data.boundary_check import check_document_boundaries
+from headway.language_data.packing import PackedDataset
+from headway.language_data.packing_collator import PackingCollator, choose_attention
+from headway.trainer.arguments import TrainingArguments
+from headway.trainer.collation import Collate
+from headway.trainer.columns import drop_columns
+from headway.trainer.data import Data, check_dataset, find_lengths
+
+
+class Packer:
+    """Helper that packs the samples of a Trainer's datasets into sequences, and collates them.
+
+    It does nothing unless the arguments request packing.
+
+    Args:
+        args: Training arguments.
+        data_collator: The user's collate function, or None.
+        processing_class: The user's tokenizer, or None.
+
+    Raises:
+        ConfigError: If packing is requested together with a collate function that is not a `PackingCollator`.
+    """
+
+    def __init__(self, args: TrainingArguments, data_collator: Collate | None, processing_class: Any) -> None:
+        if args.packing and data_collator is not None and not isinstance(data_collator, PackingCollator):
+            raise ConfigError(
+                f"packing=True and data_collator={type(data_collator).__name__}: packed sequences have labels and positions of their "
+                "own, which another collator would change; leave data_collator out, or give a headway.PackingCollator"
+            )
+        self._args = args
+        self._collator = data_collator
+        self._processing_class = processing_class
+        self._checked: torch.nn.Module | None = None
+        self._packed: dict[int, tuple[Any, PackedDataset]] = {}
+
+    def pack(self, dataset: Any, model: torch.nn.Module, kept: set[str] | None, *, is_training: bool) -> Any:
+        """Return the packed dataset if packing is requested and the dataset is not packed yet, else the dataset itself.
+
+        Args:
+            dataset: Dataset of the Trainer, or None.
+            model: Model, whose config names the token that fills sequences.
+            kept: Columns that a batch contains. None: all.
+            is_training: Whether to pack in a random order if the arguments request it.
+
+        Raises:
+            DataError: If the dataset has no length, or a sample is too long.
+        """
+        args = self._args
+        if dataset is None or not args.packing or isinstance(dataset, PackedDataset):
+            return dataset
+        if id(dataset) not in self._packed:
+            check_dataset(dataset)
+            is_ordered = getattr(dataset, "orders_samples", False)
+            is_shuffled = is_training and args.train_sampling_strategy == "random" and not is_ordered
+            seed = args.seed if args.data_seed is None else args.data_seed
+            made = PackedDataset(
+                drop_columns(dataset, None if kept is None else {*kept, "source"}),
+                args.packing_length or 0,
+                lengths=self._measure(dataset),
+                strategy=args.packing_strategy,
+                long_samples=args.packing_long_samples,
+                seed=seed if is_shuffled else None,
+                pad_token_id=self._find_pad_token(model),
+            )
+            self._packed[id(dataset)] = (dataset, made)  # the dataset, so that no other object gets its id
+        return self._packed[id(dataset)][1]
+
+    def _measure(self, dataset: Any) -> Any:
+        columns = getattr(dataset, "column_names", None)
+        has_lengths = isinstance(columns, list) and self._args.length_column_name in columns
+        if not hasattr(dataset, "__len__") or not has_lengths:
+            return None  # PackedDataset measures the samples, or explains what is wrong with the dataset
+        return find_lengths(dataset, self._args.length_column_name)
+
+    def _find_pad_token(self, model: torch.nn.Module) -> int:
+        owners = (self._processing_class, getattr(model, "config", None))
+        found = (getattr(owner, "pad_token_id", None) for owner in owners)
+        return next((token for token in found if isinstance(token, int) and token >= 0), 0)
+
+    def choose_collator(self, dataset: Data, model: torch.nn.Module) -> Collate | None:
+        """Return the collate function of a packed dataset, or None if the dataset is not packed."""
+        if not isinstance(dataset, PackedDataset):
+            return None
+        return PackingCollator(choose_attention(model)) if self._collator is None else self._collator
+
+    def check_loader(self, dataset: Data) -> None:
+        """Raise ConfigError if the arguments request packing but the dataset of the training loader is not packed."""
+        if self._args.packing and not isinstance(dataset, PackedDataset):
+            raise ConfigError(
+                f"packing=True, but get_train_dataloader() returned a loader of a {type(dataset).__name__}; an override must load a "
+                "headway.PackedDataset itself, or be removed"
+            )
+
+    def check_model(self, accelerator: Accelerator, model: torch.nn.Module, dataset: Data) -> None:
+        """Raise an error if packed documents influence each other in the model. Every rank must call it.
+
+        A model is checked only once.
+
+        Args:
+            accelerator: Accelerator that has prepared the model.
+            model: Prepared model.
+            dataset: Dataset of a loader. Nothing is checked if it is not packed.
+
+        Raises:
+            PrepareError: If the model ignores the boundaries of documents.
+        """
+        collate = self.choose_collator(dataset, model)
+        if collate is None or is_forecast() or self._checked is model or not getattr(collate, "check_model", True):
+            return
+        check_document_boundaries(model, collate, is_half=accelerator.mixed_precision != "no" or None)
+        self._checked = model

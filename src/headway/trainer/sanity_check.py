@@ -1,0 +1,190 @@
+"""Sanity check of the evaluation before the first update, so that errors in it occur early."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from headway.accelerator import Accelerator
+from headway.core.data.loader import PreparedLoader
+from headway.core.runtime.collectives.tree import to_device
+from headway.core.runtime.seed import read_rng_states, write_rng_states
+from headway.errors import MetricError
+from headway.log import get_logger
+from headway.trainer.arguments import TrainingArguments
+from headway.trainer.evaluation import _SPEED, Evaluator, PredictionMethods, read_rows
+from headway.trainer.loss import split_label_count
+from headway.trainer.metrics import Measure, check_wanted, make_named_metrics
+from headway.trainer.results import Metrics
+
+log = get_logger(__name__)
+MOST_BATCHES = 32
+_NEVER_OF_THE_DATA = (NameError, ImportError)
+
+
+@dataclass(frozen=True)
+class EvaluationSanityCheck:
+    """Trial run, on a few rows, of the evaluations that a training run includes.
+
+    Attributes:
+        args: Training arguments, which name the metric for the best model.
+        accelerator: Accelerator whose ranks take part.
+        model: Prepared model.
+        evaluator: Evaluator, which gets the number of rows of each batch from the check.
+        steps: Trainer, whose methods a subclass may override.
+        measure: Metric, and settings that select the predictions to keep.
+        shared: Objects that a metric may refer to and that are not copied with it. The model is not copied either.
+    """
+
+    args: TrainingArguments
+    accelerator: Accelerator
+    model: torch.nn.Module
+    evaluator: Evaluator
+    steps: PredictionMethods
+    measure: Measure
+    shared: Sequence[object]
+
+    def run(self, loaders: dict[str, PreparedLoader]) -> None:
+        """Run the check. Every rank must call it; if it fails on one rank, it fails on all.
+
+        Args:
+            loaders: Prepared loader of each evaluation by the prefix of its metrics. Their state does not change.
+
+        Raises:
+            MetricError: If `compute_metrics` raises.
+            ConfigError: If `metric_for_best_model` is not among the metrics.
+        """
+        hardware = self.accelerator.runtime.hardware
+        rng_states, failure, error = read_rng_states(hardware), None, None
+        try:
+            with preserve_modes_and_buffers(self.model):
+                self._check_all(loaders)
+        except Exception as raised:
+            failure, error = f"{type(raised).__name__}: {raised}", raised
+        finally:
+            write_rng_states(rng_states, hardware)
+        failures = [text for text in self.accelerator.collectives.gather_objects(failure) if text is not None]
+        if error is not None:
+            raise error
+        if failures:
+            raise MetricError(f"the evaluation failed on another rank: {failures[0]}")
+
+    def _check_all(self, loaders: dict[str, PreparedLoader]) -> None:
+        wanted = self.args.wanted_metric
+        found: Metrics = {}
+        is_all = True
+        for prefix, loader in loaders.items():
+            is_here = prefix == "eval" or (wanted or "").startswith(f"{prefix}_")
+            metrics = self._check_one(loader, prefix, wanted if is_here else None)
+            found |= metrics or {}
+            is_all = is_all and metrics is not None
+        if wanted is not None and (is_all or wanted in found):
+            check_wanted(wanted, self.args.metric_for_best_model or wanted, found)
+
+    def _check_one(self, loader: PreparedLoader, prefix: str, wanted: str | None) -> Metrics | None:
+        """Run one evaluation on a few rows and return its metrics; None if they cannot be computed.
+
+        If the metric raises an error or lacks the wanted name, more rows are tried.
+
+        Args:
+            loader: Prepared loader of the evaluation.
+            prefix: Prefix of the metrics' names.
+            wanted: Name of the metric for the best model, if this evaluation should compute it.
+        """
+        try:
+            found = self._run_batches(loader, prefix, 1)
+            if found is None or wanted is None or wanted in found or self.measure.can_skip_predictions:
+                return found
+        except MetricError as error:
+            if isinstance(error.__cause__, _NEVER_OF_THE_DATA):
+                raise
+        return self._run_batches(loader, prefix, MOST_BATCHES)
+
+    def _run_batches(self, loader: PreparedLoader, prefix: str, num_batches: int) -> Metrics | None:
+        batches = read_rows(loader, num_batches)
+        if batches is None:
+            return None
+        measure, is_complete = self._copy_measure()
+        metric = measure.make_metric(None)
+        found: Metrics = dict.fromkeys((f"{prefix}_{name}" for name in _SPEED), 0.0)
+        num_rows = 0
+        for batch, rows in batches:
+            num_rows += rows
+            inputs, _ = split_label_count(to_device(batch, self.accelerator.device))
+            with self.evaluator.set_num_rows(self.model, rows):
+                loss, predictions, labels = self.steps.prediction_step(self.model, inputs, metric is None)
+            predictions = measure.select_predictions(predictions, labels)
+            if loss is not None:
+                found[f"{prefix}_loss"] = 0.0
+            if metric is not None:
+                with _explain_failure(num_rows):
+                    metric.update(predictions, labels)
+        if metric is not None:
+            with _explain_failure(num_rows):
+                found |= make_named_metrics(metric.compute(), prefix)
+        return found if is_complete else None
+
+    def _copy_measure(self) -> tuple[Measure, bool]:
+        """Return `measure` with a copy of a metric that has state, and whether the metric takes part in the check.
+
+        A metric that cannot be copied takes part only if it has `reset`.
+        """
+        measure = self.measure
+        try:
+            shared = [*self.shared, *self.model.modules(), *self.model.parameters(), *self.model.buffers()]
+            return replace(measure, compute=_copy_metric(measure.compute, shared)), True
+        except Exception as error:  # whatever the user's object raises
+            if callable(getattr(measure.compute, "reset", None)):  # each evaluation resets it first
+                return measure, True
+            log.info("compute_metrics cannot be copied (%s), so the evaluation is checked without it", error)
+            return replace(measure, is_loss_only=True), False
+
+
+@contextmanager
+def _explain_failure(num_rows: int) -> Iterator[None]:
+    """Return a context manager that converts errors of the user's metric to a MetricError with advice.
+
+    Args:
+        num_rows: Number of rows on which the metric is tried.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise MetricError(
+            f"compute_metrics raised {type(error).__name__}: {error}. It was tried on {num_rows} rows of the evaluation data "
+            "before the training, not after its first epoch. Fix it, or skip this check: eval_sanity_check=False"
+        ) from error
+
+
+def _copy_metric(metric: Any, shared: Sequence[object]) -> Any:
+    """Return a deep copy of a metric object. A function is returned unchanged.
+
+    Args:
+        metric: Metric object or function.
+        shared: Objects to which the copy refers without copying them.
+    """
+    kept = [*shared, *(metric.parameters() if isinstance(metric, torch.nn.Module) else ())]
+    return copy.deepcopy(metric, {id(each): each for each in kept})
+
+
+@contextmanager
+def preserve_modes_and_buffers(model: torch.nn.Module) -> Iterator[None]:
+    """Return a context manager that sets the model to evaluation mode and disables gradients.
+
+    At its end, the modes and buffers of all modules are restored.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

@@ -1,0 +1,170 @@
+"""Learning-rate schedules of a Trainer, under the names that transformers uses."""
+
+import math
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from headway.errors import ConfigError
+from headway.trainer.arguments import TrainingArguments
+
+# Each schedule is a function of the completed updates that returns a factor on the learning rate. `Factor` adds the
+# warm-up. `num_training_steps` is a keyword of that name because a prepared schedule reads its length from it.
+
+_WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
+
+
+def _compute_progress(update: int, num_warmup_steps: int, num_training_steps: int) -> float:
+    return (update - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
+
+
+def _compute_linear(update: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
+    return 1.0 - min(1.0, _compute_progress(update, num_warmup_steps, num_training_steps))
+
+
+def _compute_cosine(
+    update: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5, min_lr_rate: float = 0.0
+) -> float:
+    done = _compute_progress(update, num_warmup_steps, num_training_steps)
+    return max(0.0, _compute_half_wave(num_cycles * 2.0 * done) * (1 - min_lr_rate) + min_lr_rate)
+
+
+def _compute_half_wave(turns: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * turns))
+
+
+def _compute_cosine_with_restarts(
+    update: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1
+) -> float:
+    done = _compute_progress(update, num_warmup_steps, num_training_steps)
+    return 0.0 if done >= 1 else max(0.0, _compute_half_wave((num_cycles * done) % 1.0))
+
+
+def _compute_polynomial(
+    update: int, *, num_warmup_steps: int, num_training_steps: int, power: float = 1.0, end_share: float = 0.0
+) -> float:
+    left = 1.0 - min(1.0, _compute_progress(update, num_warmup_steps, num_training_steps))
+    return float((1.0 - end_share) * left**power + end_share)
+
+
+def _compute_constant(update: int, *, num_warmup_steps: int) -> float:
+    return 1.0
+
+
+def _compute_inverse_sqrt(update: int, *, num_warmup_steps: int, timescale: int | None = None) -> float:
+    scale = timescale or num_warmup_steps or 10_000
+    return 1.0 / math.sqrt((update + scale - num_warmup_steps) / scale)
+
+
+def _compute_warmup_stable_decay(
+    update: int, *, num_warmup_steps: int, num_training_steps: int, num_decay_steps: int, min_lr_ratio: float = 0.0
+) -> float:
+    """Return the factor of a schedule that warms up, stays constant, and decays along half a cosine at the end.
+
+    The warm-up starts at the lowest learning rate. (Hu et al., MiniCPM, 2024)
+
+    Args:
+        update: Number of completed updates.
+        num_warmup_steps: Number of updates of the warm-up.
+        num_training_steps: Total number of updates.
+        num_decay_steps: Number of updates of the decay.
+        min_lr_ratio: Lowest learning rate as a fraction of the peak. Default: 0.
+    """
+    done = (update - (num_training_steps - num_decay_steps)) / max(1, num_decay_steps)
+    return _compute_half_wave(min(1.0, max(0.0, done))) * (1 - min_lr_ratio) + min_lr_ratio
+
+
+SCHEDULES: dict[str, Callable[..., float] | None] = {
+    "linear": _compute_linear,
+    "cosine": _compute_cosine,
+    "cosine_with_restarts": _compute_cosine_with_restarts,
+    "cosine_with_min_lr": _compute_cosine,
+    "polynomial": _compute_polynomial,
+    "constant": _compute_constant,
+    "constant_with_warmup": _compute_constant,
+    "inverse_sqrt": _compute_inverse_sqrt,
+    "warmup_stable_decay": _compute_warmup_stable_decay,
+    "reduce_lr_on_plateau": None,
+}
+"""Schedules by name. Each is a function that returns a factor on the learning rate for the number of completed updates.
+
+None: the schedule depends on a metric.
+"""
+
+
+class Factor:
+    """Callable that returns the factor on the learning rate after a number of updates, including the warm-up.
+
+    It is an object instead of a function so that a scheduler saves its settings in its state dict.
+
+    Args:
+        function: Function of the number of completed updates, called after the warm-up.
+        settings: Keyword arguments of the function.
+    """
+
+    __slots__ = ("__dict__", "_function")
+
+    def __init__(self, function: Callable[..., float], **settings: Any) -> None:
+        signature(function).bind(0, **settings)  # a wrong keyword raises an error now, not after the warm-up
+        self._function = function
+        vars(self).update(settings)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Keyword arguments of the schedule's function, by name."""
+        return vars(self)
+
+    def __call__(self, update: int) -> float:
+        """Return the factor after the given number of updates."""
+        settings = vars(self)
+        if update < settings["num_warmup_steps"]:
+            lowest = float(settings.get("min_lr_ratio", 0.0))
+            return update / float(settings["num_warmup_steps"]) * (1 - lowest) + lowest
+        return self._function(update, **settings)
+
+
+def create_schedule(optimizer: torch.optim.Optimizer, args: TrainingArguments, num_updates: int) -> Any:
+    """Create the learning-rate schedule whose name is in the arguments. It must be stepped once per update.
+
+    Args:
+        optimizer: Optimizer whose learning rates it sets.
+        args: Training arguments with the schedule's name and settings.
+        num_updates: Number of updates of the training run.
+
+    Raises:
+        ConfigError: If the schedule does not accept a setting, or requires one that is missing.
+    """
+    name, settings = args.lr_scheduler_type, dict(args.lr_scheduler_kwargs or {})
+    factor = SCHEDULES[name]
+    try:
+        if factor is None:
+            return ReduceLROnPlateau(optimizer, **{"mode": "max" if args.greater_is_better else "min", **settings})
+        if name == "polynomial":
+            settings["end_share"] = settings.pop("lr_end", 1e-7) / (args.learning_rate or 1.0)
+        if name == "cosine_with_min_lr" and "min_lr" in settings:
+            settings["min_lr_rate"] = settings.pop("min_lr") / (args.learning_rate or 1.0)
+        return LambdaLR(optimizer, Factor(factor, **_lengths(args, num_updates), **settings))
+    except TypeError as error:
+        raise ConfigError(f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} does not fit {name}: {error}") from error
+
+
+def stretch_schedule(schedule: Any, args: TrainingArguments, num_updates: int) -> None:
+    """Change the total number of updates of a schedule from `create_schedule`. Other schedules are left unchanged.
+
+    Args:
+        schedule: Schedule to change.
+        args: Arguments that define its warm-up.
+        num_updates: New number of updates of the training run.
+    """
+    for each in getattr(schedule, "lr_lambdas", ()):
+        if isinstance(each, Factor):
+            each.keywords.update(_lengths(args, num_updates))
+
+
+def _lengths(args: TrainingArguments, num_updates: int) -> dict[str, int]:
+    name = args.lr_scheduler_type
+    warmup = 0 if name == "constant" else args.get_warmup_steps(num_updates)
+    return {"num_warmup_steps": warmup} | ({} if name in _WITHOUT_END else {"num_training_steps": num_updates})

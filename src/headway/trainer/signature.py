@@ -1,0 +1,37 @@
+"""Inputs and loss function of a model for a Trainer, derived from the signature of the model's forward."""
+
+from dataclasses import dataclass
+
+import torch
+
+from headway.trainer.arguments import TrainingArguments
+from headway.trainer.columns import find_label_names, select_columns
+from headway.trainer.loss import LossFunction, LossOf
+
+
+@dataclass(frozen=True)
+class ForwardSignature:
+    """Inputs and loss function of a model, derived from the signature of its forward.
+
+    Attributes:
+        label_names: Keys of the batch that are labels.
+        kept: Columns of the dataset that a batch contains. None: all.
+        loss_of: Function that computes the loss of a batch.
+    """
+
+    label_names: list[str]
+    kept: set[str] | None
+    loss_of: LossOf
+
+
+def read_signature(model: torch.nn.Module, args: TrainingArguments, function: LossFunction | None) -> ForwardSignature:
+    """Derive label names, columns and loss function from the signature of the model's forward.
+
+    Args:
+        model: The user's model.
+        args: Training arguments with label names and label smoothing.
+        function: Loss function. None: the model's own loss.
+    """
+    names = list(args.label_names or find_label_names(model))
+    kept = select_columns(model, names) if args.remove_unused_columns else None
+    return ForwardSignature(names, kept, LossOf(model, function, args.label_smoothing_factor, names))

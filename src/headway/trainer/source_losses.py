@@ -1,0 +1,224 @@
+"""Losses by source in the Trainer: the source of each label, and the mean loss of each source since the last log entry.
+
+The losses are the cross entropies of the model's logits. The model's own loss is one number, so it cannot be divided.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from headway.accelerator import Accelerator
+from headway.core.runtime.collectives.tree import Tree
+from headway.language_data.mixture import SOURCE_KEY, Mixture
+from headway.language_data.packing import PackedDataset
+from headway.language_data.packing_collator import NO_SOURCE, make_token_sources
+from headway.language_data.source_losses import sum_by_source
+from headway.log import get_logger
+from headway.trainer.collation import IGNORED, SOURCES
+from headway.trainer.data import Batch
+
+log = get_logger(__name__)
+
+_NOT_LOGGED = (
+    "the loss of each source of the mixture is not logged: it is the cross entropy of `logits` and `labels`, and this training %s. "
+    "Mixture(adds_source=False) asks for none"
+)
+
+
+def find_mixture(dataset: object) -> Mixture | None:
+    """Return the training data's mixture: the dataset itself, or the dataset that a `PackedDataset` packs.
+
+    Return None if it is not a `Mixture`, or one that does not add `source` to its samples.
+
+    Args:
+        dataset: Training data.
+    """
+    while isinstance(dataset, PackedDataset):
+        dataset = dataset.dataset
+    return dataset if isinstance(dataset, Mixture) and dataset.adds_source is not False else None
+
+
+def collate_sources(rows: Sequence[Any]) -> torch.Tensor | None:
+    """Return the source of each row, of shape [rows], or of each token of packed rows, of shape [rows, tokens].
+
+    Return None if a row has no source.
+
+    Args:
+        rows: Rows of a mixture, or packed sequences of them.
+    """
+    sources = [row.get(SOURCE_KEY) if isinstance(row, Mapping) else None for row in rows]
+    if all(isinstance(source, int) for source in sources):
+        return torch.tensor(sources)
+    return make_token_sources(rows) if all(isinstance(source, list) for source in sources) else None
+
+
+def split_sources(batch: Batch) -> tuple[Batch, torch.Tensor | None]:
+    """Split a batch into the values for the model and the sources. The sources are None if the batch has none.
+
+    The given batch is not modified, because it needs the sources again if it is run again after an out-of-memory error.
+    """
+    if isinstance(batch, Mapping) and SOURCES in batch:
+        rest = copy(batch)
+        return rest, rest.pop(SOURCES)  # type: ignore[attr-defined]
+    return batch, None
+
+
+class SourceBook:
+    """Recorder of the losses of a mixture's sources. `pop_means` returns their means for the log.
+
+    Args:
+        accelerator: Accelerator whose ranks train.
+        names: Names of the sources.
+        is_shifted: Whether the model predicts each label from the tokens before it.
+        smoothing: Label smoothing, the fraction of the target that is spread over all classes.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, names: Sequence[str], is_shifted: bool, smoothing: float = 0.0
+    ) -> None:
+        self.names = tuple(names)
+        self._accelerator = accelerator
+        self._is_shifted = is_shifted
+        self._smoothing = smoothing
+        self._sources: torch.Tensor | None = None
+        self._of_piece: torch.Tensor | None = None
+        self._pieces: list[tuple[torch.Tensor | None, int]] = []
+        self._sums = torch.zeros(2, len(self.names), dtype=torch.float64)
+
+    def begin_piece(self, sources: torch.Tensor | None) -> None:
+        """Start recording a batch, or a part of it if the batch was split because memory ran out.
+
+        Args:
+            sources: Sources of its rows or tokens, from `collate_sources`. None: no losses are recorded.
+        """
+        self._sources = sources
+        self._of_piece = None
+
+    def add_outputs(self, labels: Tree, outputs: Tree, batch: Batch) -> None:
+        """Compute the losses by source from the model's outputs for the part of the batch that `begin_piece` started.
+
+        Args:
+            labels: Labels of the part.
+            outputs: Outputs of the model.
+            batch: Batch with the labels, which may already be shifted.
+        """
+        sources, self._sources = self._sources, None
+        if sources is None:
+            return
+        logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+        is_shifted = self._is_shifted
+        if isinstance(batch, Mapping) and isinstance(batch.get("shift_labels"), torch.Tensor):
+            labels, is_shifted = batch["shift_labels"], False
+        if not isinstance(logits, torch.Tensor) or not isinstance(labels, torch.Tensor):
+            log.warning_once(_NOT_LOGGED, "has no logits or no labels")
+            return
+        logits = logits.detach()
+        if is_shifted and labels.ndim > 1:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+            sources = sources[:, 1:] if sources.ndim > 1 else sources
+        fits = logits.shape[:-1] == labels.shape and sources.shape in (labels.shape, labels.shape[:1])
+        if labels.is_floating_point() or not fits:
+            log.warning_once(_NOT_LOGGED, "has other labels than one class per row or token")
+            return
+        self._of_piece = self._sum_rows(logits, labels, sources)
+
+    def _sum_rows(self, logits: torch.Tensor, labels: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        # Row by row, because a copy of all logits in float32 could exceed the peak of the step.
+        losses = [
+            F.cross_entropy(
+                row.reshape(-1, row.shape[-1]).float(),
+                each.reshape(-1),
+                ignore_index=IGNORED,
+                reduction="none",
+                label_smoothing=self._smoothing,
+            ).view(each.shape)
+            for row, each in zip(logits, labels)
+        ]
+        return sum_by_source(torch.stack(losses), sources, labels != IGNORED, len(self.names))
+
+    def end_piece(self, num_rows: int) -> None:
+        """Record the losses of the part of the batch that `begin_piece` started.
+
+        Args:
+            num_rows: Number of rows in the part.
+        """
+        if self._sources is not None:
+            log.warning_once(_NOT_LOGGED, "computes its loss otherwise (compute_loss or training_step is overridden)")
+        self._pieces.append((self._of_piece, num_rows))
+        self._sources = self._of_piece = None
+
+    def end_batch(self, num_rows: int) -> None:
+        """Record that the batch is complete.
+
+        Some rows may have been run again after memory ran out. Of the recorded parts, only the last ones are kept,
+        which together have `num_rows` rows.
+
+        Args:
+            num_rows: Number of rows in the batch.
+        """
+        rows = 0
+        for sums, number in reversed(self._pieces):
+            if sums is not None:
+                self._sums = self._sums.to(sums.device) + sums
+            rows += number
+            if rows >= num_rows:
+                break
+        self._pieces.clear()
+
+    def _reduce(self) -> list[list[float]]:
+        """Return the sums and numbers of losses over all ranks."""
+        sums = self._sums.flatten().tolist()
+        if self._accelerator.num_processes > 1:
+            sums = self._accelerator.collectives.reduce_numbers(sums)
+        return [sums[: len(self.names)], sums[len(self.names) :]]
+
+    def pop_means(self) -> dict[str, float]:
+        """Return the mean loss of each source since the last call, by name, and reset the sums.
+
+        Every rank must call it.
+
+        A source without losses is left out.
+        """
+        sums, counts = self._reduce()
+        self._sums = torch.zeros_like(self._sums)
+        return {f"loss/{name}": total / count for name, total, count in zip(self.names, sums, counts) if count}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums and numbers of losses since the last call of `pop_means`, over all ranks.
+
+        Every rank must call it.
+        """
+        return {"names": list(self.names), "sums": self._reduce()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the sums and numbers of losses that had not been logged when the state was saved.
+
+        They are discarded if the sources have changed.
+        """
+        sums = torch.tensor(state["sums"], dtype=torch.float64)
+        # The sums are those of all ranks, so only one of them continues with them.
+        is_same = list(self.names) == state["names"] and self._accelerator.is_main_process
+        self._sums = sums if is_same else torch.zeros_like(self._sums)
+
+
+def mask_padding(batch: Batch, num_valid: int | None) -> Batch:
+    """Return a batch in which padding rows, which were added to complete the batch, have the source -1.
+
+    The given batch is not modified.
+
+    Args:
+        batch: Batch with the sources of its rows or tokens, or without.
+        num_valid: Number of rows before the padding. None: all.
+    """
+    if num_valid is None or not isinstance(batch, Mapping) or SOURCES not in batch:
+        return batch
+    sources = batch[SOURCES]
+    if num_valid >= len(sources):
+        return batch
+    rows = torch.arange(len(sources), device=sources.device).reshape(-1, *[1] * (sources.ndim - 1))
+    changed: Any = copy(batch)
+    changed[SOURCES] = torch.where(rows < num_valid, sources, NO_SOURCE)
+    return changed

@@ -1,1 +1,0 @@
-"""What prepare() returns, and the step: windows, weights, clock."""

@@ -1,1 +1,0 @@
-"""What prepare() makes of models, optimizers and schedulers."""

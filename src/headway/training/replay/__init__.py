@@ -1,1 +1,0 @@
-"""A batch as a transaction: in pieces that fit into memory, and again where they did not."""

@@ -1,0 +1,440 @@
+"""Find the first torch call whose result differs between two runs, in the records of `CallTrace`. Imports no torch.
+
+A loss on one process is compared with the losses of its parts: one per rank, or one per micro-batch of a split batch. A
+result with one row per sample must consist of the rows of all parts. A result without such rows must be equal on all
+parts, or the mean or the sum of those of the parts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+from headway.verify.random_calls import RANDOM_CALLS
+
+Call = dict[str, Any]
+Losses = Sequence[dict[str, Any]]
+"""Entries of `CallTrace` for one update, one per loss."""
+
+_LOOSE = 2e-3
+"""Largest relative difference between two sums that count as equal."""
+_CONSTRUCTED = frozenset(
+    ("arange", "zeros", "ones", "full", "eye", "tensor", "linspace", "empty", "zeros_like", "ones_like", "full_like")
+    + ("new_zeros", "new_ones", "new_full", "new_tensor", "as_tensor", "triu", "tril", "new_empty", "empty_like")
+)
+"""Functions whose results do not depend on data. The sizes of their results may differ between ranks."""
+_SELECTIONS = frozenset(("topk", "sort", "argsort", "kthvalue", "median", "quantile", "argmax", "argmin", "max", "min"))
+_PRODUCTS = frozenset(("matmul", "mm", "bmm", "einsum", "cdist", "__matmul__", "__rmatmul__", "addmm", "linear"))
+_NORMS = frozenset(("batch_norm", "_native_batch_norm_legit", "native_batch_norm"))
+_DIVISIONS = frozenset(("div", "__truediv__", "true_divide", "__rtruediv__", "div_"))
+_SCALINGS = _DIVISIONS | {
+    "mul",
+    "multiply",
+    "mul_",
+    "__mul__",
+    "__rmul__",
+    "add",
+    "sub",
+    "__add__",
+    "__sub__",
+    "__radd__",
+    "__rsub__",
+}
+_SCALINGS |= {"rsub", "pow", "__pow__", "lerp", "clamp", "add_", "sub_", "lerp_", "where", "full", "masked_fill"}
+_LOSSES = ("loss", "entropy", "kl_div")
+
+
+@dataclass(frozen=True)
+class Blame:
+    """First torch call whose result differs between two runs, and what it reveals about the cause.
+
+    Attributes:
+        kind: Kind of the cause: a key of the texts in `causes.py`.
+        line: Line of the script, such as "train.py:12 in main"; "" if it is unknown.
+        call: Name of the function, such as "cross_entropy".
+        name: Name of the variable, the tensor or the module that differs; "" if it is unknown.
+        values: Pair of the two values that differ, as text; empty if there are none.
+    """
+
+    kind: str
+    line: str
+    call: str
+    name: str = ""
+    values: tuple[str, ...] = ()
+
+
+# -------------------------------------------------------------------- parts of a batch
+
+
+def blame_parts(whole: Losses, parts: Sequence[Losses], *, loose: float = _LOOSE) -> Blame | None:
+    """Return the first torch call of an update whose result does not match those of the batch's parts, or None.
+
+    Args:
+        whole: Losses of the update on one process, which computes the whole batch.
+        parts: Losses of the update for each part of the batch: each rank, or each micro-batch.
+        loose: Largest relative difference that is attributed to rounding.
+    """
+    if not whole or not parts or not all(parts):
+        return None
+    for index, ours in enumerate(whole):
+        theirs = [each[index] for each in parts if index < len(each)]
+        if len(theirs) < len(parts):
+            return Blame("path", ours["line"], "backward")
+        found = _PartComparison(ours, theirs, loose).run()
+        if found is not None:
+            return found
+    return None
+
+
+class _PartComparison:
+    """Comparison of the torch calls that led to one loss of a whole batch with the calls that led to its parts' losses.
+
+    Args:
+        whole: Entry of `CallTrace` for the loss of the whole batch.
+        parts: Entry of `CallTrace` for the loss of each part.
+        loose: Largest relative difference that is attributed to rounding.
+    """
+
+    def __init__(self, whole: dict[str, Any], parts: Sequence[dict[str, Any]], loose: float) -> None:
+        self._whole = whole
+        self._parts = parts
+        self._loose = loose
+        self._calls: list[Call] = whole["calls"]
+        self._states: dict[int, str] = {}
+        weights = [each["weight"] for each in parts]
+        self._weights = [float(each or 0) for each in weights] if all(each is not None for each in weights) else None
+
+    def run(self) -> Blame | None:
+        """Return the first torch call on the way to the loss whose results on the parts do not match, or None."""
+        needed = find_needed(self._calls, self._whole["loss"])
+        for index, theirs in _align(self._calls, [each["calls"] for each in self._parts]):
+            call = self._calls[index]
+            if theirs is None:
+                self._states[index] = "unknown"
+                if index in needed and call["func"] != "input":
+                    return Blame("path", call["line"], call["func"])
+                continue
+            state = self._states[index] = self._judge(index, call, theirs)
+            if index in needed and state not in ("same", "mean", "sum", "weighted", "rows", "constructed", "unknown"):
+                return self._describe(state, index, call, theirs)
+        return self._judge_loss()
+
+    def _judge(self, index: int, call: Call, theirs: Sequence[Call]) -> str:
+        """Return how a call's result on the whole batch relates to its results on the parts.
+
+        The relations "same", "mean", "sum", "weighted", "rows" and "constructed" are expected. The relation is
+        "unknown" if the results cannot be compared. All other relations are faults.
+
+        Args:
+            index: Index of the call on the whole batch.
+            call: Call on the whole batch.
+            theirs: Corresponding call on each part.
+        """
+        inputs = [self._states.get(each, "unknown") for each in call["in"] if each < index]
+        if call["func"] in _CONSTRUCTED or (inputs and all(each == "constructed" for each in inputs)):
+            return "constructed"
+        if call.get("own") and "rows" not in call:
+            return "same"
+        if "rows" not in call or any("rows" not in each for each in theirs):
+            return "unknown"
+        state = self._compare(call, theirs)
+        if state in ("differs", "other") and "unknown" in inputs:
+            return "unknown"
+        return state
+
+    def _compare(self, call: Call, theirs: Sequence[Call]) -> str:
+        ours, shapes = call["shape"], [each["shape"] for each in theirs]
+        if all(shape == ours for shape in shapes):
+            return self._compare_equal_shapes(call, theirs)
+        if not ours or not all(shape and len(shape) == len(ours) for shape in shapes):
+            return "unknown"
+        num = sum(shape[0] for shape in shapes)
+        if num == ours[0] and all(shape[1:] == ours[1:] for shape in shapes):
+            return "rows" if self._has_rows(call, theirs) else "differs"
+        if num == ours[0] and len(ours) == 2 and all(s[1] * ours[0] == ours[1] * s[0] for s in shapes):
+            return "mixes"  # a square result: each row is combined with the others of its part
+        if sum(_count(shape) for shape in shapes) == _count(ours):
+            return "rows" if self._is_close(_total(call), _add_totals(theirs)) else "differs"
+        return "unknown"
+
+    def _compare_equal_shapes(self, call: Call, theirs: Sequence[Call]) -> str:
+        rows = [each["rows"] for each in theirs]
+        ours = call["rows"]
+        if all(self._are_close(ours, each) for each in rows):
+            return "same"
+        mean = _combine(rows, [1 / len(rows)] * len(rows))
+        if self._are_close(ours, mean):
+            return "mean"
+        if self._are_close(ours, _combine(rows, [1.0] * len(rows))):
+            return "sum"
+        shares = self._share_weights()
+        if shares and self._are_close(ours, _combine(rows, shares)):
+            return "weighted"
+        return "other"
+
+    def _share_weights(self) -> list[float]:
+        """Return each part's loss weight as a fraction of their sum; an empty list if the script passed no weights."""
+        weights: list[float] = self._weights or []
+        total: float = sum(weights)
+        return [each / total for each in weights] if total else []
+
+    def _has_rows(self, call: Call, theirs: Sequence[Call]) -> bool:
+        """Whether the rows of the parts, concatenated, are equal to the rows of the whole batch up to rounding."""
+        joined = [row for each in theirs for row in each["rows"]]
+        if len(joined) == len(call["rows"]) == call["shape"][0]:
+            return self._are_close(call["rows"], joined)
+        return self._is_close(_total(call), _add_totals(theirs))
+
+    def _are_close(self, ours: Any, theirs: Any) -> bool:
+        return all(self._is_close(one, other) for one, other in zip(ours, theirs, strict=True))
+
+    def _is_close(self, ours: Sequence[float], theirs: Sequence[float]) -> bool:
+        """Whether the recorded sums of two rows are equal up to rounding.
+
+        The tolerance is relative to the sum of absolute values.
+
+        Args:
+            ours: Three sums of one row.
+            theirs: Three sums of the other row.
+        """
+        size = max(abs(ours[1]), abs(theirs[1]), 1e-12)
+        return all(abs(one - other) <= self._loose * size for one, other in zip(ours, theirs, strict=True))
+
+    # ---------------------------------------------------------------- causes
+
+    def _find_other_path(self, call: Call, theirs: Sequence[Call]) -> Blame | None:
+        """Return a `Blame` if a part computes an input of the call by another function or at another line.
+
+        Return None otherwise.
+
+        Args:
+            call: Call on the whole batch.
+            theirs: Corresponding call on each part.
+        """
+        for loss, there in zip(self._parts, theirs, strict=True):
+            for ours, other in zip(call["in"], there["in"], strict=False):
+                if ours < 0 or other < 0:
+                    continue
+                one, two = self._calls[ours], loss["calls"][other]
+                if _key(one) != _key(two) and "input" not in (one["func"], two["func"]):
+                    return Blame("path", two["line"], two["func"])
+        return None
+
+    def _describe(self, state: str, index: int, call: Call, theirs: Sequence[Call]) -> Blame:
+        func, line = call["func"], call["line"]
+        other_path = self._find_other_path(call, theirs)
+        if other_path is not None:
+            return other_path
+        is_loss = any(each in func for each in _LOSSES)
+        number = _find_number(call, theirs)
+        if func == "input":
+            kind = "buffer" if call.get("own") else "tensor"
+            return Blame(kind, line, func, call.get("own") or call.get("name", ""))
+        if is_loss and (index == self._whole["loss"] or number is None):
+            return self._judge_reduction(call, line)
+        if number is not None and func in _SCALINGS:
+            return Blame("number", line, func, *number)
+        return self._describe_operation(state, index, call)
+
+    def _describe_operation(self, state: str, index: int, call: Call) -> Blame:
+        """Return the `Blame` for an operation on rows that is neither a loss nor a scaling by a number."""
+        func, line = call["func"], call["line"]
+        kinds = {"norm": func in _NORMS, "draw": func in RANDOM_CALLS, "selects": func in _SELECTIONS}
+        kinds["mixes"] = state == "mixes" or func in _PRODUCTS
+        kinds["count"] = state == "other" and func in _DIVISIONS
+        kind = next((each for each, applies in kinds.items() if applies), "")
+        if kind:
+            return Blame(kind, line, func, call.get("part", "") if kind == "norm" else "")
+        for each in call["in"]:  # a row is combined with a value over all rows of its part
+            source = self._calls[each] if 0 <= each < index else None
+            if source is not None and self._states.get(each) in ("mean", "sum", "other"):
+                return Blame("statistic", source["line"], source["func"])
+        return Blame("statistic" if state == "other" else "mixes", line, func)
+
+    def _judge_reduction(self, call: Call, line: str) -> Blame:
+        """Return the `Blame` for a loss function whose value is not a mean over rows."""
+        func = call["func"]
+        if call.get("words", {}).get("reduction") == "sum":
+            return Blame("sum", line, func)
+        if call.get("weighted"):
+            return Blame("classes", line, func)
+        if call.get("ignores"):
+            return Blame("tokens", line, func)
+        return Blame("count", line, func)
+
+    def _judge_loss(self) -> Blame | None:
+        """Return a `Blame` if the loss is not the mean of the losses of the parts, else None.
+
+        The mean is weighted if the script passed loss weights.
+        """
+        ours, theirs = self._whole["value"], [each["value"] for each in self._parts]
+        if self._whole["reduction"] == "sum" or len(theirs) < 2:
+            return None
+        loss = self._calls[self._whole["loss"]] if self._whole["loss"] >= 0 else {}
+        line = loss.get("line") or self._whole["line"]
+        scale = max(abs(ours), 1e-12)
+        if self._weights is None and abs(sum(theirs) - ours) < self._loose * scale:
+            reducer = self._find_reducer()
+            return Blame("sum", reducer.get("line", line), reducer.get("func", "backward"))
+        mean = sum(theirs) / len(theirs)
+        shares = self._share_weights()
+        if shares:
+            mean = sum(share * each for share, each in zip(shares, theirs, strict=True))
+        if abs(mean - ours) > 2 * self._loose * scale:
+            reducer = self._find_reducer()
+            if reducer:
+                return self._judge_reduction(reducer, reducer["line"])
+            return Blame("count", line, loss.get("func", "backward"))
+        return None
+
+    def _find_reducer(self) -> Call:
+        """Return the last call on the way to the loss that takes rows and returns a value without rows.
+
+        Return an empty dict if there is no such call.
+        """
+        needed = find_needed(self._calls, self._whole["loss"])
+        for index in reversed(range(len(self._calls))):
+            call = self._calls[index]
+            has_rows = any(0 <= each < index and self._calls[each].get("shape") for each in call["in"])
+            if index in needed and call["func"] != "input" and not call.get("shape") and has_rows:
+                return call
+        return {}
+
+
+def _find_number(call: Call, theirs: Sequence[Call]) -> tuple[str, tuple[str, ...]] | None:
+    """Return the name and the values of a number that is passed to a call but differs on a part, or None.
+
+    Args:
+        call: Call on the whole batch.
+        theirs: Corresponding call on each part.
+    """
+    ours = call.get("numbers", [])
+    for each in theirs:
+        for index, (one, other) in enumerate(zip(ours, each.get("numbers", []), strict=False)):
+            if one != other:
+                names = call.get("names") or each.get("names") or [""] * len(ours)
+                return (names[index] if index < len(names) else ""), (f"{one:.6g}", f"{other:.6g}")
+    return None
+
+
+def find_needed(calls: Sequence[Call], loss: int) -> set[int]:
+    """Return the indices of the calls on which a loss depends.
+
+    Args:
+        calls: Recorded calls.
+        loss: Index of the call that returned the loss; negative if it is unknown, which returns all indices.
+    """
+    if loss < 0:
+        return set(range(len(calls)))
+    needed, waiting = set(), [loss]
+    while waiting:
+        index = waiting.pop()
+        if index not in needed and 0 <= index < len(calls):
+            needed.add(index)
+            waiting += calls[index]["in"]
+    return needed
+
+
+def _align(calls: Sequence[Call], others: Sequence[Sequence[Call]]) -> list[tuple[int, list[Call] | None]]:
+    """Return a pair for each call: its index, and the call of each other record that corresponds to it.
+
+    Corresponding calls have the same line and function. The second item is None if any record has no such call.
+
+    Args:
+        calls: Recorded calls.
+        others: Records of other runs or parts.
+    """
+    keys = [_key(each) for each in calls]
+    places: list[dict[int, int]] = []
+    for other in others:
+        there = [_key(each) for each in other]
+        if there == keys:
+            places.append({index: index for index in range(len(keys))})
+            continue
+        blocks = SequenceMatcher(None, keys, there, autojunk=False).get_matching_blocks()
+        places.append({block.a + k: block.b + k for block in blocks for k in range(block.size)})
+    found: list[tuple[int, list[Call] | None]] = []
+    for index in range(len(keys)):
+        matched = all(index in each for each in places)
+        found.append(
+            (index, [other[each[index]] for other, each in zip(others, places, strict=True)] if matched else None)
+        )
+    return found
+
+
+def _key(call: Call) -> tuple[str, str, str]:
+    about = f"{call.get('own', '')} {call['shape'][1:]}" if call["func"] == "input" else ""
+    return call["line"], call["func"], about
+
+
+def _combine(rows: Sequence[Any], factors: Sequence[float]) -> list[list[float]]:
+    """Return a weighted sum of the rows of all parts.
+
+    Args:
+        rows: Rows of each part.
+        factors: Weight of each part.
+    """
+    return [
+        [sum(f * part[index][k] for f, part in zip(factors, rows, strict=True)) for k in range(3)]
+        for index in range(len(rows[0]))
+    ]
+
+
+def _total(call: Call) -> list[float]:
+    return [sum(row[k] for row in call["rows"]) for k in range(2)]
+
+
+def _add_totals(calls: Sequence[Call]) -> list[float]:
+    totals = [_total(each) for each in calls]
+    return [sum(each[k] for each in totals) for k in range(2)]
+
+
+def _count(shape: Sequence[int]) -> int:
+    product = 1
+    for each in shape:
+        product *= each
+    return product
+
+
+# -------------------------------------------------------------------- equal runs
+
+
+def blame_repeat(ours: Losses, theirs: Losses, is_saved: Callable[[str], bool] = lambda name: False) -> Blame | None:
+    """Return the first call whose result differs between two runs that should be equal bit by bit, or None.
+
+    Args:
+        ours: Losses of an update.
+        theirs: Losses of this update in the other run.
+        is_saved: Function that returns whether the checkpoint contains a tensor, by its name. By default, it contains
+            none.
+    """
+    for one, other in zip(ours, theirs, strict=False):
+        needed = find_needed(one["calls"], one["loss"])
+        for index, found in _align(one["calls"], [other["calls"]]):
+            call = one["calls"][index]
+            if index not in needed:
+                continue
+            if found is None:
+                if call["func"] == "input":
+                    continue
+                return Blame("path", call["line"], call["func"])
+            there = found[0]
+            number = _find_number(call, [there])
+            if number is not None and not _is_size(call, there):
+                return Blame("number", call["line"], call["func"], *number)
+            if call.get("shape") == there.get("shape") and call.get("rows") == there.get("rows"):
+                continue
+            sizes = (str(call.get("shape")), str(there.get("shape")))
+            shapes = sizes if sizes[0] != sizes[1] else ()
+            if call["func"] == "input":
+                kind = "own" if call.get("own") else "tensor"
+                return Blame(kind, call["line"], "input", call.get("own") or call.get("name", ""), shapes)
+            if call["func"] in RANDOM_CALLS:
+                return Blame("draw", call["line"], call["func"])
+            return Blame("call", call["line"], call["func"], "", shapes)
+    return None
+
+
+def _is_size(call: Call, there: Call) -> bool:
+    """Whether a number argument that differs follows the shape of the call's result, as that of `arange` does."""
+    return bool(call.get("shape") != there.get("shape"))

@@ -1,0 +1,480 @@
+"""`CallTrace`: records the torch calls from which each loss is computed, with the script's line of each call.
+
+If two runs differ, `blame.py` compares these records and finds the first call whose result differs. Only a summary of
+each result is recorded: three sums for each row.
+
+This module reads frames of the user's code and their variables. That is acceptable because `headway verify` is a
+diagnostic tool: the records only name a line or a variable for the reader. No value of the script is changed.
+"""
+
+import inspect
+import json
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from headway.common.callsite import Frame, is_headway_file, is_user_file, walk_stack
+from headway.core.weights.pieces import is_dtensor
+
+_MOST_CALLS = 2000
+"""Largest number of calls that are recorded for one loss."""
+_MOST_ROWS = 128
+"""Largest number of rows that are summarized one by one."""
+_MOST_SUMMED = 1 << 20
+"""Largest number of values from which a summary is computed. Larger tensors are sampled at regular intervals."""
+_MOST_STACK = 120
+"""Largest number of frames that are searched for the script's line."""
+_MOST_KEPT = 20_000
+"""Largest number of tensors for which it is checked whether they stay alive."""
+_OWN_CALLS = ("forward", "__call__", "run")
+"""Names of Headway's functions that may be on the stack between the script and a torch call of its model."""
+_STEPS = ("torch/optim/", "torch/nn/utils/clip_grad")
+"""Parts of file names whose calls belong to the optimizer's step."""
+
+_SCALINGS = frozenset(
+    ("mul", "rmul", "div", "truediv", "rtruediv", "true_divide", "add", "radd", "sub", "rsub", "pow", "rpow")
+)
+"""Functions whose number arguments are looked up among the script's variables."""
+_IN_PLACE = frozenset(
+    ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__iand__", "__ior__")
+)
+"""Operators that change their first argument."""
+
+Names = Callable[[], tuple[dict[int, str], dict[int, str]]]
+"""Function that returns the names of prepared models' parameters and buffers: one dict by the `id` of the tensor, and
+one by the address of its memory.
+"""
+
+
+class CallTrace:
+    """Recorder of the torch calls in one process.
+
+    Args:
+        path: File to which records are appended, one JSON line per loss.
+        list_names: Function that returns the names of the prepared models' parameters and buffers by the `id` of the
+            tensor, and by the address of its memory.
+        is_enabled: Whether calls may be recorded. A run that measures memory must not keep summaries of tensors.
+            Default: True.
+
+    Attributes:
+        is_on: Whether calls are currently recorded.
+        update: Number of the update that is being computed.
+        written: Lines of the script that changed a parameter or buffer in place in this update, by the tensor's name.
+    """
+
+    def __init__(self, path: Path, list_names: Names, *, is_enabled: bool = True) -> None:
+        self._path = path
+        self._is_enabled = is_enabled
+        self._list_names = list_names
+        self._names: dict[int, str] = {}
+        self._storages: dict[int, str] = {}
+        self._calls: list[dict[str, Any]] = []
+        self._known: dict[int, tuple[Any, int]] = {}
+        self._rows: int | None = None
+        self._kept: list[tuple[int, str, Any]] = []
+        self._inputs: list[torch.Tensor] = []
+        self._input_calls: list[int] = []
+        self._is_busy = False
+        self.is_on = False
+        self.update = 1
+        self.written: dict[str, list[str]] = {}
+
+    # ---------------------------------------------------------------- phases
+
+    def begin(self, num_rows: int | None) -> None:
+        """Start to record the calls of a new batch, and discard recorded calls that no loss has used.
+
+        Args:
+            num_rows: Number of rows of the batch in this process, or None if it is unknown.
+        """
+        self._calls, self._known, self._rows = [], {}, num_rows
+        self.is_on = self._is_enabled
+
+    def pause(self) -> None:
+        """Stop recording calls until `begin` or `resume` is called."""
+        self.is_on = False
+
+    def resume(self) -> None:
+        """Record calls again."""
+        self.is_on = self._is_enabled
+
+    def close(self, loss: torch.Tensor, weight: float | None, reduction: str) -> None:
+        """Write the recorded calls that led to a loss to the file, discard them, and stop recording.
+
+        Args:
+            loss: Loss whose backward pass is about to run.
+            weight: Loss weight that the script passed, or None.
+            reduction: "mean" or "sum", as the script passed it.
+        """
+        self.is_on = False
+        entry = {
+            "update": self.update,
+            "rows": self._rows,
+            "loss": self._find_call(loss),
+            "value": float(loss.detach().float().mean()),
+            "weight": weight,
+            "reduction": reduction,
+            "line": find_line(),
+            "calls": self._calls,
+        }
+        with self._path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        self._calls, self._known, self._inputs, self._input_calls = [], {}, [], []
+
+    def void(self) -> None:
+        """Mark the last loss as one whose backward pass failed. It is not part of the update."""
+        with self._path.open("a") as file:
+            file.write(json.dumps({"update": self.update, "is_void": True}) + "\n")
+
+    # ---------------------------------------------------------------- calls
+
+    def note_inputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Store a model's inputs, in order to recognize a loss whose target is the input shifted by one step.
+
+        Args:
+            args: Positional arguments of the model.
+            kwargs: Keyword arguments of the model.
+        """
+        if self.update == 1 and self.is_on:
+            floats = [
+                each for each in _list_tensors([list(args), kwargs]) if each.is_floating_point() and each.ndim > 1
+            ]
+            self._inputs = [each.detach() for each in floats[:4] if each.numel() <= _MOST_SUMMED]
+            self._input_calls = [self._find_call(each) for each in floats[:4] if each.numel() <= _MOST_SUMMED]
+
+    def _find_predicted(self, target: torch.Tensor) -> int:
+        """Return the index of the call that made the model input that a loss's target continues, or -1.
+
+        A target continues an input if it is the input shifted by one step.
+
+        Args:
+            target: Target of the loss.
+        """
+        for given, index in zip(self._inputs, self._input_calls, strict=True):
+            if given.shape != target.shape or given.shape[-1] < 3:
+                continue
+            if torch.equal(given[..., 1:], target[..., :-1]):
+                return index
+        return -1
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Record one call.
+
+        Args:
+            func: Function that was called.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            result: Return value of the call.
+        """
+        if self._is_busy:
+            return
+        name = get_function_name(func)
+        changes = _is_in_place(name)
+        if not (self.is_on or changes):
+            return
+        self._is_busy = True
+        try:
+            if changes:  # functions of torch.nn.init pass their tensor as a keyword argument
+                self._note_write(args[0] if args else kwargs.get("tensor"))
+            if self.is_on and len(self._calls) < _MOST_CALLS:
+                self._note_call(name, args, kwargs, args[0] if name == "__setitem__" else result)
+        finally:
+            self._is_busy = False
+
+    def _note_write(self, target: Any) -> None:
+        """Record that the script changes a parameter or a buffer of a prepared model in place."""
+        for each in target if isinstance(target, list | tuple) else (target,):
+            name = self._find_name(each)
+            if name:
+                frame = find_script_frame()
+                if frame is not None:
+                    lines = self.written.setdefault(name, [])
+                    line = str(Frame.from_frame(frame))
+                    if line not in lines:
+                        lines.append(line)
+
+    def _find_name(self, tensor: Any) -> str:
+        """Return the name of a prepared model's parameter or buffer that shares memory with a tensor, or ""."""
+        if not isinstance(tensor, torch.Tensor) or is_dtensor(tensor):
+            return ""
+        if not self._names:
+            self.learn_names()
+        return self._names.get(id(tensor)) or self._storages.get(get_address(tensor), "")
+
+    def learn_names(self) -> None:
+        """Update the names of parameters and buffers. Must be called when models were prepared or replaced."""
+        self._names, self._storages = self._list_names()
+
+    def _note_call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        outputs = list(_list_tensors(result))[:3]
+        if not outputs:
+            return
+        frame, module = self._find_place()
+        if frame is None:
+            return
+        line = str(Frame.from_frame(frame))
+        sources = [
+            self._find_call(each, line, frame, module) for each in list(_list_tensors([list(args), kwargs]))[:12]
+        ]
+        entry: dict[str, Any] = {
+            "line": line,
+            "func": name,
+            "module": type(module).__name__ if module is not None else "",
+            "in": sources,
+            **self._summarize(outputs[0]),
+        }
+        numbers = _list_numbers(args, kwargs)
+        if numbers:
+            entry["numbers"] = numbers
+            is_scaled = name.strip("_") in _SCALINGS
+            names = [_find_variable(frame, each) if is_scaled and isinstance(each, float) else "" for each in numbers]
+            if any(names):
+                entry["names"] = names
+        words = {key: value for key, value in kwargs.items() if isinstance(value, str)}
+        if words:
+            entry["words"] = words
+        if any(each in name for each in ("loss", "cross_entropy")):
+            entry |= self._describe_loss(args, kwargs)
+        if module is not None:
+            part = self._find_name(getattr(module, "weight", None))
+            if part:
+                entry["part"] = part.rpartition(".")[0]
+        self._calls.append(entry)
+        for each in outputs:
+            self._keep(each, line)
+
+    def _describe_loss(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return whether a loss call uses class weights or ignored labels, and which model input its target continues.
+
+        A target continues an input if it is the input shifted by one step.
+        """
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+        entry: dict[str, Any] = {"weighted": isinstance(weight, torch.Tensor)}
+        if isinstance(target, torch.Tensor) and not target.is_floating_point():
+            entry["ignores"] = bool((target == kwargs.get("ignore_index", -100)).any())
+        elif isinstance(target, torch.Tensor):
+            predicted = self._find_predicted(target)
+            if predicted >= 0:
+                entry["predicts"] = predicted
+        return entry
+
+    def _keep(self, tensor: torch.Tensor, line: str) -> None:
+        """Record which line made a tensor, without keeping the tensor alive."""
+        reference = weakref.ref(tensor)
+        self._known[id(tensor)] = (reference, len(self._calls) - 1)
+        if len(self._kept) < _MOST_KEPT:
+            self._kept.append((self.update, line, reference))
+
+    def list_alive(self, update: int) -> list[tuple[int, str, torch.Tensor]]:
+        """Return the tensors of earlier updates that are still alive, as (update, line that made it, tensor).
+
+        Args:
+            update: Number of the current update, whose tensors are left out.
+        """
+        self._kept = [each for each in self._kept if each[2]() is not None]
+        found = ((number, line, reference()) for number, line, reference in self._kept)
+        return [(number, line, each) for number, line, each in found if each is not None and number < update]
+
+    def _find_call(
+        self,
+        tensor: torch.Tensor,
+        line: str = "",
+        frame: FrameType | None = None,
+        module: torch.nn.Module | None = None,
+    ) -> int:
+        """Return the index of the call that made a tensor.
+
+        A tensor that no recorded call has made is recorded as an input.
+
+        Args:
+            tensor: Tensor to look up.
+            line: Line of the script that uses the tensor. With "", an unknown tensor is not recorded, and -1 is
+                returned. Default: "".
+            frame: Frame of this line, in which the name of the variable is looked up. Default: None.
+            module: Module that uses the tensor. Default: None.
+        """
+        known = self._known.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        if not line:
+            return -1
+        name = self._find_name(tensor)
+        about: dict[str, Any] = {"line": line, "func": "input", "module": "", "in": []}
+        if name:
+            about["own"] = name
+            # Parameters are compared elsewhere. Buffers may differ between ranks.
+            about |= {"shape": list(tensor.shape)} if tensor.requires_grad else self._summarize(tensor)
+        else:
+            about |= self._summarize(tensor)
+            about["name"] = _find_tensor(frame, module, tensor)
+        self._calls.append(about)
+        self._known[id(tensor)] = (weakref.ref(tensor), len(self._calls) - 1)
+        return len(self._calls) - 1
+
+    def _find_place(self) -> tuple[FrameType | None, torch.nn.Module | None]:
+        """Return the innermost frame of the script, and the innermost module whose forward is running."""
+        module = None
+        for depth, frame in enumerate(walk_stack()):
+            code = frame.f_code
+            file = code.co_filename
+            if file == __file__ or file.endswith("headway/verify/draws.py"):
+                continue
+            if module is None and code.co_name == "forward":
+                owner = frame.f_locals.get("self")
+                module = owner if isinstance(owner, torch.nn.Module) else None
+            if is_user_file(file):
+                return frame, module
+            if depth > _MOST_STACK or any(each in file for each in _STEPS):
+                return None, None
+            if is_headway_file(file) and code.co_name not in _OWN_CALLS:
+                return None, None
+        return None, None
+
+    def _summarize(self, tensor: torch.Tensor) -> dict[str, Any]:
+        """Return the shape of a tensor and three sums for each of its rows.
+
+        They are the sum of the values, the sum of their absolute values, and the sum of the values weighted by
+        position.
+        """
+        shape = list(tensor.shape)
+        if is_dtensor(tensor) or tensor.is_sparse or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+            return {"shape": shape}
+        with torch.no_grad():
+            plain = tensor.detach()
+            if plain.is_complex():
+                plain = torch.view_as_real(plain)
+            groups = 1
+            if plain.ndim and plain.numel():
+                if 0 < shape[0] <= _MOST_ROWS:
+                    groups = shape[0]
+                elif self._rows and self._rows <= _MOST_ROWS and not shape[0] % self._rows:
+                    groups = self._rows
+            values = plain.reshape(groups, -1)
+            stride = values.numel() // _MOST_SUMMED + 1
+            if stride > 1:
+                values = values[:, ::stride]
+            values = torch.nan_to_num(values.to(torch.float64), nan=7.0, posinf=11.0, neginf=-11.0)
+            places = torch.arange(values.shape[1], device=values.device, dtype=torch.float64).mul_(0.618).frac_()
+            sums = torch.stack([values.sum(1), values.abs().sum(1), values @ places], 1)
+            kind = "f" if tensor.is_floating_point() else "b" if tensor.dtype == torch.bool else "i"
+            return {"shape": shape, "kind": kind, "rows": sums.tolist()}
+
+
+def get_function_name(func: Any) -> str:
+    """Return the name of a function that was passed to a torch function mode, or of the property that it reads."""
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
+
+
+def _is_in_place(name: str) -> bool:
+    """Whether a function with this name changes its first argument."""
+    if name.endswith("__"):
+        return name == "__setitem__" or name in _IN_PLACE
+    return name.endswith("_")
+
+
+def get_address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's memory, or -1 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return -1
+
+
+def _list_tensors(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple) and depth < 4:
+        for each in tree:
+            yield from _list_tensors(each, depth + 1)
+    elif isinstance(tree, dict) and depth < 4:
+        for each in tree.values():
+            yield from _list_tensors(each, depth + 1)
+
+
+def _list_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[float]:
+    """Return the numbers among the arguments of a call, at most six."""
+    values = [*args, *kwargs.values()]
+    return [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)][:6]
+
+
+def find_script_frame() -> FrameType | None:
+    """Return the innermost stack frame of the script.
+
+    None if the call was made by an optimizer's step, by Headway or by a library.
+    """
+    for depth, frame in enumerate(walk_stack()):
+        file = frame.f_code.co_filename
+        if "headway/verify/" in file:
+            continue
+        if is_user_file(file):
+            return frame
+        if depth > _MOST_STACK or is_headway_file(file) or any(each in file for each in _STEPS):
+            if frame.f_code.co_name in _OWN_CALLS:
+                continue
+            return None
+    return None
+
+
+def find_line() -> str:
+    """Return the innermost line of the script on the stack, or "" if there is none."""
+    for frame in walk_stack():
+        if is_user_file(frame.f_code.co_filename):
+            return str(Frame.from_frame(frame))
+    return ""
+
+
+def _find_variable(frame: FrameType, value: Any) -> str:
+    """Return the script's expression for a number, such as "means['size']" or "self.mean"; "" if there is none.
+
+    Args:
+        frame: Frame whose variables are searched.
+        value: Number to look for.
+    """
+    for name, each in _list_variables(frame):
+        if each is value:
+            return name
+    return ""
+
+
+def _find_tensor(frame: FrameType | None, module: torch.nn.Module | None, tensor: torch.Tensor) -> str:
+    """Return an expression for a tensor that no recorded call has made, such as "weight of a Linear", or "".
+
+    Args:
+        frame: Frame whose variables are searched.
+        module: Module whose tensors are searched.
+        tensor: Tensor to look for.
+    """
+    if module is not None:
+        for name, each in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if each is tensor:
+                return f"{name} of a {type(module).__name__}"
+    if frame is not None:
+        for name, found in _list_variables(frame):
+            if found is tensor:
+                return name
+    return ""
+
+
+def _list_variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """Yield pairs of (expression, value) for the variables of a frame, and for their items and attributes."""
+    spaces = [frame.f_locals] if frame.f_locals is frame.f_globals else [frame.f_locals, frame.f_globals]
+    for space in spaces:
+        own = [(name, value) for name, value in list(space.items())[:400] if not name.startswith("__")]
+        yield from own
+        for name, value in own:
+            if isinstance(value, dict):
+                yield from ((f"{name}[{key!r}]", each) for key, each in list(value.items())[:50])
+            elif isinstance(value, list | tuple):
+                yield from ((f"{name}[{index}]", each) for index, each in enumerate(value[:50]))
+            elif not inspect.ismodule(value) and not isinstance(value, type):
+                inner = getattr(value, "__dict__", None)
+                if isinstance(inner, dict):
+                    yield from ((f"{name}.{key}", each) for key, each in list(inner.items())[:100])

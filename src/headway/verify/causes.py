@@ -1,0 +1,125 @@
+"""Texts for each kind of `Blame`: the cause in one line, a change to the script that helps, and a docs page."""
+
+from dataclasses import dataclass
+
+from headway.verify.blame import Blame
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Cause of a difference between two runs, as `headway verify` prints it.
+
+    Attributes:
+        reason: Cause in one line.
+        advice: Change to the script that is likely to help.
+        page: Page of the documentation, such as "data.md".
+    """
+
+    reason: str
+    advice: str
+    page: str
+
+
+def explain_parts(blame: Blame, parts: str) -> Cause:
+    """Return the cause of a difference between the whole batch on one process and the parts of the batch.
+
+    Args:
+        blame: First call that differs.
+        parts: Unit into which the batch was divided: "rank" or "piece" (micro-batch).
+    """
+    at = f" at {blame.line}" if blame.line else ""
+    call = f"{blame.call}(){at}"
+    name = f" ({blame.name})" if blame.name else ""
+    values = f" is {blame.values[0]} for the whole batch and {blame.values[1]} for a {parts}" if blame.values else ""
+    texts = {
+        "sum": (
+            f"the loss is a sum over rows: {call}",
+            "let the loss be a mean, or pass reduction='sum' and weight= to accelerator.backward",
+            "accumulation.md",
+        ),
+        "tokens": (
+            f"the loss is a mean over the counted tokens of one {parts}'s rows, not over all tokens: {call}",
+            "pass the number of counted tokens: accelerator.backward(loss, weight=count)",
+            "accumulation.md",
+        ),
+        "classes": (
+            f"the loss is a weighted mean, divided by the class weights of one {parts}'s rows: {call} with weight=",
+            "pass the sum of these weights: accelerator.backward(loss, weight=class_weights[labels].sum())",
+            "accumulation.md",
+        ),
+        "count": (
+            f"the loss is divided by a number of one {parts}'s rows, which is not the number of rows: {call}",
+            "pass this number to backward: accelerator.backward(loss, weight=count)",
+            "accumulation.md",
+        ),
+        "number": (
+            f"a number{name} in {call}{values}",
+            "do not scale the loss by the number of processes or batches: accelerator.backward averages over all of them"
+            if parts == "rank"
+            else "a value that the loop keeps must not change when a batch is run again in pieces: keep it in a buffer, or "
+            "update it after the step",
+            "accumulation.md" if parts == "rank" else "microbatching.md",
+        ),
+        "norm": (
+            f"BatchNorm{name} normalizes over the rows of one {parts} only{at}",
+            "convert the model before prepare(): torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or use GroupNorm",
+            "troubleshooting.md",
+        ),
+        "draw": (
+            f"{call} draws other random numbers on each {parts}, from a generator with another seed or state",
+            "seed the generator with the same number on all ranks, and draw for the rows of the batch",
+            "verify.md#a-run-repeats-itself",
+        ),
+        "tensor": (
+            f"a tensor{name} used{at} differs between the {parts}s, and is neither in the batch nor in a prepared model",
+            "create it from a seed that does not depend on the rank, or prepare the model that it belongs to"
+            if parts == "rank"
+            else "the loss function must not change state: change it after the step",
+            "several_models.md" if parts == "rank" else "microbatching.md",
+        ),
+        "buffer": (
+            f"the buffer{name} used{at} differs between the {parts}s",
+            "compute it from the rows of all ranks: accelerator.reduce(value, 'mean')",
+            "several_models.md",
+        ),
+        "mixes": (
+            f"{call} combines each row with the other rows of its {parts}, such as negatives of a contrastive loss",
+            "gather the rows of all ranks, and compare each rank's own rows with them",
+            "evaluation.md" if parts == "rank" else "microbatching.md",
+        ),
+        "selects": (
+            f"{call} selects among the rows of one {parts}",
+            "select among the rows of all ranks: accelerator.gather(values)",
+            "evaluation.md",
+        ),
+        "statistic": (
+            f"{call} computes a statistic over the rows of one {parts}, and the loss depends on it",
+            "compute it over the rows of all ranks: accelerator.reduce(value, 'mean') or accelerator.gather(values)",
+            "evaluation.md" if parts == "rank" else "microbatching.md",
+        ),
+        "path": (
+            f"the script takes another path at {blame.line} ({blame.call}())",
+            "let every rank make the same calls: remove conditions on the rank or the number of processes from the loss"
+            if parts == "rank"
+            else "the loss function must not change state or advance an iterator, because a batch may be run again",
+            "several_models.md" if parts == "rank" else "microbatching.md",
+        ),
+    }
+    return Cause(*texts[blame.kind])
+
+
+def explain_repeat(blame: Blame) -> str:
+    """Return one line about where two runs first differ that should be equal."""
+    at = f" at {blame.line}" if blame.line else ""
+    name = f" {blame.name}" if blame.name else ""
+    values = f" is {blame.values[1]} instead of {blame.values[0]}" if blame.values else " differs"
+    if blame.kind == "number":
+        return f"the number{name} in {blame.call}(){at}{values}"
+    shape = f": its shape{values}" if blame.values else ""
+    if blame.kind in ("tensor", "own"):
+        return f"the tensor{name} used{at} differs{shape}"
+    if blame.kind == "draw":
+        return f"{blame.call}(){at} draws other random numbers"
+    if blame.kind == "path":
+        return f"the two runs take different paths{at} ({blame.call}())"
+    return f"{blame.call}(){at} gives another result{shape}"

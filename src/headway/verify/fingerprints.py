@@ -1,0 +1,152 @@
+"""Hashes and samples of tensors and of the rows of batches, small enough to be recorded for each update."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy
+import torch
+
+MOST_VALUES = 4096
+"""Largest number of values that are recorded of a tensor. Larger tensors are sampled at regular intervals."""
+_PADDING = (0, 1, -100)
+"""Integers that count as padding in a row of tokens or labels."""
+
+
+def hash_bytes(*parts: bytes) -> str:
+    """Return a hash of bytes as 16 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor's values."""
+    plain = tensor.detach().cpu().contiguous()
+    return bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes()) if plain.numel() else b""
+
+
+def hash_tensor(tensor: torch.Tensor) -> str:
+    """Return a hash of a tensor's values and its shape."""
+    return hash_bytes(str(tuple(tensor.shape)).encode(), to_bytes(tensor))
+
+
+def sample_values(tensor: torch.Tensor) -> "numpy.ndarray[Any, Any]":
+    """Return the values of a tensor as a float32 array. Tensors with more than `MOST_VALUES` values are sampled.
+
+    A sample is followed by the norm and the sum of all values, so that changes of other values are noticed.
+    """
+    flat = tensor.detach().reshape(-1)
+    if flat.dtype.is_complex:
+        flat = torch.view_as_real(flat).reshape(-1)
+    values = flat.to(torch.float64)
+    if len(flat) > MOST_VALUES:
+        stride = len(flat) // MOST_VALUES
+        # An odd stride reaches all columns of a matrix whose width is a power of two.
+        chosen = values[:: stride + 1 - stride % 2][:MOST_VALUES]
+        total = torch.stack([values.norm(), values.sum()])
+    else:
+        chosen, total = values, values[:0]
+    return torch.cat([chosen, total]).to(torch.float32).cpu().numpy()
+
+
+# -------------------------------------------------------------------- batches
+
+
+def walk_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield pairs of (path, leaf) for the leaves of nested lists, tuples, mappings and dataclasses."""
+    if isinstance(tree, Mapping):
+        for key in tree:
+            yield from walk_tensors(tree[key], f"{path}.{key}")
+    elif isinstance(tree, list | tuple):
+        for index, value in enumerate(tree):
+            yield from walk_tensors(value, f"{path}.{index}")
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        for each in fields(tree):
+            yield from walk_tensors(getattr(tree, each.name), f"{path}.{each.name}")
+    else:
+        yield path, tree
+
+
+def hash_rows(tree: Any, num_rows: int) -> tuple[list[str], list[str]]:
+    """Return two lists of hashes, each with one hash per row of a batch.
+
+    The second list ignores padding, so that it does not depend on the length to which a batch was padded.
+
+    Args:
+        tree: Batch, as nested collections of tensors. Tensors without rows are ignored.
+        num_rows: Number of rows of the batch.
+    """
+    exact: list[list[bytes]] = [[] for _ in range(num_rows)]
+    loose: list[list[bytes]] = [[] for _ in range(num_rows)]
+    for path, leaf in walk_tensors(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == num_rows:
+            plain = leaf.detach().cpu()
+            name = path.encode()
+            for index in range(num_rows):
+                row = plain[index]
+                exact[index].append(name + str(tuple(row.shape)).encode() + to_bytes(row))
+                loose[index].append(name + to_bytes(_strip_padding(row)))
+    return [hash_bytes(*each) for each in exact], [hash_bytes(*each) for each in loose]
+
+
+def _strip_padding(row: torch.Tensor) -> torch.Tensor:
+    """Return the values of a row that are not padding."""
+    if not row.ndim:
+        return row
+    if row.is_floating_point() or row.dtype == torch.bool or row.ndim > 1:
+        return row[row != 0]
+    kept = torch.ones_like(row, dtype=torch.bool)
+    for value in _PADDING:
+        kept &= row != value
+    rest = row[kept]
+    # An unusual padding value repeats at the end. The usual ones are removed first, so that a row which ends with equal
+    # tokens is the same with and without them.
+    if len(rest) > 1 and rest[-1] == rest[-2]:
+        others = (rest != rest[-1]).nonzero()
+        rest = rest[: int(others[-1]) + 1] if len(others) else rest[:0]
+    return rest
+
+
+def reverse_rows(tree: Any, num_rows: int) -> Any:
+    """Return a batch with its rows in reverse order. Tensors without rows are unchanged."""
+    if isinstance(tree, torch.Tensor):
+        return tree.flip(0) if tree.ndim and tree.shape[0] == num_rows else tree
+    if isinstance(tree, Mapping):
+        changed = {key: reverse_rows(tree[key], num_rows) for key in tree}
+        return _rebuild_tree(tree, changed)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(reverse_rows(each, num_rows) for each in tree))
+    if isinstance(tree, list | tuple):
+        is_column = len(tree) == num_rows and not any(isinstance(each, torch.Tensor) for each in tree)
+        changed_items = [reverse_rows(each, num_rows) for each in tree]
+        return type(tree)(reversed(changed_items) if is_column else changed_items)
+    return tree
+
+
+def _rebuild_tree(tree: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
+    """Return a mapping of the type of `tree`, such as a `BatchEncoding`, with the values of `changed`."""
+    if type(tree) is dict:
+        return changed
+    try:
+        copied = tree.copy()  # type: ignore[attr-defined]
+        copied.update(changed)
+        return copied
+    except (AttributeError, TypeError):
+        return type(tree)(changed)  # type: ignore[call-arg]
+
+
+def find_rows(leaves: Sequence[tuple[str, Any]]) -> int | None:
+    """Return the number of rows of a batch, or None if the batch has no tensor with rows.
+
+    The number of rows is the size of the first dimension of the first tensor.
+
+    Args:
+        leaves: Pairs of (path, leaf) of the batch, as `walk_tensors` yields them.
+    """
+    for _, leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            return int(leaf.shape[0])
+    return None

@@ -1,0 +1,68 @@
+"""Forecasts of a script's memory for `headway verify`: `headway estimate --script` as one more run."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.verify.records import RunRecord
+
+_MOST_REASON = 200
+"""Largest number of characters of the reason why there is no forecast."""
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """Forecast of the memory of a script on one process. Sizes are in bytes.
+
+    Attributes:
+        device: Name of the device, as listed in docs/forecast.md.
+        allocated: Peak memory of tensors.
+        least: Lower bound of the memory of the whole process on the device.
+        total: Likely memory of the whole process on the device.
+        most: Upper bound of the memory of the whole process on the device.
+        fits: True if `most` fits, False if not even `least` fits, and None if the answer is uncertain.
+        caveats: Assumptions and known gaps.
+    """
+
+    device: str
+    allocated: int
+    least: int
+    total: int
+    most: int
+    fits: bool | None
+    caveats: tuple[str, ...]
+
+
+def read_forecast(record: RunRecord) -> tuple[MemoryForecast | None, str]:
+    """Return the forecast that a run of `headway estimate --script` printed, and the reason if there is none.
+
+    The result is (forecast, "") or (None, reason).
+    """
+    path = Path(record.request.folder, "output.txt")
+    text = path.read_text("utf-8", "replace") if path.exists() else ""
+    if record.code != 0:
+        return None, _find_reason(text)
+    try:
+        found: dict[str, Any] = json.loads(text[f"\n{text}".rindex("\n{\n") :])
+    except ValueError:
+        return None, "the forecast printed no result"
+    return (
+        MemoryForecast(
+            device=found["device"],
+            allocated=found["allocated"],
+            least=found["least"],
+            total=found["total"],
+            most=found["most"],
+            fits=found["fits"],
+            caveats=tuple(found["caveats"]),
+        ),
+        "",
+    )
+
+
+def _find_reason(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    chosen = next((line for line in reversed(lines) if "error:" in line.lower() or "Error: " in line), None)
+    reason = (chosen or (lines or ["it ended without a message"])[-1]).removeprefix("headway: error: ")
+    return reason if len(reason) <= _MOST_REASON else f"{reason[: _MOST_REASON - 3]}..."

@@ -1,0 +1,164 @@
+"""`headway verify` for a function instead of a script: `accelerator.verify` in a notebook.
+
+The function is pickled as for `notebook_launcher`, and each run calls it in new processes. The results of cells that
+ran before do not influence the runs.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.common import env
+from headway.common.optional import require
+from headway.core.config.launch import SETTINGS
+from headway.core.config.load import Value, resolve
+from headway.core.config.values import check_file_value
+from headway.core.training.run import Run
+from headway.errors import ConfigError
+from headway.launch import machine
+from headway.launch.plan import Program, make_plan
+from headway.verify.proofs import PROOFS
+from headway.verify.runs import LaunchOrder
+from headway.verify.session import Options, VerifySession
+from headway.verify.table import format_summary, format_table
+from headway.verify.verdict import Verdict, shorten_paths
+
+
+@dataclass(frozen=True)
+class FunctionProofs:
+    """Result of verifying a training function.
+
+    Attributes:
+        verdicts: Results of the proofs, in the order of the table.
+        seconds: Duration of all runs together.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether no proof failed."""
+        return all(each.status != "FAIL" for each in self.verdicts)
+
+    @property
+    def statuses(self) -> dict[str, str]:
+        """Return "PASS", "FAIL" or "NOT CHECKED" for each proof, by its key, such as "resume"."""
+        return {each.key: each.status for each in self.verdicts}
+
+    def describe(self) -> str:
+        """Return the table of proofs, and the details of the failed ones, as text."""
+        return f"{format_table(self.verdicts)}\n\n{format_summary(self.verdicts, self.seconds)}"
+
+    def __repr__(self) -> str:
+        # A notebook shows this below the table that has been printed.
+        return f"<{format_summary(self.verdicts, self.seconds)}>"
+
+
+def verify_function(
+    run: Run,
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    num_processes: int = 2,
+    strategy: str | None = None,
+    only: Sequence[str] | None = None,
+    skip: Sequence[str] = (),
+    updates: int = 6,
+    time_limit: float = 60.0,
+) -> FunctionProofs:
+    """Verify a function that builds an Accelerator and trains, and print the table of proofs.
+
+    `Accelerator.verify` documents the arguments.
+
+    Args:
+        run: Run of the Accelerator in the notebook.
+        function: Function that creates its own Accelerator and trains.
+        args: Positional arguments of the function.
+        num_processes: Number of processes of the runs that are compared with the run on one process. Default: 2.
+        strategy: Additional layout to compare with one process, or None. Default: None.
+        only: Keys of the proofs to make, or None for all. Default: None.
+        skip: Keys of the proofs to leave out. Default: ().
+        updates: Number of updates of each run. Default: 6.
+        time_limit: Number of seconds that each run may take. Default: 60.
+
+    Raises:
+        ConfigError: If an argument is invalid, or if this process is part of a run on several processes.
+        VerifyError: If the function fails or makes no update on one process.
+    """
+    cloudpickle = require("cloudpickle", "accelerator.verify needs", "cloudpickle")
+    if run.runtime.world_size > 1:
+        raise ConfigError(
+            "accelerator.verify starts processes itself: call it in a notebook or in a script on one process"
+        )
+    if not callable(function):
+        raise ConfigError(f"accelerator.verify got {function!r}; give the function itself: accelerator.verify(train)")
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise ConfigError(f"accelerator.verify got args={args!r}; give a tuple of arguments: args=({args!r},)")
+    if num_processes < 2:
+        raise ConfigError(f"verify compares one process with several; num_processes={num_processes} must be at least 2")
+    chosen = _choose_proofs(only, skip)
+    environment = env.copy_variables()
+    here = machine.inspect_machine(environment)
+    is_on_cpu = run.runtime.device.type == "cpu" or len(here.device_ids) < num_processes
+    notes = [] if is_on_cpu == (run.runtime.device.type == "cpu") else ["there are fewer devices: all runs use the CPU"]
+    with tempfile.TemporaryDirectory(prefix="headway-verify-cell-") as folder:
+        Path(folder, "call").write_bytes(cloudpickle.dumps((function, tuple(args))))
+        program = Program("headway.launch.cell", (folder,), "module")
+        # The processes must find the modules of the function.
+        paths = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+
+        def order(count: int, layout: str | None = None) -> LaunchOrder:
+            given = {"num_processes": count, "cpu": is_on_cpu or None, "strategy": layout, "module": True}
+            settings = {name: _check_setting(name, value) for name, value in given.items() if value is not None}
+            planned = make_plan(resolve([settings]), program, here, {**environment, "PYTHONPATH": paths})
+            variables = {**planned.additions, "PYTHONPATH": paths}
+            return LaunchOrder(planned.argv, variables, (program.kind, program.target, *program.args), count)
+
+        orders = {"one": order(1), "several": order(num_processes)}
+        if strategy:
+            orders["layout"] = order(num_processes, strategy)
+        options = Options(
+            orders=orders,
+            is_forked=is_on_cpu,
+            num_processes=num_processes,
+            layout_name=strategy or "",
+            num_updates=updates,
+            time_limit=time_limit,
+            proofs=chosen,
+        )
+        began = time.monotonic()
+        with VerifySession(options, lambda name: None) as session:
+            runs = session.run()
+            verdicts = tuple(shorten_paths(PROOFS[word](runs)) for word in PROOFS if word in chosen)
+        found = FunctionProofs(verdicts, time.monotonic() - began)
+    print(*notes, found.describe(), sep="\n")
+    return found
+
+
+def _check_setting(name: str, value: Any) -> Value:
+    origin = f"accelerator.verify({name}=...)"
+    return Value(check_file_value(SETTINGS[name], value, origin), origin)
+
+
+def _choose_proofs(only: Sequence[str] | None, skip: Sequence[str]) -> tuple[str, ...]:
+    """Return the keys of the proofs to make, in the order of the table.
+
+    Args:
+        only: Keys of the proofs to make; None for all.
+        skip: Keys of the proofs to leave out.
+
+    Raises:
+        ConfigError: If a key does not name a proof.
+    """
+    wanted = [only] if isinstance(only, str) else list(only or PROOFS)
+    unwanted = [skip] if isinstance(skip, str) else list(skip)
+    for word in (*wanted, *unwanted):
+        if word not in PROOFS:
+            raise ConfigError(f"{word!r} is not a proof; there are {', '.join(PROOFS)}")
+    return tuple(word for word in PROOFS if word in wanted and word not in unwanted)

@@ -1,0 +1,27 @@
+"""Proofs of `headway verify`: functions that read the records of all runs and return a verdict."""
+
+from collections.abc import Callable
+
+from headway.verify.proofs.leaks import check_leaks
+from headway.verify.proofs.learning import check_learning
+from headway.verify.proofs.memory import check_data_wait, check_memory
+from headway.verify.proofs.processes import check_layout, check_processes
+from headway.verify.proofs.repeats import check_repeat
+from headway.verify.proofs.replays import check_out_of_memory
+from headway.verify.proofs.resumes import check_resume
+from headway.verify.proofs.samples import check_samples
+from headway.verify.verdict import RunSet, Verdict
+
+PROOFS: dict[str, Callable[[RunSet], Verdict]] = {
+    "repeat": check_repeat,
+    "processes": check_processes,
+    "layout": check_layout,
+    "samples": check_samples,
+    "resume": check_resume,
+    "out_of_memory": check_out_of_memory,
+    "learning": check_learning,
+    "leaks": check_leaks,
+    "memory": check_memory,
+    "data": check_data_wait,
+}
+"""Proofs by the key that selects them on the command line, in the order of the table."""

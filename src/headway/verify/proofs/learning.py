@@ -1,0 +1,195 @@
+"""Proof that all trainable parameters learn: they get gradients and change, while frozen parameters do not change."""
+
+from typing import Any
+
+from headway.verify.proofs.processes import find_diverged
+from headway.verify.records import Update
+from headway.verify.verdict import RunSet, Verdict, join
+
+KEY, TITLE = "learning", "what learns, learns"
+PAGE = "verify.md#what-learns-learns"
+
+
+def check_learning(runs: RunSet) -> Verdict:
+    """Return the verdict about parameters: trainable ones change, frozen ones do not, and replicas are equal."""
+    first = runs.first
+    facts, updates = first.fact, list(first.first.values())
+    trainable = facts.get("trainable", [])
+    if not trainable:
+        return _fail("no parameter is trainable", "set requires_grad of the parameters to train")
+    checks = (_check_optimizers, _check_gradients, _check_experts, _check_frozen_norms, _check_movement)
+    for check in checks:
+        found = check(facts, updates)
+        if found is not None:
+            return found
+    found = _check_buffers(runs, updates) or _check_replicas(runs)
+    if found is not None:
+        return found
+    if not any(rate for update in updates for rate in update.rates):
+        return Verdict(
+            KEY, TITLE, "NOT CHECKED", f"the learning rate is 0 in the first {len(updates)} updates (a warm-up)"
+        )
+    frozen = f", {len(facts['frozen'])} frozen ones stayed" if facts.get("frozen") else ""
+    return Verdict(KEY, TITLE, "PASS", f"{len(trainable)} parameter tensors got gradients and changed{frozen}")
+
+
+def _check_optimizers(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+    """Return the failed verdict if the optimizers lack a trainable parameter or contain a selected frozen one.
+
+    Frozen parameters are only reported if some, but not all of them, are in an optimizer. Return None otherwise.
+    """
+    trainable = facts["trainable"]
+    held = set(facts.get("in_optimizer", trainable))
+    learned = {name for update in updates for name in update.norms}
+    left_out = [name for name in (*trainable, *facts.get("frozen", [])) if name not in held]
+    left_out = [name for name in left_out if name in trainable or name in learned]
+    optimizers = facts.get("optimizers", [])
+    if left_out:
+        return _fail(
+            f"{join(left_out)} is trainable, but belongs to no prepared optimizer{_describe_lines(optimizers)}",
+            "create the optimizer with all trainable parameters after the model is complete, and prepare it; or freeze them",
+        )
+    frozen = [name for name in facts.get("frozen", []) if name not in learned]
+    given = [name for name in frozen if name in held]
+    # Optimizers often get all parameters. Only a selection shows that these were meant to be trained.
+    if given and len(given) < len(frozen) and optimizers:
+        return _fail(
+            f"{join(given)} was given to the optimizer, but is frozen (requires_grad=False){_describe_lines(optimizers)}",
+            "set requires_grad=True for it, or leave it out of the optimizer: look at the names that the script freezes",
+        )
+    return None
+
+
+def _check_gradients(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+    """Return the failed verdict if a trainable parameter gets no gradient or only zeros, else None."""
+    trainable = facts["trainable"]
+    without = [name for name in trainable if not any(name in update.norms for update in updates)]
+    if without:
+        return _fail(
+            f"{join(without)} got no gradient in {len(updates)} updates",
+            "the loss does not depend on it: use it in the forward, or freeze it (requires_grad=False); look for detach(), "
+            ".data, no_grad(), argmax, and checkpointing with use_reentrant=True",
+        )
+    zero = [name for name in trainable if all(update.norms.get(name, 0.0) == 0.0 for update in updates)]
+    # A bias of the last layer cancels out in a loss of differences, such as a critic's, and then has no gradient.
+    zero = [name for name in zero if not name.endswith("bias") or not _has_sibling(name, trainable, zero)]
+    if zero:
+        is_expert = any("expert" in name for name in zero)
+        return _fail(
+            f"the gradient of {join(zero)} is zero in {len(updates)} updates",
+            "no token was sent to this expert: balance the router" if is_expert else
+            "the loss does not depend on its value: look for a unit that is cut off, a mask of zeros, or two factors that both "
+            "start at zero",
+        )  # fmt: skip
+    return None
+
+
+def _check_experts(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+    """Return the failed verdict if an expert in a stacked tensor of experts gets no gradient, else None."""
+    for name in facts["trainable"]:
+        idle = [set(update.unused.get(name, ())) for update in updates if name in update.norms]
+        never = sorted(set.intersection(*idle)) if idle else []
+        if never:
+            return _fail(
+                f"expert {join([str(each) for each in never])} of {name} was never used in {len(updates)} updates",
+                "no token was sent to it: look at the number of outputs of the router, and balance the load",
+            )
+    return None
+
+
+def _check_frozen_norms(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+    """Return the failed verdict if running statistics of frozen batch norms change, else None."""
+    start = facts.get("initial", {})
+    drifting = [
+        norm for norm in facts.get("norms", [])
+        if f"{norm}.weight" in facts.get("frozen", []) and any(
+            update.buffers.get(f"{norm}.running_mean") != start.get(f"buffer:{norm}.running_mean") for update in updates
+        )
+    ]  # fmt: skip
+    if not drifting:
+        return None
+    return _fail(
+        f"{join(drifting)} is frozen, but its running statistics change",
+        "call eval() on the frozen module after model.train(), so that its batch norms keep their statistics",
+    )
+
+
+def _check_movement(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+    """Return the failed verdict if a trainable parameter with a gradient does not change, or a frozen one does.
+
+    Return None otherwise.
+    """
+    start = facts.get("initial", {})
+    still = [name for name in facts["trainable"] if all(each.hashes.get(name) == start.get(name) for each in updates)]
+    largest = max((max(update.norms.values(), default=0.0) for update in updates), default=0.0)
+    # The gradient of a bias before a normalization consists of rounding errors, and may be too small to change it.
+    still = [name for name in still if any(update.norms.get(name, 0.0) > 1e-5 * largest for update in updates)]
+    if still and any(rate for update in updates for rate in update.rates):
+        return _fail(
+            f"{join(still)} got gradients, but did not change in {len(updates)} updates",
+            "the optimizer does not step it: create it after the model is complete and prepare both together; in bfloat16 "
+            "the step may be too small",
+        )
+    moved = [
+        name
+        for name in facts.get("frozen", [])
+        if any(update.hashes.get(name) != start.get(name) for update in updates)
+    ]
+    if moved:
+        return _fail(
+            f"{join(moved)} is frozen, but changed{_describe_writer(moved[0], updates)}",
+            "look for code that writes to it, such as a moving average",
+        )
+    return None
+
+
+def _check_buffers(runs: RunSet, updates: list[Update]) -> Verdict | None:
+    """Return the failed verdict if calling the model in evaluation mode changes a persistent buffer, else None."""
+    changing = runs.probed.fact.get("changes_in_evaluation", []) if runs.probed is not None else []
+    if not changing:
+        return None
+    return _fail(
+        f"the buffer {changing[0]} changes{_describe_writer(changing[0], updates)} whenever the model is called, also in "
+        "evaluation mode",
+        "write `value = value + x` instead of `value += x`, which changes the buffer; or change it only if self.training",
+    )
+
+
+def _check_replicas(runs: RunSet) -> Verdict | None:
+    """Return the failed verdict if the replicas of a parameter differ between ranks, else None."""
+    diverged = find_diverged(runs.several) if runs.several is not None and runs.several.updates else None
+    if diverged is None:
+        return None
+    update, name, rank = diverged
+    return _fail(
+        f"update {update}: {name} differs between rank 0 and rank {rank}",
+        "prepare the model that holds it, and compute its loss on every rank",
+    )
+
+
+def _describe_writer(name: str, updates: list[Update]) -> str:
+    """Return where the script changes a tensor in place, as a part of a sentence."""
+    lines = [line for update in updates for line in update.written.get(name, ())]
+    return f" at {lines[0]}" if lines else ""
+
+
+def _describe_lines(optimizers: list[dict[str, Any]]) -> str:
+    """Return where the prepared optimizers were created, as the end of a sentence."""
+    lines = [f"{each['type']} at {each['line']}" for each in optimizers if each["line"]]
+    return f" ({join(lines)})" if lines else ""
+
+
+def _has_sibling(name: str, trainable: list[str], zero: list[str]) -> bool:
+    """Whether another parameter of the same module has a gradient that is not zero.
+
+    Args:
+        name: Name of a parameter of the module.
+        trainable: Names of all trainable parameters.
+        zero: Names of the parameters whose gradients are zero.
+    """
+    module = name.rpartition(".")[0]
+    return any(each.rpartition(".")[0] == module and each not in zero for each in trainable)
+
+
+def _fail(reason: str, advice: str) -> Verdict:
+    return Verdict(KEY, TITLE, "FAIL", reason, (), advice, PAGE)

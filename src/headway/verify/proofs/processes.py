@@ -1,0 +1,384 @@
+"""Proofs that the number of processes and the layout do not change the result of training."""
+
+from headway.verify.blame import Blame, blame_parts
+from headway.verify.causes import explain_parts
+from headway.verify.compare import RunDifference, count_rows, count_samples, find_first_difference
+from headway.verify.records import RunRecord, Update
+from headway.verify.verdict import RunSet, Verdict, describe_failure, join
+
+
+def check_processes(runs: RunSet) -> Verdict:
+    """Compare the run on one process with the run on several processes, at an equal global batch size."""
+    title = f"same result on {runs.num_processes} processes"
+    return _check("processes", title, runs, runs.several, f"{runs.num_processes} processes")
+
+
+def check_layout(runs: RunSet) -> Verdict:
+    """Compare the run on one process with the run under the layout that the user chose."""
+    if not runs.layout_name:
+        title, is_own = "same result under the layout", runs.several is not None
+        name = runs.several.fact.get("strategy", "") if runs.several is not None else ""
+        if is_own and name not in ("", "ddp", "single"):
+            done = _check("layout", f"same result under {name}", runs, runs.several, name)
+            return done
+        return Verdict("layout", title, "NOT CHECKED", "no layout was given, such as --strategy fsdp")
+    return _check("layout", f"same result under {runs.layout_name}", runs, runs.layout, runs.layout_name)
+
+
+def _check(key: str, title: str, runs: RunSet, other: RunRecord | None, name: str) -> Verdict:
+    """Return the verdict of the comparison between the run on one process and another run.
+
+    Args:
+        key: Key of the proof.
+        title: Title of the proof.
+        runs: Records of all runs.
+        other: Run to compare, or None if it was not made.
+        name: Description of the other run, such as "2 processes".
+    """
+    reference = runs.reference
+    if other is None or reference is None or not reference.first:
+        return Verdict(key, title, "NOT CHECKED", "the script did not run on several processes")
+    if "deepspeed" in other.fact.get("strategy", ""):
+        return Verdict(key, title, "NOT CHECKED", "DeepSpeed keeps gradients and parameters in buffers of its own")
+    if other.fact.get("undivided"):
+        return Verdict(
+            key, title, "NOT CHECKED",
+            f"the batch size {other.fact['undivided']} is no multiple of {other.num_processes}: processes cannot share it", (),
+            "give the script a batch size that is, or verify with another -n",
+        )  # fmt: skip
+    if not other.is_complete:
+        return _judge_failure(key, title, other, name)
+    local = _find_local_metric(other)
+    if local is not None:
+        return Verdict(
+            key, title, "FAIL", local, (),
+            "pass the mean over all ranks: scheduler.step(accelerator.reduce(loss, 'mean').item())", "schedules.md",
+        )  # fmt: skip
+    diverged = find_diverged(other)
+    if diverged is not None:
+        update, parameter, rank = diverged
+        return Verdict(
+            key, title, "FAIL", f"update {update}: {parameter} differs between rank 0 and rank {rank}",
+            _list_causes_of_divergence(other, parameter),
+            "every rank must make the same updates: compute losses and change weights on all ranks alike, and call "
+            "accelerator.backward()",
+            "several_models.md",
+        )  # fmt: skip
+    if other.num_updates < reference.num_updates and other.fact.get("end") != "enough":
+        return Verdict(
+            key, title, "FAIL", f"{name}: {other.num_updates} updates, but {reference.num_updates} on one process",
+            (), "the number of updates must not depend on the number of processes", "data.md",
+        )  # fmt: skip
+    found, num, largest = find_first_difference(reference, other, runs.reordered)
+    if found is None:
+        return Verdict(
+            key,
+            title,
+            "PASS",
+            f"{num} updates agree: gradients and parameters differ by at most {largest:.0e} of their size",
+        )
+    return _explain(key, title, runs, reference, other, name, found)
+
+
+def _judge_failure(key: str, title: str, other: RunRecord, name: str) -> Verdict:
+    """Return the verdict about a run that ended with an error or made no progress.
+
+    Args:
+        key: Key of the proof.
+        title: Title of the proof.
+        other: Run that failed.
+        name: Description of the run, such as "2 processes".
+    """
+    reason = describe_failure(other)
+    if "split_batches=True shares each batch" in other.output:
+        return Verdict(
+            key, title, "NOT CHECKED", "the batch size is not a multiple of the number of processes", (reason,),
+            "give the script a batch size that is, or headway verify another number of processes (-n)",
+        )  # fmt: skip
+    if "UnsupportedError" in reason or "ConfigError" in reason:
+        return Verdict(key, title, "NOT CHECKED", f"{name}: {reason}")
+    written = _find_written(other, reason)
+    if written:
+        where = f"{written[1]} on rank {written[2]}" if written[2] else written[1]
+        return Verdict(
+            key, title, "FAIL", f"the replicas on {name} are not alike: the script changes {written[0]} at {where}", (reason,),
+            "change weights on all ranks alike, with the same random numbers, or before prepare()", "several_models.md",
+        )  # fmt: skip
+    what = "hangs" if other.code is None or other.code == 70 else "fails"
+    lines = tuple(line for line in other.output.splitlines()[-8:] if line.strip())
+    return Verdict(
+        key, title, "FAIL", f"the script {what} on {name}: {reason}", lines,
+        "every rank must make the same calls in the same order" if what == "hangs" else "run it: headway launch with these flags",
+        "hangs.md" if what == "hangs" else "troubleshooting.md",
+    )  # fmt: skip
+
+
+def _find_written(other: RunRecord, reason: str) -> tuple[str, str, str] | None:
+    """Return (parameter, line, rank) of the in-place change that explains why the replicas differ, or None.
+
+    The rank is "" if the line runs on all ranks, such as a draw from a generator that each rank has seeded differently.
+
+    Args:
+        other: Run that failed.
+        reason: Its error, which names the parameters that differ.
+    """
+    if "replicas of the model are not alike" not in reason:
+        return None
+    by_rank: list[dict[str, set[str]]] = []
+    for facts, updates in zip(other.facts, other.updates, strict=False):
+        lines: dict[str, set[str]] = {}
+        for each in (facts.get("written", {}), *(update.written for update in updates.values())):
+            for name, found in each.items():
+                lines.setdefault(name, set()).update(found)
+        by_rank.append(lines)
+    for rank, lines in enumerate(by_rank):
+        for name, found in lines.items():
+            if f" {name} on rank" not in reason or not found:
+                continue
+            alone = [
+                line
+                for line in found
+                if not any(line in there.get(name, ()) for there in by_rank[:rank] + by_rank[rank + 1 :])
+            ]
+            return name, (alone or sorted(found))[0], str(rank) if alone else ""
+    return None
+
+
+def _find_local_metric(other: RunRecord) -> str | None:
+    """Return a line of text about a scheduler whose `step` gets a different metric on each rank, or None."""
+    metrics = [facts.get("metrics", []) for facts in other.facts]
+    for each in zip(*metrics, strict=False):
+        values = [value for _, value, _ in each]
+        if max(values) - min(values) > 1e-6 * max(map(abs, values)):
+            shown = ", ".join(f"{value:.4g}" for value in values[:3])
+            return f"update {each[0][0]}: the scheduler gets another value on each rank ({shown}) at {each[0][2]}: a rank's own loss"
+    return None
+
+
+def find_diverged(record: RunRecord) -> tuple[int, str, int] | None:
+    """Return (update, parameter, rank) of the first replica that differs from the one on rank 0, or None."""
+    for update in sorted(record.first):
+        ours = record.first[update].hashes
+        for rank, updates in enumerate(record.updates[1:], 1):
+            theirs = updates[update].hashes if update in updates else ours
+            for name, value in ours.items():
+                if theirs.get(name, value) != value:
+                    return update, name, rank
+    return None
+
+
+def _list_causes_of_divergence(other: RunRecord, parameter: str) -> tuple[str, ...]:
+    ours = [facts.get("initial", {}).get(parameter) for facts in other.facts]
+    if len(set(ours)) > 1:
+        return ("it differs before the first update: the ranks build different models",)
+    return ()
+
+
+def _explain(
+    key: str, title: str, runs: RunSet, reference: RunRecord, other: RunRecord, name: str, found: RunDifference
+) -> Verdict:
+    """Return the verdict about a difference beyond the tolerance, with its likely cause.
+
+    Args:
+        key: Key of the proof.
+        title: Title of the proof.
+        runs: Records of all runs.
+        reference: Run on one process.
+        other: Run that differs.
+        name: Description of the run that differs, such as "2 processes".
+        found: First difference.
+    """
+    update, difference = found.difference.update, found.difference
+    unlike = find_unlike_start(reference, other)
+    if unlike:
+        return Verdict(
+            key, title, "FAIL", f"{join(unlike)} has another value than on one process before the first update", (),
+            "create weights before prepare(), from a seed that does not depend on the rank", "several_models.md",
+        )  # fmt: skip
+    size = f"{difference.gradient:.2g} of their size, allowed is {found.tolerance.gradient:.1g}"
+    details = [f"update {update}: gradients differ by {size}"]
+    if not found.is_before_step:
+        details = [
+            f"update {update}: gradients agree, but parameters differ after the step by {difference.movement:.2g}"
+        ]
+    if found.parameter:
+        details.append(f"first parameter: {found.parameter}")
+    is_layout_only = (
+        other is runs.layout
+        and runs.several is not None
+        and runs.several.is_complete
+        and find_first_difference(reference, runs.several, runs.reordered)[0] is None
+    )
+    cause, advice, page = _find_cause(reference, other, found, is_layout_only=is_layout_only)
+    if cause:
+        details.append(cause)
+    unshared = {**reference.fact.get("unshared", {}), **other.fact.get("unshared", {})}
+    drew = _list_drawing(reference)
+    if not _has_equal_samples(reference, other, update):
+        cause = "the ranks trained on other samples than one process"
+        if drew:
+            return Verdict(
+                key,
+                title,
+                "NOT CHECKED",
+                f"samples are drawn at random while they are fetched ({join(drew)})",
+                tuple(details),
+            )
+        return Verdict(key, title, "FAIL", cause, tuple(details), "see the proof of samples", "data.md")
+    if unshared and not difference.is_proportional:
+        line, function = next(iter(unshared.items()))
+        return Verdict(
+            key,
+            title,
+            "NOT CHECKED",
+            f"{function}() at {line} draws other random numbers on each rank, by design",
+            tuple(details),
+        )
+    reason = cause or f"{name} train differently from update {update} on"
+    return Verdict(key, title, "FAIL", reason, tuple(each for each in details if each != cause), advice, page)
+
+
+def _find_cause(
+    reference: RunRecord, other: RunRecord, found: RunDifference, *, is_layout_only: bool
+) -> tuple[str, str, str]:
+    """Return the likely cause of a difference, advice on what to change, and a page of the documentation.
+
+    Args:
+        reference: Run on one process.
+        other: Run that differs.
+        found: First difference.
+        is_layout_only: Whether the run on several processes without the layout agrees with the run on one process.
+    """
+    difference, ranks = found.difference, other.num_processes
+    update = difference.update
+    if is_layout_only:
+        return (
+            "only this layout differs: code of the script reads or changes one rank's shard",
+            "look for to_local(), .data and norms of parameters or gradients in the loop: use accelerator.clip_grad_norm_(), and "
+            "full_tensor() for values of whole tensors",
+            "fsdp.md",
+        )  # fmt: skip
+    if difference.one_sided:
+        return (
+            f"{join(found.others)} has a gradient only on one process, or only on several: the loop depends on their number",
+            "remove conditions on the rank or on the number of processes from the loss", "several_models.md",
+        )  # fmt: skip
+    if not found.is_before_step:
+        return _find_cause_of_step(reference, other, found)
+    blame = blame_ranks(reference, other, update)
+    if blame is not None:
+        cause = explain_parts(blame, "rank")
+        return cause.reason, cause.advice, cause.page
+    if difference.is_proportional:
+        factor = difference.factor
+        text = f"{factor:.3g}" if factor >= 1 else f"1/{1 / factor:.3g}" if factor > 0 else f"{factor:.3g}"
+        return (
+            f"all gradients are {text} times those of one process: a loss is a sum, or is multiplied or divided by a number "
+            f"of processes, rows or steps",
+            "let the loss be a mean over the rows of its batch (or pass weight= or reduction='sum' to accelerator.backward), and do "
+            "not scale it by num_processes",
+            "accumulation.md",
+        )  # fmt: skip
+    normalized = other.fact.get("norms") or []
+    if normalized:
+        return (
+            f"{normalized[0]} is a BatchNorm that normalizes over the rows of one rank only",
+            "convert the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before prepare()", "troubleshooting.md",
+        )  # fmt: skip
+    share = len(found.others) / max(1, len(difference.by_name))
+    if share < 0.5:
+        return (
+            f"only {join(found.others)} differs: its gradient is not averaged over the ranks, or depends on one rank's rows",
+            "use the parameter inside the forward of a prepared model, and the loss in accelerator.backward()", "several_models.md",
+        )  # fmt: skip
+    return (
+        f"the loss of one rank's rows is not a part of the loss of all rows ({ranks} ranks)",
+        "look for sums over the batch in the loss or the model: tokens counted per rank (pass weight=), contrastive losses "
+        "(gather the others' features), statistics of the batch",
+        "accumulation.md",
+    )  # fmt: skip
+
+
+def blame_ranks(reference: RunRecord, other: RunRecord, update: int) -> Blame | None:
+    """Return the first torch call of an update whose results on the ranks do not match the result on one process.
+
+    None if all results match.
+
+    Args:
+        reference: Run on one process.
+        other: Run on several processes.
+        update: Number of the update.
+    """
+    shards: dict[int, int] = {}
+    for rank, facts in enumerate(other.facts):
+        shards.setdefault(facts["shard"][0], rank)
+    is_mixed = reference.fact.get("mixed_precision", "no") != "no"
+    parts = [other.trace(rank, update) for rank in shards.values()]
+    return blame_parts(reference.trace(0, update), parts, **({"loose": 0.05} if is_mixed else {}))
+
+
+def _find_cause_of_step(reference: RunRecord, other: RunRecord, found: RunDifference) -> tuple[str, str, str]:
+    """Return (cause, advice, page of the documentation) for a difference that arises in the optimizer step or after it.
+
+    Args:
+        reference: Run on one process.
+        other: Run that differs.
+        found: First difference.
+    """
+    update = found.difference.update
+    mine, yours = reference.first[update], other.first[update]
+    if mine.rates != yours.rates:
+        index = next(
+            index for index, pair in enumerate(zip(mine.rates, yours.rates, strict=False)) if pair[0] != pair[1]
+        )
+        lines = list(dict.fromkeys(line for each in range(1, update + 1) for line in other.first[each].rate_lines))
+        made = [each["line"] for each in other.fact.get("optimizers", []) if each["line"]]
+        where = (
+            f", set at {join(lines[-2:])}"
+            if lines
+            else f", set at {join(made)}, where the optimizer is created"
+            if made
+            else ""
+        )
+        return (
+            f"the learning rate is {yours.rates[index]:.3g}, and {mine.rates[index]:.3g} on one process{where}",
+            "make the schedule tick once per update: scheduler_ticks='updates', and decide by values of all ranks "
+            "(accelerator.reduce)" if lines else "do not multiply the rate by the number of processes",
+            "schedules.md",
+        )  # fmt: skip
+    lines = _list_writers([mine, *(updates[update] for updates in other.updates if update in updates)])
+    where = f": {join(lines)} changes weights" if lines else ""
+    return (
+        f"the optimizer's step differs{where}",
+        "change weights after the step alike on all ranks",
+        "several_models.md",
+    )
+
+
+def _list_writers(updates: list[Update]) -> list[str]:
+    """Return the lines of the script that changed parameters or buffers in place in any of the updates."""
+    return list(dict.fromkeys(line for each in updates for lines in each.written.values() for line in lines))
+
+
+def find_unlike_start(reference: RunRecord, other: RunRecord) -> list[str]:
+    """Return the names of the parameters whose initial values differ between the runs."""
+    ours, theirs = reference.values(0), other.values(0)
+    return [
+        name for name, value in ours.items()
+        if name in theirs and value.shape == theirs[name].shape and abs(value - theirs[name]).max(initial=0.0) > 1e-6
+    ]  # fmt: skip
+
+
+def _has_equal_samples(reference: RunRecord, other: RunRecord, update: int) -> bool:
+    """Whether both runs trained on equal samples up to an update, or no samples were recorded in it."""
+    return any(
+        all(count_samples(reference, each, key) == count_samples(other, each, key) for each in range(1, update + 1))
+        for key in ("rows", "loose")
+    ) or not count_rows(reference, update)
+
+
+def _list_drawing(reference: RunRecord) -> list[str]:
+    """Return the names of the libraries whose global random number generators were used while batches were fetched."""
+    return sorted(
+        {name for update in reference.first.values() for batch in update.batches for name in batch.get("drew", ())}
+    )

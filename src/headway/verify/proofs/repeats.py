@@ -1,0 +1,156 @@
+"""Proof that a run is repeatable: two runs of the same command compute the same numbers, bit by bit."""
+
+from collections.abc import Sequence
+
+from headway.verify.blame import blame_repeat
+from headway.verify.causes import explain_repeat
+from headway.verify.compare import count_samples
+from headway.verify.records import RunRecord
+from headway.verify.verdict import RunSet, Verdict, describe_failure, join
+
+KEY, TITLE = "repeat", "a run repeats itself"
+_SEED = "call set_seed(0) (headway or accelerate) before the dataset and the model are created"
+
+
+def check_repeat(runs: RunSet) -> Verdict:
+    """Return the verdict of the comparison between two runs on one process, which must be equal bit by bit."""
+    first, again = runs.first, runs.repeat
+    if again is None:
+        return Verdict(KEY, TITLE, "NOT CHECKED", "the run was not repeated")
+    shared = sorted(set(first.first) & set(again.first))
+    if not shared:
+        return Verdict(KEY, TITLE, "FAIL", f"the second run failed: {describe_failure(again)}")
+    for update in shared:
+        found = _find_difference(first, again, update)
+        if found is not None:
+            return found
+    return Verdict(KEY, TITLE, "PASS", f"{len(shared)} updates, equal bit by bit")
+
+
+def _find_difference(first: RunRecord, again: RunRecord, update: int) -> Verdict | None:
+    ours, theirs = first.first[update], again.first[update]
+    if count_samples(first, update, "rows") != count_samples(again, update, "rows"):
+        what = "order" if _has_same_contents(first, again) else "data"
+        reason = f"update {update}: the two runs trained on different samples ({what})"
+        return _explain(first, again, update, reason, ())
+    if update == min(first.first) and first.fact.get("initial") != again.fact.get("initial"):
+        name = _find_name(first.fact["initial"], again.fact["initial"])
+        return _explain(
+            first, again, update, "the two runs start from different weights", (f"first differing value: {name}",)
+        )
+    if ours.losses != theirs.losses:
+        pair = f"({ours.losses[0]:.6g}, {theirs.losses[0]:.6g})" if ours.losses and theirs.losses else ""
+        return _explain(
+            first, again, update, f"update {update}: the loss differs on the same samples and weights {pair}", ()
+        )
+    names = [name for name in ours.norms if ours.norms[name] != theirs.norms.get(name)]
+    if names:
+        return _fail(
+            f"update {update}: gradients differ although the losses are equal",
+            [f"first differing gradient: {names[0]}"],
+            "an operation is not deterministic: set_seed(0, deterministic=True) names it",
+        )
+    if ours.hashes != theirs.hashes or ours.buffers != theirs.buffers:
+        name = _find_name(ours.hashes | ours.buffers, theirs.hashes | theirs.buffers)
+        lines = [f"{name} is changed at {line}" for line in ours.written.get(name, ())]
+        return _explain(
+            first, again, update, f"update {update}: {name} differs after the step, although gradients are equal", lines
+        )
+    return None
+
+
+def _explain(first: RunRecord, again: RunRecord, update: int, reason: str, details: Sequence[str]) -> Verdict:
+    """Return the failed verdict for two runs that differ, with the likely cause.
+
+    The cause is the first of these for which there is evidence in the records, from the strongest evidence to the
+    weakest: seeds that differ, generators without a seed, the order of a folder's files, the first call of the step
+    that differs, a global generator, the clock, the order of a set.
+
+    Args:
+        first: First run.
+        again: Repeated run.
+        update: Number of the first update that differs.
+        reason: Difference in one line.
+        details: Lines that describe the difference.
+    """
+    facts, there = first.fact, again.fact
+    unseeded = _list_unseeded(first, again)
+    lines = list(details)
+    seeds = [line for line, seed in facts.get("seeds", {}).items() if there.get("seeds", {}).get(line, seed) != seed]
+    clocks = [f"{name}() at {line}" for line, name in facts.get("clocks", {}).items()]
+    if seeds:
+        read = [f"the clock is read: {each}" for each in clocks[:2]]
+        return _fail(
+            f"{reason}: the seed at {seeds[0]} is another one in each run",
+            [*lines, *read],
+            "use a constant seed, such as set_seed(0)",
+        )
+    if unseeded:
+        draws = [
+            f"{name}() at {line}" for line, name in facts.get("draws", {}).items() if name.split(".")[0] in unseeded
+        ]
+        by_seed = f"the generator of {join(unseeded)} starts from another seed in each run"
+        return _fail(f"{reason}: no seed is set", [*lines, by_seed, *(f"drawn by {each}" for each in draws[:3])], _SEED)
+    own = [f"{name} at {line}" for line, name in facts.get("unseeded", {}).items()]
+    if own:
+        return _fail(
+            f"{reason}: {own[0]} has no seed", [*lines, *own[1:3]],
+            "give the generator a seed, such as numpy.random.default_rng(0): set_seed() does not reach it",
+        )  # fmt: skip
+    listed = there.get("listed", [])
+    if listed:
+        return _fail(
+            f"{reason}: they follow the order of a folder's files",
+            [*lines, f"the second run got the files in reverse order, at {join(listed)}"],
+            "sort the names: sorted(os.listdir(folder))",
+        )  # fmt: skip
+    blame = blame_repeat(first.trace(0, update), again.trace(0, update))
+    where = explain_repeat(blame) if blame is not None and not _is_batch(blame.call, reason) else ""
+    if where:
+        lines.append(where)
+    if clocks:
+        return _fail(
+            f"{reason}: the script reads the clock or a random name, {clocks[0]}", [*lines, *clocks[1:3]],
+            "let no result depend on the time: count steps instead",
+        )  # fmt: skip
+    drawn = [f"{name}() at {line}" for line, name in {**facts.get("draws", {}), **facts.get("drawn", {})}.items()]
+    if where or drawn:
+        return _fail(
+            reason, [*lines, *(f"random numbers are drawn by {each}" for each in drawn[:3])],
+            "look for what changes between runs at this line: a generator without seed, or a value from outside",
+        )  # fmt: skip
+    return _fail(
+        f"{reason}: neither a seed, the clock nor a folder differs, so the order of a set or hash() is left",
+        [
+            *lines,
+            "the two runs had another PYTHONHASHSEED, which changes hash() of a string and the order of a set of strings",
+        ],
+        "sort the set before it gives an order: sorted(words); use hashlib instead of hash()",
+    )
+
+
+def _is_batch(call: str, reason: str) -> bool:
+    """Whether the recorded calls show no other difference than the contents of the batch."""
+    return call == "input" and "samples" in reason
+
+
+def _fail(reason: str, details: list[str], advice: str) -> Verdict:
+    return Verdict(KEY, TITLE, "FAIL", reason, tuple(details), advice, "verify.md#a-run-repeats-itself")
+
+
+def _list_unseeded(first: RunRecord, again: RunRecord) -> list[str]:
+    """Return the libraries whose random number generators had different states when the training began."""
+    ours, theirs = first.fact.get("seeds_at_start") or {}, again.fact.get("seeds_at_start") or {}
+    return [name for name in ours if ours[name] != theirs.get(name)]
+
+
+def _has_same_contents(first: RunRecord, again: RunRecord) -> bool:
+    """Whether some samples occur in both runs, which suggests that only their order differs."""
+    shared = set(first.first) & set(again.first)
+    ours = {row for update in shared for row in count_samples(first, update, "rows")}
+    theirs = {row for update in shared for row in count_samples(again, update, "rows")}
+    return bool(ours & theirs)
+
+
+def _find_name(ours: dict[str, str], theirs: dict[str, str]) -> str:
+    return next((name for name in ours if ours[name] != theirs.get(name)), "")

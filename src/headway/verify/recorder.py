@@ -1,0 +1,820 @@
+"""`RunRecorder`: records each update of a run for `headway verify`, and ends the run after the last one.
+
+Each rank writes one JSON line per update. Rank 0 also writes an `.npz` file with values of gradients and parameters.
+The recorder uses the hooks of the run and wraps a few methods of the Accelerator, so that the script runs unchanged.
+"""
+
+import atexit
+import faulthandler
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from headway.common import scope
+from headway.core.data.loader import PreparedLoader
+from headway.core.data.sampling.order import LoadingRules
+from headway.core.runtime.seed import mix_seed, set_seed
+from headway.core.training.prepared.scheduler import StepsPerMicroBatch, StepsPerProcess
+from headway.core.training.run import Run
+from headway.core.training.settings import Settings
+from headway.core.weights.pieces import is_dtensor
+from headway.verify.calls import CallTrace, find_line, get_address
+from headway.verify.draws import SharedDraws
+from headway.verify.escapes import EscapeWatch
+from headway.verify.fingerprints import (
+    find_rows,
+    hash_bytes,
+    hash_rows,
+    hash_tensor,
+    reverse_rows,
+    sample_values,
+    walk_tensors,
+)
+from headway.verify.listings import list_reversed
+from headway.verify.probes import LeakProbe
+from headway.verify.request import RunRequest, read_request, redirect_path
+from headway.verify.slowness import SlowLines
+from headway.verify.sources import watch_sources
+from headway.verify.stacks import is_any_stuck, write_stack
+from headway.verify.tensor_peak import TensorPeak
+from headway.verify.transformers_trainer import watch_transformers_trainer
+from headway.verify.watches import GraphSizes, OtherModules, RateWatch
+
+_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+_STACK_SECONDS = 2.5
+"""Seconds that a rank without progress waits before it ends the run, so that the other ranks can write their stacks."""
+_NORMALIZED = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+
+
+def redirect_settings(settings: Settings) -> Settings:
+    """Return an Accelerator's settings with output in the scratch folder, and without trackers and preemption handling.
+
+    If the process's `RunRequest` asks for it, set the global seed, and let loaders shuffle with a seeded sampler.
+    """
+    request = read_request()
+    assert request is not None
+    watch_sources().install()  # a forked run has done this before the script began
+    project = settings.project
+    changes: dict[str, Any] = {}
+    if project.project_dir is not None:
+        changes["project_dir"] = redirect_path(project.project_dir, request)
+    if project.logging_dir is not None:
+        changes["logging_dir"] = redirect_path(project.logging_dir, request)
+    if request.seed >= 0:
+        set_seed(request.seed)
+    loading = settings.loading
+    if request.shares_order:
+        loading = replace(loading, use_seedable_sampler=True, data_seed=loading.data_seed or 0)
+    return replace(settings, project=replace(project, **changes), log_with=None, preemption=None, loading=loading)
+
+
+class _FirstRun:
+    """Marker that an Accelerator of this process is already recorded. Later Accelerators are not."""
+
+
+def record_run(run: Run) -> "RunRecorder | None":
+    """Start to record a run, and return its recorder.
+
+    Return None if `headway verify` did not start this process, if its request asks for no records, or if an earlier
+    Accelerator of the process is recorded.
+    """
+    request = read_request()
+    if request is None or not request.is_recorded or scope.has(_FirstRun):
+        return None
+    scope.own(_FirstRun)
+    return RunRecorder(run, request)
+
+
+class _RecordingGuard:
+    """Wrapper around the `StepGuard` of a training step that also passes each loss to the recorder.
+
+    Args:
+        guard: Guard to wrap.
+        recorder: Recorder of the run.
+    """
+
+    def __init__(self, guard: Any, recorder: "RunRecorder") -> None:
+        self._guard = guard
+        self._recorder = recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._guard, name)
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """Record the loss, and call the wrapped guard."""
+        self._recorder.add_loss(loss)
+        self._guard.after_backward(loss)
+
+
+class RunRecorder:
+    """Recorder of one run in one process.
+
+    Args:
+        run: Run of the Accelerator.
+        request: Options of the run.
+    """
+
+    def __init__(self, run: Run, request: RunRequest) -> None:
+        self._run = run
+        self._request = request
+        self._rank = run.runtime.rank
+        self._folder = Path(request.folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # The server limits the time until here. From here on, `_watch_progress` does.
+        faulthandler.cancel_dump_traceback_later()
+        self._accelerator: Any = None
+        self._checkpoints: Any = None
+        self._progressed = time.monotonic()
+        self._escapes = EscapeWatch(Path(request.output).parent.parent)
+        self._num_fetched = 0
+        self._num_backwards = 0
+        self._is_done = self._is_busy = self._has_saved = self._has_part = False
+        self._num_skipped = 0
+        self._closed = self._num_updates
+        self._last_batch: Any = None
+        self._targets: tuple[float, float] | None = None
+        self._tensor_peak: TensorPeak | None = None
+        self._pending: list[tuple[PreparedLoader, dict[str, Any]]] = []
+        self._update: dict[str, Any] = self._new_update()
+        self._gradients: dict[str, Any] = {}
+        self._initial: dict[str, str] = {}
+        self._trace = CallTrace(
+            self._folder / f"trace{self._rank}.jsonl", self._name_tensors, is_enabled=not request.measures_tensors
+        )
+        self._draws = SharedDraws(request.shares_draws, request.reverses_rows, self._find_place, self._trace)
+        self._rates = RateWatch()
+        self._others = OtherModules()
+        self._slow = SlowLines()
+        self._loader_lines: list[str] = []
+        self._num_restored = -1
+        self._facts: dict[str, Any] = {
+            "rank": self._rank,
+            "world_size": run.runtime.world_size,
+            "loaded": [],
+            "saved": [],
+            "loaders": {},
+            "shard": [run.strategy.data_shard.index, run.strategy.data_shard.count],
+            "strategy": run.strategy.name,
+            "mixed_precision": run.mixed_precision,
+            "microbatching": run.replays_batches,
+            "device_type": run.runtime.device.type,
+            "seeds": self._hash_generators(),
+            "failed": 0,
+            "error": "",
+            "metrics": [],
+        }
+        events, hooks = run.events, run.hooks
+        events.before_fetch.append(self._before_fetch)
+        events.after_pass.append(self._after_pass)
+        events.repeats.append(self._watch_loader)
+        hooks.before_learning.append(self._before_learning)
+        hooks.before_forward.append(self._before_forward)
+        hooks.before_backward.append(self._before_backward)
+        hooks.before_update.append(self._before_update)
+
+    def attach(self, accelerator: Any, step: Any, checkpoints: Any) -> None:
+        """Start to observe the parts of an Accelerator that do not exist yet when the recorder is created.
+
+        Args:
+            accelerator: Accelerator of the run.
+            step: Training step of the Accelerator.
+            checkpoints: Object that saves and loads the Accelerator's checkpoints.
+        """
+        self._accelerator = accelerator
+        self._checkpoints = checkpoints
+        step.guard = _RecordingGuard(step.guard, self)
+        self._trace_losses(step)
+        self._redirect_checkpoints(accelerator, checkpoints)
+        self._share_batches(accelerator._preparation)
+        watch_transformers_trainer(self, self._request)
+        accelerator.push_to_hub = lambda *args, **kwargs: ""
+        atexit.register(self._leave)
+        self._draws.__enter__()  # type: ignore[no-untyped-call]
+        if self._request.patience:
+            threading.Thread(target=self._watch_progress, daemon=True).start()
+        self._write_facts()
+
+    def _share_batches(self, preparation: Any) -> None:
+        """Split each loader's batches over all processes.
+
+        Loaders are unchanged if the script has already divided the batch size by the number of processes.
+        """
+        self._facts["orders_apart"] = type(preparation.behavior.loading_rules) is not LoadingRules
+        request, count = self._request, self._run.strategy.data_shard.count
+        prepare = preparation.prepare_loader
+        does_share = request.splits_batches and count > 1
+
+        def prepare_shared(loader: Any, place: bool | None = None) -> Any:
+            self._loader_lines.append(watch_sources().get_birth(loader))
+            if not does_share:
+                return prepare(loader, place)
+            expected = request.batch_sizes.get(str(len(preparation.loaders)))
+            sampler = getattr(loader, "batch_sampler", None)
+            size = loader.batch_size or getattr(sampler, "batch_size", None)
+            if expected and size == expected and not preparation.loading.split_batches:
+                if size % count:
+                    self._facts["undivided"] = size
+                else:
+                    preparation.loading = replace(preparation.loading, split_batches=True)
+                    if isinstance(preparation.rule, StepsPerProcess | StepsPerMicroBatch):
+                        preparation.rule = replace(preparation.rule, num_processes=1)
+            return prepare(loader, place)
+
+        preparation.prepare_loader = prepare_shared
+
+    @property
+    def _num_updates(self) -> int:
+        """Number of updates so far, including those before a resume, which the run's own counter does not include."""
+        return self._run.clock.num_updates + self._num_skipped
+
+    # ---------------------------------------------------------------- output of the script
+
+    def note_save(self, folder: str) -> None:
+        """Record that the script has saved a checkpoint without the Accelerator's methods.
+
+        Args:
+            folder: Folder of the checkpoint.
+        """
+        self._facts["saved"].append([self._num_updates, folder])
+
+    def note_load(self, num_updates: int, folder: str) -> None:
+        """Record that the script has loaded a checkpoint without the Accelerator's methods.
+
+        Args:
+            num_updates: Number of updates that were made before the checkpoint was saved.
+            folder: Folder of the checkpoints.
+        """
+        self._num_skipped = num_updates - self._run.clock.num_updates
+        self._closed = num_updates
+        self._facts["loaded"].append([num_updates, folder])
+        self._write_facts()
+
+    def _redirect_checkpoints(self, accelerator: Any, checkpoints: Any) -> None:
+        """Redirect saves and loads with an explicit folder to the scratch folder, and record each save and load."""
+        request, facts = self._request, self._facts
+        save, load, load_state = checkpoints.save, checkpoints.load, accelerator.load_state
+
+        def save_in_scratch(output_dir: Any, *args: Any, **kwargs: Any) -> Any:
+            place = save(None if output_dir is None else redirect_path(output_dir, request), *args, **kwargs)
+            facts["saved"].append([self._num_updates, str(output_dir or "")])
+            return place
+
+        def find_copy(input_dir: Any) -> Any:
+            if input_dir is not None and (copied := redirect_path(input_dir, request)).exists():
+                return copied
+            return input_dir
+
+        def load_state_from_scratch(input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+            # Under Accelerate's name, this method looks at the folder before it calls `load`.
+            return load_state(find_copy(input_dir), *args, **kwargs)
+
+        def load_from_scratch(input_dir: Any, *args: Any, **kwargs: Any) -> Any:
+            restored = load(find_copy(input_dir), *args, **kwargs)
+            facts["loaded"].append([self._num_updates, str(input_dir or "")])
+            self._num_restored = self._count_states()
+            self._closed = self._num_updates
+            self._write_facts()
+            return restored
+
+        checkpoints.save = save_in_scratch
+        checkpoints.load = load_from_scratch
+        accelerator.load_state = load_state_from_scratch
+
+    # ---------------------------------------------------------------- batches
+
+    def _watch_loader(self, loader: PreparedLoader, deliveries: Iterator[Any]) -> Iterator[Any]:
+        """Yield a loader's batches to the script, and record each batch and how long the script waited for it."""
+        self._note_loader(loader)
+        position = 0
+        while True:
+            before = self._hash_generators()
+            self._trace.pause()
+            start, busy = time.perf_counter(), time.thread_time()
+            try:
+                with self._slow:
+                    batch, share = next(deliveries)
+            except StopIteration:
+                self._trace.resume()
+                return
+            waited, busy = time.perf_counter() - start, time.thread_time() - busy
+            after = self._hash_generators()
+            self._num_fetched += 1
+            rows = share.num_rows
+            counts = share.valid_counts
+            entry: dict[str, Any] = {
+                "loader": self._find_number(loader),
+                "position": position,
+                "epoch": loader.epoch,
+                "waited": waited,
+                "busy": busy,
+                "num_rows": rows,
+                "counts": counts,
+                "drew": sorted(name for name in after if after[name] != before.get(name)),
+                "indices": _list_indices(share.indices),
+            }
+            position += 1
+            if rows:
+                valid = rows if counts is None else counts[self._run.strategy.data_shard.index]
+                exact, loose = hash_rows(batch, rows)
+                entry["rows"], entry["loose"] = exact[:valid], loose[:valid]
+                entry["indices"] = entry["indices"][:valid] if len(entry["indices"]) >= valid else []
+                if self._request.reverses_rows:
+                    batch = reverse_rows(batch, rows)
+            if self._request.probes_leaks:
+                self._last_batch = batch
+            self._pending.append((loader, entry))
+            self._trace.begin(rows)
+            yield batch, share
+
+    def _note_loader(self, loader: PreparedLoader) -> None:
+        number = str(self._find_number(loader))
+        try:
+            length = len(loader.dataset)  # type: ignore[arg-type]
+        except (TypeError, AttributeError, NotImplementedError):
+            length = -1
+        sampler = getattr(loader, "sampler", None)
+        self._facts["loaders"].setdefault(
+            number,
+            {
+                "dataset": type(loader.dataset).__name__,
+                "length": length,
+                "batch_size": loader.total_batch_size,
+                "workers": getattr(loader, "num_workers", 0),
+                "sampler": type(sampler).__name__,
+                "line": self._loader_lines[int(number)] if 0 <= int(number) < len(self._loader_lines) else "",
+                "is_stream": isinstance(loader.dataset, torch.utils.data.IterableDataset),
+                "has_state": hasattr(loader.dataset, "state_dict"),
+                "generators": _list_generators(loader.dataset),
+            },
+        )
+
+    def _find_number(self, loader: PreparedLoader) -> int:
+        for number, each in enumerate(self._run.prepared.loaders):
+            if each is loader or each.pass_position is loader.pass_position:
+                return number
+        return -1
+
+    def _find_place(self) -> tuple[int, int, int, int] | None:
+        """Return the position of this rank's rows in the current global batch, and a seed for its random numbers.
+
+        The value is (rows of this rank, rows of all ranks, first row of this rank, seed), or None outside of a batch.
+        """
+        run = self._run
+        active = run.events.active
+        if not active or not self._num_fetched:
+            return None
+        share = active[-1].pass_position.share
+        if not share.num_rows:
+            return None
+        index = run.strategy.data_shard.index
+        counts = share.valid_counts or (share.num_rows,)
+        seed = mix_seed(run.clock.num_updates, self._num_fetched) >> 2
+        return share.num_rows, max(sum(counts), share.num_rows), sum(counts[:index]), seed
+
+    # ---------------------------------------------------------------- the loop
+
+    def _before_fetch(self, loader: PreparedLoader) -> None:
+        self._facts.setdefault("seeds_at_start", self._hash_generators())
+        if self._request.measures_tensors and self._tensor_peak is None:
+            kinds = ("named_parameters", "named_buffers")
+            existing = [tensor for kind in kinds for _, tensor in self._list_tensors(kind)]
+            self._tensor_peak = TensorPeak(self._run.runtime.device, existing)
+        self._close_update()
+        self._save_if_due(loader)
+        self._end_if_due()
+
+    def _after_pass(self) -> None:
+        self._close_update()
+
+    def _before_learning(self) -> None:
+        self._close_update()
+        self._end_if_due()
+
+    def _probe(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Test the model for leaks with its first batch, and store two cross entropies to compare with its loss."""
+        self._facts["leaks"] = []
+        self._trace.pause()
+        probe = LeakProbe(model, args, kwargs, self._last_batch)
+        try:
+            probe.run()
+        except Exception as error:
+            self._facts["probe_error"] = (
+                f"the model cannot be called on a changed batch: {type(error).__name__}: {error}"[:300]
+            )
+        self._facts["leaks"] = probe.findings
+        self._facts["changes_in_evaluation"] = [name.replace("_orig_mod.", "") for name in probe.changing]
+        self._targets = probe.find_targets()
+        self._trace.resume()
+
+    def _before_forward(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        self._note_start()
+        if not self._run.events.active and not self._trace.is_on:
+            self._trace.begin(None)
+        self._trace.note_inputs(args, kwargs)
+        if self._request.probes_leaks and "leaks" not in self._facts:
+            self._probe(model, args, kwargs)
+        if not self._run.events.active and not self._pending:
+            rows = find_rows(list(walk_tensors([args, kwargs])))
+            if rows:
+                exact, loose = hash_rows([args, kwargs], rows)
+                self._update["batches"].append({"loader": -1, "num_rows": rows, "rows": exact, "loose": loose})
+
+    def _before_backward(self) -> None:
+        self._note_start()
+        active = self._run.events.active
+        if not active and self._pending:  # the script ended the pass right after the batch, as next(iter(loader)) does
+            self._update["batches"].append(self._pending[-1][1])
+        for loader, entry in self._pending:
+            if any(each is loader or each.pass_position is loader.pass_position for each in active):
+                self._update["batches"].append(entry)
+        self._pending.clear()
+        self._num_backwards += 1
+        if self._num_backwards == self._request.fails_in:
+            self._facts["failed"] = self._num_backwards
+            self._trace.void()
+            self._trace.begin(None)
+            raise torch.OutOfMemoryError("CUDA out of memory. Injected by headway verify.")
+
+    def _note_start(self) -> None:
+        """Record the model and the optimizers before the first update, once."""
+        if self._initial:
+            return
+        self._facts.setdefault("seeds_at_start", self._hash_generators())
+        arrays: dict[str, Any] = {}
+        for name, tensor in self._list_tensors("named_parameters"):
+            whole = _gather(tensor)
+            self._initial[name] = hash_tensor(whole)
+            arrays[f"p:{name}"] = sample_values(whole)
+        for name, tensor in self._list_tensors("named_buffers"):
+            self._initial[f"buffer:{name}"] = hash_tensor(_gather(tensor))
+        self._facts["trainable"] = [name for name, p in self._list_tensors("named_parameters") if p.requires_grad]
+        # bitsandbytes replaces the values of its parameters by packed ones when it first uses them.
+        self._facts["frozen"] = [
+            name
+            for name, p in self._list_tensors("named_parameters")
+            if not p.requires_grad and not type(p).__module__.startswith("bitsandbytes")
+        ]
+        self._facts["modules"] = sorted(
+            {type(each).__name__ for m in self._run.prepared.models for each in m.modules()}
+        )
+        self._facts["norms"] = [
+            name for m in self._run.prepared.models for name, each in m.named_modules() if _is_batch_norm(each)
+        ]
+        self._facts["initial"] = self._initial
+        self._facts["dtypes"] = sorted(
+            {str(p.dtype).removeprefix("torch.") for _, p in self._list_tensors("named_parameters") if p.requires_grad}
+        )
+        self._facts["in_optimizer"] = self._list_optimized()
+        self._facts["optimizers"] = self._describe_optimizers()
+        self._trace.learn_names()
+        self._others.find(self._run.prepared.models)
+        self._rates.watch(self._run.prepared.optimizers)
+        self._watch_metrics()
+        self._turn_dropout_off()
+        self._save_arrays("start", arrays)
+        self._write_facts()
+
+    def _list_optimized(self) -> list[str]:
+        """Return the names of the parameters that belong to a prepared optimizer."""
+        held = {
+            id(p)
+            for each in self._run.prepared.optimizers
+            for group in each.optimizer.param_groups
+            for p in group["params"]
+        }
+        return [name for name, p in self._list_tensors("named_parameters") if id(p) in held]
+
+    def _describe_optimizers(self) -> list[dict[str, Any]]:
+        """Return the type, the line of creation and the parameters of each prepared optimizer."""
+        names = {id(p): name for name, p in self._list_tensors("named_parameters")}
+        return [
+            {
+                "type": type(each.optimizer).__name__,
+                "line": watch_sources().get_birth(each.optimizer),
+                "parameters": [names.get(id(p), "") for group in each.optimizer.param_groups for p in group["params"]],
+            }
+            for each in self._run.prepared.optimizers
+        ]
+
+    def _watch_metrics(self) -> None:
+        """Record the values that the script passes to prepared schedulers, such as a loss for `ReduceLROnPlateau`."""
+        for each in self._run.prepared.schedulers:
+            scheduler: Any = each
+            scheduler.step = self._record_metric(scheduler.step)
+
+    def _record_metric(self, step: Any) -> Any:
+        def step_and_record(*args: Any, **kwargs: Any) -> Any:
+            for value in (*args, *kwargs.values()):
+                if _is_number(value) and not isinstance(value, int):
+                    self._facts["metrics"].append([self._num_updates, float(value), find_line()])
+            return step(*args, **kwargs)
+
+        return step_and_record
+
+    def _trace_losses(self, step: Any) -> None:
+        """Make the training step write the torch calls that led to each loss, before the backward pass of the loss."""
+        backward = step.backward
+
+        def trace_and_backward(loss: Any, weight: Any = None, reduction: str = "mean", **kwargs: Any) -> Any:
+            if isinstance(loss, torch.Tensor) and not self._is_done:
+                self._trace.update = self._num_updates + 1
+                self._trace.close(loss, weight, reduction)
+            return backward(loss, weight, reduction, **kwargs)
+
+        step.backward = trace_and_backward
+
+    def _count_states(self) -> int:
+        """Return the number of parameters for which prepared optimizers have a state."""
+        return sum(len(each.optimizer.state) for each in self._run.prepared.optimizers)
+
+    def _name_tensors(self) -> tuple[dict[int, str], dict[int, str]]:
+        """Return the names of parameters and buffers by the `id` of the tensor, and by the address of its memory.
+
+        Sharded parameters are not gathered, because this function is called in the middle of a forward.
+        """
+        models = self._run.prepared.models
+        kinds = ("named_parameters", "named_buffers")
+        named = [pair for model in models for kind in kinds for pair in getattr(model, kind)()]
+        plain = [(name, tensor) for name, tensor in named if not is_dtensor(tensor) and tensor.numel()]
+        return {id(tensor): name for name, tensor in named}, {get_address(tensor): name for name, tensor in plain}
+
+    def _turn_dropout_off(self) -> None:
+        """Count the dropout rates in the models, and set them to 0 if random draws are shared between ranks."""
+        num = 0
+        for model in self._run.prepared.models:
+            for module in model.modules():
+                for name, value in list(vars(module).items()):
+                    is_rate = "drop" in name or (name == "p" and "Dropout" in type(module).__name__)
+                    if is_rate and isinstance(value, float) and 0 < value < 1:
+                        num += 1
+                        if self._request.shares_draws:
+                            setattr(module, name, 0.0)
+        self._facts["num_dropouts"] = num
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Record the value of a loss after its backward pass."""
+        self._trace.resume()
+        if not self._is_done:
+            value = float(loss.detach().float().mean().item())
+            self._update["losses"].append(value)
+            if self._targets is not None:
+                own, following = self._targets
+                self._targets = None
+                # The first loss equals the cross entropy with the input tokens themselves, not with the next ones.
+                leaks = abs(value - own) < 1e-4 * abs(own) < 0.1 * abs(own - following)
+                where = "the loss compares the output of each position with the token of the same position, which the model has seen"
+                self._facts["leaks"].append({"kind": "copy", "leaks": leaks, "where": where if leaks else ""})
+
+    def _before_update(self) -> None:
+        """Record the learning rates, and the gradients that the optimizer is about to use."""
+        if self._is_done or self._request.measures_tensors:  # copies of gradients would be measured, too
+            return
+        if self._num_restored > 0:
+            self._facts["state_emptied"] = self._count_states() < self._num_restored
+        self._num_restored = -1
+        self._rates.watch(self._run.prepared.optimizers)
+        self._update["rates"] = [
+            float(group["lr"]) for each in self._run.prepared.optimizers for group in each.optimizer.param_groups
+        ]
+        window = self._run.windows.current
+        trained = {id(each) for each in self._run.prepared.list_parameters_of(window)}
+        for name, parameter in self._list_tensors("named_parameters"):
+            if parameter.grad is None or id(parameter) not in trained:
+                continue
+            whole = _gather(parameter.grad)
+            if whole.is_sparse:
+                whole = whole.to_dense()
+            self._gradients[name] = sample_values(whole)
+            if "expert" in name and whole.ndim > 2:
+                used = whole.flatten(1).abs().amax(1) > 0
+                self._update["unused"][name] = (~used).nonzero().flatten().tolist()
+            self._update["norms"][name] = float(whole.detach().to(torch.float64).norm().item())
+
+    def _close_update(self) -> None:
+        """Write the record of the last update if it has not been written."""
+        self._progressed = time.monotonic()
+        run = self._run
+        if self._is_done or self._is_busy or self._num_updates <= self._closed:
+            return
+        self._is_busy = True
+        if self._tensor_peak is not None and self._num_updates >= self._request.num_updates:
+            self._facts["tensor_peak"] = self._tensor_peak.stop()
+        self._closed = number = self._num_updates
+        record, arrays = self._update, {f"g:{name}": value for name, value in self._gradients.items()}
+        hashes: dict[str, str] = {}
+        for name, tensor in self._list_tensors("named_parameters"):
+            whole = _gather(tensor)
+            hashes[name] = hash_tensor(whole)
+            arrays[f"p:{name}"] = sample_values(whole)
+        buffers = {name: hash_tensor(_gather(tensor)) for name, tensor in self._list_tensors("named_buffers")}
+        record.update(
+            update=number,
+            hashes=hashes,
+            buffers=buffers,
+            seconds=time.perf_counter() - record.pop("began"),
+            memory=self._measure_memory(),
+            resident=self._measure_resident(),
+            is_training=[bool(model.training) for model in run.prepared.models],
+            written=self._trace.written,
+            rate_lines=self._rates.take_lines(),
+            others=self._others.hash_all(),
+        )
+        record["busy"] = time.thread_time() - record.pop("busy_at_start")
+        if number >= self._request.num_updates:
+            gc.collect()
+            alive = GraphSizes(self._trace.list_alive(number), self._name_tensors()[1])
+            self._facts["kept"] = alive.list_lines()
+        self._facts["slow_lines"] = self._slow.list_lines()
+        self._save_arrays(f"update_{number}", arrays)
+        with open(self._folder / f"rank{self._rank}.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+        self._gradients, self._update = {}, self._new_update()
+        self._trace.written = {}
+        self._write_facts()
+        self._is_busy = False
+
+    def _new_update(self) -> dict[str, Any]:
+        began, busy = time.perf_counter(), time.thread_time()
+        return {
+            "batches": [],
+            "losses": [],
+            "norms": {},
+            "rates": [],
+            "unused": {},
+            "began": began,
+            "busy_at_start": busy,
+        }
+
+    # ---------------------------------------------------------------- the end
+
+    def _save_if_due(self, loader: PreparedLoader) -> None:
+        """Save a checkpoint once the requested number of updates is reached, where `resume("latest")` finds it."""
+        request = self._request
+        if self._has_saved or not request.saves_after or self._closed < request.saves_after or self._is_done:
+            return
+        if not self._run.events.can_stop(loader) or self._run.windows.is_unfinished:
+            return
+        self._has_saved = True
+        if not self._checkpoints.place.is_automatic:
+            return  # only the script knows in which folder it looks for checkpoints
+        self._accelerator.save_state()
+        self._write_facts()
+
+    def _end_if_due(self) -> None:
+        """End the process after the last update, or kill it after the update that the request specifies for a kill."""
+        request = self._request
+        if self._is_done:
+            return
+        if request.kills_after and self._closed >= request.kills_after:
+            self._write_facts()
+            if self._rank == 0:
+                sys.stdout.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(30)  # the launcher kills the other ranks
+        if self._closed >= request.num_updates:
+            self._facts["end"] = "enough"
+            self._finish(0)
+
+    def _finish(self, code: int) -> None:
+        """End this process immediately, so that the script does not continue after the last update."""
+        self._leave()
+        if self._run.runtime.world_size > 1 and code == 0:
+            self._run.collectives.barrier()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _watch_progress(self) -> None:
+        """End the run if one of its ranks makes no progress for too long. Each rank writes its stack first."""
+        patience = self._request.patience
+        while time.monotonic() - self._progressed < patience and not is_any_stuck(self._folder):
+            time.sleep(min(1.0, patience / 4))
+        if self._is_done:
+            return
+        self._facts["end"] = "too slow"
+        self._write_facts()
+        write_stack(self._folder, self._rank)
+        time.sleep(_STACK_SECONDS)
+        os._exit(70)
+
+    def _leave(self) -> None:
+        """Write the record of the last update when the process ends."""
+        if self._is_done:
+            return
+        self._close_update()
+        self._is_done = True
+        self._facts.setdefault("end", "ended")
+        self._write_facts()
+
+    def _write_facts(self) -> None:
+        facts = self._facts
+        facts.update(
+            drawn=self._draws.seen,
+            unshared=self._draws.unshared,
+            num_dropped=self._draws.num_dropped,
+            escaped=self._escapes.list_files(),
+            num_updates=self._closed,
+            num_fetched=self._num_fetched,
+            num_backwards=self._num_backwards,
+            listed=list_reversed(),
+            written=self._trace.written,
+            **watch_sources().list_facts(),
+        )
+        path = self._folder / f"facts{self._rank}.json"
+        path.with_suffix(".new").write_text(json.dumps(facts))
+        path.with_suffix(".new").replace(path)
+
+    def _save_arrays(self, name: str, arrays: dict[str, Any]) -> None:
+        # Under pipeline parallelism, each rank has only the parameters of its stages, so each rank writes its own.
+        if self._rank == 0 or self._has_part:
+            numpy.savez(self._folder / f"{name}.{self._rank}.npz", **arrays)
+
+    # ---------------------------------------------------------------- readings
+
+    def _list_tensors(self, attribute: str) -> Iterator[tuple[str, Any]]:
+        several = len(self._run.prepared.models) > 1
+        for number, model in enumerate(self._run.prepared.at_rest()):
+            for name, tensor in getattr(model, attribute)():
+                if tensor.is_meta:
+                    self._has_part = True
+                    continue
+                for wrapper in _WRAPPERS:
+                    name = name.replace(wrapper, "")
+                yield (f"{type(model).__name__.removeprefix('Prepared')} {number}: {name}" if several else name), tensor
+
+    def _hash_generators(self) -> dict[str, str]:
+        """Return hashes of the states of the global random number generators, by library."""
+        states = {
+            "torch": hash_bytes(torch.get_rng_state().numpy().tobytes()),
+            "random": hash_bytes(repr(random.getstate()).encode()),
+        }
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy"] = hash_bytes(str((kind, rest)).encode(), keys.tobytes())  # type: ignore[attr-defined]
+        return states
+
+    def _measure_resident(self) -> int:
+        """Return the memory in use at present, in bytes: on the GPU, or of the process on a CPU."""
+        device = self._run.runtime.device
+        return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else _read_resident()
+
+    def _measure_memory(self) -> int:
+        device = self._run.runtime.device
+        if device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(device))
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _list_indices(indices: Any) -> list[int]:
+    """Return the dataset indices that a rank fetches, or an empty list if they are not integers.
+
+    A slice is read, because some loaders pass a list that seeds generators while it is iterated over.
+    """
+    plain = indices[:] if isinstance(indices, list) else []
+    return plain if all(isinstance(each, int) for each in plain) else []
+
+
+def _list_generators(dataset: Any) -> list[str]:
+    """Return the names of a dataset's attributes that are random number generators, such as "Crops.generator"."""
+    kinds = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
+    found = getattr(dataset, "__dict__", {})
+    return [f"{type(dataset).__name__}.{name}" for name, value in found.items() if isinstance(value, kinds)]
+
+
+def _read_resident() -> int:
+    """Return the resident memory of this process in bytes; 0 if it cannot be read."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
+
+
+def _gather(tensor: Any) -> torch.Tensor:
+    """Return the full values of a tensor that may be sharded."""
+    plain = tensor.detach()
+    return plain.full_tensor() if is_dtensor(plain) else plain
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_batch_norm(module: torch.nn.Module) -> bool:
+    return isinstance(module, _NORMALIZED) and not isinstance(module, torch.nn.SyncBatchNorm)

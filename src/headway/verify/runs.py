@@ -1,0 +1,286 @@
+"""`RunningScript`: runs the user's script for `headway verify`, limits its time and reads its records."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headway.common import env
+from headway.errors import HeadwayError
+from headway.verify.records import RunRecord, read_record
+from headway.verify.request import RunRequest
+
+_STACK_GRACE = 5.0
+"""Seconds after the time limit during which a script that has created no Accelerator may write its stack."""
+_LAST_LINES = 30
+"""Number of last lines of a run's output that are kept."""
+_MOST_LINKS = 5000
+"""Largest number of entries of the current folder that are linked into a run's working directory."""
+_COPIED_BYTES = 1 << 20
+"""Largest size in bytes of a file that is copied instead of linked, so that a script that writes it changes the copy."""
+_OUTPUT_FOLDERS = frozenset(
+    "runs run output outputs out checkpoints checkpoint ckpt ckpts results logs wandb mlruns lightning_logs".split()  # noqa: SIM905
+)
+"""Names of folders in which scripts usually write their output."""
+_NOT_INHERITED = ("HEADWAY_RUN", "HEADWAY_CONTROL", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""Environment variables of a surrounding launch. A run that inherited them would join that launch."""
+
+_SERVER_ENDED = (
+    "the process that starts the runs has ended: its memory ran out, or another program ended it. Its output is above. "
+    "Free memory and run headway verify again"
+)
+
+
+class VerifyError(HeadwayError):
+    """Raised if no proof is possible: the script fails, makes no update on one process, or cannot be started."""
+
+
+@dataclass(frozen=True)
+class LaunchOrder:
+    """Command with which `headway launch` would start the user's script on a number of processes.
+
+    Attributes:
+        argv: Command line that starts all processes.
+        variables: Environment variables to set.
+        program: Kind of the program ("script" or "module"), its name and its arguments.
+        num_processes: Number of processes.
+    """
+
+    argv: tuple[str, ...]
+    variables: dict[str, str]
+    program: tuple[str, ...]
+    num_processes: int
+
+    def add_arguments(self, args: tuple[str, ...]) -> "LaunchOrder":
+        """Return the command with arguments appended to those of the script."""
+        if not args:
+            return self
+        argv = list(self.argv)
+        if "agent" in argv:  # several processes: the agent's plan holds the arguments of the script
+            plan = json.loads(argv[-1])
+            plan["program"]["args"] += args
+            argv[-1] = json.dumps(plan)
+        else:
+            argv += args
+        return replace(self, argv=tuple(argv), program=(*self.program, *args))
+
+
+def make_environment(order: LaunchOrder, request: RunRequest, num_threads: int) -> dict[str, str]:
+    """Return the environment variables of a run.
+
+    Args:
+        order: Command that starts the run.
+        request: Options of the run.
+        num_threads: Number of CPU threads per process.
+    """
+    kept = {name: value for name, value in env.copy_variables().items() if name not in _NOT_INHERITED}
+    return {
+        **kept,
+        **order.variables,
+        "PWD": str(get_working_folder(request)),
+        env.VERIFY: request.format_json(),
+        "OMP_NUM_THREADS": str(num_threads),
+        "WANDB_MODE": "disabled",
+        "PYTHONUNBUFFERED": "1",
+        "HEADWAY_LOG_LEVEL": kept.get("HEADWAY_LOG_LEVEL", "warning"),
+    }
+
+
+def get_working_folder(request: RunRequest) -> Path:
+    """Return the working directory of a run, which is inside the scratch folder."""
+    return Path(request.output, "cwd")
+
+
+def mirror_working_folder(request: RunRequest) -> None:
+    """Fill a run's working directory with the current folder's entries, so that relative paths work.
+
+    Small files are copied. Folders and larger files are linked, and `EscapeWatch` reports writes through the links.
+    Folders with names that are common for output, such as "runs", are not linked. So the run creates new ones, and does
+    not find checkpoints of earlier runs.
+    """
+    folder = get_working_folder(request)
+    if folder.exists():
+        return
+    folder.mkdir(parents=True)
+    here = Path.cwd()
+    for entry in sorted(here.iterdir())[:_MOST_LINKS]:
+        if not (entry.is_dir() and entry.name.lower() in _OUTPUT_FOLDERS):
+            if entry.is_file() and not entry.is_symlink() and entry.stat().st_size <= _COPIED_BYTES:
+                shutil.copy2(entry, folder / entry.name)
+            else:
+                (folder / entry.name).symlink_to(entry)
+
+
+class ForkServer:
+    """Client of a server process that forks runs (`server.py`). A forked run starts in 0.1 s instead of 3 s."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "headway.verify.server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**env.copy_variables(), "OMP_NUM_THREADS": "1", "HEADWAY_LOG_LEVEL": "warning"},
+            text=True,
+        )
+        self._lock = threading.Lock()
+        self._num_runs = 0
+        self._waiting: dict[int, Future[int]] = {}
+        self._is_ready = threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            answer = json.loads(line)
+            if "is_ready" in answer:
+                self._is_ready.set()
+                continue
+            self._waiting.pop(answer["id"]).set_result(answer["code"])
+        self._is_ready.set()
+        for each in list(self._waiting.values()):
+            with contextlib.suppress(InvalidStateError):
+                each.set_exception(VerifyError(_SERVER_ENDED))
+
+    def start(self, order: dict[str, Any]) -> tuple[int, "Future[int]"]:
+        """Start a run as soon as the server has imported torch, and return its ID and the future of its exit code.
+
+        Args:
+            order: Order for `server.py`, without an ID.
+
+        Raises:
+            VerifyError: If the server has ended.
+        """
+        self._is_ready.wait()
+        if self._process.poll() is not None:
+            raise VerifyError(_SERVER_ENDED)
+        with self._lock:
+            self._num_runs += 1
+            key = self._num_runs
+            done: Future[int] = Future()
+            self._waiting[key] = done
+            self._send({**order, "id": key})
+        return key, done
+
+    def end(self, key: int) -> None:
+        """End a run by its ID. Do nothing if it has already ended."""
+        with self._lock:
+            if key in self._waiting:
+                self._send({"id": key, "end": True})
+
+    def _send(self, order: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+
+    def close(self) -> None:
+        """End the server and all of its runs."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+class RunningScript:
+    """Run of the user's script, which starts when the object is created.
+
+    Args:
+        order: Command that starts the run.
+        request: Options of the run.
+        time_limit: Number of seconds after which the run is ended.
+        server: Server that forks the processes of the run, or None to start new processes.
+    """
+
+    def __init__(self, order: LaunchOrder, request: RunRequest, time_limit: float, server: ForkServer | None) -> None:
+        self._order = order
+        self._request = request
+        self._server = server
+        folder = Path(request.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "output.txt"
+        variables = make_environment(order, request, 1)
+        mirror_working_folder(request)
+        place = str(get_working_folder(request))
+        self._time_limit = time_limit
+        self._began = time.monotonic()
+        if server is not None:
+            self._key, self._done = server.start(
+                {
+                    "variables": variables,
+                    "program": list(order.program),
+                    "num_processes": order.num_processes,
+                    "output": str(self._path),
+                    "folder": place,
+                }
+            )
+            self._began = time.monotonic()
+            return
+        with self._path.open("wb") as output:
+            self._process = subprocess.Popen(
+                order.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                cwd=place,
+                start_new_session=True,
+            )
+
+    def wait(self) -> RunRecord:
+        """Wait until the run ends, end it if the time limit has passed, and return its records."""
+        request = self._request
+        code = self._wait_for(request.patience + _STACK_GRACE) if request.is_recorded else None
+        has_begun = Path(request.folder, "facts0.json").exists()
+        if code is None and (has_begun or not request.is_recorded):
+            code = self._wait_for(self._time_limit)
+        self.end()
+        seconds = time.monotonic() - self._began
+        return read_record(self._request, self._order.num_processes, code, self._read_output(), seconds)
+
+    def _wait_for(self, seconds: float) -> int | None:
+        """Wait until the run ends, and return its exit code. Return None if the run has not ended in time.
+
+        Args:
+            seconds: Limit of the wait, in seconds since the start of the run.
+        """
+        left = max(0.1, self._began + seconds - time.monotonic())
+        with contextlib.suppress(subprocess.TimeoutExpired, TimeoutError):
+            return self._done.result(left) if self._server is not None else self._process.wait(left)
+        return None
+
+    def end(self) -> None:
+        """End the processes of the run that are still running."""
+        if self._server is not None:
+            self._server.end(self._key)
+            return
+        if self._process.poll() is None:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    def _read_output(self) -> str:
+        if not self._path.exists():
+            return ""
+        with self._path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 20_000))
+            text = file.read().decode("utf-8", "replace")
+        return "\n".join(text.splitlines()[-_LAST_LINES:])

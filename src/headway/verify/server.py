@@ -1,0 +1,200 @@
+"""Server of forked runs: imports torch and Headway once, and forks a process for each rank of a run on the CPU.
+
+A process that is not forked needs about three seconds for these imports. Forking is safe because the server has
+neither threads nor process groups. Each rank gets the environment that `headway launch` would set, newly seeded random
+number generators, and a separate session.
+
+Orders are JSON lines on stdin: {"id", "variables", "program", "num_processes", "output", "folder"} to start a run, or
+{"id", "end": true} to end it. The server writes {"is_ready"} to stdout at its start, and {"id", "code"} when a run has
+ended.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headway.common import env
+from headway.verify.request import read_request
+from headway.verify.stacks import get_stack_file
+
+_GRACE = 4.0
+"""Seconds that the other ranks of a run may continue after one rank has failed, before they are killed."""
+
+
+@dataclass
+class ForkedRun:
+    """Forked processes of one run, one per rank.
+
+    Attributes:
+        key: ID of the run.
+        alive: Process IDs of the ranks that have not ended.
+        code: Exit code of the first rank that failed, or 0 if none failed.
+        deadline: Time at which the remaining ranks are killed; None while no rank has failed.
+    """
+
+    key: int
+    alive: set[int] = field(default_factory=set)
+    code: int = 0
+    deadline: float | None = None
+
+
+def main() -> None:
+    """Execute orders from stdin until it is closed, then kill the remaining runs."""
+    import numpy  # noqa: F401
+    import torch
+    import torch.distributed
+    import torch.nn.parallel
+    import torch.utils.data  # noqa: F401
+
+    import headway.accelerator
+    import headway.launch.worker
+    import headway.verify.recorder  # noqa: F401
+
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answers.write(json.dumps({"is_ready": True}) + "\n")
+    runs: dict[int, ForkedRun] = {}
+    is_open = True
+    buffer = b""
+    while is_open or runs:
+        if is_open and select.select([0], [], [], 0.02)[0]:
+            read = os.read(0, 1 << 20)
+            is_open = bool(read)
+            *lines, buffer = (buffer + read).split(b"\n")
+            for line in lines:
+                _follow(json.loads(line), runs)
+        elif not is_open:
+            for run in runs.values():
+                _kill(run)
+            time.sleep(0.02)
+        for run in list(runs.values()):
+            _collect(run)
+            if not run.alive:
+                del runs[run.key]
+                with contextlib.suppress(OSError):
+                    answers.write(json.dumps({"id": run.key, "code": run.code}) + "\n")
+
+
+def _follow(order: dict[str, Any], runs: dict[int, ForkedRun]) -> None:
+    """Execute an order: start or end a run.
+
+    Args:
+        order: Order, as described at the top of this module.
+        runs: Runs that have not ended, by ID.
+    """
+    if order.get("end"):
+        if order["id"] in runs:
+            _kill(runs[order["id"]])
+        return
+    run = runs[order["id"]] = ForkedRun(order["id"])
+    port = _find_free_port()
+    for rank in range(order["num_processes"]):
+        pid = os.fork()
+        if not pid:
+            try:
+                _become_rank(order, rank, port)
+            finally:
+                os._exit(1)
+        run.alive.add(pid)
+
+
+def _become_rank(order: dict[str, Any], rank: int, port: int) -> None:
+    """Run the user's program as one rank in this forked process. Does not return.
+
+    Args:
+        order: Order that starts the run.
+        rank: Rank of this process.
+        port: Free port for the rendezvous.
+    """
+    import numpy
+    import torch
+
+    from headway.launch import worker
+    from headway.verify.listings import reverse_listings_if_asked
+    from headway.verify.sources import watch_sources
+
+    parent = os.getppid()
+    os.setsid()
+    output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(order["folder"])
+    variables: dict[str, str | None] = dict.fromkeys(env.copy_variables())
+    variables.update(order["variables"])
+    num = order["num_processes"]
+    if num > 1:
+        variables.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(num),
+            LOCAL_WORLD_SIZE=str(num),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+    env.apply_changes(variables)
+    folders = [each for each in (env.get("PYTHONPATH") or "").split(os.pathsep) if each]
+    sys.path[:0] = [each for each in folders if each not in sys.path[:1]]
+    torch.set_num_threads(1)
+    # Forks inherit equal generator states. The processes of a launch start with random ones.
+    random.seed()
+    numpy.random.seed(None)
+    torch.seed()
+    reverse_listings_if_asked()
+    _watch_start(rank)
+    watch_sources().install()
+    kind, target, *args = order["program"]
+    worker.main([str(parent), kind, "merge", target, *args])
+
+
+def _watch_start(rank: int) -> None:
+    """Make this process write its stack at its time limit if it has created no Accelerator by then."""
+    request = read_request()
+    if request is not None and request.patience:
+        folder = Path(request.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = get_stack_file(folder, rank).open("a")  # faulthandler needs an open file
+        faulthandler.dump_traceback_later(request.patience, file=file)
+
+
+def _collect(run: ForkedRun) -> None:
+    """Collect the exit codes of ranks that have ended, and kill the other ranks `_GRACE` seconds after a failure."""
+    for pid in list(run.alive):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if not done:
+            continue
+        run.alive.discard(pid)
+        code = os.waitstatus_to_exitcode(status)
+        if code and not run.code:
+            run.code = code
+            run.deadline = time.monotonic() + _GRACE
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # DataLoader workers of the rank
+    if run.alive and run.deadline is not None and time.monotonic() > run.deadline:
+        _kill(run)
+
+
+def _kill(run: ForkedRun) -> None:
+    run.code = run.code or -signal.SIGKILL
+    for pid in run.alive:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""`VerifySession`: makes all runs of the script that the chosen proofs need, in parallel while CPU cores are free."""
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headway.verify.records import RunRecord
+from headway.verify.request import RunRequest
+from headway.verify.runs import ForkServer, LaunchOrder, RunningScript, VerifyError
+from headway.verify.stacks import describe_stuck, read_stacks
+from headway.verify.verdict import RunSet, describe_failure
+
+_SEED = 1234
+_CLOCK_STEP = 1.1
+"""Seconds between the starts of the first run and its repetition, so that seeds from the clock differ."""
+_MEASURED_UPDATES = 2
+"""Updates whose memory is measured: those that `headway estimate --script` traces."""
+_ON_FIRST_SERVER = ("first", "reference", "several", "layout", "replayed", "reordered")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a verification.
+
+    Attributes:
+        orders: Commands that start the script: on one process ("one"), on several processes ("several"), and under the
+            layout that was given on the command line ("layout"). Also the commands that forecast its memory, on the
+            device of the runs ("forecast") and on the device of the full run ("full").
+        is_forked: Whether runs are forked from a process that has imported torch. Only runs on the CPU can be forked.
+        num_processes: Number of processes of the runs that are compared with a run on one process.
+        layout_name: Name of the layout that was given on the command line; "" if there is none.
+        num_updates: Number of updates of each run.
+        time_limit: Number of seconds that each run may take.
+        proofs: Keys of the requested proofs, such as "resume".
+        notes: Remarks for the user.
+        resume_args: Arguments that are added to those of the script when it is started again after a kill.
+    """
+
+    orders: dict[str, LaunchOrder]
+    is_forked: bool
+    num_processes: int
+    layout_name: str
+    num_updates: int
+    time_limit: float
+    proofs: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    resume_args: tuple[str, ...] = ()
+
+    def needs(self, *words: str) -> bool:
+        """Whether at least one of the proofs with these keys was requested."""
+        return any(word in self.proofs for word in words)
+
+
+class VerifySession:
+    """Context manager that plans and makes all runs of one verification.
+
+    Args:
+        options: Options of the verification.
+        say: Function that is called with the name of each run that starts.
+        servers: Two servers that fork the runs. By default, two are started if runs are forked.
+    """
+
+    def __init__(
+        self, options: Options, say: Callable[[str], None], servers: Sequence[ForkServer] | None = None
+    ) -> None:
+        self._options = options
+        self._say = say
+        self._scratch = Path(tempfile.mkdtemp(prefix="headway_verify_"))
+        self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._free = self._num_cores
+        self._has_changed = threading.Condition()
+        self._running: list[RunningScript] = []
+        # Each server has its own hash seed. Runs on different servers therefore iterate over sets of strings in
+        # different orders, as two launches of a script do.
+        self._owns_servers = servers is None
+        self._servers = list(servers or ()) or ([ForkServer(), ForkServer()] if options.is_forked else [])
+
+    def __enter__(self) -> "VerifySession":
+        """Return the session."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the runs that have not finished, and remove the scratch folder."""
+        for each in self._running:
+            each.end()
+        for server in self._servers if self._owns_servers else ():
+            server.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    @property
+    def _kill_at(self) -> int:
+        return min(self._options.num_updates - 1, max(2, self._options.num_updates * 2 // 3))
+
+    @property
+    def _save_at(self) -> int:
+        return self._options.num_updates // 2
+
+    def run(self) -> RunSet:
+        """Run the script as often as the proofs need, and return the records of all runs.
+
+        Raises:
+            VerifyError: If the script fails or makes no update on one process.
+        """
+        options = self._options
+        needs_repeat = options.needs("repeat", "resume")
+        with ThreadPoolExecutor(8) as pool:
+            start = self._start_in(pool)
+            first_run = start(self._request("first"), 1)
+            if needs_repeat:
+                time.sleep(_CLOCK_STEP)
+            repeat_run = start(
+                replace(self._request("repeat"), saves_after=self._save_at, kills_after=self._kill_at, reverses_listings=True), 1
+            ) if needs_repeat else None  # fmt: skip
+            first = first_run.result()
+            self._check_first(first)
+            repeat = repeat_run.result() if repeat_run is not None else None
+            runs = RunSet(first, repeat, num_processes=options.num_processes, layout_name=options.layout_name)
+            runs.notes += [*options.notes]
+            self._run_others(runs, start)
+        return runs
+
+    def _run_others(self, runs: RunSet, start: Callable[..., "Future[RunRecord]"]) -> None:
+        """Make all runs except the first run and its repetition, and store their records in `runs`.
+
+        Args:
+            runs: Records of the first run and its repetition. The other records are added.
+            start: Function that starts a run with a request on a number of processes.
+        """
+        options, first, repeat = self._options, runs.first, runs.repeat
+        is_seeded = repeat is None or repeat.fact.get("initial") == first.fact.get("initial")
+        draws = bool(first.fact.get("drawn") or first.fact.get("num_dropped") or first.fact.get("num_dropouts"))
+        seed = -1 if is_seeded else _SEED
+        base = replace(
+            self._request("reference"), shares_draws=draws, seed=seed, shares_order=bool(first.fact["orders_apart"])
+        )
+        sizes = {number: about["batch_size"] for number, about in first.fact.get("loaders", {}).items()}
+        split = replace(base, splits_batches=True, batch_sizes=sizes)
+        waiting: dict[str, Future[RunRecord]] = {}
+        compares = options.needs("processes", "layout", "samples", "learning")
+        needs_order = compares or options.needs("resume", "out_of_memory")
+        n = options.num_processes
+        if compares:
+            waiting["several"] = start(replace(split, name="several"), n)
+            if options.layout_name:
+                waiting["layout"] = start(replace(split, name="layout"), n, order="layout")
+        if draws or not is_seeded or base.shares_order:
+            if compares:
+                waiting["reference"] = start(base, 1)
+        else:
+            runs.reference = first
+        if needs_order:
+            waiting["reordered"] = start(replace(base, name="reordered", reverses_rows=True), 1)
+        if options.needs("resume") and repeat is not None and repeat.fact.get("saved"):
+            waiting["resumed"] = start(self._continue("resumed", repeat), 1, args=options.resume_args)
+            if compares and not draws and is_seeded and not base.shares_order:
+                waiting["resumed_on_several"] = start(
+                    self._continue("resumed_on_several", repeat), n, args=options.resume_args
+                )
+        if options.needs("out_of_memory") and first.fact.get("microbatching"):
+            waiting["replayed"] = start(replace(self._request("replayed"), fails_in=self._find_backward(first)), 1)
+        if options.needs("memory"):
+            waiting |= self._measure_memory(start)
+        if options.needs("leaks", "learning"):
+            waiting["probed"] = start(
+                replace(base, name="probed", shares_draws=True, num_updates=1, probes_leaks=True), 1
+            )
+        for name, future in waiting.items():
+            setattr(runs, name, future.result())
+
+    def _measure_memory(self, start: Callable[..., "Future[RunRecord]"]) -> "dict[str, Future[RunRecord]]":
+        """Start the runs that measure and forecast the memory of the script, and return the futures of their records."""
+        measure = replace(self._request("measured"), num_updates=_MEASURED_UPDATES, measures_tensors=True)
+        waiting = {"measured": start(measure, 1)}
+        for name in ("forecast", "full"):
+            if name in self._options.orders:
+                waiting[name] = start(replace(self._request(name), is_recorded=False), 1, order=name)
+        return waiting
+
+    # ---------------------------------------------------------------- single runs
+
+    def _request(self, name: str) -> RunRequest:
+        return RunRequest(
+            name=name,
+            folder=str(self._scratch / name),
+            output=self._output(name),
+            num_updates=self._options.num_updates,
+            patience=self._options.time_limit,
+        )
+
+    def _output(self, name: str) -> str:
+        return str(self._scratch / "output" / name)
+
+    def _continue(self, name: str, killed: RunRecord) -> RunRequest:
+        """Copy the output of a killed run, and return the request of a run that resumes from it."""
+        request = self._request(name)
+        source = Path(killed.request.output)
+        if source.exists():
+            shutil.copytree(source, request.output, symlinks=True)
+        return request
+
+    def _find_backward(self, first: RunRecord) -> int:
+        """Return the number of a backward pass in the middle of the run."""
+        return max(2, int(first.fact.get("num_backwards", 2)) // 2 + 1)
+
+    def _start_in(self, pool: ThreadPoolExecutor) -> Callable[..., "Future[RunRecord]"]:
+        """Return a function that submits a run to the thread pool and returns the future of the run's record.
+
+        Args:
+            pool: Thread pool in which runs wait for free CPU cores.
+        """
+
+        def start(
+            request: RunRequest, num_processes: int, *, order: str = "", args: tuple[str, ...] = ()
+        ) -> "Future[RunRecord]":
+            request = replace(request, folder=str(self._scratch / request.name), output=self._output(request.name))
+            chosen = self._options.orders[order or ("one" if num_processes == 1 else "several")]
+            return pool.submit(self._make_run, request, chosen.add_arguments(args))
+
+        return start
+
+    def _make_run(self, request: RunRequest, order: LaunchOrder) -> RunRecord:
+        """Wait for a free CPU core per process (at most all cores), run the script, and return its record."""
+        options = self._options
+        size = min(order.num_processes, self._num_cores)
+        with self._has_changed:
+            self._has_changed.wait_for(lambda: self._free >= size)
+            self._free -= size
+        try:
+            self._say(request.name)
+            server = self._servers[request.name not in _ON_FIRST_SERVER] if self._servers else None
+            running = RunningScript(order, request, 3 * options.time_limit + 20, server)
+            self._running.append(running)
+            return running.wait()
+        finally:
+            with self._has_changed:
+                self._free += size
+                self._has_changed.notify_all()
+
+    def _check_first(self, first: RunRecord) -> None:
+        """Raise an error unless the script's run on one process succeeded, created an Accelerator and made updates.
+
+        Args:
+            first: Record of the run on one process.
+
+        Raises:
+            VerifyError: If the script fails, creates no Accelerator, or makes no update.
+        """
+        tail = "\n".join(f"    {line}" for line in first.output.splitlines()[-25:]) or "    (it printed nothing)"
+        where = describe_stuck(read_stacks(Path(first.request.folder), 1))
+        where = f"; {where}" if where else ""
+        if first.code is None and not first.facts:
+            raise VerifyError(
+                f"the script created no Accelerator in {first.seconds:.0f} s{where}. If it only needs more time, set --time_limit "
+                "300. verify needs a script that trains with headway.Accelerator, with our Trainer, or under Accelerate's name (add "
+                f"--as accelerate). Its last lines:\n{tail}"
+            )
+        if first.code is None or first.code == 70:
+            raise VerifyError(
+                f"the script made {first.num_updates} of {self._options.num_updates} updates in {first.seconds:.0f} s on one "
+                f"process{where}. Give it smaller data or a smaller model, fewer updates (--updates 3), or more time "
+                f"(--time_limit 300). Its last lines:\n{tail}"
+            )
+        if first.code != 0:
+            raise VerifyError(
+                f"the script fails on one process (exit code {first.code}): {describe_failure(first)}. Its last lines:\n{tail}"
+            )
+        if not first.facts:
+            raise VerifyError(
+                "the script ended without creating an Accelerator; verify needs a script that trains with headway.Accelerator, "
+                f"with our Trainer, or under Accelerate's name (add --as accelerate). Its last lines:\n{tail}"
+            )
+        if not first.first:
+            raise VerifyError(
+                "the script ended without an update. verify counts optimizer.step() of a prepared optimizer after "
+                "accelerator.backward(); give arguments with which the script trains for at least "
+                f"{self._options.num_updates} updates. Its last lines:\n{tail}"
+            )

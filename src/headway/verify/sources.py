@@ -1,0 +1,182 @@
+"""`SourceWatch`: records where the script creates optimizers, loaders or models, or reads clocks or random values.
+
+A proof that fails can then name the line. Functions of Python and numpy, and the constructors of three classes of
+torch, are replaced by wrappers that call them unchanged. Torch has no hook that is called when such an object is
+created. All replacements are made only in the processes of `headway verify`.
+"""
+
+import random
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import numpy
+import torch
+
+from headway.common import scope
+from headway.common.callsite import Frame, is_user_file, walk_stack
+
+_CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
+_RANDOM = ("random", "randint", "randrange", "choice", "choices", "sample", "shuffle", "uniform", "gauss")
+_NUMPY = (
+    "rand",
+    "randn",
+    "random",
+    "randint",
+    "choice",
+    "permutation",
+    "shuffle",
+    "normal",
+    "uniform",
+    "random_sample",
+)
+_MOST_LINES = 20
+"""Largest number of lines that are recorded for each kind, such as reads of the clock."""
+
+
+class SourceWatch:
+    """Record of the script's lines that create certain objects, or read values that may differ between runs.
+
+    Attributes:
+        clocks: Name of the function that reads the clock, by the line of the script.
+        unseeded: Generator that was created without a seed, by the line of the script.
+        draws: Function that draws from a global generator of Python or numpy, by the line of the script.
+        seeds: Seed that the script passed to `random.seed`, directly or through `set_seed`, by the line of the script.
+    """
+
+    def __init__(self) -> None:
+        self.clocks: dict[str, str] = {}
+        self.unseeded: dict[str, str] = {}
+        self.draws: dict[str, str] = {}
+        self.seeds: dict[str, str] = {}
+        self._births: dict[int, tuple[Any, str]] = {}
+        self._is_installed = False
+
+    def install(self) -> None:
+        """Replace the watched functions in this process, once."""
+        if self._is_installed:
+            return
+        self._is_installed = True
+        for name in _CLOCKS:
+            self._watch(time, name, self.clocks, f"time.{name}")
+        for name in _RANDOM:
+            self._watch(random, name, self.draws, f"random.{name}")
+        for name in _NUMPY:
+            self._watch(numpy.random, name, self.draws, f"numpy.random.{name}")
+        self._watch(uuid, "uuid4", self.clocks, "uuid.uuid4")  # weak evidence, as clocks are: file names often have one
+        self._watch_generators()
+        self._watch_own_generators()
+        self._watch_seed()
+        self._watch_creation(torch.optim.Optimizer)
+        self._watch_creation(torch.utils.data.DataLoader)
+        self._watch_creation(torch.nn.Module)
+
+    def get_birth(self, thing: Any) -> str:
+        """Return the line of the script that created an object, or "" if it is unknown.
+
+        Args:
+            thing: Optimizer, loader or module.
+        """
+        reference, line = self._births.get(id(thing), (None, ""))
+        return line if reference is not None and reference() is thing else ""
+
+    def list_facts(self) -> dict[str, dict[str, str]]:
+        """Return the recorded lines by kind, as part of the run's recorded facts."""
+        return {"clocks": self.clocks, "unseeded": self.unseeded, "draws": self.draws, "seeds": self.seeds}
+
+    # ---------------------------------------------------------------- replacements
+
+    def _watch(self, module: Any, name: str, lines: dict[str, str], title: str) -> None:
+        original: Callable[..., Any] = getattr(module, name)
+
+        @wraps(original)
+        def call_and_record(*args: Any, **kwargs: Any) -> Any:
+            _add(lines, title)
+            return original(*args, **kwargs)
+
+        setattr(module, name, call_and_record)
+
+    def _watch_generators(self) -> None:
+        """Record NumPy random generators that are created without a seed."""
+        for name in ("default_rng", "RandomState"):
+            original = getattr(numpy.random, name)
+            if isinstance(original, type):
+                continue  # a function must not replace a class
+            self._watch_unseeded(numpy.random, name, original)
+
+    def _watch_unseeded(self, module: Any, name: str, original: Callable[..., Any]) -> None:
+        @wraps(original)
+        def create_and_record(seed: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if seed is None:
+                _add(self.unseeded, f"{name}()")
+            return original(seed, *args, **kwargs)
+
+        setattr(module, name, create_and_record)
+
+    def _watch_own_generators(self) -> None:
+        """Record objects of `random.Random` that are created without a seed."""
+        original = random.Random.__init__
+
+        @wraps(original)
+        def create_and_record(created: Any, x: Any = None) -> None:
+            if x is None:
+                _add(self.unseeded, f"{type(created).__name__}()")
+            original(created, x)
+
+        random.Random.__init__ = create_and_record  # type: ignore[method-assign, assignment]
+
+    def _watch_seed(self) -> None:
+        original = random.seed
+
+        @wraps(original)
+        def seed_and_record(a: Any = None, *args: Any, **kwargs: Any) -> None:
+            line = _find_caller()
+            if line and line not in self.seeds and len(self.seeds) < _MOST_LINES:
+                self.seeds[line] = repr(a)
+            original(a, *args, **kwargs)
+
+        random.seed = seed_and_record
+
+    def _watch_creation(self, kind: type) -> None:
+        original = kind.__init__  # type: ignore[misc]
+        births = self._births
+
+        @wraps(original)
+        def create_and_record(created: Any, *args: Any, **kwargs: Any) -> None:
+            original(created, *args, **kwargs)
+            line = _find_caller()
+            if line:
+                births[id(created)] = (weakref.ref(created), line)
+
+        kind.__init__ = create_and_record  # type: ignore[misc]
+
+
+def _find_caller() -> str:
+    """Return the innermost line of the script on the stack that is not a constructor, or "" if there is none."""
+    inside = ""
+    for frame in walk_stack():
+        if is_user_file(frame.f_code.co_filename):
+            if frame.f_code.co_name != "__init__":
+                return str(Frame.from_frame(frame))
+            inside = inside or str(Frame.from_frame(frame))
+    return inside
+
+
+def _add(lines: dict[str, str], title: str) -> None:
+    """Record the line of the script that called a watched function. Calls from libraries are left out.
+
+    Args:
+        lines: Recorded lines, to which the calling line is added.
+        title: Name of the function.
+    """
+    frame = next(each for each in walk_stack() if each.f_code.co_filename != __file__)
+    if is_user_file(frame.f_code.co_filename) and len(lines) < _MOST_LINES:
+        lines.setdefault(str(Frame.from_frame(frame)), title)
+
+
+def watch_sources() -> SourceWatch:
+    """Return this process's `SourceWatch`."""
+    return scope.own(SourceWatch)

@@ -1,0 +1,92 @@
+"""Stacks of the ranks of a run that makes no progress. Each rank writes its stack, and the report names the lines."""
+
+import faulthandler
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
+_FOREIGN = ("/headway/", "site-packages", "/lib/python", "<frozen ")
+
+
+@dataclass(frozen=True)
+class StuckRank:
+    """Rank that made no progress.
+
+    Attributes:
+        rank: Rank of the process.
+        where: Innermost line of the user's code, such as "train.py:30 in main"; "" if none was on the stack.
+        is_waiting: Whether the rank probably waited for other ranks, in a collective or in backward.
+    """
+
+    rank: int
+    where: str
+    is_waiting: bool
+
+
+def get_stack_file(folder: Path, rank: int) -> Path:
+    """Return the file into which a rank writes its stack."""
+    return folder / f"stack{rank}.txt"
+
+
+def write_stack(folder: Path, rank: int) -> None:
+    """Write the stacks of all threads of this process to its stack file.
+
+    Args:
+        folder: Folder for the records of the run.
+        rank: Rank of this process.
+    """
+    with get_stack_file(folder, rank).open("w") as file:
+        faulthandler.dump_traceback(file)
+
+
+def is_any_stuck(folder: Path) -> bool:
+    """Whether a rank of the run has written its stack."""
+    return any(path.stat().st_size for path in folder.glob("stack*.txt"))
+
+
+def read_stacks(folder: Path, num_processes: int) -> list[StuckRank]:
+    """Return the ranks that have written their stacks."""
+    found = []
+    for rank in range(num_processes):
+        path = get_stack_file(folder, rank)
+        # A rank whose time limit is over in a stuck interpreter writes no frames.
+        if path.exists() and (text := path.read_text("utf-8", "replace")):
+            found.append(_read_stack(rank, text))
+    return found
+
+
+def _read_stack(rank: int, text: str) -> StuckRank:
+    # The main thread is the last one. The others are those that watch it, and those of libraries.
+    main = text.rpartition("hread 0x")[2]
+    frames = [match for line in main.splitlines() if (match := _FRAME.match(line))]
+    own = next((each for each in frames if not any(part in each["file"] for part in _FOREIGN)), None)
+    where = f"{Path(own['file']).name}:{own['line']} in {own['name']}" if own else ""
+    return StuckRank(rank, where, any(_is_wait(each) for each in frames))
+
+
+def _is_wait(frame: re.Match[str]) -> bool:
+    """Whether a stack frame probably waits for other ranks: in a collective, or in backward.
+
+    In backward, DDP and FSDP wait for other ranks in C++ code, which a Python stack does not show.
+    """
+    is_collective = "collectives" in frame["file"] or "distributed_c10d" in frame["file"]
+    return is_collective or frame["name"] == "_engine_run_backward"
+
+
+def describe_stuck(ranks: list[StuckRank]) -> str:
+    """Return a phrase that names the rank for which the others wait, and the line of each rank; "" if nothing is known.
+
+    Args:
+        ranks: Ranks that have written their stacks.
+    """
+    known = [each for each in ranks if each.where]
+    if not known:
+        return ""
+    if len(ranks) == 1:
+        return f"it was at {known[0].where}"
+    places = ", ".join(f"rank {each.rank} at {each.where}" for each in known[:4])
+    busy = [each for each in ranks if not each.is_waiting]
+    if len(busy) == 1 and len(ranks) > 1:
+        return f"the other ranks waited for rank {busy[0].rank}: {places}"
+    return places

@@ -1,0 +1,73 @@
+"""Output of `headway verify`: the table of proofs, the explanations of failed proofs, and JSON."""
+
+import json
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from headway.verify.verdict import Verdict
+
+_COLORS = {"PASS": 32, "FAIL": 31, "NOT CHECKED": 33}
+_WIDTH = 118
+
+
+def format_table(verdicts: Sequence[Verdict], *, has_color: bool = False) -> str:
+    """Return the table of proofs as text, followed by the details of the failed proofs.
+
+    Args:
+        verdicts: Verdicts in the order of the table.
+        has_color: Whether to color the results for a terminal. Default: False.
+    """
+    width = max(len(each.title) for each in verdicts)
+    lines = []
+    for each in verdicts:
+        mark = _paint(each.status.ljust(11), each.status, has_color)
+        first, *rest = textwrap.wrap(each.reason, _WIDTH - width - 15) or [""]
+        lines.append(f"{mark}  {each.title.ljust(width)}  {first}")
+        lines += [f"{' ' * (width + 15)}{line}" for line in rest]
+    for each in verdicts:
+        if each.status == "FAIL":
+            lines += ["", f"{_paint('FAIL', 'FAIL', has_color)} {each.title}: {each.reason}"]
+            lines += [f"  {line}" for line in each.details]
+            if each.advice:
+                lines += textwrap.wrap(each.advice, _WIDTH, initial_indent="  -> ", subsequent_indent="     ")
+            if each.page:
+                lines.append(f"  see docs/{each.page}")
+    return "\n".join(lines)
+
+
+def _paint(text: str, status: str, has_color: bool) -> str:
+    return f"\033[{_COLORS[status]}m{text}\033[0m" if has_color else text
+
+
+def format_json(verdicts: Sequence[Verdict], about: dict[str, Any]) -> str:
+    """Return the verdicts as JSON text.
+
+    Args:
+        verdicts: Verdicts in the order of the table.
+        about: Additional entries of the JSON object.
+    """
+    proofs = [
+        {
+            "proof": each.key,
+            "title": each.title,
+            "status": each.status,
+            "reason": each.reason,
+            "details": list(each.details),
+            "advice": each.advice,
+            "page": each.page,
+        }
+        for each in verdicts
+    ]
+    return json.dumps({**about, "proofs": proofs}, indent=2)
+
+
+def format_summary(verdicts: Sequence[Verdict], seconds: float) -> str:
+    """Return the last line of the output: how many proofs passed, failed or were not checked, and the duration.
+
+    Args:
+        verdicts: Verdicts of all proofs.
+        seconds: Duration of the verification.
+    """
+    counts = {status: sum(each.status == status for each in verdicts) for status in _COLORS}
+    return f"{counts['PASS']} passed, {counts['FAIL']} failed, {counts['NOT CHECKED']} not checked in {seconds:.0f} s"

@@ -1,0 +1,42 @@
+"""`TensorPeak`: measures the peak memory of tensors, to compare it with a forecast.
+
+On a CPU, the resident memory of a process includes libraries and caches, which a forecast of tensors does not. So
+torch's profiler counts the bytes of tensors on a CPU.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class TensorPeak:
+    """Measurement of the largest number of bytes in tensors, from its creation to `stop`.
+
+    Args:
+        device: Device of the run: a CUDA device or a CPU.
+        existing: Tensors that exist at the start.
+    """
+
+    def __init__(self, device: torch.device, existing: Iterable[torch.Tensor]) -> None:
+        self._device = device
+        self._profile: Any = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            return
+        plain = [each.untyped_storage() for each in existing]
+        self._bytes_at_start = sum({each.data_ptr(): each.nbytes() for each in plain}.values())
+        self._profile = torch.autograd.profiler.profile(profile_memory=True, use_cpu=True)
+        self._profile.__enter__()
+
+    def stop(self) -> int:
+        """End the measurement, and return the peak in bytes."""
+        if self._profile is None:
+            return int(torch.cuda.max_memory_allocated(self._device))
+        self._profile.__exit__(None, None, None)
+        in_use = most = self._bytes_at_start
+        events = [event for event in self._profile.kineto_results.events() if event.name() == "[memory]"]
+        for event in sorted(events, key=lambda each: each.start_ns()):
+            in_use += event.nbytes()
+            most = max(most, in_use)
+        return int(most)

@@ -1,0 +1,124 @@
+"""`Verdict`, the result of one proof, and `RunSet`, the records of the runs that the proofs compare."""
+
+import os
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from headway.verify.records import RunRecord
+from headway.verify.stacks import describe_stuck, read_stacks
+
+Status = Literal["PASS", "FAIL", "NOT CHECKED"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of one proof.
+
+    Attributes:
+        key: Word that selects the proof on the command line.
+        title: Title in the table.
+        status: "PASS", "FAIL" or "NOT CHECKED".
+        reason: Result in one line.
+        details: Lines that describe where a difference was found.
+        advice: Changes to the script that are likely to help.
+        page: Page of the documentation, such as "data.md".
+    """
+
+    key: str
+    title: str
+    status: Status
+    reason: str
+    details: tuple[str, ...] = ()
+    advice: str = ""
+    page: str = ""
+
+
+def shorten_paths(verdict: Verdict) -> Verdict:
+    """Return a verdict whose paths are relative to the current folder instead of a run's working directory."""
+    here = os.getcwd() + os.sep
+    return replace(
+        verdict,
+        reason=verdict.reason.replace(here, ""),
+        details=tuple(each.replace(here, "") for each in verdict.details),
+        advice=verdict.advice.replace(here, ""),
+    )
+
+
+@dataclass
+class RunSet:
+    """Records of all runs of the user's script. A run that was not needed or could not be made is None.
+
+    Attributes:
+        first: Plain run on one process.
+        repeat: Repetition of `first` with reversed folder listings. It saves a checkpoint and is killed later.
+        reference: Run on one process with which runs on several processes are compared. It may share random numbers.
+        reordered: Repetition of `reference` with the rows of each batch reversed.
+        several: Run on several processes with the global batch of `reference`.
+        layout: Run on several processes under the layout that was given on the command line.
+        resumed: Run on one process that continues `repeat` from its checkpoint.
+        resumed_on_several: Run on several processes that continues `repeat` from its checkpoint.
+        replayed: Repetition of `first` with one injected out-of-memory error.
+        probed: Run of one update in which the model is tested for leaks between parts of a batch.
+        measured: Run of two updates that measures the peak memory of tensors.
+        forecast: Forecast of memory on the device of the runs.
+        full: Forecast of memory on the device of the full run.
+        num_processes: Number of processes of `several`.
+        layout_name: Name of the layout that was given on the command line; "" if there is none.
+        notes: Remarks for the user, such as which device was used.
+    """
+
+    first: RunRecord
+    repeat: RunRecord | None = None
+    reference: RunRecord | None = None
+    reordered: RunRecord | None = None
+    several: RunRecord | None = None
+    layout: RunRecord | None = None
+    resumed: RunRecord | None = None
+    resumed_on_several: RunRecord | None = None
+    replayed: RunRecord | None = None
+    probed: RunRecord | None = None
+    measured: RunRecord | None = None
+    forecast: RunRecord | None = None
+    full: RunRecord | None = None
+    num_processes: int = 2
+    layout_name: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+_RANK = re.compile(r"^\[rank\d+\]: ")
+"""Prefix with which torch marks the lines of a rank's traceback."""
+
+
+def describe_failure(record: RunRecord) -> str:
+    """Return one line of text about a failed run: its first error, or the line of code at which it made no progress.
+
+    Args:
+        record: Record of the run. Only its last lines of output are searched.
+    """
+    if record.code is None or record.code == 70:
+        where = describe_stuck(read_stacks(Path(record.request.folder), record.num_processes))
+        what = (
+            f"it made {record.num_updates} updates, then none for too long, and was ended after {record.seconds:.0f} s"
+        )
+        return f"{what}; {where}" if where else what
+    lines = [_RANK.sub("", line).strip() for line in record.output.splitlines() if line.strip()]
+    errors = [line for line in lines if _looks_like_error(line)]
+    text = errors[0] if errors else (lines or [f"exit code {record.code}"])[-1]
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _looks_like_error(line: str) -> bool:
+    head = line.split(":", 1)[0]
+    return (
+        ":" in line
+        and " " not in head
+        and head.rpartition(".")[2].endswith(("Error", "Exception", "Failed", "Interrupt"))
+    )
+
+
+def join(names: tuple[str, ...] | list[str], most: int = 3) -> str:
+    """Return names separated by commas. Names after the first `most` are only counted."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

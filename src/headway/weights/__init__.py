@@ -1,1 +1,0 @@
-"""Weights on disk: safetensors files written and read as streams, checkpoints found and their names settled."""

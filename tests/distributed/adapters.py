@@ -1,0 +1,240 @@
+"""Models with PEFT's adapters and their training, by hand on one process and prepared in any layout."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import peft
+import torch
+import transformers
+from torch import nn
+
+from headway import Accelerator
+from headway.core.weights.pieces import is_dtensor
+from tests.devices import ON_CPU
+
+VOCABULARY, LENGTH, ROWS = 32, 8, 8
+NUM_UPDATES = 20
+CLOSE = 1e-5
+"""Models are float64; their norms and rotary embeddings round to float32."""
+
+EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TARGETS = {"llama": EVERY, "mixtral": ATTENTION, "bert": ["query", "key", "value", "dense"]}
+SCALED: dict[str, dict[str, list[str]]] = {
+    "llama": {"feedforward_modules": ["down_proj"]},
+    "mixtral": {"feedforward_modules": []},
+    "bert": {"target_modules": ["key", "value", "output.dense"], "feedforward_modules": ["output.dense"]},
+}
+"""Modules of IA3: those whose input it scales and, for BERT, all of them."""
+
+
+def llama() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False, use_cache=False, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def mixtral() -> Any:
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
+        initializer_range=0.3, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model: Any = transformers.MixtralForCausalLM(config)
+    model.set_experts_implementation("eager")  # grouped products exist in float32 only
+    return model
+
+
+def bert() -> Any:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_labels=3,
+        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config)
+
+
+MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "mixtral": mixtral, "bert": bert}
+
+METHODS: dict[str, Callable[[str], Any]] = {
+    "LoRA": lambda model: peft.LoraConfig(r=4, lora_alpha=8, **targets(model)),
+    "rsLoRA": lambda model: peft.LoraConfig(r=4, lora_alpha=8, use_rslora=True, **targets(model)),
+    "LoRA with modules_to_save": lambda model: peft.LoraConfig(r=4, modules_to_save=["lm_head"], **targets(model)),
+    "LoRA of experts": lambda model: peft.LoraConfig(
+        r=2, lora_alpha=4, target_modules=ATTENTION, target_parameters=EXPERTS, **task(model)
+    ),
+    "DoRA": lambda model: peft.LoraConfig(r=4, lora_alpha=8, use_dora=True, **targets(model)),
+    "VeRA": lambda model: peft.VeraConfig(r=4, **targets(model)),
+    "IA3": lambda model: peft.IA3Config(**{**targets(model), **SCALED[model]}),
+    "prompt tuning": lambda model: peft.PromptTuningConfig(num_virtual_tokens=3, **task(model)),
+}
+DENSE = [name for name in METHODS if name != "LoRA of experts"]
+CELLS: dict[str, dict[str, list[str]]] = {
+    **{
+        layout: {"llama": DENSE, "mixtral": ["LoRA of experts"], "bert": ["LoRA", "DoRA", "IA3"]}
+        for layout in ("one process", "ddp", "fsdp", "tp")
+    },
+    "fsdp+tp=2": {"llama": DENSE, "mixtral": ["LoRA of experts"]},
+    "ep": {"mixtral": list(METHODS)},
+}
+"""Methods that are tested in each layout, by model."""
+LAYOUTS = {"one process": 1, "ddp": 2, "fsdp": 2, "tp": 2, "fsdp+tp=2": 4, "ep": 2}
+"""Numbers of ranks by layout."""
+NOT_SPLIT = ("LoRA of experts", "DoRA", "VeRA", "IA3")
+"""Methods that tensor parallelism refuses."""
+
+
+def is_refused(method: str, layout: str) -> bool:
+    return "tp" in layout and method in NOT_SPLIT
+
+
+def write_table() -> str:
+    """The table of docs/adapters.md."""
+    rows = [["method", *LAYOUTS], ["---"] * (1 + len(LAYOUTS))]
+    for method in METHODS:
+        rows.append([method, *("error" if is_refused(method, layout) else "equal" for layout in LAYOUTS)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def task(model: str) -> dict[str, Any]:
+    return {"task_type": "SEQ_CLS" if model == "bert" else "CAUSAL_LM"}
+
+
+def targets(model: str) -> dict[str, Any]:
+    return {"target_modules": TARGETS[model], **task(model)}
+
+
+def make_base(model: str, dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(0)
+    return MODELS[model]().to(dtype)
+
+
+def make_adapted(model: str, method: str, seed: int = 1, dtype: torch.dtype = torch.float64) -> Any:
+    """A frozen base that is always the same, and adapters that change its outputs from the start."""
+    base = make_base(model, dtype)
+    torch.manual_seed(seed)
+    adapted = peft.get_peft_model(base, METHODS[method](model))
+    disturb(adapted)
+    return adapted
+
+
+def disturb(model: nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("lora_B", "vera_lambda_b", "ia3_l")):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+def list_trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def draw(number: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(number))
+
+
+def compute_loss(model: Any, rows: torch.Tensor) -> torch.Tensor:
+    labels = rows[:, 0] % 3 if "Classification" in type(model).__name__ else rows
+    return model(input_ids=rows, labels=labels).loss  # type: ignore[no-any-return]
+
+
+def read_logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=draw(99)).logits  # type: ignore[no-any-return]
+
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def by_hand(
+    model: Any, optimizer: Any = None, updates: Sequence[int] = range(NUM_UPDATES), loss_of: Loss = compute_loss
+) -> list[float]:
+    """Plain PyTorch and PEFT on one process."""
+    optimizer, losses = optimizer or make_optimizer(list_trained(model)), []
+    for number in updates:
+        loss = loss_of(model, draw(number))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train(
+    accelerator: Accelerator,
+    model: Any,
+    optimizer: Any,
+    updates: Sequence[int] = range(NUM_UPDATES),
+    loss_of: Loss = compute_loss,
+) -> list[float]:
+    """The loss over all rows of each update, which the ranks share."""
+    shard, losses = accelerator.strategy.data_shard, []
+    for number in updates:
+        rows = draw(number)[shard.index :: shard.count]
+        loss = loss_of(model, rows)
+        accelerator.backward(loss, weight=len(rows))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.reduce_mean(loss.detach() * len(rows), len(rows))))
+    return losses
+
+
+def start(layout: str, **options: Any) -> Accelerator:
+    return Accelerator(cpu=ON_CPU, strategy=None if layout == "one process" else layout, **options)
+
+
+def prepare(accelerator: Accelerator, model: Any) -> tuple[Any, Any]:
+    model, optimizer = accelerator.prepare(model, make_optimizer(list_trained(model)))
+    return model, optimizer
+
+
+def read_whole(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's values of every parameter, with the parts of the ranks that share it."""
+    accelerator.strategy.free_gathered(model)
+    found = {}
+    for name, parameter in model.named_parameters():
+        value: Any = parameter.detach()
+        found[name] = (value.full_tensor() if is_dtensor(value) else value).cpu().clone()
+    return found
+
+
+def find_differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the parameters that differ."""
+    if found.keys() != wanted.keys():
+        return sorted(found.keys() ^ wanted.keys())
+    return [name for name, value in found.items() if float((value - wanted[name].detach()).abs().max()) > CLOSE]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run by hand.
+
+    Attributes:
+        losses: Loss of each update.
+        begun: Parameters before the run.
+        ended: Parameters after it.
+        trained: Names of the parameters that learn.
+    """
+
+    losses: list[float]
+    begun: dict[str, torch.Tensor]
+    ended: dict[str, torch.Tensor]
+    trained: set[str]
+
+
+@cache
+def run_by_hand(model: str, method: str) -> Reference:
+    plain = make_adapted(model, method)
+    begun = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
+    losses = by_hand(plain)
+    ended = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    trained = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
+    return Reference(losses=losses, begun=begun, ended=ended, trained=trained)

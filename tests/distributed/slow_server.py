@@ -1,0 +1,128 @@
+"""HTTP server of files with range requests that answers 429 or 503, waits, or breaks off, as a test asks."""
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+Fault = Callable[["Handler", int], bool]
+"""Function of (handler, number of the request) that may answer instead of the file. It returns whether it has done so."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Handler of one request."""
+
+    protocol_version = "HTTP/1.1"
+    server: "SlowServer"
+
+    def log_message(self, *args: Any) -> None:  # type: ignore[override]
+        """Print nothing."""
+
+    def do_GET(self) -> None:
+        """Answer with the file or a part of it, unless the server's fault answers."""
+        with self.server.lock:
+            self.server.num_requests += 1
+            number = self.server.num_requests
+        if self.server.fault(self, number):
+            return
+        path = self.server.folder / self.path.lstrip("/")
+        if not path.is_file():
+            self.answer(404)
+            return
+        data = path.read_bytes()
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if match is None or not self.server.has_ranges:
+            self.answer(200, data, {"ETag": '"1"'})
+            return
+        begin, end = int(match[1]), int(match[2]) + 1
+        part = data[begin:end]
+        total = {"Content-Range": f"bytes {begin}-{begin + len(part) - 1}/{len(data)}", "ETag": '"1"'}
+        self.answer(206, part, total)
+
+    def answer(self, status: int, data: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        """Send an answer."""
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(data)
+        self.close_connection = True
+
+    @property
+    def is_for_data(self) -> bool:
+        """Whether the request asks for more than the first byte, which asks for the size."""
+        return self.headers.get("Range") != "bytes=0-0"
+
+
+class SlowServer(ThreadingHTTPServer):
+    """Server of the files in a folder, on a free port. Use it as a context manager.
+
+    Args:
+        folder: Folder of the files.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder = folder
+        self.fault: Fault = lambda handler, number: False
+        self.has_ranges = True
+        self.num_requests = 0
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """URL of the folder."""
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore clients that have gone."""
+
+    def __enter__(self) -> "SlowServer":
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+def fail_with(status: int, headers: dict[str, str] | None = None, every: int = 2) -> Fault:
+    """Return a fault: all but one of `every` requests for data are answered by this status."""
+
+    def fault(handler: Handler, number: int) -> bool:
+        if not handler.is_for_data or number % every == 0:
+            return False
+        handler.answer(status, headers=headers)
+        return True
+
+    return fault
+
+
+def break_off(handler: Handler, number: int) -> bool:
+    """Send half of an answer for every second request for data, then close the connection."""
+    if not handler.is_for_data or number % 2:
+        return False
+    handler.send_response(206)
+    handler.send_header("Content-Length", "1000000")
+    handler.end_headers()
+    handler.wfile.write(b"half")
+    handler.close_connection = True
+    return True
+
+
+def hang(seconds: float) -> Fault:
+    """Return a fault: every second request for data is not answered for some seconds."""
+
+    def fault(handler: Handler, number: int) -> bool:
+        if handler.is_for_data and number % 2:
+            time.sleep(seconds)
+        return False
+
+    return fault

@@ -1,0 +1,288 @@
+"""`ExponentialMovingAverage` on every layout: equal to one process and an average by hand, also after a resume elsewhere."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from headway import Accelerator, ExponentialMovingAverage, LocalSGD
+from headway.errors import StateError, UnsupportedError
+from tests.devices import ON_CPU
+from tests.distributed.layouts import VOCABULARY, gpt
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_expert_parallel import mixtral
+
+DECAY = 0.8
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": gpt, "mixtral": mixtral}
+
+
+def make(name: str = "gpt") -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(number))
+
+
+def compute_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    answers = model(ids)
+    logits = getattr(answers, "logits", answers)
+    return cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
+
+
+def evaluate(model: Any) -> float:
+    model.eval()
+    with torch.no_grad():
+        loss = float(compute_loss(model, batch(99)))
+    model.train()
+    return loss
+
+
+def train_by_hand(num_updates: int, name: str = "gpt") -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return losses of an evaluation with the average after each update, and the averages."""
+    model = make(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+    losses = []
+    for number in range(num_updates):
+        compute_loss(model, batch(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = [parameter.detach() for parameter in model.parameters()]
+        average = [DECAY * old + (1 - DECAY) * new for old, new in zip(average, weights)]
+        trained = [weight.clone() for weight in weights]
+        with torch.no_grad():
+            for parameter, values in zip(model.parameters(), average):
+                parameter.copy_(values)
+            losses.append(evaluate(model))
+            for parameter, values in zip(model.parameters(), trained):
+                parameter.copy_(values)
+    return losses, {name: values for (name, _), values in zip(model.named_parameters(), average)}
+
+
+def train(
+    layout: str,
+    begin: int,
+    end: int,
+    folder: Path | None = None,
+    name: str = "gpt",
+    device: str | None = None,
+) -> tuple[list[float], dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Train with an average from update `begin`, from a checkpoint if that is not the first, and save one at the end.
+
+    Returns:
+        Losses with the averages, the whole averages (rank 0), and this rank's parts of trained weights and averages.
+    """
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
+    model = make(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ema = ExponentialMovingAverage(model, decay=DECAY, device=device)
+    if begin:
+        accelerator.load_state(folder)
+    losses = []
+    for number in range(begin, end):
+        accelerator.forward_backward(batch(number), lambda ids: compute_loss(model, ids))
+        optimizer.step()
+        optimizer.zero_grad()
+        with ema.swap_weights():
+            losses.append(evaluate(model))
+    if folder is not None and not begin:
+        accelerator.save_state(folder)
+    with ema.swap_weights():
+        whole = {key: value.clone() for key, value in accelerator.get_state_dict(model).items()}
+    parts = [read_part(each) for each in (*model.parameters(), *ema.state_dict()["average"].values())]
+    assert ema.num_updates == ema.num_averaged == end
+    accelerator.end_training()
+    return losses, whole, parts
+
+
+def read_part(value: Any) -> torch.Tensor:
+    local = getattr(value, "_local_tensor", value)
+    return local.detach().clone() if isinstance(local, torch.Tensor) and not local.is_meta else torch.empty(0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks"),
+    [
+        ("fsdp", 2),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        pytest.param("fsdp+tp=2", 4, marks=pytest.mark.slow),
+        pytest.param("pp", 2, marks=pytest.mark.slow),
+        *(pytest.param(*row, marks=pytest.mark.matrix) for row in (("tp", 2), ("hsdp=2", 4), ("pp=2+fsdp", 4))),
+    ],
+)
+def test_an_average_equals_that_of_one_process(layout: str, num_ranks: int) -> None:
+    losses, average = train_by_hand(4)
+    told = run_ranks(train, num_ranks, layout, 0, 4)
+    assert told[0][0] == pytest.approx(losses, rel=1e-4)
+    whole = told[0][1]
+    assert whole.keys() - {"head.weight"} == average.keys()
+    for key, values in average.items():
+        torch.testing.assert_close(whole[key], values, **CLOSE)
+    assert torch.equal(whole["head.weight"], whole["tokens.weight"])  # tied
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("layout", "num_ranks"), [("ep", 2), ("fsdp+ep=2", 4)])
+def test_experts_are_averaged_where_they_are(layout: str, num_ranks: int) -> None:
+    losses, average = train_by_hand(3, "mixtral")
+    told = run_ranks(train, num_ranks, layout, 0, 3, None, "mixtral")
+    assert told[0][0] == pytest.approx(losses, rel=1e-4)
+    for key, values in average.items():
+        torch.testing.assert_close(told[0][1][key], values, **CLOSE)
+
+
+# -------------------------------------------------------------------- saved and resumed
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "others"),
+    [
+        ("fsdp", 2, [("fsdp", 2), ("ddp", 1)]),
+        pytest.param("ddp", 2, [("ddp", 2), ("fsdp", 2)], marks=pytest.mark.matrix),
+        pytest.param("fsdp+tp=2", 4, [("fsdp+tp=2", 4), ("pp", 2), ("fsdp", 3)], marks=pytest.mark.matrix),
+        pytest.param("pp", 2, [("pp", 2), ("fsdp+tp=2", 4)], marks=pytest.mark.matrix),
+    ],
+)
+def test_a_resumed_average_goes_on(tmp_path: Path, layout: str, num_ranks: int, others: list[tuple[str, int]]) -> None:
+    """Bit by bit in the same layout, and as one process in others."""
+    losses, average = train_by_hand(4)
+    run_ranks(train, num_ranks, layout, 0, 2, tmp_path)
+    straight = run_ranks(train, num_ranks, layout, 0, 4)
+    for other, count in others:
+        told = run_ranks(train, count, other, 2, 4, tmp_path)
+        assert told[0][0] == pytest.approx(losses[2:], rel=1e-4), other
+        for key, values in average.items():
+            torch.testing.assert_close(told[0][1][key], values, **CLOSE)
+        if (other, count) == (layout, num_ranks):
+            for mine, wanted in zip(told, straight, strict=True):
+                assert all(torch.equal(*pair) for pair in zip(mine[2], wanted[2], strict=True))
+
+
+def resume_with_other_weights(folder: Path) -> list[float]:
+    """Save in the middle of an evaluation, and train on from there; return the losses."""
+    accelerator = Accelerator(cpu=ON_CPU, strategy="fsdp")
+    model = make()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    ema = ExponentialMovingAverage(model, decay=DECAY)
+
+    def update(number: int) -> float:
+        loss = accelerator.forward_backward(batch(number), lambda ids: compute_loss(model, ids))
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    for number in range(2):
+        update(number)
+    with ema.swap_weights():
+        before = evaluate(model)
+        accelerator.save_state(folder)
+        assert evaluate(model) == before
+    losses = [update(number) for number in (2, 3)]
+    accelerator.load_state(folder)
+    assert ema.num_updates == 2
+    with ema.swap_weights():
+        assert evaluate(model) == before
+    assert [update(number) for number in (2, 3)] == losses
+    accelerator.end_training()
+    return losses
+
+
+# -------------------------------------------------------------------- errors, memory, and what is averaged
+
+
+def swap_in_shards() -> None:
+    accelerator = Accelerator(cpu=ON_CPU, strategy="fsdp", microbatching="auto")
+    model = make()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    ema = ExponentialMovingAverage(model, decay=DECAY)
+    host = ExponentialMovingAverage(model, decay=DECAY, device="cpu", dtype=torch.float64, name="host")
+
+    def read() -> list[torch.Tensor]:
+        accelerator.strategy.free_gathered(model)
+        return [read_part(each) for each in model.parameters()]
+
+    failures = iter([accelerator.process_index == 1] + [False] * 99)
+
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        loss = compute_loss(model, ids)
+        if next(failures):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss
+
+    def update(number: int) -> None:
+        accelerator.forward_backward(batch(number), run)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    wanted = read()
+    for number in range(3):
+        update(number)
+        wanted = [DECAY * old + (1 - DECAY) * new for old, new in zip(wanted, read())]
+    assert ema.num_updates == host.num_updates == 3
+    trained = read()
+    for each in (ema, host):
+        with pytest.raises(ZeroDivisionError), each.swap_weights():  # noqa: PT012
+            torch.testing.assert_close(read(), wanted, **CLOSE)
+            evaluate(model)
+            with pytest.raises(StateError, match="cannot train the model"):
+                update(9)
+            model.train()
+            model(batch(5)).sum()  # an evaluation that leaves a graph and gathered weights behind
+            raise ZeroDivisionError
+        assert all(map(torch.equal, read(), trained))
+    update(3)
+    with pytest.raises(UnsupportedError, match=r"headway\.ExponentialMovingAverage"):
+        torch.optim.swa_utils.AveragedModel(model)
+    with pytest.raises(UnsupportedError, match="LocalSGD cannot be combined"), LocalSGD(accelerator, model, 2):
+        pass
+    accelerator.end_training()
+
+
+def test_weights_of_shards_come_and_go(tmp_path: Path) -> None:
+    run_ranks(swap_in_shards)
+    run_ranks(resume_with_other_weights, 2, tmp_path)
+
+
+def average_adapters(layout: str) -> dict[str, torch.Tensor]:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    net = get_peft_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), LoraConfig(target_modules=["0", "1"], r=2))
+    ema = ExponentialMovingAverage(net, decay=DECAY)  # before prepare(), from whole weights
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
+    model, optimizer = accelerator.prepare(
+        net, torch.optim.SGD((p for p in net.parameters() if p.requires_grad), lr=0.5)
+    )
+    for number in range(3):
+        rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+        accelerator.backward(model(rows).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update()
+    assert ema.num_updates == 3
+    names = list(ema.state_dict()["average"])
+    assert names
+    assert all("lora_" in name for name in names)
+    with ema.swap_weights():
+        whole = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.end_training()
+    return whole
+
+
+@pytest.mark.matrix
+def test_only_adapters_are_averaged() -> None:
+    pytest.importorskip("peft")
+    wanted = run_ranks(average_adapters, 1, "ddp")[0]
+    for layout in ("ddp", "fsdp"):
+        found = run_ranks(average_adapters, 2, layout)[0]
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, **CLOSE)

@@ -1,0 +1,72 @@
+"""The predicted batch size under a real limit of the address space, on one and two ranks, of which one has less."""
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.ranks import run_ranks
+
+WIDTH, START = 250_000, 200
+"""A row takes 1 MB in each of several activations. glibc maps each one by itself, so what is freed is given back."""
+
+
+def search(rooms):
+    """Sizes and updates of each call, the size at the end, and its weights; a rank has `rooms[rank]` bytes more than now."""
+    import headway
+    from headway import Accelerator
+
+    rank = Accelerator(cpu=True).process_index
+    warm_up()
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + rooms[rank]
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    headway.set_seed(5)
+    calls = []
+
+    @headway.find_executable_batch_size(starting_batch_size=START, search="predicted")
+    def train(batch_size):
+        calls.append([batch_size, 0])
+        return update(batch_size, 4, calls[-1])
+
+    weights = train()
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    headway.set_seed(5)
+    plain = update(train.batch_size, 4, [0, 0])
+    Accelerator(cpu=True).end_training()
+    return calls, train.batch_size, torch.equal(weights, plain)
+
+
+def warm_up():
+    """Threads and lazily loaded libraries take their address space before the limit is drawn."""
+    update(2, 1, [0, 0])
+
+
+def update(batch_size, num_updates, counts):
+    from headway import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh())
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    for _ in range(num_updates):
+        hidden = model(torch.rand(batch_size * WIDTH // 8, 1))
+        accelerator.backward(hidden.square().mean())
+        counts[1] += 1
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    accelerator.free_memory()
+    return weights
+
+
+@pytest.mark.parametrize("rooms", [(300 << 20,), (600 << 20, 300 << 20)], ids=["one rank", "two ranks"])
+def test_the_largest_size_is_predicted_from_two_probes_and_trains_as_if_it_had_been_known(rooms):
+    results = run_ranks(search, len(rooms), rooms, timeout=120)
+    for calls, size, is_equal in results:
+        assert calls == results[0][0]
+        assert [each[0] for each in calls[:2]] == [2, 4]
+        assert [each[1] for each in calls[:2]] == [2, 2], "probes end in the second update"
+        assert calls[-1] == [size, 4]
+        assert is_equal
+    assert START // 25 <= size < START, "a fitting size is missed, or the limit is not felt"

@@ -1,5 +1,0 @@
-"""How many examples the property tests of checkpoints draw: `HEADWAY_EXAMPLES=10000 pytest tests/unit/checkpoint`."""
-
-import os
-
-EXAMPLES = int(os.environ.get("HEADWAY_EXAMPLES", "200"))

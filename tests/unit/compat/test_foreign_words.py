@@ -1,0 +1,65 @@
+"""Words of other libraries: each is an error that names Headway's own word, and none hides a word that exists."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import headway
+from headway import Accelerator, TrainingArguments
+from headway.compat import foreign_words
+from headway.core.config.foreign_words import ARGUMENTS
+from headway.errors import CallError
+
+
+def test_no_word_is_one_of_ours():
+    accepted = set(inspect.signature(Accelerator.__init__).parameters)
+    assert accepted & set(ARGUMENTS) == set()
+    assert [name for name in foreign_words.METHODS if hasattr(Accelerator, name)] == []
+    assert [name for name in foreign_words.NAMES if hasattr(headway, name)] == []
+
+
+def test_what_the_advice_names_exists():
+    for advice in (*ARGUMENTS.values(), *foreign_words.METHODS.values(), *foreign_words.NAMES.values()):
+        for word in advice.replace("(", " ").replace(")", " ").replace("`", " ").split():
+            owner, dot, name = word.strip(".,;'").partition(".")
+            if dot and owner == "accelerator":
+                assert hasattr(Accelerator, name) or name == "device", advice
+            if dot and owner == "headway" and name:
+                assert hasattr(headway, name.partition(".")[0]), advice
+    assert {"num_train_epochs", "max_steps"} <= set(inspect.signature(TrainingArguments).parameters)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_of_another_library(name):
+    with pytest.raises(CallError) as error:
+        Accelerator(**{name: 2})
+    assert ARGUMENTS[name] in str(error.value)
+
+
+def test_a_method_of_another_library():
+    with pytest.raises(AttributeError, match=r"no attribute 'setup': use accelerator.prepare\(model, optimizer\)"):
+        Accelerator(cpu=True).setup
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("from headway import Acelerator", "ImportNotServed: headway has no 'Acelerator'; did you mean Accelerator?"),
+        ("from headway.utils import set_sed", "ImportNotServed: headway has no 'set_sed'; did you mean set_seed?"),
+        ("import headway.utils; headway.utils.set_sed", "has no name 'set_sed'. Did you mean: 'set_seed'?"),
+        ("from headway import Fabric", "ImportNotServed: headway has no 'Fabric': use headway.Accelerator"),
+        ("from headway import nothing_like_it", "cannot import name 'nothing_like_it'"),
+    ],
+)
+def test_a_misspelled_name(statement, message):
+    """In a process of its own: the first request for a missing name changes how imports fail."""
+    done = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert message in done.stderr.splitlines()[-1]
+
+
+def test_a_question_for_a_misspelled_name_is_answered():
+    assert not hasattr(headway, "Acelerator")
+    assert not hasattr(headway, "_acelerator")

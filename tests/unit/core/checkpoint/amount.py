@@ -1,0 +1,5 @@
+"""How many examples the property tests of checkpoints draw: `HEADWAY_EXAMPLES=10000 pytest tests/unit/core/checkpoint`."""
+
+import os
+
+EXAMPLES = int(os.environ.get("HEADWAY_EXAMPLES", "200"))

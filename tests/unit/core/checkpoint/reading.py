@@ -1,0 +1,23 @@
+"""The tensors of a checkpoint's files, as tests compare them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from headway.core.checkpoint.format.manifest import Manifest
+from headway.core.checkpoint.format.tensors import get_view
+from headway.core.checkpoint.loading.files import open_tensors
+from headway.core.weights.files import map_safetensors
+
+
+def read_tensors(folder: Path, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """As `open_tensors`, with those of several chunks put together in memory."""
+    for name, tensor in open_tensors(folder, manifest, prefix):
+        yield name, tensor if isinstance(tensor, torch.Tensor) else tensor.whole()
+
+
+def read_shard(path: Path, wanted: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> dict[str, torch.Tensor]:
+    """The tensors of those names as views of the mapped file."""
+    stored, _ = map_safetensors(path)
+    return {name: get_view(stored, path, name, dtype, shape) for name, dtype, shape in wanted}

@@ -1,0 +1,121 @@
+"""The best checkpoint: which one it is, and resuming from it."""
+
+import logging
+import shutil
+
+import pytest
+import torch
+
+from headway import EarlyStopping
+from headway.errors import CheckpointError, ConfigError
+from tests.unit.core.checkpoint.resume.test_methods import build, learn
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def save_several(metrics, **project):
+    """Train one epoch before each save; return the Accelerator, its model and the weights at each save."""
+    accelerator, model, optimizer, loader = build(**project)
+    weights = []
+    for metric in metrics:
+        learn(accelerator, model, optimizer, loader)
+        accelerator.save_state(metric=metric)
+        weights.append(model.weight.detach().clone())
+    return accelerator, model, weights
+
+
+@pytest.mark.parametrize(("keep", "expected"), [("max", 1), ("min", 2)])
+def test_it_is_the_one_with_the_best_metric(keep, expected):
+    accelerator, model, weights = save_several([0.5, 0.9, 0.1, None, float("nan"), 0.9, 0.1], keep_best=keep)
+    assert accelerator.best_checkpoint.name == f"checkpoint_{expected}"
+    assert accelerator.resume("best").folder == accelerator.best_checkpoint
+    assert torch.equal(model.weight, weights[expected])
+    assert accelerator.save_state(metric=0.3).name == "checkpoint_7"
+    again, model, *_ = build(keep_best=keep)
+    assert again.best_checkpoint.name == f"checkpoint_{expected}"
+    assert again.resume("best").folder.name == f"checkpoint_{expected}"
+    assert torch.equal(model.weight, weights[expected])
+
+
+def test_rotation_keeps_it():
+    accelerator, model, weights = save_several([0.3, 0.1, 0.2, 0.4], keep_best="min", total_limit=1)
+    accelerator.resume("best")
+    assert torch.equal(model.weight, weights[1])
+
+
+def test_a_save_in_the_background_counts():
+    accelerator, model, optimizer, loader = build(keep_best="max")
+    accelerator.save_state(metric=0.5)
+    learn(accelerator, model, optimizer, loader)
+    folder = accelerator.save_state(metric=0.7, blocking=False)
+    assert accelerator.resume("best").folder == folder
+
+
+def test_a_copy_and_a_damaged_one_are_passed_over(caplog):
+    accelerator, model, weights = save_several([0.5, 0.9, 0.7], keep_best="max")
+    best = accelerator.best_checkpoint
+    shutil.copytree(best, best.parent / "zz_9")
+    assert accelerator.best_checkpoint == best
+    for path in best.glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-4] + b"\1\2\3\4")
+    with caplog.at_level(logging.WARNING, "headway"):
+        assert accelerator.resume("best").folder.name == "checkpoint_2"
+    assert "passed over" in caplog.text
+    assert torch.equal(model.weight, weights[2])
+
+
+def test_other_runs_count_only_before_this_one_has_saved():
+    _, _, _ = save_several([0.9], keep_best="max")
+    other, *_ = build(keep_best="max", iteration=1)
+    assert other.best_checkpoint.name == "checkpoint_0"
+    other.save_state(metric=0.2)
+    assert other.best_checkpoint.name == "checkpoint_1"
+    assert other.resume("best").folder.name == "checkpoint_1"
+
+
+def test_without_a_checkpoint_nothing_is_resumed(caplog):
+    accelerator, model, optimizer, loader = build(keep_best="max")
+    assert accelerator.best_checkpoint is None
+    with caplog.at_level(logging.WARNING, "headway"):
+        assert accelerator.resume("best") is None
+        assert caplog.text == ""
+        learn(accelerator, model, optimizer, loader)
+        assert accelerator.resume("best") is None
+    assert 'resume("best") found no checkpoint' in caplog.text
+
+
+def test_what_it_needs_is_said():
+    accelerator, *_ = save_several([None], keep_best="max")
+    assert accelerator.best_checkpoint is None
+    with pytest.raises(CheckpointError, match=r"save_state\(metric=value\)"):
+        accelerator.resume("best")
+    for project in ({}, {"keep_best": "max", "automatic_checkpoint_naming": False}):
+        accelerator, *_ = build(project_dir="other", **project)
+        with pytest.raises(ConfigError, match="keep_best='min'"):
+            accelerator.resume("best")
+        with pytest.raises(ConfigError, match="keep_best='min'"):
+            _ = accelerator.best_checkpoint
+
+
+def test_early_stopping_is_resumed_and_a_stopped_run_stays_stopped():
+    def train(num_epochs):
+        accelerator, model, optimizer, loader = build(keep_best="min")
+        stopping = EarlyStopping(patience=2)
+        accelerator.register_for_checkpointing(stopping)
+        accelerator.resume()
+        seen = []
+        for epoch in accelerator.epochs(num_epochs):
+            if stopping.should_stop:
+                break
+            learn(accelerator, model, optimizer, loader)
+            stopping.update([3.0, 1.0, 2.0, 1.5, 0.5][epoch])
+            accelerator.save_state(metric=[3.0, 1.0, 2.0, 1.5, 0.5][epoch])
+            seen.append(epoch)
+        return seen, accelerator.best_checkpoint.name
+
+    assert train(3) == ([0, 1, 2], "checkpoint_1")
+    assert train(10) == ([3], "checkpoint_1")
+    assert train(10) == ([], "checkpoint_1")

@@ -1,0 +1,84 @@
+"""Saves that fail just before their commit is confirmed, and just after it."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway.core.checkpoint import folders
+from headway.core.checkpoint.format.manifest import read_manifest
+from headway.core.checkpoint.loading.files import verify_checkpoint
+from headway.core.checkpoint.stores import disk
+from headway.errors import CheckpointError
+from tests.unit.core.checkpoint.resume.test_methods import build, names
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("is_exchange", [False, True])
+def test_a_rename_that_the_disk_does_not_confirm_is_undone(is_exchange, monkeypatch):
+    """What is said not to be saved is not there, and what was there is as it was."""
+    accelerator, model, *_ = build(automatic_checkpoint_naming=False)
+    before = accelerator.save_state("one")
+    target = before if is_exchange else Path("two").absolute()
+    hashed = read_manifest(before).sha256
+    with torch.no_grad():
+        model.weight.add_(1)
+    real, failed = disk.sync_folder, []
+
+    def fails(folder):
+        if folder == before.parent and not failed:
+            failed.append(folder)
+            raise OSError(5, "Input/output error", str(folder))
+        real(folder)
+
+    monkeypatch.setattr(disk, "sync_folder", fails)
+    with pytest.raises(CheckpointError, match="was not saved"):
+        accelerator.save_state(target)
+    assert failed
+    assert verify_checkpoint(before).sha256 == hashed
+    assert is_exchange or not target.exists()
+    assert verify_checkpoint(accelerator.save_state(target)).sha256 != hashed
+
+
+def save_and_wait(accelerator, blocking):
+    accelerator.save_state(blocking=blocking)
+    accelerator.wait_for_save()
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_pipe_that_a_hook_leaves_ends_the_save_and_does_not_hang(blocking):
+    def ring(*_):
+        raise AssertionError("it hangs")
+
+    accelerator, *_ = build()
+    kept = accelerator.save_state()
+    hook = accelerator.register_save_state_pre_hook(lambda models, weights, folder: os.mkfifo(Path(folder, "odd")))
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(60)
+    try:
+        with pytest.raises(CheckpointError, match="odd is a pipe, not a regular file"):
+            save_and_wait(accelerator, blocking)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert [path for path in kept.parent.iterdir() if path.name.startswith(".staging")] == []
+    verify_checkpoint(kept)
+    hook.remove()
+    verify_checkpoint(accelerator.save_state())
+
+
+def test_unreadable_older_checkpoints_do_not_fail_a_save(monkeypatch, caplog):
+    accelerator, *_ = build(total_limit=1)
+    accelerator.save_state()
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "remove_old_checkpoints", lambda *args: os.listdir("nowhere"))
+        verify_checkpoint(accelerator.save_state())
+    assert "older checkpoints could not be looked through" in caplog.text
+    accelerator.save_state()
+    assert names() == ["checkpoint_2", "latest"]

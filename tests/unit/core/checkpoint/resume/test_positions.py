@@ -1,0 +1,88 @@
+"""A save in the middle of a window: what forward changes in the models goes back to the window's beginning."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, ProjectConfiguration
+
+STEPS, NUM_BATCHES = 3, 9
+
+
+class Counting(torch.nn.Module):
+    """Extra state and a buffer that every forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+        self.register_buffer("fading", torch.zeros(3))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, x):
+        self.count += 1
+        self.fading = 0.9 * self.fading + x.detach().mean(0)  # another tensor each time
+        return x
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+class Run:
+    def __init__(self, folder, is_automatic=True):
+        torch.manual_seed(0)
+        project = ProjectConfiguration(folder, automatic_checkpoint_naming=is_automatic)
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS, project_config=project)
+        model = torch.nn.Sequential(Counting(), torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        loader = DataLoader(TensorDataset(torch.randn(4 * NUM_BATCHES, 3)), batch_size=4, shuffle=True)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), 0.1), loader
+        )
+
+    def train(self, num=None, save_at=()):
+        for count, (x,) in enumerate(itertools.islice(self.loader, num), 1):
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.model(x).square().mean())
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            if count in save_at:
+                return self.accelerator.save_state(None if self.accelerator.project_configuration.automatic_checkpoint_naming
+                                                   else save_at[count])  # fmt: skip
+        return None
+
+    def state(self):
+        return {name: torch.as_tensor(value["count"]) if isinstance(value, dict) else value.clone()
+                for name, value in self.model.state_dict().items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("stop", range(1, NUM_BATCHES))
+def test_buffers_and_extra_state_are_bit_equal_after_a_save_in_mid_window(stop, tmp_path):
+    whole = Run(str(tmp_path / "whole"))
+    whole.train()
+    first = Run(str(tmp_path / "cut"))
+    first.train(save_at=(stop,))
+    at_save = first.state()
+    rest = Run(str(tmp_path / "cut"))
+    rest.accelerator.resume("latest")
+    for _ in rest.accelerator.epochs(1):
+        rest.train()
+    for name, value in whole.state().items():
+        assert torch.equal(value, rest.state()[name]), name
+    assert all(torch.equal(value, first.state()[name]) for name, value in at_save.items())
+
+
+def test_state_that_is_not_reset_to_the_window_start_is_reported(tmp_path, caplog):
+    run = Run(str(tmp_path), is_automatic=False)
+    run.accelerator.register_for_checkpointing(torch.optim.lr_scheduler.StepLR(run.optimizer, 1))
+    run.train(save_at={2: tmp_path / "one"})
+    assert (
+        "it resumes at the window's start, but for registered objects and the models' buffers and the RNG states"
+        in caplog.text
+    )
+    caplog.clear()
+    run.train(save_at={STEPS + 2: tmp_path / "two"})
+    assert "but for registered objects, which are saved as they are now" in caplog.text

@@ -1,0 +1,136 @@
+"""Saves that copy beside the next forward and backward: what is saved is the state of the call, whatever comes after it."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from headway import Accelerator, ProjectConfiguration
+from headway.core.checkpoint.loading.files import verify_checkpoint
+from headway.core.checkpoint.saving import snapshot
+from headway.core.checkpoint.saving.snapshot import HostCopies, OverlappedCopy, SteadyTensors
+from headway.errors import CheckpointError
+from tests.unit.core.checkpoint.reading import read_tensors
+
+
+def prepared(tmp_path, **options):
+    torch.manual_seed(0)
+    project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, overlap_saves=True)
+    accelerator = Accelerator(cpu=True, project_config=project, **options)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+
+
+def update(accelerator, model, optimizer):
+    for rows in accelerator.microbatches(torch.randn(16, 4)):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(rows).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def state(model, optimizer):
+    own = {f"model/0/{name}": value.detach().clone() for name, value in model.state_dict().items()}
+    names = {id(p): name for name, p in model.named_parameters()}
+    for parameter, kept in optimizer.state.items():
+        own |= {f"optimizer/0/0/{names[id(parameter)]}/{key}": value.clone() for key, value in kept.items()}
+    return own
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """The copying thread begins late, and says so."""
+    began, real = threading.Event(), OverlappedCopy.wait
+
+    def wait(copy):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.2)
+            began.set()
+        real(copy)
+
+    monkeypatch.setattr(OverlappedCopy, "wait", wait)
+    return began
+
+
+@pytest.mark.parametrize("microbatching", [None, "auto"])
+def test_a_step_waits_for_the_copy(microbatching, tmp_path, late):
+    accelerator, model, optimizer = prepared(tmp_path, microbatching=microbatching)
+    update(accelerator, model, optimizer)
+    wanted = state(model, optimizer)
+    folder = accelerator.save_state(blocking=False)
+    assert not late.is_set()
+    update(accelerator, model, optimizer)  # forward changes the buffers, the step all the rest
+    update(accelerator, model, optimizer)
+    accelerator.wait_for_save()
+    found = dict(read_tensors(folder, verify_checkpoint(folder)))
+    changed = state(model, optimizer)
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+        assert not torch.equal(changed[name], value), name
+    accelerator.end_training()
+
+
+def test_without_the_wait_the_save_would_fail(tmp_path, late, monkeypatch):
+    monkeypatch.setattr(HostCopies, "settle", lambda copies: None)
+    accelerator, model, optimizer = prepared(tmp_path)
+    update(accelerator, model, optimizer)
+    accelerator.save_state(blocking=False)
+    update(accelerator, model, optimizer)
+    with pytest.raises(CheckpointError, match="was changed while it was saved"):
+        accelerator.wait_for_save()
+    accelerator.end_training()
+
+
+def test_a_change_of_the_users_own_is_noticed(tmp_path, late):
+    accelerator, model, optimizer = prepared(tmp_path)
+    update(accelerator, model, optimizer)
+    folder = accelerator.save_state(blocking=False)
+    with torch.no_grad():
+        next(model.parameters()).clamp_(-0.1, 0.1)
+    with pytest.raises(CheckpointError, match=r"model/0/0\.weight was changed while it was saved"):
+        accelerator.wait_for_save()
+    assert not folder.exists()
+    accelerator.save_state(blocking=False)  # and the next save goes on
+    accelerator.wait_for_save()
+    accelerator.end_training()
+
+
+def test_whoever_comes_first_makes_the_copy():
+    source, target = torch.arange(4.0), torch.zeros(4)
+    copy = OverlappedCopy([(target, source)], SteadyTensors({("x", 0): source}))
+    copy.settle()
+    source.add_(1)
+    copy.wait()
+    assert target.tolist() == [0, 1, 2, 3]
+
+
+def test_on_a_device_the_copies_have_a_queue_of_their_own(monkeypatch):
+    told = []
+
+    class Stream:
+        def __init__(self, device):
+            self.device = device
+
+        def record_position(self):
+            return "here"
+
+        def begin_copies(self, after):
+            told.append(f"after {after}")
+
+        def copy(self, target, source):
+            told.append(tuple(source.shape))
+
+        def end_copies(self):
+            told.append("end")
+            return "done"
+
+    monkeypatch.setattr(snapshot, "CopyStream", Stream)
+    monkeypatch.setattr(
+        HostCopies, "_room_for", lambda copies, own: {key: torch.empty(each.shape) for key, each in own.items()}
+    )
+    tensors = {"optimizer/0/x": torch.empty(3, device="meta"), "rest": torch.ones(2)}
+    taken = HostCopies().overlap(tensors, set(tensors), {"optimizer/0/x"})
+    assert told == ["after here", (3,), "end"]
+    assert [each.done for each in taken.arrivals] == ["done"]
+    assert torch.equal(taken.tensors["rest"], torch.ones(2))

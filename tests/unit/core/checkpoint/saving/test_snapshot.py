@@ -1,0 +1,225 @@
+"""What a save behind the loop takes: this rank's part, from all devices, without waiting for them.
+
+Devices are simulated: tensors that say they lie on one, whose copies to the host run only when somebody waits for it.
+"""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from headway.core.checkpoint.format.manifest import read_manifest
+from headway.core.checkpoint.saving import writer
+from headway.core.checkpoint.saving.snapshot import HostCopies
+from headway.core.checkpoint.state import CollectedState
+from headway.core.runtime import pinned_memory
+from headway.core.weights.shards import get_raw_bytes
+from tests.unit.core.checkpoint.loading.test_files import TENSORS, job
+from tests.unit.core.checkpoint.reading import read_tensors
+
+
+class Devices:
+    """Queues by device, and the points that were asked for in them."""
+
+    def __init__(self):
+        self.queues, self.waited, self.num_pinned = {}, [], 0
+
+    def mark(self, device):
+        return Arrival(self, device)
+
+    def allocate(self, num_bytes):
+        self.num_pinned += num_bytes
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def put(self, device, values, number):
+        return OnDevice(values, self, torch.device(device, number))
+
+
+class Arrival:
+    def __init__(self, devices, device):
+        self.devices, self.device = devices, device
+
+    def wait(self):
+        self.devices.waited.append((self.device, threading.current_thread().name))
+        for act in self.devices.queues.pop(self.device, ()):
+            act()
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of a device that this machine does not have: it can be looked at, and copied to the host later."""
+
+    @staticmethod
+    def __new__(cls, values, devices, device):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=device)
+
+    def __init__(self, values, devices, device):
+        self.values, self.devices = values, devices
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return OnDevice(args[0].values, args[0].devices, args[0].device)
+        assert func is torch.ops.aten.copy_.default, func
+        target, source = args[:2]
+        assert kwargs == {"non_blocking": True} or args[2:] == (True,)
+        source.devices.queues.setdefault(source.device, []).append(lambda: target.copy_(source.values))
+        return target
+
+
+def spread(devices):
+    """A state over two devices and the host."""
+    return {
+        "model/0/a": devices.put("cuda", torch.arange(300.0), 0),
+        "model/0/b": devices.put("cuda", torch.ones(4, 5, dtype=torch.bfloat16), 1),
+        "model/0/c": torch.arange(7),
+        "model/0/d": devices.put("cuda", torch.tensor(3), 1),
+    }
+
+
+VALUES = {
+    "model/0/a": torch.arange(300.0), "model/0/b": torch.ones(4, 5, dtype=torch.bfloat16), "model/0/c": torch.arange(7),
+    "model/0/d": torch.tensor(3),
+}  # fmt: skip
+
+
+def test_every_device_is_waited_for_by_the_thread_that_writes(tmp_path):
+    devices = Devices()
+    taken = HostCopies(devices.mark, devices.allocate).take(spread(devices), VALUES)
+    assert devices.waited == []
+    made = job(tmp_path, content=CollectedState(taken.tensors), arrivals=taken.arrivals)
+    writer.begin(made)
+    writer.announce(made)
+    background = writer.BackgroundSave()
+    background.start(made)
+    background.join()
+    background.check()
+    assert devices.waited == [(torch.device("cuda", n), "headway-save") for n in (0, 1)]
+    folder = tmp_path / "checkpoint_1"
+    found = dict(read_tensors(folder, read_manifest(folder)))
+    assert all(torch.equal(found[name], value) for name, value in VALUES.items())
+
+
+def test_a_device_that_fails_fails_the_save(tmp_path):
+    class Broken:
+        def wait(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    made = job(tmp_path, arrivals=(Broken(),))
+    writer.begin(made)
+    writer.announce(made)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        writer.write(made)
+    assert not list(made.staging.glob(".writing-*"))  # the other ranks do not wait for this one's part
+
+
+def test_pinned_memory_is_one_arena_and_used_again():
+    devices = Devices()
+    snapshot = HostCopies(devices.mark, devices.allocate)
+    first = snapshot.take(spread(devices), VALUES)
+    assert devices.num_pinned == 2048  # 1,200 + 40 + 8 bytes, each at a multiple of 256
+    assert (
+        len({first.tensors[name].untyped_storage().data_ptr() for name in ("model/0/a", "model/0/b", "model/0/d")}) == 1
+    )
+    second = snapshot.take(spread(devices), VALUES)
+    assert devices.num_pinned == 2048
+    assert all(second.tensors[name].data_ptr() == first.tensors[name].data_ptr() for name in VALUES)
+    other = snapshot.take({"model/0/a": devices.put("cuda", torch.ones(3), 0)}, {"model/0/a"})
+    assert other.tensors["model/0/a"].shape == (3,)
+
+
+def test_where_pinning_fails_one_warning_says_so(caplog):
+    def refuse(num_bytes):
+        raise RuntimeError("CUDA error: out of memory")
+
+    devices = Devices()
+    taken = HostCopies(devices.mark, refuse).take(spread(devices), VALUES)
+    for arrival in taken.arrivals:
+        arrival.wait()
+    assert all(torch.equal(taken.tensors[name], value) for name, value in VALUES.items())
+    (record,) = caplog.records
+    assert "could not be pinned (CUDA error: out of memory)" in record.getMessage()
+
+
+def test_memory_of_the_host_is_used_again():
+    snapshot = HostCopies()
+    first = snapshot.take(TENSORS, TENSORS).tensors
+    source = {name: tensor.clone() for name, tensor in TENSORS.items()}
+    source["model/0/a"] += 1
+    second = snapshot.take(source, TENSORS).tensors
+    assert second["model/0/a"].data_ptr() == first["model/0/a"].data_ptr()
+    assert torch.equal(second["model/0/a"], source["model/0/a"])
+
+
+def test_a_rank_takes_its_own_part_and_the_manifest_has_all(tmp_path):
+    made = [job(tmp_path, part=part, num_parts=3, leads=part == 0) for part in range(3)]
+    names = [each.own_names for each in made]
+    assert set().union(*names) == set(TENSORS)
+    assert sum(map(len, names)) == len(TENSORS)
+    assert job(tmp_path, part=None, num_parts=3).own_names == frozenset()
+    taken = [HostCopies().take(TENSORS, own).tensors for own in names]
+    assert [{name for name, tensor in each.items() if not tensor.is_meta} for each in taken] == [
+        set(own) for own in names
+    ]
+    ranks = [
+        job(tmp_path, part=part, num_parts=3, leads=part == 0, tensors=tensors) for part, tensors in enumerate(taken)
+    ]
+    writer.begin(ranks[0])
+    for each in ranks:
+        writer.announce(each)
+    for each in reversed(ranks):
+        writer.write(each)
+    folder = tmp_path / "checkpoint_1"
+    found = dict(read_tensors(folder, read_manifest(folder)))
+    for name, value in TENSORS.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(get_raw_bytes(found[name]), get_raw_bytes(value)), name
+
+
+def test_memory_pinned_in_advance_is_used_by_the_first_copies(monkeypatch):
+    monkeypatch.setattr(pinned_memory, "ARENA", 1024)
+    devices = Devices()
+    snapshot = HostCopies(devices.mark, devices.allocate)
+    snapshot.reserve(2 * 1024 + 5)
+    wait_until(lambda: devices.num_pinned == 2048)
+    taken = snapshot.take(spread(devices), VALUES)
+    assert devices.num_pinned == 2048 + 2048  # one tensor of 1,200 bytes has an arena of its own
+    for arrival in taken.arrivals:
+        arrival.wait()
+    assert all(torch.equal(taken.tensors[name], value) for name, value in VALUES.items())
+    snapshot.reserve(1 << 20)  # there is memory already
+    assert devices.num_pinned == 4096
+
+
+def test_copies_begin_while_later_memory_is_pinned(monkeypatch):
+    monkeypatch.setattr(pinned_memory, "ARENA", 1024)
+    devices, may_go_on = Devices(), threading.Event()
+    begun = []
+
+    def allocate(num_bytes):
+        if begun:
+            assert may_go_on.wait(20)
+        begun.append(num_bytes)
+        return devices.allocate(num_bytes)
+
+    def mark(device):
+        return devices.mark(device)
+
+    tensors = {f"model/0/{i}": devices.put("cuda", torch.full((256,), float(i)), 0) for i in range(4)}
+    monkeypatch.setattr(pinned_memory, "count_threads", lambda: 1)
+    taking = threading.Thread(target=lambda: HostCopies(mark, allocate).take(tensors, tensors))
+    taking.start()
+    try:
+        wait_until(lambda: any(devices.queues.values()))
+        assert len(begun) == 1
+    finally:
+        may_go_on.set()
+        taking.join()
+    assert begun == [1024] * 4
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + 20
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert is_so()

@@ -1,0 +1,214 @@
+"""Layers of settings: precedence, origins, and the payload for workers."""
+
+import json
+
+import pytest
+
+from headway.common import env
+from headway.core.config.files import read_settings
+from headway.core.config.launch import SETTINGS, UNSET, LaunchConfig
+from headway.core.config.load import (
+    Value,
+    encode_payload,
+    read_environment_layer,
+    read_requested_num_processes,
+    resolve,
+    resolve_run_setting,
+)
+from headway.errors import ConfigError
+
+
+def test_the_table_and_the_dataclass_name_the_same_settings():
+    assert list(SETTINGS) == list(LaunchConfig.__dataclass_fields__)
+
+
+def test_the_strongest_layer_wins_and_is_remembered():
+    told = {"num_processes": Value(2, "command line: --num_processes")}
+    variables = read_environment_layer({"HEADWAY_NUM_PROCESSES": "4", "HEADWAY_CPU": "yes"})
+    file = {
+        "num_processes": Value(8, "file: f key num_processes"),
+        "mixed_precision": Value("bf16", "file: f key mixed_precision"),
+    }
+    resolved = resolve([told, variables, file])
+    assert resolved.config == LaunchConfig(num_processes=2, cpu=True, mixed_precision="bf16")
+    assert resolved.origin("num_processes") == "command line: --num_processes"
+    assert resolved.origin("cpu") == "environment: HEADWAY_CPU"
+    assert resolved.origin("mixed_precision") == "file: f key mixed_precision"
+    assert resolved.origin("machine_rank") == "default"
+    assert resolved.config.machine_rank is UNSET
+    assert resolved.get("machine_rank", 0) == 0
+
+
+def test_false_is_a_decision():
+    resolved = resolve([{"cpu": Value(False, "environment: HEADWAY_CPU")}, {"cpu": Value(True, "file")}])
+    assert resolved.get("cpu", None) is False
+
+
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(ConfigError, match=r"num_procs.*did you mean num_processes"):
+        resolve([{"num_procs": Value(1, "here")}])
+
+
+def test_an_empty_variable_decides_nothing():
+    assert read_environment_layer({"HEADWAY_NUM_PROCESSES": " "}) == {}
+
+
+def test_other_variables_are_left_alone():
+    assert (
+        read_environment_layer({"HEADWAY_HOME": "/x", "HEADWAY_RUN": "{}", "PATH": "/bin", "HEADWAY_DEVICE": "cpu"})
+        == {}
+    )
+
+
+def test_a_misspelt_variable_is_named():
+    with pytest.raises(ConfigError, match="HEADWAY_NUM_PROCESES is not a setting; did you mean HEADWAY_NUM_PROCESSES"):
+        read_environment_layer({"HEADWAY_NUM_PROCESES": "2"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        (
+            "HEADWAY_NUM_PROCESSES",
+            "two",
+            "num_processes='two'.*environment: HEADWAY_NUM_PROCESSES.*whole number, 1 or more",
+        ),
+        ("HEADWAY_NUM_PROCESSES", "0", "num_processes=0.*1 or more"),
+        ("HEADWAY_MIXED_PRECISION", "fb16", "mixed_precision='fb16'.*one of no, bf16, fp16"),
+        ("HEADWAY_CPU", "maybe", "cpu.*HEADWAY_CPU.*'maybe' must be a truth value"),
+        ("HEADWAY_MONITOR_INTERVAL", "nan", "monitor_interval=nan.*a number, 0 or more"),
+    ],
+)
+def test_bad_text_is_named_with_its_origin(variable, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read_environment_layer({variable: text})
+
+
+def _launched(*layers, num_processes=2, force=False):
+    return env.patch_variables({env.PAYLOAD: encode_payload(resolve(layers, force=force), num_processes)})
+
+
+def test_the_payload_carries_what_workers_read():
+    layer = {"mixed_precision": Value("bf16", "command line: --mixed_precision"), "max_restarts": Value(3, "x")}
+    content = json.loads(encode_payload(resolve([layer]), 4))
+    assert content == {
+        "version": 1, "num_processes": 4, "force": False,
+        "settings": {"mixed_precision": {"value": "bf16", "origin": "command line: --mixed_precision"}},
+    }  # fmt: skip
+    with _launched(layer, num_processes=4):
+        assert read_requested_num_processes() == range(4, 5)
+
+
+def test_without_a_launcher_nothing_was_asked():
+    with env.patch_variables({env.PAYLOAD: None}):
+        assert read_requested_num_processes() is None
+
+
+GOOD = {"version": 1, "settings": {}, "num_processes": 1, "force": False}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{", "[]", '{"version": 99}', "null", '"x"', '{"version": 1}', "[" * 100_000, '{"version": ' + "9" * 5000 + "}",
+        *(json.dumps({**GOOD, **wrong}) for wrong in (
+            {"settings": 3}, {"settings": {"cpu": 3}}, {"settings": {"cpu": {"value": True}}}, {"force": 1},
+            {"settings": {"cpu": {"origin": "o"}}}, {"settings": {"cpu": {"value": True, "origin": 3}}},
+            {"num_processes": "x"}, {"num_processes": []}, {"num_processes": 0}, {"num_processes": float("inf")},
+            {"min_processes": "1"}, {"ranks_per_machine": "x"}, {"device": 3},
+        )),
+    ],
+)  # fmt: skip
+def test_a_foreign_payload_is_refused(text):
+    with env.patch_variables({env.PAYLOAD: text}), pytest.raises(ConfigError, match="HEADWAY_RUN"):
+        read_requested_num_processes()
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("timeout", "x"), ("gradient_accumulation_steps", 0), ("strategy", 3.5), ("mixed_precision", ["bf16"]), ("cpu", 1),
+])  # fmt: skip
+def test_a_foreign_value_is_refused_with_its_name(name, value):
+    content = {**GOOD, "settings": {name: {"value": value, "origin": "command line"}}}
+    with (
+        env.patch_variables({env.PAYLOAD: json.dumps(content)}),
+        pytest.raises(ConfigError, match=f"{name}=.* must be"),
+    ):
+        resolve_run_setting(name, None, None)
+
+
+TOLD = {"mixed_precision": Value("bf16", "command line: --mixed_precision")}
+FILED = {"mixed_precision": Value("bf16", "file: f key mixed_precision")}
+
+
+class TestRunSetting:
+    line = "Accelerator(mixed_precision='fp16') at train.py:12"
+
+    def test_the_default_where_nobody_decides(self):
+        with env.patch_variables({env.PAYLOAD: None, "HEADWAY_MIXED_PRECISION": None}):
+            assert resolve_run_setting("mixed_precision", UNSET, "no") == ("no", "default")
+            assert resolve_run_setting("mixed_precision", None, "no") == ("no", "default")
+
+    def test_the_variable_without_a_launcher(self):
+        with env.patch_variables({env.PAYLOAD: None, "HEADWAY_MIXED_PRECISION": "bf16"}):
+            assert resolve_run_setting("mixed_precision", UNSET, "no") == (
+                "bf16",
+                "environment: HEADWAY_MIXED_PRECISION",
+            )
+            assert resolve_run_setting("mixed_precision", "fp16", "no", code_origin=self.line)[0] == "fp16"
+
+    def test_the_launcher_has_read_the_variable_already(self):
+        with env.patch_variables({"HEADWAY_MIXED_PRECISION": "fp16"}), _launched(TOLD):
+            assert resolve_run_setting("mixed_precision", UNSET, "no")[0] == "bf16"
+        with env.patch_variables({"HEADWAY_MIXED_PRECISION": "fp16"}), _launched():
+            assert resolve_run_setting("mixed_precision", UNSET, "no") == ("no", "default")
+
+    def test_the_command_line_reaches_the_worker(self):
+        with _launched(TOLD):
+            assert resolve_run_setting("mixed_precision", UNSET, "no") == ("bf16", "command line: --mixed_precision")
+
+    def test_agreement_is_no_conflict(self):
+        with _launched(TOLD):
+            assert resolve_run_setting("mixed_precision", "bf16", "no", code_origin=self.line) == (
+                "bf16",
+                f"code: {self.line}",
+            )
+
+    def test_code_against_the_command_line_names_both(self):
+        with _launched(TOLD), pytest.raises(ConfigError) as caught:
+            resolve_run_setting("mixed_precision", "fp16", "no", code_origin=self.line)
+        assert f"{self.line} against --mixed_precision bf16 on the command line" in str(caught.value)
+        assert "--force" in str(caught.value)
+
+    def test_force_lets_the_command_line_win(self):
+        with _launched(TOLD, force=True):
+            assert resolve_run_setting("mixed_precision", "fp16", "no")[0] == "bf16"
+
+    def test_code_wins_over_a_file_silently(self):
+        with _launched(FILED):
+            assert resolve_run_setting("mixed_precision", "fp16", "no", code_origin=self.line)[0] == "fp16"
+
+    def test_a_switch_is_named_without_a_value(self):
+        layer = {"cpu": Value(True, "command line: --cpu")}
+        with _launched(layer), pytest.raises(ConfigError, match="against --cpu on the command line"):
+            resolve_run_setting("cpu", False, False)
+
+    def test_a_setting_of_the_workers_own(self):
+        with env.patch_variables({env.PAYLOAD: None, "HEADWAY_LOOKAHEAD": "12"}):
+            assert resolve_run_setting("lookahead", UNSET, 5, parse=int) == (12, "environment: HEADWAY_LOOKAHEAD")
+        with (
+            env.patch_variables({env.PAYLOAD: None, "HEADWAY_LOOKAHEAD": "x"}),
+            pytest.raises(ConfigError, match="HEADWAY_LOOKAHEAD='x'"),
+        ):
+            resolve_run_setting("lookahead", UNSET, 5, parse=int)
+
+
+def test_earlier_names_are_accepted_for_one_release(monkeypatch, tmp_path):
+    assert read_environment_layer({"HEADWAY_PATIENCE": "7", "HEADWAY_MACHINE_PATIENCE": "8"}) == {
+        "timeout": Value(7.0, "environment: HEADWAY_PATIENCE"),
+        "machine_timeout": Value(8.0, "environment: HEADWAY_MACHINE_PATIENCE"),
+    }
+    both = read_environment_layer({"HEADWAY_TIMEOUT": "9", "HEADWAY_PATIENCE": "7"})
+    assert both == {"timeout": Value(9.0, "environment: HEADWAY_TIMEOUT")}
+    assert read_settings({"patience": 5}, "f")["timeout"].value == 5.0
+    monkeypatch.setenv("HEADWAY_PATIENCE", "6")
+    assert resolve_run_setting("timeout", None, 600.0) == (6.0, "environment: HEADWAY_PATIENCE")

@@ -1,0 +1,65 @@
+"""Settings that the user's code passes to the Accelerator."""
+
+import inspect
+
+import pytest
+
+from headway import Accelerator
+from headway.core.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from headway.core.config.torch_kwargs import GradScalerKwargs
+from headway.errors import CallError, ConfigError
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2", None])
+def test_steps_are_a_whole_positive_number(steps):
+    with pytest.raises(ConfigError, match="1 or more"):
+        GradientAccumulationPlugin(num_steps=steps)
+
+
+def test_a_keyword_typed_wrong_is_answered_with_the_right_one():
+    with pytest.raises(
+        CallError, match=r"ProjectConfiguration\(\) has no argument 'total_limits'; did you mean total_limit\?"
+    ):
+        ProjectConfiguration(total_limits=3)
+    with pytest.raises(
+        TypeError, match=r"Accelerator\(\) has no argument 'mixed_precison'; did you mean mixed_precision\?"
+    ):
+        Accelerator(mixed_precison="bf16")
+    with pytest.raises(CallError, match=r"no argument 'x'; allowed: num_steps, "):
+        GradientAccumulationPlugin(x=3)
+    assert next(iter(inspect.signature(ProjectConfiguration).parameters)) == "project_dir"
+
+
+def test_the_logging_folder_defaults_to_the_project_folder():
+    assert ProjectConfiguration(project_dir="a").with_defaults().logging_dir == "a"
+    assert ProjectConfiguration(project_dir="a", logging_dir="b").with_defaults().logging_dir == "b"
+    assert ProjectConfiguration().with_defaults().logging_dir is None
+
+
+def test_settings_can_be_changed_until_an_accelerator_copies_them():
+    loading, windows, scaling = DataLoaderConfiguration(), GradientAccumulationPlugin(), GradScalerKwargs()
+    loading.even_batches, windows.num_steps, scaling.enabled = False, 3, False
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=loading, gradient_accumulation_plugin=windows, kwargs_handlers=[scaling]
+    )
+    assert accelerator.gradient_accumulation_steps == 3
+    loading.even_batches = True  # a script's own object: for its next Accelerator
+    taken = accelerator.dataloader_config
+    assert (taken.even_batches, accelerator.options.scaler.enabled, GradScalerKwargs().enabled) == (False, False, True)
+    for settings in (taken, accelerator.options.scaler, accelerator.options.ddp, accelerator.project_configuration):
+        with pytest.raises(ConfigError, match="an Accelerator has taken these options; set them before it is created"):
+            settings.any = 1
+    with pytest.raises(
+        CallError, match="DataLoaderConfiguration has no field 'evn_batches'; did you mean even_batches"
+    ):
+        loading.evn_batches = False
+
+
+def test_what_was_assigned_is_checked_when_it_is_taken():
+    windows = GradientAccumulationPlugin()
+    windows.num_steps = 0
+    with pytest.raises(ConfigError, match="accumulation over 0 steps"):
+        Accelerator(cpu=True, gradient_accumulation_plugin=windows)
+    project = ProjectConfiguration()
+    project.set_directories("runs")
+    assert Accelerator(cpu=True, project_config=project).logging_dir == "runs"

@@ -1,0 +1,286 @@
+import random
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from headway.core.config.run import DataLoaderConfiguration
+from headway.core.data.sampling.loader_generator import LoaderGenerator
+from headway.core.data.sampling.order import (
+    DrawnOrder,
+    LoadingRules,
+    PureOrder,
+    RandomSource,
+    SamplerOrder,
+    draw_permutation,
+)
+from headway.core.data.sampling.shard import SampleSplit
+from headway.core.runtime.seed import mix_seed
+from tests.unit.core.data.fakes import prepare
+
+
+def order_of(sampler, seed=1, is_seedable=True, agree=None, is_synchronized=True):
+    return SamplerOrder(sampler, seed, is_seedable, LoaderGenerator(), agree, is_synchronized)
+
+
+class Shuffling(Sampler):
+    """Draws from whichever global generator it is told to."""
+
+    def __init__(self, length, source):
+        self.length, self.source = length, source
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        for _ in range(self.length):
+            if self.source == "torch":
+                yield int(torch.randint(1000, ()))
+            elif self.source == "python":
+                yield random.randrange(1000)
+            else:
+                yield int(numpy.random.randint(1000))
+
+
+def test_a_permutation_is_a_function_of_seed_and_epoch():
+    first = draw_permutation(100, mix_seed(5, 2)).tolist()
+    assert sorted(first) == list(range(100))
+    assert draw_permutation(100, mix_seed(5, 2)).tolist() == first
+    assert draw_permutation(100, mix_seed(5, 3)).tolist() != first
+    assert draw_permutation(100, mix_seed(6, 2)).tolist() != first
+
+
+def test_neighbouring_seeds_and_epochs_do_not_meet():
+    orders = {tuple(draw_permutation(20, mix_seed(seed, epoch))) for seed in range(20) for epoch in range(20)}
+    assert len(orders) == 400
+
+
+def test_drawing_leaves_the_global_stream_alone():
+    before = torch.get_rng_state()
+    PureOrder(range(10), True, 1).draw(0)
+    list(order_of(Shuffling(100, "torch")).draw(0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def chosen_order(sampler, is_seedable):
+    config = DataLoaderConfiguration(use_seedable_sampler=is_seedable)
+    return LoadingRules().choose_order(sampler, RandomSource(config, 1, LoaderGenerator(), None, True))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "is_pure"),
+    [
+        (SequentialSampler(range(9)), True),
+        (RandomSampler(range(9)), True),
+        (RandomSampler(range(9), num_samples=9), True),
+        (RandomSampler(range(9), num_samples=4), False),
+        (RandomSampler(range(9), replacement=True), False),
+        (RandomSampler(range(9), generator=torch.Generator()), False),
+        (SubsetRandomSampler(range(9)), False),
+        (WeightedRandomSampler([1.0] * 9, 4), False),
+    ],
+)
+def test_which_samplers_have_a_pure_order(sampler, is_pure):
+    assert isinstance(chosen_order(sampler, True), PureOrder) == is_pure
+
+
+def test_without_seedable_sampling_only_sequential_reading_is_pure():
+    assert not isinstance(chosen_order(RandomSampler(range(9)), False), PureOrder)
+    assert isinstance(chosen_order(SequentialSampler(range(9)), False), PureOrder)
+
+
+def test_seeking_in_eight_million_rows_is_slicing_one_permutation():
+    order = PureOrder(range(8_000_000), True, 3)
+    start = SampleSplit(4, 1).split_epoch(order.draw(0), num_skipped=1_900_000)
+    first = next(start.rounds)
+    assert isinstance(first, numpy.ndarray)
+    assert first.tolist() == draw_permutation(8_000_000, mix_seed(3, 0))[7_600_000:7_600_004].tolist()
+
+
+@pytest.mark.parametrize("source", ["torch", "python", "numpy"])
+def test_a_sampler_without_a_generator_is_a_function_of_seed_and_epoch(source):
+    def draw(seed, epoch, noise):
+        iterator = order_of(Shuffling(200, source), seed).draw(epoch)
+        out = []
+        for index in iterator:
+            out.append(index)
+            if noise:  # training draws in between
+                torch.rand(1), random.random(), numpy.random.rand()
+        return out
+
+    assert draw(1, 0, noise=False) == draw(1, 0, noise=True)
+    assert draw(1, 0, False) != draw(1, 1, False)
+    assert draw(1, 0, False) != draw(2, 0, False)
+
+
+@pytest.mark.parametrize("source", ["torch", "python", "numpy"])
+def test_the_training_streams_are_as_if_the_sampler_had_not_drawn(source):
+    def training(order):
+        torch.manual_seed(5), random.seed(5), numpy.random.seed(5)
+        drawn = []
+        for _ in order:
+            drawn.append((torch.rand(()).item(), random.random(), numpy.random.rand()))
+        return drawn
+
+    assert training(order_of(Shuffling(150, source)).draw(0)) == training(range(150))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda g: DataLoader(range(40), batch_size=4, shuffle=True, generator=g),
+        lambda g: DataLoader(range(40), batch_size=4, sampler=RandomSampler(range(40), generator=g)),
+        lambda g: DataLoader(range(40), batch_size=4, sampler=RandomSampler(range(40), True, 70, generator=g)),
+        lambda g: DataLoader(
+            range(40), batch_size=4, sampler=SubsetRandomSampler(range(0, 40, 3), generator=g), generator=g
+        ),
+        lambda g: DataLoader(range(40), batch_size=4, sampler=WeightedRandomSampler([1.0] * 40, 30, generator=g)),
+    ],
+)
+def test_a_seeded_generator_gives_the_plain_loaders_order(make):
+    plain = make(torch.Generator().manual_seed(11))
+    expected = [[index for batch in plain for index in batch.tolist()] for _ in range(3)]
+    loader = prepare(make(torch.Generator().manual_seed(11)))
+    assert [[index for batch in loader for index in batch.tolist()] for _ in range(3)] == expected
+
+
+def drawn(sampler, agree=None):
+    return DrawnOrder(sampler, LoaderGenerator(), agree)
+
+
+def test_a_drawn_order_is_the_plain_samplers_and_leaves_the_same_state():
+    sampler = RandomSampler(range(20))
+    torch.manual_seed(3)
+    expected = [list(sampler) for _ in range(2)]
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    order = drawn(sampler)
+    assert [order.draw(0).tolist(), order.draw(1).tolist()] == expected
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_drawn_order_is_drawn_again_without_drawing():
+    order = drawn(RandomSampler(range(50)))
+    second = [order.draw(0).tolist(), order.draw(1).tolist()][1]
+    resumed = drawn(RandomSampler(range(50)))
+    resumed.load_state(order.state(is_running=True))
+    before = torch.get_rng_state()
+    resumed.draw_ahead()
+    assert resumed.state(is_running=False) == order.state(is_running=True)
+    assert resumed.draw(1).tolist() == second
+    assert torch.equal(torch.get_rng_state(), before)
+    assert resumed.draw(2).tolist() != second
+    assert order.state(is_running=False) == {}
+
+
+def test_what_is_drawn_when_workers_begin_is_the_passes_order():
+    torch.manual_seed(3)
+    order = drawn(RandomSampler(range(20)))
+    expected = RandomSampler(range(20))
+    order.draw_ahead()
+    torch.manual_seed(3)
+    assert order.draw(0).tolist() == list(expected)
+
+
+def test_a_drawn_order_is_rank_zeros():
+    told = {}
+    orders = [drawn(range(30), lambda number: told.setdefault("number", number)) for _ in range(2)]
+    assert orders[0].draw(0).tolist() == orders[1].draw(0).tolist()
+
+
+@pytest.mark.parametrize("source", ["torch", "python", "numpy"])
+def test_a_sampler_that_draws_all_at_once_leaves_what_a_plain_one_leaves(source):
+    class AtOnce(Shuffling):
+        def __iter__(self):
+            return iter(list(super().__iter__()))
+
+    def drawing(order):
+        torch.manual_seed(5), random.seed(5), numpy.random.seed(5)
+        return [(index, torch.rand(()).item(), random.random(), numpy.random.rand()) for index in order]
+
+    sampler = AtOnce(150, source)
+    assert drawing(order_of(sampler, is_seedable=False).draw(0)) == drawing(sampler)
+
+
+@pytest.mark.parametrize("source", ["torch", "python", "numpy"])
+def test_a_sampler_that_draws_as_it_goes_can_be_drawn_again(source):
+    order = order_of(Shuffling(150, source), is_seedable=False)
+    first = []
+    for index in order.draw(0):
+        first.append(index)
+        torch.rand(1), random.random(), numpy.random.rand()  # training draws in between
+    resumed = order_of(Shuffling(150, source), is_seedable=False)
+    resumed.load_state(order.state(is_running=True))
+    assert list(resumed.draw(0)) == first
+
+
+@pytest.mark.parametrize("is_seedable", [True, False])
+@pytest.mark.parametrize("has_generator", [True, False])
+def test_an_epoch_is_drawn_again_from_its_state(is_seedable, has_generator):
+    def make():
+        generator = torch.Generator().manual_seed(1) if has_generator else None
+        return order_of(WeightedRandomSampler([1.0] * 50, 50, generator=generator), is_seedable=is_seedable)
+
+    order = make()
+    list(order.draw(0))
+    second = order.draw(1)
+    begun = [next(second) for _ in range(7)]
+    state = order.state(is_running=True)
+    rest = list(second)
+    third = list(order.draw(2))
+    resumed = make()
+    resumed.load_state(state)
+    assert resumed.state(is_running=False) == state
+    assert list(resumed.draw(1)) == begun + rest
+    if has_generator:
+        assert list(resumed.draw(2)) == third
+
+
+def test_between_epochs_the_generators_state_is_the_next_epochs():
+    sampler = SubsetRandomSampler(range(30), generator=torch.Generator().manual_seed(1))
+    order = order_of(sampler)
+    list(order.draw(0))
+    state = order.state(is_running=False)
+    expected = list(order.draw(1))
+    resumed = order_of(SubsetRandomSampler(range(30), generator=torch.Generator().manual_seed(99)))
+    resumed.load_state(state)
+    assert list(resumed.draw(1)) == expected
+
+
+def test_rank_zeros_state_is_the_one_in_force():
+    told = {}
+
+    def order(rank):
+        def agree(state):
+            return told.setdefault("state", state)
+
+        generator = torch.Generator().manual_seed(rank)
+        return order_of(SubsetRandomSampler(range(30), generator=generator), agree=agree)
+
+    assert list(order(0).draw(0)) == list(order(1).draw(0))
+
+
+def test_ranks_whose_streams_agree_draw_from_them_and_others_take_rank_0s():
+    torch.manual_seed(5)
+    expected = list(Shuffling(9, "torch"))
+    after = torch.rand(1)
+
+    torch.manual_seed(5)
+    texts = []
+    alike = order_of(Shuffling(9, "torch"), is_seedable=False, agree=lambda text: texts.append(text) or text)
+    assert list(alike.draw(0)) == expected
+
+    torch.manual_seed(6)
+    other = order_of(Shuffling(9, "torch"), is_seedable=False, agree=lambda text: texts[0])
+    own = torch.get_rng_state()
+    assert list(other.draw(0)) == expected
+    assert torch.equal(torch.get_rng_state(), own)
+    assert not torch.equal(torch.rand(1), after)

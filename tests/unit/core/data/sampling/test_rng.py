@@ -1,0 +1,111 @@
+import random
+
+import numpy
+import torch
+from torch.utils.data import RandomSampler, Sampler
+
+from headway.core.data.sampling.own_generators import OwnGenerators, find_generators
+from headway.core.data.sampling.rng import GlobalGenerators, decode, encode, read_text, write_text
+
+
+class Holder:
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def draw(self):
+        return torch.rand(4, generator=self.generator).tolist()
+
+
+def test_an_epochs_state_is_kept_while_it_runs():
+    holder = Holder(1)
+    own = OwnGenerators(holder, None)
+    own.start_epoch()
+    first = holder.draw()
+    state = own.state(is_running=True)
+    other = Holder(2)
+    resumed = OwnGenerators(other, None)
+    resumed.load_state(state)
+    assert resumed.state(is_running=False) == state
+    resumed.start_epoch()
+    assert other.draw() == first
+
+
+def test_between_epochs_the_state_is_the_present_one():
+    holder, other = Holder(1), Holder(2)
+    own, resumed = OwnGenerators(holder, None), OwnGenerators(other, None)
+    own.start_epoch(), holder.draw()
+    resumed.load_state(own.state(is_running=False))
+    resumed.start_epoch()
+    assert other.draw() == holder.draw()
+
+
+def test_a_state_that_was_saved_before_it_was_resumed_is_the_same():
+    own, resumed, again = (OwnGenerators(Holder(seed), None) for seed in range(3))
+    own.start_epoch()
+    resumed.load_state(own.state(is_running=True))
+    again.load_state(resumed.state(is_running=False))
+    assert again.state(is_running=False) == own.state(is_running=True)
+
+
+def test_ranks_begin_with_rank_zeros_states():
+    told = {}
+    holders = [Holder(1), Holder(2)]
+    for holder in holders:
+        OwnGenerators(holder, lambda texts: told.setdefault("texts", texts)).start_epoch()
+    assert holders[0].draw() == holders[1].draw()
+
+
+def test_nothing_to_hold_is_nothing_to_agree_on():
+    def agree(texts):
+        raise AssertionError("asked")
+
+    own = OwnGenerators(object(), agree)
+    own.start_epoch()
+    assert own.state(is_running=True) == own.state(is_running=False) == {}
+
+
+def test_generators_are_found_under_any_name():
+    class Private(Sampler):
+        def __init__(self, inner):
+            self._stream = torch.Generator()
+            self.sampler = inner
+
+        def __iter__(self):
+            return iter(())
+
+    inner = RandomSampler(range(3), generator=torch.Generator())
+    sampler = Private(inner)
+    assert [id(g) for g in find_generators(sampler)] == [id(sampler._stream), id(inner.generator)]
+    assert find_generators([[0, 1], [2]]) == []
+
+
+def test_states_survive_text():
+    state = torch.Generator().manual_seed(9).get_state()
+    assert torch.equal(decode(encode(state)), state)
+
+
+def test_global_streams_put_everything_back():
+    rng_states = GlobalGenerators.from_seed(1)
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    with rng_states:
+        first = torch.rand(3), random.random(), numpy.random.rand()
+    after = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    with rng_states:
+        assert random.random() != first[1]
+
+
+def test_global_streams_go_through_text():
+    random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
+    random.gauss(0, 1), numpy.random.randn()  # each keeps a second number of the pair
+    text = read_text()
+
+    def numbers():
+        return random.gauss(0, 1), random.random(), numpy.random.randn(), numpy.random.rand(), torch.rand(3).tolist()
+
+    first = numbers()
+    assert numbers() != first
+    write_text(text)
+    assert read_text() == text
+    assert numbers() == first

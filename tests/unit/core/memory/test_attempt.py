@@ -1,0 +1,41 @@
+"""The thread that aborts a group whose engine waits for its peers; the group and the control plane are stubbed."""
+
+import threading
+import time
+
+from headway.core.memory.attempt import GroupAborter
+from headway.core.runtime import process
+from headway.core.runtime.control_plane import control
+
+
+class Plane:
+    world_size = 1
+
+    def has(self, key):
+        return True
+
+    def count(self, key):
+        return 1
+
+
+def test_the_main_thread_waits_for_an_abort_that_is_half_done(monkeypatch):
+    """torch forgets the default group first, then lets go of its threads, and wipes what it knows of groups at the end."""
+    is_forgotten, is_over = threading.Event(), threading.Event()
+
+    def abort():
+        is_forgotten.set()
+        time.sleep(0.5)
+        is_over.set()
+
+    monkeypatch.setattr(process, "does_exit_wait", lambda: not is_forgotten.is_set())
+    monkeypatch.setattr(process, "has_control_link", lambda: True)
+    monkeypatch.setattr(process, "abort_group", abort)
+    monkeypatch.setattr(control, "current", Plane)
+    alarm = GroupAborter("out_of_memory/0")
+    alarm.start()
+    try:
+        assert is_forgotten.wait(10)
+        alarm.wait()
+        assert is_over.is_set()
+    finally:
+        alarm.stop()

@@ -1,0 +1,54 @@
+"""Run events: reported once, received by all listeners; a failing listener does not interrupt the run."""
+
+import gc
+import logging
+
+import pytest
+
+from headway.common import scope
+from headway.core.runtime import events
+
+
+class Listener:
+    def __init__(self, error=None):
+        self.heard, self.error = [], error
+        events.subscribe(self.hear)
+
+    def hear(self, happening):
+        self.heard.append(happening)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    scope.drop(events.Listeners)
+    yield
+    scope.drop(events.Listeners)
+
+
+def test_all_listeners_hear_and_once_each():
+    one, two = Listener(), Listener()
+    events.subscribe(one.hear)
+    events.notify_listeners("checkpoint", step=3, source=one, folder="c")
+    for listener in (one, two):
+        (happening,) = listener.heard
+        assert (happening.name, happening.step, happening.source) == ("checkpoint", 3, one)
+        assert happening.details == {"folder": "c"}
+
+
+def test_a_listener_that_fails_is_named_and_the_others_hear(caplog):
+    Listener()  # dropped at once
+    one, two = Listener(ValueError("no disk")), Listener()
+    with caplog.at_level(logging.WARNING):
+        events.notify_listeners("out_of_memory")
+    assert "'out_of_memory' was not recorded: ValueError: no disk" in caplog.text
+    assert len(one.heard) == len(two.heard) == 1
+
+
+def test_a_listener_lives_no_longer_than_its_owner():
+    listener = Listener()
+    del listener
+    gc.collect()
+    events.notify_listeners("checkpoint")
+    assert scope.own(events.Listeners).to_happenings == []

@@ -1,0 +1,58 @@
+"""Where CUDA was first used. No GPU here: torch's queue of calls at that moment is run by hand (tests/gpu has the real one)."""
+
+import linecache
+import subprocess
+import sys
+
+import pytest
+
+from headway.common import scope
+from headway.core.runtime.first_use import FirstUse, note_first_use
+from headway.launch import notebook
+
+CELL = "import torch\n\nmodel = start()\n"
+
+
+@pytest.fixture
+def first_use():
+    scope.drop(FirstUse)
+    yield scope.own(FirstUse)
+    scope.drop(FirstUse)
+
+
+def test_the_cell_is_named(first_use):
+    path = "/tmp/ipykernel_1/123.py"
+    linecache.cache[path] = (len(CELL), None, CELL.splitlines(keepends=True), path)
+    exec(compile(CELL, path, "exec"), {"start": note_first_use, "In": ["", "1 + 1", CELL]})
+    assert first_use.place == "line 3 of the cell In [2]: model = start()"
+    del linecache.cache[path]
+
+
+def test_a_line_of_a_script_is_named(first_use):
+    note_first_use()
+    assert first_use.place.startswith(f"{__file__}:")
+    assert first_use.place.endswith("note_first_use()")
+
+
+@pytest.mark.slow
+def test_torch_calls_it_at_its_first_use():
+    # torch's own queue, emptied as its initialization does it.
+    code = (
+        "import torch, headway.core.runtime.device\nimport headway.core.runtime.first_use as d\nfrom headway.common import scope\n"
+        "assert scope.own(d.FirstUse).place is None\n"
+        "queued = [call for call, _ in torch.cuda._queued_calls]\nassert d.note_first_use in queued\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_launch_reports_the_used_memory(monkeypatch, capsys, first_use):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 << 30)
+    first_use.place = "line 3 of the cell In [2]: model.cuda()"
+    notebook._report_used_memory()
+    told = capsys.readouterr().err
+    assert "since line 3 of the cell In [2]: model.cuda()" in told
+    assert "3.0 GiB less" in told

@@ -1,0 +1,175 @@
+"""torch's flight recorders: gloo's own here, NCCL's as a dump built from torch's source, in the place of its one function."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch._C._distributed_c10d as engine
+import torch.distributed as dist
+
+from headway.core.runtime import pulse
+from headway.core.runtime.flight_recorder import FlightRecorder, find_latest, reset_recorders
+from headway.core.runtime.heartbeat import Heartbeat
+from headway.launch.watch.judge import diagnose_hang
+from headway.launch.watch.report import format_report
+from headway.launch.watch.views import make_view
+from tests.unit.core.runtime.nccl_dump import content, dump, entry
+
+
+@pytest.fixture
+def joined():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def found_in(entries, engine_name="nccl", members=None):
+    now = time.monotonic()
+    calls = find_latest(engine_name, entries, content(entries)["pg_status"], members or {}, now)
+    return {call["group"]: call for call in calls}, now
+
+
+def gloo(group, number, operation, *, is_p2p=False, retired=False, age=5.0):
+    return {"process_group": [group, "x"], "pg_id": int(group), "collective_seq_id": number, "is_p2p": is_p2p,
+            "profiling_name": f"gloo:{operation}", "time_created_ns": (time.time() - age) * 1e9, "retired": retired}  # fmt: skip
+
+
+def test_the_collective_that_each_group_of_gloo_is_at():
+    entries = [
+        gloo("0", 1, "broadcast", retired=True),
+        gloo("1", 4, "barrier"),
+        gloo("0", 2, "all_reduce"),
+        gloo("0", 2, "send", is_p2p=True),
+    ]
+    status = {
+        "0": {"last_enqueued_collective": "2", "last_completed_collective": "1"},
+        "1": {"last_enqueued_collective": "4", "last_completed_collective": "4"},
+    }
+    now = time.monotonic()
+    first, second = sorted(find_latest("fr", entries, status, {"0": [0, 1]}, now), key=lambda call: call["group"])
+    assert (first["number"], first["operation"], first["members"]) == (2, "all_reduce", [0, 1])
+    assert 4 < now - first["since"] < 10
+    assert (second["number"], second["since"], second["members"]) == (4, None, None)
+    assert find_latest("fr", [], {}, {}, now) == []
+
+
+def test_counters_that_came_out_of_order_open_nothing():
+    """Seen with gloo: a thread records its collective's number after that of a later collective."""
+    now = time.monotonic()
+    status = {"0": {"last_enqueued_collective": "3", "last_completed_collective": "2"}}
+    assert find_latest("fr", [gloo("0", 3, "all_reduce", retired=True)], status, {}, now)[0]["since"] is None
+    assert find_latest("fr", [gloo("0", 3, "all_reduce")], status, {}, now)[0]["since"] is not None
+
+
+def test_the_earliest_of_many_that_nccl_has_enqueued():
+    entries = [
+        entry(4, "broadcast", "completed", age=30),
+        entry(5, "all_reduce", age=20),
+        *(entry(number, "_all_gather_base", age=19) for number in range(6, 90)),
+    ]
+    found, now = found_in(entries, members={"0": [0, 1]})
+    call = found["nccl:0"]
+    assert (call["number"], call["operation"], call["members"]) == (5, "all_reduce", [0, 1])
+    assert 19 < now - call["since"] < 25
+
+
+def test_counters_that_sends_have_mixed_up_hide_nothing():
+    """A send's number and a collective's share NCCL's counter of what is complete: equal counters are not idleness."""
+    entries = [entry(1, "all_reduce", age=5), entry(1, "send 0->1", "completed", is_p2p=True)]
+    found, _ = found_in(entries)
+    assert found["nccl:0"]["since"] is not None
+
+
+def test_what_is_complete_on_the_device_is_not_open():
+    entries = [
+        {**entry(3, "all_reduce", "completed"), "retired": False},
+        {**entry(4, "all_reduce"), "retired": True},
+    ]
+    found, _ = found_in(entries)
+    assert (found["nccl:0"]["number"], found["nccl:0"]["since"]) == (4, None)
+
+
+def test_what_the_program_has_not_given_to_the_device_yet_is_not_complete():
+    """A call that is stuck in NCCL: it is recorded, and its events, which were never recorded, count as reached."""
+    entries, status = [entry(3, "broadcast", "completed"), entry(4, "all_reduce", "completed")], {"0": {}}
+    status["0"]["last_enqueued_collective"] = "3"
+    (found,) = find_latest("nccl", [{**each, "retired": False} for each in entries], status, {}, time.monotonic())
+    assert (found["number"], found["operation"], found["since"]) == (3, "broadcast", None)
+    sends = [*entries, entry(1, "send 0->1", "completed", is_p2p=True)]  # which share the counter
+    (found,) = find_latest("nccl", sends, {"0": {"last_enqueued_collective": "1"}}, {}, time.monotonic())
+    assert found["number"] == 4
+
+
+def test_a_group_of_the_same_name_that_was_aborted_counts_no_more():
+    entries = [entry(7, "all_reduce", age=50), entry(1, "broadcast", "completed", pg_id=1)]
+    found, _ = found_in(entries)
+    assert (found["nccl:0"]["number"], found["nccl:0"]["since"]) == (1, None)
+
+
+def test_both_recorders_are_read(joined, monkeypatch):
+    monkeypatch.setattr(
+        engine, "_dump_nccl_trace_json", lambda whole=True: dump([entry(2, "all_reduce", age=9)], whole), raising=False
+    )
+    dist.all_reduce(torch.ones(1))
+    recorder, groups, deadline = FlightRecorder(), {}, time.monotonic() + 30
+    # gloo's thread notes that it is done a little later.
+    while not ("0" in groups and groups["0"]["since"] is None) and time.monotonic() < deadline:
+        recorder.check_counters()
+        groups = {call["group"]: call for call in recorder._calls or []}
+    assert groups["nccl:0"]["since"] is not None
+    assert groups["0"]["since"] is None
+    assert groups["nccl:0"]["members"] == groups["0"]["members"] == [0]
+
+
+def test_a_beat_does_not_wait_for_events_that_block(joined, monkeypatch):
+    """If the driver is stuck, the heartbeat continues and reports what the counters alone show."""
+    blocked, is_reading = threading.Event(), threading.Event()
+
+    def ask(whole=True):
+        if whole:
+            is_reading.set()
+            blocked.wait(60)
+        return dump([entry(2, "all_reduce", age=9)], whole)
+
+    monkeypatch.setattr(engine, "_dump_nccl_trace_json", ask, raising=False)
+    own, recorder = pulse.HeartbeatFile(), FlightRecorder()
+    beating = Heartbeat(own, recorder)
+    try:
+        deadline = time.monotonic() + 30
+        while not is_reading.is_set() and time.monotonic() < deadline:
+            beating.write_beat()
+            time.sleep(0.05)
+        assert is_reading.is_set()
+        began = time.monotonic()
+        beating.write_beat()
+        assert time.monotonic() - began < 5
+        assert [call["operation"] for call in own.read().note["torch"]] == ["a collective"]
+    finally:
+        blocked.set()
+        recorder.stop()
+
+
+def test_the_diagnosis_names_the_rank_missing_from_a_device_collective():
+    """Rank 0 has enqueued ten collectives and waits for the device; rank 1 has not reached the fifth."""
+    done = [entry(number, "all_reduce", "completed", age=40) for number in range(1, 5)]
+    ahead = [*done, *(entry(number, "all_reduce", age=30) for number in range(5, 15))]
+    now = time.monotonic()
+    views = []
+    for rank, entries in enumerate((ahead, done)):
+        calls = find_latest("nccl", entries, content(entries)["pg_status"], {"0": [0, 1]}, now)
+        note = {"stack": [["/u/train.py", 7 + rank, "main"]], "still": now - 30, "torch": calls}
+        views.append(make_view(rank, pulse.PulseReading(pid=9, beats=5, beat=now, note=note, noted=now), now))
+    verdict = diagnose_hang(views, 10.0)
+    assert verdict is not None
+    told = format_report(verdict)
+    assert "rank 1 of 2 is missing from all_reduce, where rank 0 has waited for 30 s (timeout 10 s)" in told
+    assert "waits in all_reduce #5 at /u/train.py:7 in main" in told
+    assert "is at /u/train.py:8 in main" in told
+
+
+def test_records_of_an_aborted_group_are_dropped(monkeypatch):
+    said = []
+    monkeypatch.setattr(engine, "_reset_fr_recording_nccl", lambda: said.append(1), raising=False)
+    reset_recorders()
+    assert said == [1]

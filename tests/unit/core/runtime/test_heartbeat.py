@@ -1,0 +1,123 @@
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from headway.core.runtime import pulse
+from headway.core.runtime.flight_recorder import FlightRecorder
+from headway.core.runtime.heartbeat import ENDED, Heartbeat
+
+
+def run(body, path, **more):
+    return subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "HEADWAY_PULSE": str(path), **more})  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path):
+    found = tmp_path / "rank0.pulse"
+    pulse.create_pulse(found)
+    return found
+
+
+def test_a_heartbeat_records_the_stack_of_the_main_thread():
+    own = pulse.HeartbeatFile()
+    beating = Heartbeat(own, FlightRecorder())
+    done = threading.Event()
+
+    def elsewhere():
+        beating.write_beat()
+        done.set()
+
+    threading.Thread(target=elsewhere).start()
+    assert done.wait(10)
+    found = own.read()
+    assert found.beats == 1
+    assert abs(time.monotonic() - found.beat) < 10
+    assert any(name == "test_a_heartbeat_records_the_stack_of_the_main_thread" for _, _, name in found.note["stack"])
+    assert found.note["torch"] in ([], None)
+
+
+def test_the_end_of_the_program_is_recorded_without_a_crash(path):
+    body = (
+        "from headway.core.runtime import heartbeat\nimport sys, time\nheartbeat.INTERVAL = 0.001\nheartbeat.start_heartbeat()\n"
+        "heartbeat.start_heartbeat()\ntime.sleep(0.2)\nsys.exit(3)\n"
+    )
+    ran = run(body, path)
+    assert (ran.returncode, ran.stderr) == (3, "")
+    found = pulse.HeartbeatFile(path, is_writer=False).read()
+    assert found.phase == ENDED
+    assert found.beats > 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_forks_in_the_middle_of_beats(path):
+    body = """
+import os, time
+from headway.core.runtime import pulse
+from headway.core.runtime import heartbeat
+heartbeat.INTERVAL = 0.0001
+heartbeat.start_heartbeat()
+for _ in range(30):
+    child = os.fork()
+    if child == 0:
+        pulse.get_own_pulse().note_progress(99, 99)  # not the rank's
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+print("done")
+"""
+    ran = run(body, path)
+    assert ran.stdout == "done\n", ran.stderr
+    assert pulse.HeartbeatFile(path, is_writer=False).read().update == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_the_end_of_a_forked_worker(path):
+    """A data loader's worker ends as Python does: it is not the rank, and the recorder's lock was held during the
+    fork.
+    """
+    body = """
+import os, signal, threading
+from headway.core.runtime import pulse
+from headway.core.runtime.heartbeat import Heartbeat
+from headway.core.runtime.heartbeat import FlightRecorder
+recorder = FlightRecorder()
+Heartbeat(pulse.get_own_pulse(), recorder).start()
+with recorder._asked._cond:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        threading._shutdown()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+print(repr(pulse.get_own_pulse().read().phase))
+"""
+    ran = run(body, path)
+    assert ran.stdout == "''\n", ran.stderr
+
+
+def test_a_dump_comes_while_c_code_holds_the_interpreter(path):
+    from headway.core.runtime.heartbeat import LIVE_SIGNAL
+    from headway.launch.watch.stacks import parse_main_stack
+
+    if LIVE_SIGNAL is None:
+        pytest.skip("this system has no signal to spare")
+    body = "from headway.core.runtime import heartbeat\nheartbeat.start_heartbeat()\ndef busy():\n    sum(range(10**13))\nbusy()\n"
+    process = subprocess.Popen([sys.executable, "-c", body], env={**os.environ, "HEADWAY_PULSE": str(path)})
+    try:
+        stacks, deadline = path.with_name(path.name + ".stacks"), time.monotonic() + 30
+        reader = pulse.HeartbeatFile(path, is_writer=False)
+        while not reader.read().note.get("live") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        os.kill(process.pid, LIVE_SIGNAL)
+        while not stacks.read_text().count("busy") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [frame.function for frame in parse_main_stack(stacks.read_text())][:2] == ["busy", "<module>"]
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()

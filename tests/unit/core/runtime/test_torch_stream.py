@@ -1,0 +1,60 @@
+"""torch's generator, read in several threads at one time."""
+
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import gc, sys, threading
+from headway.core.runtime import seed
+
+sys.setswitchinterval(1e-6)
+gc.set_threshold(1, 1, 1)  # what a collection in the middle of a read runs gives the interpreter up
+
+
+class Cyclic:
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        sum(range(200))
+
+
+def read():
+    for _ in range(2000):
+        Cyclic()
+        seed.write_torch(seed.read_torch())
+
+
+threads = [threading.Thread(target=read) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("read")
+"""
+
+
+@pytest.mark.slow
+def test_threads_that_read_at_once_do_not_wait_for_each_other() -> None:
+    """With torch's own functions it hangs."""
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "read\n", done.stderr
+
+
+@pytest.mark.slow
+def test_a_worker_forked_while_it_is_read_does_not_wait() -> None:
+    code = """
+import os
+from headway.core.runtime import seed
+
+with seed._ONE_AT_A_TIME:
+    child = os.fork()
+    if child == 0:
+        seed.read_torch()
+        os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "7\n", done.stderr

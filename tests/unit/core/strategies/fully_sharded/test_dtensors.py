@@ -1,0 +1,31 @@
+"""The entry in torch's dispatcher is there while the runtime is, and leaves what others have put there alone."""
+
+from torch.distributed.tensor import DTensor
+
+from headway.core.runtime import process
+from headway.core.strategies.fully_sharded.dtensors import _ITEM, WholeScalars
+
+
+def test_it_leaves_torch_as_it_was() -> None:
+    table = DTensor._op_dispatcher._custom_op_handlers
+    before = dict(table)
+    scalars = WholeScalars()
+    scalars.enter(process.start(cpu=True))
+    scalars.enter(process.current())
+    assert table.keys() - before.keys() == {_ITEM}
+    process.reset()
+    assert table == before
+    scalars.release()
+
+
+def test_a_handler_of_another_library_is_kept() -> None:
+    table = DTensor._op_dispatcher._custom_op_handlers
+
+    def other() -> None:
+        pass
+
+    table[_ITEM] = other
+    scalars = WholeScalars()
+    scalars.enter(process.start(cpu=True))
+    process.reset()
+    assert table.pop(_ITEM) is other

@@ -1,0 +1,81 @@
+"""Parts of sharded layouts that need no ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+from headway.core.config.float8 import Float8Options
+from headway.core.config.mesh import Layout
+from headway.core.config.parallelism import ShardingOptions, TensorParallelOptions
+from headway.core.strategies.build import _check_replayed
+from headway.core.strategies.fully_sharded.units import move_buffers
+from headway.errors import PrepareError, UnsupportedError
+from headway.layouts.context.sequences import check_options
+from headway.layouts.tensor import tensor_parallel as agreement
+from headway.layouts.tensor.crossings import SplitAxis
+from headway.layouts.tensor.tensor_parallel import _check_size
+
+
+def test_buffers_go_to_the_device_and_parameters_stay() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    move_buffers(model, torch.device("meta"))
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("size", "fits"), [(3, False), (4, True), (5, False), (6, False), (7, True), (9, False), (10, True)]
+)
+def test_no_rank_is_left_without_a_part(size: int, fits: bool) -> None:
+    axis = SplitAxis(None, None, 0, 4)
+    weight = torch.empty(size, 2)
+    assert fits == (len(weight.chunk(4)) == 4)
+    if fits:
+        _check_size("weight", weight, 0, 1, axis)
+    else:
+        with pytest.raises(PrepareError, match="cannot be split along dimension 0 across 4 ranks"):
+            _check_size("weight", weight, 0, 1, axis)
+
+
+def test_a_digest_is_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    grad = torch.randn(3, 5)
+    whole = agreement._digest(grad)
+    monkeypatch.setattr(agreement, "_BLOCK", 4)
+    torch.testing.assert_close(agreement._digest(grad), whole)
+    flat = grad.double().flatten()
+    torch.testing.assert_close(whole, torch.stack([flat.norm(), flat @ torch.arange(15.0).double().cos()]))
+    assert agreement._digest(torch.empty(0)).tolist() == [0.0, 0.0]
+
+
+def test_sequences_are_cut_once() -> None:
+    both = TensorParallelOptions(sequence_parallel=True, loss_parallel=True)
+    check_options(both, 1)
+    check_options(TensorParallelOptions(), 2)
+    with pytest.raises(UnsupportedError, match=r"cp=2\) .* drop sequence_parallel and loss_parallel, or cp"):
+        check_options(both, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kept", "said"),
+    [
+        ({"shard": 4}, None, ""),
+        ({"replicate": 2, "shard": 2}, False, ""),
+        ({"shard": 2, "tp": 2}, None, "does not work with tp"),
+        ({"replicate": 4, "shard": 1}, None, "replicas of one shard each"),
+        ({"shard": 4}, 2, r"reshard_after_forward=2\), which gathers among other ranks"),
+    ],
+)
+def test_where_batches_can_be_run_again(sizes: dict[str, int], kept: bool | int | None, said: str) -> None:
+    options = ShardingOptions(reshard_after_forward=kept)
+    if not said:
+        _check_replayed(Layout(**sizes), options, None)
+        return
+    with pytest.raises(UnsupportedError, match=said):
+        _check_replayed(Layout(**sizes), options, None)
+
+
+def test_weights_gathered_in_float8_cannot_be_run_again() -> None:
+    with pytest.raises(UnsupportedError, match="fsdp_all_gather=False"):
+        _check_replayed(Layout(shard=2), ShardingOptions(), Float8Options())
+    for float8 in (Float8Options(fsdp_all_gather=False), Float8Options(recipe="rowwise")):
+        _check_replayed(Layout(shard=2), ShardingOptions(), float8)

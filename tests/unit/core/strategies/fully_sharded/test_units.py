@@ -1,0 +1,133 @@
+import pytest
+import torch
+from torch import nn
+
+from headway import ShardingOptions
+from headway.core.strategies.fully_sharded.units import ShardingUnits, find_units
+from headway.errors import ConfigError, PrepareError
+
+
+class Net(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(3))
+        self.head = nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+
+def names(model: nn.Module, units: ShardingUnits) -> list[str]:
+    known = {id(module): name for name, module in model.named_modules()}
+    return [known[id(unit)] for unit in units.modules]
+
+
+def test_repeated_blocks_are_units_and_ties_stay_with_the_root():
+    for tied in (False, True):
+        model = Net(tied)
+        units = find_units(model, ShardingOptions())
+        assert names(model, units) == ["blocks.0", "blocks.1", "blocks.2"]
+        assert units.split == ()
+        assert not units.ignored
+
+
+def test_a_model_without_blocks_is_one_unit():
+    assert find_units(nn.Linear(3, 3), ShardingOptions()).modules == ()
+
+
+def test_units_are_named_by_class_name_or_place_innermost_first():
+    model = Net()
+    for wanted in (nn.Linear, "Linear"):
+        units = find_units(model, ShardingOptions(units=(wanted,)))
+        assert names(model, units) == [*(f"blocks.{i}.{j}" for i in range(3) for j in (0, 2)), "head"]
+    nested = find_units(model, ShardingOptions(units=("blocks.1", "blocks.1.0")))
+    assert names(model, nested) == ["blocks.1.0", "blocks.1"]
+    with pytest.raises(ConfigError, match="names 'Decoder', which Net lacks"):
+        find_units(model, ShardingOptions(units="Decoder"))
+    with pytest.raises(ConfigError, match="names 'blocks', a ModuleList, which is never called"):
+        find_units(model, ShardingOptions(units="blocks"))
+
+
+def test_units_by_size():
+    model = Net()
+    assert names(model, find_units(model, ShardingOptions(min_num_params=70))) == ["blocks.0", "blocks.1", "blocks.2"]
+    small = names(model, find_units(model, ShardingOptions(min_num_params=36)))
+    assert small == [*(f"blocks.{i}.{j}" for i in range(3) for j in (0, 2))]
+    assert find_units(model, ShardingOptions(min_num_params=10**6)).modules == ()
+
+
+def test_blocks_that_share_are_opened():
+    model = Net()
+    model.blocks[2][0].weight = model.blocks[0][0].weight  # type: ignore[index]
+    units = find_units(model, ShardingOptions())
+    assert names(model, units) == ["blocks.0.2", "blocks.2.2", "blocks.1"]
+    assert units.split == ("blocks.0", "blocks.2")
+    inside = Net()
+    inside.blocks[1][2].bias = inside.head.bias = None  # type: ignore[index]
+    inside.blocks[1].twin = inside.blocks[1][0]  # type: ignore[union-attr]
+    assert names(inside, find_units(inside, ShardingOptions())) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_frozen_parameters_can_stay_whole():
+    model = Net()
+    model.tokens.requires_grad_(False)
+    units = find_units(model, ShardingOptions(ignored="tokens"))
+    assert units.ignored == {model.tokens.weight}
+    with pytest.raises(PrepareError, match=r"trainable parameters \(head.weight\)"):
+        find_units(model, ShardingOptions(ignored=("head.weight",)))
+    with pytest.raises(ConfigError, match="names 'gone'"):
+        find_units(model, ShardingOptions(ignored="gone"))
+
+
+def test_frozen_and_learning_parameters_of_several_types_share_a_unit():
+    model = Net()
+    model.blocks[0][0].to(torch.bfloat16).requires_grad_(False)  # type: ignore[index]
+    find_units(model, ShardingOptions())
+
+
+def refused(change: str) -> nn.Module:
+    model = Net()
+    if change == "scalar":
+        model.scale = nn.Parameter(torch.tensor(1.0))
+    elif change == "strided":
+        model.head.weight = nn.Parameter(torch.randn(4, 7).t())
+    elif change == "types":
+        model.blocks[1][0].to(torch.bfloat16)  # type: ignore[index]
+    elif change == "sparse":
+        model.tokens = nn.Embedding(7, 4, sparse=True)
+    elif change == "lazy":
+        model.late = nn.LazyLinear(3)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("scalar", r"'scale' of Net is a scalar.*reshape\(1\)"),
+        ("strided", r"'head.weight' of Net is not contiguous.*\.contiguous\(\)"),
+        ("types", r"float32: blocks.1.2.weight, blocks.1.2.bias; .*bfloat16: |bfloat16: blocks.1.0.weight.*float32: "),
+        ("sparse", "'tokens' of Net produces sparse gradients.*sparse=False"),
+        ("lazy", "lazy parameter 'late.weight'.*one forward pass"),
+    ],
+)
+def test_what_cannot_be_sharded_is_told_by_name(change, message):
+    with pytest.raises(PrepareError, match=message):
+        find_units(refused(change), ShardingOptions())
+
+
+def test_options_are_checked():
+    with pytest.raises(ConfigError, match="units and min_num_params"):
+        ShardingOptions(units="Block", min_num_params=5)
+    with pytest.raises(ConfigError, match="allowed: float32, bfloat16, float16"):
+        ShardingOptions(reduce_dtype="int8")
+    with pytest.raises(ConfigError, match="forward_prefetch=-1"):
+        ShardingOptions(forward_prefetch=-1)
+    with pytest.raises(ConfigError, match="reshard_after_forward=0"):
+        ShardingOptions(reshard_after_forward=0)
+    assert ShardingOptions(param_dtype=torch.bfloat16).param_dtype == "bfloat16"
+    assert ShardingOptions(reduce_dtype="fp32").reduce_dtype == "float32"
+    ShardingOptions(reshard_after_forward=2).check(4)
+    with pytest.raises(
+        ConfigError, match=r"reshard_after_forward=3\) does not divide 8 shards; give one of 2, 4, True"
+    ):
+        ShardingOptions(reshard_after_forward=3).check(8)

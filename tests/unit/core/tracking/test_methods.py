@@ -1,0 +1,329 @@
+"""The Accelerator's methods for tracking, with trackers that the script defines."""
+
+import argparse
+import logging
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from headway import GeneralTracker, on_main_process
+from headway.core.tracking import guarded
+from headway.core.tracking import run_feed as feeding
+from headway.core.tracking.runlog_reader import read_run
+from headway.errors import ConfigError, TrackingError
+from tests.unit.core.tracking.own import Own, build, events, trained, update
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+# -------------------------------------------------------------------- what is logged
+
+
+def test_values_go_to_the_log_and_to_every_tracker():
+    one, two = Own(), Own()
+    two.name = "two"
+    accelerator = build(one, two)
+    accelerator.init_trackers("p", {"lr": numpy.float64(0.1), "layers": [1, 2]})
+    accelerator.log(
+        {"loss": torch.tensor(0.5), "eval": {"accuracy": numpy.float32(0.25)}}, log_kwargs={"two": {"group": "a"}}
+    )
+    accelerator.log({"note": "x"}, step=7)
+    accelerator.log_event("evaluation", samples=3)
+    accelerator.end_training()
+    flat = {"loss": 0.5, "eval/accuracy": 0.25}
+    assert one.of("log") == [(flat, 0, {}), ({"note": "x"}, 7, {})]
+    assert two.of("log") == [(flat, 0, {"group": "a"}), ({"note": "x"}, 7, {})]
+    assert one.of("config") == [({"lr": 0.1, "layers": [1, 2]},)]
+    ((run,),) = one.of("begin")
+    assert (run.project, run.folder, run.identity) == ("p", Path("run/p").absolute(), None)
+    assert one.calls[-1] == ("finish",)
+    read = read_run("run/p")
+    assert read.config == {"lr": 0.1, "layers": [1, 2]}
+    assert {name: [point[::2] for point in points] for name, points in read.values.items()} == {
+        "loss": [(0, 0.5)], "eval/accuracy": [(0, 0.25)], "note": [(7, "x")],
+    }  # fmt: skip
+    assert read.starts[0].versions["torch"] == torch.__version__
+    assert [(each.name, each.details) for each in read.events] == [("evaluation", {"samples": 3})]
+    assert read.summary["num_updates"] == 0
+
+
+def test_without_a_step_it_is_the_number_of_updates():
+    own = Own()
+    accelerator = build(own)
+    objects = trained(accelerator)
+    accelerator.init_trackers("p")
+    for _ in range(2):
+        update(accelerator, *objects, 2)
+        accelerator.log({"loss": 1.0})
+    assert [step for _, step, _ in own.of("log")] == [2, 4]
+
+
+def test_images_and_artifacts_are_written_into_the_folder():
+    own = Own()
+    accelerator = build(own)
+    accelerator.init_trackers("p")
+    accelerator.log_images({"one": torch.rand(3, 5, 6), "two": numpy.zeros((2, 5, 6, 1))}, step=4)
+    Path("weights.bin").write_text("w")
+    accelerator.log_artifact("weights.bin")
+    assert own.of("images") == [({"one": [(5, 6, 3)], "two": [(5, 6, 1)] * 2}, 4)]
+    assert own.of("artifact") == [(Path("weights.bin").absolute(), "weights.bin", 0)]
+    run = read_run("run/p")
+    assert [(each.kind, each.name, each.step) for each in run.media] == [
+        ("image", "one", 4), ("image", "two/0", 4), ("image", "two/1", 4), ("artifact", "weights.bin", 0),
+    ]  # fmt: skip
+    assert all(each.path.is_file() for each in run.media)
+    with pytest.raises(TrackingError, match="no such file or folder"):
+        accelerator.log_artifact("nowhere.bin")
+
+
+def test_values_that_the_log_cannot_store_reach_trackers_and_never_end_the_run(caplog):
+    class Row(Own):
+        name = "row"
+
+        def __init__(self, takes):
+            super().__init__()
+            self.takes, self.name = takes, takes
+
+    several = [Row(takes) for takes in ("numbers", "objects", "given")]
+    accelerator = build(*several)
+    accelerator.init_trackers("p")
+    image, vector = object(), torch.ones(2)
+    values = {"loss": torch.tensor(1.0), "image": image, "in": {"vector": vector}, "none": None}
+    for step in (1, 2):
+        accelerator.log(values, step=step)
+    accelerator.log([1, 2])
+    assert "log() takes a mapping of names and values; builtins.list is left out" in caplog.text
+    numbers, objects, given = ([each[0] for each in tracker.of("log")] for tracker in several)
+    assert numbers == [{"loss": 1.0}] * 2
+    assert objects == [{"loss": 1.0, "image": image, "in/vector": vector}] * 2
+    assert given == [values] * 2
+    accelerator.log({"image": image}, step=3)  # nothing in it for those who take numbers
+    assert [len(tracker.of("log")) for tracker in several] == [2, 3, 3]
+    accelerator.end_training()
+    read = read_run("run/p")
+    assert set(read.values) == {"loss"}
+    kinds = {"image": "builtins.object", "in/vector": "a tensor of shape (2,) and type torch.float32"}
+    assert [(each.name, each.step, each.details) for each in read.events] == [("objects", 1, {"kinds": kinds})]
+
+
+def test_without_listeners_any_value_may_be_logged():
+    accelerator = build(folder=None)
+    for values in ({"loss": [1.0]}, {"loss": torch.zeros(4)}, 3, None):
+        accelerator.log(values)
+
+
+@pytest.mark.parametrize(
+    "config", [argparse.Namespace(lr=0.1), {"lr": 0.1}, None], ids=["namespace", "mapping", "none"]
+)
+def test_configurations_of_every_kind(config):
+    accelerator = build()
+    accelerator.init_trackers("p", config)
+    assert read_run("run/p").config == ({} if config is None else {"lr": 0.1})
+
+
+@pytest.mark.parametrize("name", ["", "/tmp/p", "a/../b"])
+def test_names_that_are_no_folders(name):
+    with pytest.raises(ConfigError, match="project_name="):
+        build().init_trackers(name)
+
+
+def test_a_config_that_is_none():
+    with pytest.raises(ConfigError, match="config=3"):
+        build().init_trackers("p", 3)
+
+
+def test_the_log_of_something_else_is_an_error():
+    Path("run/p").mkdir(parents=True)
+    Path("run/p/log.jsonl").write_text("mine\n")
+    with pytest.raises(TrackingError, match="is not a run log of Headway's"):
+        build().init_trackers("p")
+
+
+def test_log_before_a_run(caplog):
+    build(Own()).log({"loss": 1.0})
+    assert "log() keeps nothing: call accelerator.init_trackers" in caplog.text
+
+
+# -------------------------------------------------------------------- trackers that are found
+
+
+def test_get_tracker_and_trackers():
+    own = Own()
+    accelerator = build(own)
+    assert not accelerator.get_tracker("own")  # no run yet
+    accelerator.init_trackers("p")
+    assert accelerator.get_tracker("own") is own
+    assert accelerator.get_tracker("own", unwrap=True) is own
+    assert accelerator.trackers == [own]
+    with pytest.raises(ConfigError, match=r"get_tracker\('wandb'\): log_with has own"):
+        accelerator.get_tracker("wandb")
+
+
+def test_without_a_tracker_every_call_does_nothing():
+    accelerator = build(Own(fails=["begin"]))
+    accelerator.init_trackers("p")
+    blank = accelerator.get_tracker("own", unwrap=True)
+    assert not blank
+    assert not blank.run.log({"a": 1}).anything
+    assert accelerator.trackers == []
+
+
+def test_the_peers_base_class_serves():
+    class Theirs(GeneralTracker):
+        name = "theirs"
+        requires_logging_directory = False
+
+        def __init__(self):
+            super().__init__()
+            self.description = []
+
+        @property
+        def tracker(self):
+            return self.description
+
+        @on_main_process
+        def store_init_configuration(self, values):
+            self.description.append(values)
+
+        @on_main_process
+        def log(self, values, step=None, **kwargs):
+            self.description.append((values, step))
+
+    accelerator = build(Theirs(), folder=None)
+    accelerator.init_trackers("p", {"a": 1})
+    accelerator.log({"loss": 1.0}, step=1)
+    assert accelerator.get_tracker("theirs", unwrap=True) == [{"a": 1}, ({"loss": 1.0}, 1)]
+    accelerator.end_training()
+
+
+# -------------------------------------------------------------------- trackers that fail
+
+
+def test_a_tracker_that_raises_is_named_once_and_dropped_after_three(caplog):
+    bad, good = Own(fails=["log"]), Own()
+    good.name = "good"
+    accelerator = build(bad, good)
+    accelerator.init_trackers("p")
+    with caplog.at_level(logging.WARNING):
+        for step in range(6):
+            accelerator.log({"loss": 1.0}, step=step)
+    told = [record.message.partition(" (")[0] for record in caplog.records]
+    assert told == [
+        "the tracker own failed: ValueError: the server is gone in log(); training goes on",
+        "the tracker own is used no more: ValueError: the server is gone in log(); training goes on",
+    ]
+    assert len(good.of("log")) == 6
+    assert accelerator.trackers == [good]
+    assert events() == [("tracker_failed", 0), ("tracker_dropped", 0)]
+    accelerator.end_training()
+    assert ("finish",) not in bad.calls
+    assert len(read_run("run/p").values["loss"]) == 6
+
+
+def test_failures_in_between_are_forgiven():
+    own = Own()
+    accelerator = build(own)
+    accelerator.init_trackers("p")
+    for step in range(12):
+        own.fails = {"log"} if step % 3 else set()
+        accelerator.log({"loss": 1.0}, step=step)
+    assert accelerator.trackers == [own]
+    assert len(own.of("log")) == 4
+
+
+def test_one_that_cannot_begin_or_be_built_is_dropped_at_once(caplog, monkeypatch):
+    monkeypatch.setattr("headway.core.tracking.local.TensorBoardAdapter.__init__", lambda self: 1 / 0)
+    accelerator = build("tensorboard", Own(fails=["begin"]))
+    accelerator.init_trackers("p")
+    accelerator.log({"loss": 1.0})
+    accelerator.end_training()
+    assert "the tracker tensorboard is used no more: ZeroDivisionError" in caplog.text
+    assert "the tracker own is used no more: ValueError: the server is gone in begin()" in caplog.text
+
+
+def test_a_slow_tracker_is_reported_and_the_log_ends_first(caplog, monkeypatch):
+    monkeypatch.setattr(feeding, "SLOW_FINISH", 0.01)
+    monkeypatch.setattr(guarded, "SLOW_CALL", -1.0)
+
+    class Slow(Own):
+        def finish(self):
+            assert read_run("run/p").is_ended
+            for _ in range(6000):
+                if "the tracker own is still finishing" in caplog.text:
+                    return super().finish()
+                threading_wait(0.01)
+            return None
+
+    from time import sleep as threading_wait
+
+    slow, after = Slow(), Own()
+    after.name = "after"
+    accelerator = build(slow, after)
+    accelerator.init_trackers("p")
+    accelerator.log({"loss": 1.0})
+    accelerator.end_training()
+    assert "the tracker own is slow, and training waits for it in log()" in caplog.text
+    assert slow.calls[-1] == after.calls[-1] == ("finish",)
+
+
+def test_a_log_that_cannot_be_written_stops_nothing(caplog):
+    Path("run").write_text("a file where the folder should be")
+    own = Own()
+    accelerator = build(own)
+    accelerator.init_trackers("p")
+    accelerator.log({"loss": 1.0})
+    accelerator.end_training()
+    assert "there is no log of this run" in caplog.text
+    assert len(own.of("log")) == 1
+
+
+def test_a_full_disk_is_reported_once(caplog, monkeypatch):
+    accelerator = build()
+    accelerator.init_trackers("p")
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headway.core.tracking.runlog.RunLog._write", full)
+        accelerator.log({"loss": 1.0})
+        accelerator.log({"loss": 1.0})
+    accelerator.log({"loss": 2.0}, step=1)
+    assert caplog.text.count("is not complete") == 1
+    assert [point[2] for point in read_run("run/p").values["loss"]] == [2.0]
+
+
+def test_beginnings_and_ends_leave_the_random_streams_alone():
+    class Drawing(Own):
+        def note(self, *call):
+            if call[0] != "log":
+                random.random(), numpy.random.random(), torch.rand(1)
+            super().note(*call)
+
+    def state():
+        return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    accelerator = build(Drawing())
+    before = state()
+    accelerator.init_trackers("p")
+    accelerator.log({"loss": 1.0})
+    accelerator.end_trackers()
+    assert state() == before
+
+
+def test_values_that_are_none(tmp_path):
+    placed = build(folder=tmp_path)
+    placed.init_trackers("run")
+    placed.log({"loss": None}, step=1)
+    placed.log({"loss": torch.tensor(2.0), "lr": None, "norm": numpy.float64(0.5)}, step=2)
+    placed.end_trackers()
+    run = read_run(tmp_path / "run")
+    assert {name: [point[::2] for point in points] for name, points in run.values.items()} == {
+        "loss": [(2, 2.0)], "norm": [(2, 0.5)],
+    }  # fmt: skip

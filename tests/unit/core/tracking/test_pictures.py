@@ -1,0 +1,65 @@
+"""Images of every usual layout, and PNG files that other programs read."""
+
+import io
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from headway.core.tracking.pictures import convert_images, make_file_name, number_images, write_png
+from headway.errors import TrackingError
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        ((5, 4), [(5, 4, 1)]), ((5, 4, 3), [(5, 4, 3)]), ((3, 5, 6), [(5, 6, 3)]), ((1, 5, 6), [(5, 6, 1)]),
+        ((2, 3, 5, 6), [(5, 6, 3)] * 2), ((2, 5, 6, 4), [(5, 6, 4)] * 2), ((3, 5, 3), [(3, 5, 3)]),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_every_usual_layout_becomes_height_width_channels(shape, wanted, kind):
+    given = torch.rand(shape) if kind == "torch" else numpy.random.default_rng(0).random(shape)
+    assert [picture.shape for picture in convert_images(given, "a")] == wanted
+
+
+def test_values_become_bytes():
+    shown = convert_images(numpy.array([[0.0, 0.5, 1.0, 2.0, -1.0, numpy.nan]]), "a")[0]
+    assert shown[0, :, 0].tolist() == [0, 128, 255, 255, 0, 0]
+    assert convert_images(torch.tensor([[True, False]]), "a")[0][0, :, 0].tolist() == [255, 0]
+    assert convert_images(numpy.array([[300, -1, 7]]), "a")[0][0, :, 0].tolist() == [255, 0, 7]
+    assert convert_images(torch.ones(2, 2, dtype=torch.bfloat16), "a")[0].max() == 255
+    assert [each.shape for each in convert_images([Image.new("RGB", (4, 5)), torch.zeros(2, 2)], "a")] == [
+        (5, 4, 3),
+        (2, 2, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    "given", [torch.zeros(2), torch.zeros(5, 5, 5), numpy.zeros((0, 3)), "text", None, numpy.array([["a"]])], ids=repr
+)
+def test_anything_else_is_an_error_that_names_it(given):
+    with pytest.raises(TrackingError, match="'a'"):
+        convert_images(given, "a")
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_other_programs_read_the_files(tmp_path, channels):
+    image = numpy.random.default_rng(0).integers(0, 256, (7, 5, channels), dtype=numpy.uint8)
+    path = tmp_path / "deep" / "a.png"
+    write_png(path, image)
+    with Image.open(io.BytesIO(path.read_bytes())) as read:
+        assert read.mode == {1: "L", 3: "RGB", 4: "RGBA"}[channels]
+        assert numpy.array_equal(numpy.asarray(read).reshape(7, 5, channels), image)
+
+
+def test_files_have_names_that_file_systems_have():
+    assert make_file_name("eval/../über 1", "", 12) == "eval_.._über_1-00000012.png"
+    assert make_file_name("..", "/1", None) == "image-1.png"
+
+
+def test_several_images_of_one_name_are_numbered():
+    found = [(name, part) for name, part, _ in number_images({"a": torch.zeros(2, 2), "b": torch.zeros(2, 3, 4, 4)})]
+    assert found == [("a", ""), ("b", "/0"), ("b", "/1")]

@@ -1,0 +1,147 @@
+"""What trains past the prepared objects on one process, where only windows and fp16's scale can go wrong."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator
+from headway.core.runtime import process
+from headway.errors import StateError
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    torch.manual_seed(0)
+    model, rows = nn.Linear(3, 1), torch.randn(10, 3)
+    dataset = TensorDataset(rows, rows.sum(1, keepdim=True))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(dataset, batch_size=2)
+
+
+def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any, when_synced: bool = False) -> None:
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            if accelerator.sync_gradients or not when_synced:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_an_optimizer_that_is_not_prepared_does_not_step_inside_a_window() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader = parts()
+    model, loader = accelerator.prepare(model, loader)
+    before = model.weight.detach().clone()
+    with pytest.raises(StateError, match=r"SGD stepped inside an accumulation window.*what prepare\(\) returned"):
+        train(accelerator, model, optimizer, loader)
+    assert torch.equal(model.weight, before)
+
+
+def test_the_bare_optimizer_under_a_prepared_one_does_not_either() -> None:
+    """The script went on with the object that it gave to prepare()."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader = parts()
+    model, _, loader = accelerator.prepare(model, optimizer, loader)
+    with pytest.raises(StateError, match="SGD stepped inside an accumulation window"):
+        train(accelerator, model, optimizer, loader)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_scripts_that_check_sync_gradients_may_step_any_optimizer(steps: int, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model, optimizer, loader = parts()
+    model, loader = accelerator.prepare(model, loader)
+    train(accelerator, model, optimizer, loader, when_synced=True)
+    reference, rule, batches = parts()
+    x, y = batches.dataset.tensors
+    for start in range(0, 10, 2 * steps):
+        rule.zero_grad()
+        mse_loss(reference(x[start : start + 2 * steps]), y[start : start + 2 * steps]).backward()
+        rule.step()
+    torch.testing.assert_close(model.weight, reference.weight)
+    assert not caplog.records
+
+
+def test_other_parameters_and_abandoned_windows_are_not_checked() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader = parts()
+    model, loader = accelerator.prepare(model, loader)
+    other = nn.Linear(3, 1)
+    rule = torch.optim.Adam(other.parameters())
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            mse_loss(other(inputs), targets).backward()
+            rule.step()  # in an open window, but not of its parameters
+        break
+    del inputs, targets
+    mse_loss(model(torch.ones(2, 3)), torch.ones(2, 1)).backward()
+    optimizer.step()  # the loop was left; this is another one, without Headway
+
+
+def test_fp16_gradients_are_not_stepped_on_as_they_are() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model, optimizer, loader = parts()
+    model, loader = accelerator.prepare(model, loader)
+    with pytest.raises(StateError, match="fp16's loss scale"):
+        train(accelerator, model, optimizer, loader)
+
+
+def test_a_loader_of_another_accelerator_is_known() -> None:
+    """Its end closes the window, and its batches are weighed and gathered; who has a loader goes by that."""
+    first, second = Accelerator(cpu=True, gradient_accumulation_steps=4), Accelerator(cpu=True)
+    model, optimizer, loader = parts()
+    model, optimizer = first.prepare(model, optimizer)
+    loader = second.prepare(loader)
+    closed = []
+    for number, (inputs, targets) in enumerate(loader, start=1):
+        with first.accumulate(model):
+            first.backward(mse_loss(model(inputs), targets))
+            closed += [number] * first.sync_gradients
+            optimizer.step()
+            optimizer.zero_grad()
+        assert first.gather_for_metrics(inputs).shape == inputs.shape
+    assert closed == [4, 5]
+    assert first._training_step.windows.loader is None
+    own = first.prepare(DataLoader(torch.arange(3), batch_size=3))
+    for _ in loader:
+        for _ in own:
+            assert first._training_step.windows.loader is own
+        assert first._training_step.windows.loader is None  # outside a loop of its own
+        break
+
+
+def test_nothing_is_left_in_torch() -> None:
+    hooks = torch_optimizer._global_optimizer_pre_hooks
+    before = len(hooks)
+    kept = [Accelerator(cpu=True) for _ in range(3)]
+    assert len(hooks) == before + 1
+    process.reset()
+    assert len(hooks) == before
+    del kept
+
+
+def test_an_accelerator_may_be_collected_while_hooks_run() -> None:
+    """torch goes through its hooks in a loop that must not see one of them disappear."""
+    lost = weakref.ref(Accelerator(cpu=True))
+
+    def collect(*_: Any) -> None:
+        gc.collect()
+
+    handle = torch_optimizer.register_optimizer_step_pre_hook(collect)
+    _, optimizer, _ = parts()
+    gc.disable()
+    try:
+        kept = [Accelerator(cpu=True) for _ in range(2)]
+        kept[0].itself = kept[0]  # only the collector can take it
+        del kept[0]
+        optimizer.step()
+    finally:
+        gc.enable()
+        handle.remove()
+    assert lost() is None

@@ -1,0 +1,58 @@
+"""The fingerprint of parameters, and how far apart two of them are, for whatever parameters are made of."""
+
+import math
+
+import pytest
+import torch
+
+from headway.core.training.checks.replicas import (
+    _are_close,
+    _compute_checksums,
+    _compute_distance,
+    _get_tolerance,
+    _has_bits,
+)
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+DTYPES = (*FLOATS, torch.complex64, torch.int64, torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_value_changes_the_fingerprint(dtype: torch.dtype) -> None:
+    one = torch.arange(12).reshape(3, 4).to(dtype)
+    other = one.clone()
+    assert _compute_checksums([one, other]) == [_compute_checksums([one])[0]] * 2
+    other[1, 2] = 1
+    assert _compute_checksums([one])[0] != _compute_checksums([other])[0]
+    assert _compute_distance(one, one.clone()) == 0.0
+    assert _compute_distance(one, other) == pytest.approx(5 / 11, rel=0.1)
+    assert _compute_distance(one, other) > _get_tolerance(one)
+
+
+def test_memory_order_makes_no_difference() -> None:
+    one = torch.randn(2, 3, 4, 5)
+    assert _compute_checksums([one]) == _compute_checksums([one.to(memory_format=torch.channels_last)])
+
+
+def test_nothing_and_what_is_not_finite() -> None:
+    assert _compute_checksums([torch.empty(0), torch.tensor(1.0)])[0] == 0
+    assert _compute_distance(torch.empty(0), torch.empty(0)) == 0.0
+    spoilt = torch.tensor([math.nan, math.inf, 1.0])
+    assert _compute_distance(spoilt, spoilt.clone()) == 0.0
+    assert _compute_distance(spoilt, torch.ones(3)) == math.inf
+    assert _compute_distance(torch.tensor([0.0]), torch.tensor([-0.0])) == 0.0
+
+
+def test_what_has_no_numbers_of_its_own_is_left_out() -> None:
+    assert _has_bits(torch.ones(2))
+    assert not _has_bits(torch.ones(2, device="meta"))
+    assert not _has_bits(torch.eye(2).to_sparse())
+
+
+def test_hyperparameters_are_compared_beyond_rounding() -> None:
+    assert _are_close(0.1, 0.1 * (1 + 1e-9))
+    assert not _are_close(0.1, 0.1001)
+    assert _are_close((0.9, 0.999), (0.9, 0.999))
+    assert not _are_close((0.9, 0.999), (0.9, 0.99))
+    assert not _are_close(None, 0.1)
+    assert _are_close("linear", "linear")

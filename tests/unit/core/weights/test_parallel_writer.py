@@ -1,0 +1,183 @@
+"""Files that several threads write in ranges have the serial writer's bytes and hashes, and errors leave no thread."""
+
+import os
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import xxhash
+
+from headway.core.weights import export, parallel_writer
+from headway.core.weights.export import save_weights
+from headway.core.weights.parallel_writer import RANGE, ParallelWriter
+from headway.core.weights.shards import TensorSpec, write_file
+from headway.errors import CheckpointError
+
+
+class Assembled:
+    """A tensor that counts how many of its kind are in memory."""
+
+    in_memory = 0
+    most = 0
+
+    def __init__(self, tensor):
+        self._tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
+
+    def whole(self):
+        made = self._tensor.clone()
+        Assembled.in_memory += 1
+        Assembled.most = max(Assembled.most, Assembled.in_memory)
+        weakref.finalize(made.untyped_storage(), Assembled._free)
+        return made
+
+    @staticmethod
+    def _free():
+        Assembled.in_memory -= 1
+
+
+def many():
+    """Tensors over several ranges, of every kind: in order, transposed, conjugate, empty, without dims, a view of one element."""
+    torch.manual_seed(0)
+    large = torch.randn(3000, 1700)
+    return {
+        "large": large,
+        "columns": torch.randn(1700, 3000).t(),
+        "image": torch.randn(4, 8, 16, 16).to(memory_format=torch.channels_last),
+        "conjugate": torch.randn(50, dtype=torch.complex64).conj(),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(3.0, dtype=torch.float64),
+        "one": large[5:6, 7],
+        "half": torch.randn(9_000_001).bfloat16(),
+        "bool": torch.rand(1000) < 0.5,
+        **{f"small/{i}": torch.randn(i % 7, 5) for i in range(500)},
+    }
+
+
+def specs_of(tensors):
+    return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def hashes(data, piece):
+    return [xxhash.xxh3_128(data[start : start + piece]).hexdigest() for start in range(0, len(data), piece)]
+
+
+@pytest.mark.parametrize("piece", [RANGE, RANGE // 4])
+def test_the_file_is_that_of_the_serial_writer(tmp_path, piece):
+    tensors = many()
+    write_file(tmp_path / "serial", specs_of(tensors), tensors.items(), {"a": "b"})
+    with ParallelWriter() as writer:
+        files = [
+            writer.write(tmp_path / name, specs_of(tensors), tensors.items(), {"a": "b"}, piece=piece, is_forced=True)
+            for name in ("one", "two")
+        ]
+    wanted = (tmp_path / "serial").read_bytes()
+    for file in files:
+        assert file.path.read_bytes() == wanted
+        assert (file.num_bytes, file.digests) == (len(wanted), hashes(wanted, piece))
+    assert not [thread for thread in threading.enumerate() if thread.name == "headway-write"]
+
+
+@pytest.mark.parametrize(("limit", "most"), [(30 * 2**20, 4), (1, 3)])
+def test_assembled_tensors_are_bounded(tmp_path, monkeypatch, limit, most):
+    monkeypatch.setattr(parallel_writer, "MAX_COPIES", limit)
+    monkeypatch.setattr(Assembled, "most", 0)
+    tensors = {str(i): torch.full((5_000_000 if i % 2 else 100,), float(i)) for i in range(12)}  # 20 MB and 400 bytes
+    with ParallelWriter() as writer:
+        writer.write(tmp_path / "f", specs_of(tensors), [(name, Assembled(each)) for name, each in tensors.items()])
+    write_file(tmp_path / "serial", specs_of(tensors), tensors.items())
+    assert (tmp_path / "f").read_bytes() == (tmp_path / "serial").read_bytes()
+    assert Assembled.in_memory == 0
+    assert Assembled.most <= most  # a small one may wait in a range that is not full
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([], "no values came for a"),
+        ([("a", torch.ones(3))], r"a came as \[3\]"),
+        ([("b", torch.ones(2))], "b came as"),
+        ([("a", torch.ones(2)), ("a", torch.ones(2))], "a came as"),
+    ],
+)
+def test_other_values_than_were_said_are_refused(tmp_path, values, said):
+    with pytest.raises(CheckpointError, match=said), ParallelWriter() as writer:
+        writer.write(tmp_path / "f", {"a": TensorSpec((2,), torch.float32)}, values)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+@pytest.mark.parametrize("num_elements", [2, 20_000_000])
+def test_an_error_of_a_thread_names_the_file_and_leaves_nothing_open(tmp_path, num_elements):
+    tensors = {"a": torch.ones(num_elements)}
+    before = set(os.listdir("/proc/self/fd"))
+
+    def write_all():
+        with ParallelWriter() as writer:
+            for path in (tmp_path / "f", Path("/dev/full"), tmp_path / "g"):
+                writer.write(path, specs_of(tensors), tensors.items())
+
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write_all()
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "headway-write"]
+
+
+def test_an_error_of_the_caller_ends_the_threads(tmp_path):
+    tensors = {"a": torch.ones(20_000_000)}
+
+    def write_and_interrupt():
+        with ParallelWriter() as writer:
+            writer.write(tmp_path / "f", specs_of(tensors), tensors.items())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_and_interrupt()
+    assert not [thread for thread in threading.enumerate() if thread.name == "headway-write"]
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2**30])  # from which on several threads write
+def test_weights_that_a_disk_changes_replace_nothing(tmp_path, monkeypatch, num_bytes):
+    monkeypatch.setattr(parallel_writer, "_LARGE", num_bytes)
+    tensors = {"a": torch.ones(5_000_000), "b": torch.ones(30)}
+    save_weights(tensors.items(), tmp_path, "10GB")
+    before = (tmp_path / "model.safetensors").read_bytes()
+    _change_on_write(monkeypatch)
+    with pytest.raises(CheckpointError, match="does not hold what was written"):
+        save_weights([("a", torch.zeros(5_000_000))], tmp_path, "10GB")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"model.safetensors": before}
+
+
+def _change_on_write(monkeypatch):
+    """Let both writers leave a file whose last byte is another one than they were given."""
+    finish, real = parallel_writer._DiskSink.finish, export.write_file
+
+    def change(path):
+        with open(path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\1")
+
+    def finish_and_change(sink):
+        finish(sink)
+        change(sink._path)
+
+    def write_and_change(path, *args, **options):
+        real(path, *args, **options)
+        change(path)
+
+    monkeypatch.setattr(parallel_writer._DiskSink, "finish", finish_and_change)
+    monkeypatch.setattr(export, "write_file", write_and_change)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2**30])
+def test_weights_in_shards_are_the_same_from_one_and_several_threads(tmp_path, monkeypatch, num_bytes):
+    monkeypatch.setattr(parallel_writer, "_LARGE", num_bytes)
+    torch.manual_seed(0)
+    tensors = {f"layer.{i}": torch.randn(300, 200).t() for i in range(6)}
+    files = save_weights(((name, Assembled(each)) for name, each in tensors.items()), tmp_path / "a", 600_000)
+    assert [file.name for file in files][-1] == "model.safetensors.index.json"
+    assert len(files) == 4
+    read = {name: each for file in files[:-1] for name, each in safetensors.torch.load_file(file).items()}
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)

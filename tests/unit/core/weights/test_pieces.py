@@ -1,0 +1,52 @@
+"""Where the parts of a DTensor lie, against torch's own arithmetic."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+from headway.core.weights.export import split_ties
+from headway.core.weights.pieces import ShardPiece, TensorBox, TensorSplit, compute_ranges, get_local_part, is_spread
+from tests.unit.core.checkpoint.amount import EXAMPLES
+
+
+@pytest.mark.slow
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.integers(0, 60), st.lists(st.tuples(st.one_of(st.none(), st.integers(1, 5)), st.integers(1, 6)), max_size=3))
+def test_a_dim_is_cut_as_torch_cuts_it(length, cuts):
+    found = compute_ranges(length, cuts)
+    placements = [Shard(0) if factor is None else _StridedShard(0, split_factor=factor) for factor, _ in cuts]
+    assert sorted(place for runs in found.values() for start, stop in runs for place in range(start, stop)) == list(
+        range(length)
+    )
+    for coordinate, runs in found.items():
+        size, offset = _compute_local_shape_and_global_offset(
+            (length,), [num for _, num in cuts], list(coordinate), placements
+        )
+        assert size == (sum(stop - start for start, stop in runs),)
+        assert not runs or offset == (runs[0][0],)
+
+
+def test_equal_runs_and_writers_are_counted():
+    split = TensorSplit(((4, 4, 4, 2), (3,)), (0, 2, 4, 6, 1, 3, 5, 9))
+    assert split.rows == [[(4, 3), (2, 1)], [(3, 1)]]
+    assert split.steps == [(0, 2, 4), (1, 2, 3), (9, 1, 1)]
+    assert split.numbers[9] == 7
+    assert split.starts == [{0: 0, 4: 1, 8: 2, 12: 3}, {0: 0}]
+    assert TensorSplit(((1, 1, 1),), (5, 3, 3)).steps == [(5, 1, 1), (3, 1, 1), (3, 1, 1)]
+
+
+def test_ties_of_pieces_go_by_memory():
+    memory = torch.arange(8.0)
+    one, other = (ShardPiece((16,), torch.float32, (TensorBox((0,), memory[:], True),)) for _ in range(2))
+    apart = ShardPiece((16,), torch.float32, (TensorBox((0,), memory.clone(), True),))
+    kept, tied = split_ties([("a", one), ("b", apart), ("c", other), ("d", memory), ("e", memory.view(2, 4))])
+    assert tied == {"c": "a"}
+    assert list(kept) == ["a", "b", "d", "e"]
+    empty = [ShardPiece((16,), torch.float32, ()) for _ in range(2)]
+    assert split_ties([("a", empty[0]), ("b", empty[1])])[1] == {}
+    assert is_spread(one)
+    assert not is_spread(memory)
+    assert get_local_part(empty[0]).numel() == 0

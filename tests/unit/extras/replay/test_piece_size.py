@@ -1,0 +1,240 @@
+"""Estimates of free memory and of thrashing, with a simulated allocator."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from headway import Accelerator
+from headway.common import scope
+from headway.core.memory import oom
+from headway.core.memory.monitor import PeakReader
+from headway.core.runtime.device import HARDWARE
+from headway.extras.replay.piece_size import FIRST_PATIENCE, AllocatorPressure
+from tests.unit.core.memory.simulated import SimulatedAllocator
+
+CUDA, DEVICE = HARDWARE["cuda"], torch.device("cuda", 0)
+
+
+@pytest.fixture
+def simulate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimulatedAllocator]:
+    def install(capacity: int, reuses_larger: bool = True) -> SimulatedAllocator:
+        allocator = SimulatedAllocator(capacity, reuses_larger=reuses_larger)
+        monkeypatch.setattr(torch, "get_device_module", lambda kind: allocator)
+        return allocator
+
+    return install
+
+
+def run(allocator: SimulatedAllocator, num_rows: int, num_batches: int, uses: Callable[[int], list[int]]) -> list[int]:
+    """Batches whose pieces take `uses(rows)` bytes, one after the other; the sizes of pieces that were tried, in order."""
+    accelerator = Accelerator(cpu=True, microbatching="auto", gradient_accumulation_steps=1)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+    accelerator._training_step.transaction.allocator = AllocatorPressure(CUDA, DEVICE)
+    sizes: list[int] = []
+
+    def loss(piece: torch.Tensor) -> torch.Tensor:
+        if not sizes or sizes[-1] != len(piece):
+            sizes.append(len(piece))
+        for size in uses(len(piece)):
+            allocator.use(size)
+        return model(piece).mean()
+
+    for _ in range(num_batches):
+        accelerator.forward_backward(torch.ones(num_rows, 1), loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return sizes
+
+
+CALIBRATION = [16, 8] * 2
+"""Sizes of pieces in the two updates after 64 rows have failed."""
+
+
+def test_an_out_of_memory_error_is_not_taken_for_a_thrashing_allocator(simulate) -> None:
+    allocator = simulate(40)
+    assert run(allocator, 64, 60, lambda rows: [rows]) == [64, *CALIBRATION, 32]
+    assert (allocator.num_ooms, allocator.num_retries) == (1, 1)
+
+
+def test_pieces_grow_as_far_as_there_is_room_without_another_error(simulate, caplog) -> None:
+    allocator = simulate(40)
+    assert run(allocator, 84, 4 * FIRST_PATIENCE, lambda rows: [rows + 1]) == [84, 21, 11, 10, 21, 11, 10, 28]
+    assert allocator.num_ooms == 1  # that 42 rows have no room is seen from what 10, 11 and 21 take
+    with caplog.at_level("INFO"):
+        run(simulate(40), 108, 4 * FIRST_PATIENCE, lambda rows: [rows])
+    assert "pieces of up to 36 rows are tried" in caplog.text
+    assert caplog.text.count("are tried") == 1, "40 rows are predicted, but 3 pieces stay 3 pieces"
+
+
+def test_an_evaluations_peak_does_not_keep_pieces_small_for_ever(simulate, caplog) -> None:
+    allocator = simulate(20)  # another process holds half of the device, and ends
+    num_pieces = 0
+
+    def uses(rows: int) -> list[int]:
+        nonlocal num_pieces
+        num_pieces += 1
+        allocator.capacity = 20 if num_pieces < 18 else 40
+        return [rows, *([38] if num_pieces == 21 else [])]  # an evaluation
+
+    with caplog.at_level("INFO"):
+        sizes = run(allocator, 32, FIRST_PATIENCE + 6, uses)
+        assert sizes[-1] == 16
+        assert "up to 32 rows" not in caplog.text, "the evaluation's 38 bytes for 16 rows leave no room"
+        num_pieces = 0
+        allocator.empty_cache()
+        run(allocator, 32, 2 * FIRST_PATIENCE + 8, uses)
+    assert "pieces of up to 32 rows are tried" in caplog.text
+
+
+def test_an_allocator_that_keeps_emptying_its_cache_makes_pieces_smaller(simulate, caplog) -> None:
+    # Two sizes that fit one after the other, but not both in the cache; with half the rows both do.
+    allocator = simulate(40, reuses_larger=False)
+    assert run(allocator, 32, 10, lambda rows: [rows, rows + 2])[:2] == [32, 16]
+    assert allocator.num_ooms == 0
+    assert "keeps emptying its cache" in caplog.text
+
+
+ENGINE = "FIND was unable to find an engine to execute this computation"
+
+
+def test_a_library_that_swallows_the_error_is_seen_through(simulate, monkeypatch) -> None:
+    allocator = simulate(40 << 30)
+    allocator.malloc(1 << 20)  # the weights
+    monkeypatch.setattr(oom, "HARDWARE", {"cuda": CUDA})
+    scope.drop(oom._Counted)
+
+    def uses(rows: int) -> list[int]:
+        try:
+            allocator.use(rows << 30)
+        except torch.OutOfMemoryError:
+            raise RuntimeError(ENGINE) from None
+        return []
+
+    assert run(allocator, 64, 4, uses) == [64, *CALIBRATION, 32]
+
+
+def test_an_engine_that_is_missing_for_another_reason_costs_one_more_attempt_at_most(simulate, monkeypatch) -> None:
+    allocator = simulate(40 << 30)
+    allocator.malloc(1 << 20)  # the weights
+    monkeypatch.setattr(oom, "HARDWARE", {"cuda": CUDA})
+    scope.drop(oom._Counted)
+    tried: list[int] = []
+
+    def uses(rows: int) -> list[int]:
+        tried.append(rows)
+        allocator.use(rows << 20)
+        raise RuntimeError(ENGINE)
+
+    with pytest.raises(RuntimeError, match="FIND was unable"):
+        run(allocator, 64, 1, uses)
+    assert tried == [64]
+    with pytest.raises(torch.OutOfMemoryError):  # handled by the script, long ago
+        allocator.malloc(1 << 40)
+    with pytest.raises(RuntimeError, match="FIND was unable"):
+        run(allocator, 64, 1, uses)
+    assert tried == [64, 64, 16]
+
+
+def test_one_retry_is_not_thrashing(simulate) -> None:
+    allocator = simulate(40, reuses_larger=False)
+    allocator.use(32)
+    pressure = AllocatorPressure(CUDA, DEVICE)
+    found = []
+    for vote in range(64):
+        if vote == 20:  # as an evaluation between two batches
+            allocator.use(30)
+        allocator.use(32) if vote < 20 else allocator.use(30)
+        found.append(pressure.is_thrashing())
+    assert allocator.num_retries == 1
+    assert not any(found)
+
+
+def test_retries_of_before_are_not_counted(simulate) -> None:
+    allocator = simulate(40, reuses_larger=False)
+    for size in (32, 30) * 20:
+        allocator.use(size)
+    pressure = AllocatorPressure(CUDA, DEVICE)
+    assert not any(pressure.is_thrashing() for _ in range(64))
+
+
+def test_a_monitor_does_not_take_away_the_peak_by_which_pieces_grow(simulate) -> None:
+    allocator = simulate(50)
+    pressure = AllocatorPressure(CUDA, DEVICE)
+    meter = PeakReader(CUDA, DEVICE)
+    allocator.use(30)  # a piece's forward and backward; then the phase "step" begins
+    meter.reset()
+    allocator.use(1)
+    assert meter.peak() == 1
+    assert pressure.predict_rows(3) == 5, "30 bytes for 3 rows, of 50"
+
+
+def test_growing_does_not_take_away_the_peak_that_a_monitor_counts(simulate) -> None:
+    allocator = simulate(40)
+    meter = PeakReader(CUDA, torch.device("cuda"))  # the current device, which is the same one
+    pressure = AllocatorPressure(CUDA, DEVICE)
+    allocator.use(30)
+    pressure.reset_statistics()
+    assert meter.peak() == 30
+    pressure.record_piece(0)
+    allocator.use(20)
+    pressure.record_piece(2)
+    allocator.use(10)
+    pressure.record_piece(1)
+    assert (pressure.predict_rows(2), meter.peak()) == (2, 30), "10 bytes a row and 10 of fragmentation, of 40"
+
+
+def test_a_reader_that_nobody_holds_is_not_served(simulate) -> None:
+    allocator = simulate(40)
+    first = PeakReader(CUDA, DEVICE)
+    first.reset()
+    other = PeakReader(CUDA, torch.device("cuda", 1))  # another device's readers stay out of it
+    allocator.use(7)
+    first.reset()
+    assert (first.peak(), other._noted) == (0, 0)
+
+
+class ThrashingOnce(AllocatorPressure):
+    """Allocator that reports thrashing at the first vote, in a batch that then runs out of memory."""
+
+    def __init__(self) -> None:
+        super().__init__(HARDWARE["cpu"], torch.device("cpu"))
+        self.answers = [True]
+
+    def is_thrashing(self) -> bool:
+        return bool(self.answers) and self.answers.pop()
+
+
+def test_a_batch_that_thrashed_and_then_ran_out_is_made_smaller_once() -> None:
+    accelerator = Accelerator(cpu=True, microbatching="auto")
+    model, sizes, failures = torch.nn.Linear(1, 1), [], [torch.OutOfMemoryError("CUDA out of memory")]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    transaction = accelerator._training_step.transaction
+    transaction.allocator = ThrashingOnce()
+
+    def fail(*_: object) -> None:
+        if failures:
+            raise failures.pop()
+
+    optimizer.optimizer.register_step_pre_hook(fail)
+
+    def loss(piece: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(piece))
+        return model(piece).mean()
+
+    for _ in range(2):
+        accelerator.forward_backward(torch.ones(16, 1), loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sizes == [16, 8, 8, 8, 8]
+
+
+def test_a_cpu_has_room_and_does_not_thrash() -> None:
+    pressure = AllocatorPressure(HARDWARE["cpu"], torch.device("cpu"))
+    pressure.reset_statistics()
+    pressure.record_piece(1)
+    assert not pressure.is_measured
+    assert pressure.predict_rows(1) == -1
+    assert not any(pressure.is_thrashing() for _ in range(64))

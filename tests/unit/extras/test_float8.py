@@ -1,0 +1,199 @@
+"""Options of float8, what is refused, and which layers of a model are converted."""
+
+import copy
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from headway import Accelerator, AORecipeKwargs, Float8Options, ShardingOptions
+from headway.core.config.engines import collect_options
+from headway.core.runtime.device import Hardware
+from headway.core.strategies.fully_sharded.units import check_float8 as check_layout
+from headway.errors import ConfigError, OptionalDependencyMissing, PrepareError, UnsupportedError
+from headway.extras.float8 import check_float8, convert_model
+
+EMULATED = Float8Options(emulate=True)
+
+
+def test_options_that_contradict_each_other():
+    for given, message in (
+        ({"recipe": "delayed"}, "recipe='delayed'.*allowed: tensorwise, rowwise, rowwise_with_gw_hp"),
+        ({"recipe": "rowwise", "fsdp_all_gather": True}, "only recipe='tensorwise' can gather weights"),
+        ({"module_filter": bool, "keeps": "head"}, "a module_filter, which decides alone"),
+        ({"config": object(), "emulate": True}, "a config, which says what"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Float8Options(**given)
+    with pytest.raises(ConfigError, match="AORecipeKwargs has a config"):
+        AORecipeKwargs(config=object(), pad_inner_dim=False).options
+    with pytest.raises(ConfigError, match="holds two Float8Options"):
+        collect_options([Float8Options(), AORecipeKwargs()])
+    assert Float8Options(keeps="head").keeps == ("head",)
+
+
+def test_options_by_the_names_of_accelerate():
+    given = AORecipeKwargs(module_filter_func=bool, pad_inner_dim=False, enable_fsdp_float8_all_gather=True)
+    expected = Float8Options(module_filter=bool, pad_inner_dim=False, fsdp_all_gather=True)
+    assert collect_options([given]).float8 == expected
+    config = SimpleNamespace(emulate=True, enable_fsdp_float8_all_gather=False)
+    found = AORecipeKwargs(config=config).options
+    assert found.is_emulated
+    assert found.all_gather is False
+    assert AORecipeKwargs().options.all_gather is None
+
+
+def test_hardware_without_float8_is_refused_by_name(monkeypatch):
+    with pytest.raises(
+        UnsupportedError, match=r"this run computes on cpu.*capability 8.9.*Float8Options\(emulate=True\)"
+    ):
+        Accelerator(cpu=True, mixed_precision="fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    with pytest.raises(UnsupportedError, match=r"NVIDIA A100 \(compute capability 8.0\) has no float8 matrix units"):
+        check_float8(Hardware("cuda"), collect_options([]))
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    properties = SimpleNamespace(gcnArchName="gfx90a:sramecc+")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    with pytest.raises(UnsupportedError, match="gfx90a"):
+        check_float8(Hardware("cuda"), collect_options([]))
+
+
+def test_without_torchao_the_error_has_the_line_for_pip(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(OptionalDependencyMissing, match=r"pip install 'torchao>=0.18'"):
+        check_float8(Hardware("cpu"), collect_options([EMULATED]))
+
+
+def test_options_without_float8_are_an_error():
+    with pytest.raises(ConfigError, match="but mixed_precision='bf16'; pass mixed_precision='fp8'"):
+        Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[EMULATED])
+
+
+def test_unsupported_layouts_are_refused():
+    partly = ShardingOptions(reshard_after_forward=2)
+    check_layout("bf16", None, partly, 2)
+    check_layout("fp8", EMULATED, partly, 1)
+    with pytest.raises(
+        UnsupportedError, match=r"does not support context parallelism \(cp\).*or mixed_precision='bf16'"
+    ):
+        check_layout("fp8", EMULATED, partly, 1, 2)
+    with pytest.raises(UnsupportedError, match="does not support tensor parallelism"):
+        check_layout("fp8", EMULATED, ShardingOptions(), 2)
+    with pytest.raises(UnsupportedError, match="keeps parts of gathered weights"):
+        check_layout("fp8", Float8Options(fsdp_all_gather=True), partly, 1)
+    with pytest.raises(UnsupportedError, match="not supported with DeepSpeed"):
+        Accelerator(cpu=True, mixed_precision="fp8", strategy="zero2", kwargs_handlers=[EMULATED])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 48, bias=False)
+        self.odd, self.hooked, self.shared = nn.Linear(48, 40), nn.Linear(40, 48), nn.Linear(48, 48)
+        self.again, self.attention = self.shared, nn.MultiheadAttention(48, 2, batch_first=True)
+        self.head = nn.Linear(48, 16)
+        self.hooked.register_forward_hook(lambda *_: None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.hooked(self.odd(self.third(self.second(self.first(x)))))
+        x = self.again(self.shared(x))[None]
+        return self.head(self.attention(x, x, x)[0])
+
+
+def kinds(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
+
+
+def test_which_layers_compute_in_float8(caplog):
+    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    model = Model().eval()
+    names, held = list(model.state_dict()), list(model.parameters())
+    with caplog.at_level(logging.INFO, "headway"):
+        assert convert_model(model, EMULATED) is model
+    assert kinds(model) == ["second", "third"]
+    assert list(model.state_dict()) == names
+    assert all(new is old for new, old in zip(model.parameters(), held))
+    for part in (
+        "2 of 8 linear layers of Model compute in float8 (tensorwise, emulated)", "first and last: first, head",
+        "sizes that are no multiples of 16: odd", "with hooks: hooked", "in several places of the model: shared",
+        "of a class of their own: attention.out_proj",
+    ):  # fmt: skip
+        assert part in caplog.text
+    before = model.second
+    convert_model(model, EMULATED)
+    assert model.second is before
+    assert kinds(copy.deepcopy(model)) == ["second", "third"]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.second(torch.ones(2, 32)).dtype == torch.bfloat16
+        assert model.second(input=torch.ones(2, 32)).dtype == torch.bfloat16
+
+
+def test_layers_are_chosen_by_options():
+    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    chosen = {
+        "ends": (Float8Options(emulate=True, keeps_first_and_last=False), ["first", "second", "third", "head"]),
+        "name": (Float8Options(emulate=True, keeps=("third",)), ["second"]),
+        "class": (Float8Options(emulate=True, keeps=(Model,)), []),
+        "filter": (Float8Options(emulate=True, module_filter=lambda module, name: name in ("first", "odd")), ["first"]),
+    }
+    for options, expected in chosen.values():
+        assert kinds(convert_model(Model(), options)) == expected
+
+
+def test_a_model_without_converted_layers_is_logged(caplog):
+    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    for model, message in ((nn.Linear(16, 16), "the model itself"), (nn.Conv1d(1, 1, 1), "it has none")):
+        convert_model(model, EMULATED)
+        assert f"no linear layer of {type(model).__name__} computes in float8" in caplog.text
+        assert message in caplog.text
+
+
+def test_ranks_that_convert_other_layers_are_an_error():
+    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+
+    class Two:
+        def gather_numbers(self, values):
+            return [list(values), [values[0], values[1] + 1]]
+
+    model = Model()
+    with pytest.raises(PrepareError, match=r"by rank, how many: 2, 2"):
+        convert_model(model, EMULATED, Two())
+    assert not kinds(model)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_training_equals_torchao_by_hand_bit_for_bit(recipe):
+    torchao = pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    from dataclasses import replace
+
+    from tests.distributed.layouts import GPT, seeded, squares, text
+
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp8", kwargs_handlers=[Float8Options(recipe=recipe, emulate=True)]
+    )
+    model, plain = seeded(0, GPT), seeded(0, GPT)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    torchao.convert_to_float8_training(
+        plain,
+        config=replace(torchao.Float8LinearConfig.from_recipe_name(recipe), emulate=True),
+        module_filter_fn=lambda module, name: name not in ("blocks.0.attention", "head"),
+    )
+    for name in kinds(plain):  # torchao's layer only knows CUDA's autocast
+        plain.get_submodule(name).register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
+    by_hand = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for seed in range(3):
+        accelerator.backward(squares(model, text(seed)))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = squares(plain, text(seed))
+        loss.backward()
+        by_hand.step()
+        by_hand.zero_grad()
+    assert len(kinds(model)) == len(kinds(plain)) == 7
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters()))
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)

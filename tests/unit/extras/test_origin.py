@@ -1,0 +1,220 @@
+"""Origin of a NaN: 30 planted causes are named with module, line and rows."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, NonFinitePolicy
+from headway.errors import NonFiniteError
+
+INF, NAN = math.inf, math.nan
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """Run in the folder of the tests, because reported paths are relative to the working directory."""
+    monkeypatch.chdir(Path(__file__).parent)
+
+
+class Odd(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class Net(nn.Module):
+    """The identity, then an odd operation, then a linear layer."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.block = nn.ModuleDict({"odd": Odd(function), "dropout": nn.Dropout(0.1)})
+        self.head = nn.Linear(4, 1)
+        nn.init.eye_(self.inner.weight)
+        nn.init.zeros_(self.inner.bias)
+
+    def forward(self, x):
+        return self.head(self.block["dropout"](self.block["odd"](self.inner(x))))
+
+
+def rows(value):
+    """Eight rows between 0.5 and 1.5, the sixth of them all `value`."""
+    x = torch.rand(8, 4, generator=torch.Generator().manual_seed(0)) + 0.5
+    x[6] = value
+    return x
+
+
+def train(function, data, loss=lambda y: y.square().mean(), spoil=lambda model: None, **options):
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, **{"on_non_finite": "explain"} | options)
+    model = Net(function)
+    spoil(model)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1e-3), DataLoader(TensorDataset(data), batch_size=8)
+    )
+    num_batches = 0
+    for (x,) in loader:
+        num_batches += 1
+        with accelerator.accumulate(model):
+            accelerator.backward(loss(model(x)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator, model, num_batches
+
+
+FORWARD = {
+    "log of 0": (lambda h: h.log(), 0.0, "aten.log"),
+    "1 / 0": (lambda h: 1 / h, 0.0, "aten.reciprocal"),
+    "0 / 0": (lambda h: h / h, 0.0, "aten.div"),
+    "rsqrt of 0": (lambda h: h.rsqrt(), 0.0, "aten.rsqrt"),
+    "a cast to fp16": (lambda h: h.half().float(), 1e5, "aten._to_copy"),
+    "a product in fp16": (lambda h: (h.half() * 1000).float(), 100.0, "aten.mul"),
+    "a matrix product in fp16": (lambda h: (h.half() @ torch.full((4, 4), 300.0).half()).float(), 300.0, "aten.mm"),
+    "exp in bf16": (lambda h: h.bfloat16().exp().float(), 1e5, "aten.exp"),
+    "a square in bf16": (lambda h: h.bfloat16().square().float(), 1e25, "aten.pow"),
+    "exp": (lambda h: h.exp(), 1e5, "aten.exp"),
+    "a power": (lambda h: h.pow(2.5), 1e30, "aten.pow"),
+    "sqrt of a negative": (lambda h: (h - 0.1).sqrt(), 0.0, "aten.sqrt"),
+    "log1p of -1": (lambda h: (h - 1).log1p(), 0.0, "aten.log1p"),
+    "acos": (lambda h: (h / 2).acos(), 3.0, "aten.acos"),
+    "a row that is all masked": (lambda h: h * h.masked_fill(h <= 0, -INF).softmax(1), 0.0, "aten._softmax"),
+}  # fmt: skip
+
+BACKWARD = {
+    "sqrt at 0": (lambda h: h.sqrt(), "SqrtBackward0"),
+    "a norm at 0": (lambda h: h / (1 + (h * h).sum(1, keepdim=True).sqrt()), "SqrtBackward0"),
+    "log behind where": (lambda h: torch.where(h > 0, h.log(), 0.0), "LogBackward0"),
+    "a root": (lambda h: h.pow(0.5), "PowBackward0"),
+    "asin at 1": (lambda h: (1 - h * h / 9).asin(), "AsinBackward0"),
+    "a logarithm's power": (lambda h: (h + 1).log().pow(0.5), "PowBackward0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_an_operation_of_forward(name):
+    function, value, operation = FORWARD[name]
+    with pytest.raises(NonFiniteError, match="Run again with checks, it began in forward with") as error:
+        train(function, rows(value))
+    found = str(error.value)
+    assert f"with {operation} in block.odd (test_origin.py:" in found
+    assert "in <lambda>), row 6 of the batch, on rank 0" in found
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_an_operation_of_backward(name):
+    function, operation = BACKWARD[name]
+    with pytest.raises(NonFiniteError, match=r"gradients of .* are not .* it began in backward with") as error:
+        train(function, rows(0.0))
+    found = str(error.value)
+    assert f" in {operation} in block.odd (test_origin.py:" in found
+    assert "in <lambda>), row 6 of the batch, on rank 0" in found
+
+
+def test_a_nan_that_forward_hides_is_named_where_it_was_created():
+    """1 / 0 is inf, which `where` leaves out; backward multiplies it by 0."""
+    with pytest.raises(
+        NonFiniteError, match=r"began in forward with aten.reciprocal in block.odd .*, row 6 of the batch"
+    ):
+        train(lambda h: torch.where(h > 0, 1 / h, 0.0), rows(0.0))
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_row_of_the_batch(value):
+    with pytest.raises(
+        NonFiniteError, match=r"it began with the values that were given to the model \(Net\), row 6 of"
+    ):
+        train(lambda h: h, rows(value))
+
+
+@pytest.mark.parametrize("name", ["inner.weight", "head.bias"])
+def test_a_weight(name):
+    def spoil(model):
+        model.get_parameter(name).data.view(-1)[0] = NAN
+
+    with pytest.raises(
+        NonFiniteError, match=f"it began with {name}, which holds values that are not finite, on rank 0"
+    ):
+        train(lambda h: h, rows(1.0), spoil=spoil)
+
+
+def test_a_buffer():
+    def spoil(model):
+        model.inner.register_buffer("scale", torch.tensor(NAN))
+        model.block["odd"].function = lambda h: h * model.inner.scale
+
+    with pytest.raises(NonFiniteError, match=r"it began with inner.scale, which holds"):
+        train(None, rows(1.0), spoil=spoil)
+
+
+def test_a_loss_outside_of_the_model():
+    with pytest.raises(
+        NonFiniteError, match=r"it began in forward with aten.log \(test_origin.py:\d+ in <lambda>\), row"
+    ):
+        train(lambda h: h, rows(1.0), loss=lambda y: (y.relu() * 0).log().mean())
+
+
+def test_minus_infinity_is_named_where_it_was_written_if_it_comes_through():
+    with pytest.raises(NonFiniteError, match=r"it began in forward with aten.masked_fill \(.* in <lambda>\), row 6 of"):
+        train(lambda h: h, rows(-9.0), loss=lambda y: -y.masked_fill(y == y.min(), -INF).mean())
+
+
+def test_the_number_of_planted_causes():
+    assert len(FORWARD) + len(BACKWARD) + 9 == 30
+
+
+# ---------------------------------------------------------------- what running again leaves behind
+
+
+def test_windows_of_several_batches_are_run_again_whole():
+    data = torch.cat([rows(1.0), rows(1.0), rows(1.0), rows(0.0), rows(1.0), rows(1.0)])
+    accelerator, model, num_batches = train(
+        lambda h: h.log(), data, on_non_finite=NonFinitePolicy("skip", explains=True), gradient_accumulation_steps=2
+    )
+    assert num_batches == 6 + 2
+    assert accelerator.num_updates == 2
+    assert accelerator.non_finite.num_skipped == 1
+    origin = accelerator.non_finite.origin
+    assert (origin.operation, origin.module, origin.rows) == ("aten.log", "block.odd", (6,))
+    _, its_model, _ = train(
+        lambda h: h.log(), torch.cat([data[:16], data[32:]]), on_non_finite="skip", gradient_accumulation_steps=2
+    )
+    assert all(map(torch.equal, model.parameters(), its_model.parameters()))  # dropout's draws too
+    assert not torch.is_anomaly_enabled()
+
+
+def test_only_the_first_one_is_run_again():
+    data = torch.cat([rows(0.0), rows(1.0), rows(0.0)])
+    accelerator, _, num_batches = train(lambda h: h.log(), data, on_non_finite=NonFinitePolicy("skip", explains=True))
+    assert num_batches == 4
+    assert accelerator.non_finite.num_skipped == 2
+
+
+def test_the_position_in_the_data_counts_each_batch_once():
+    accelerator = Accelerator(cpu=True, on_non_finite=NonFinitePolicy("skip", explains=True))
+    model = nn.Linear(1, 1)
+    loader = DataLoader(TensorDataset(torch.tensor([[1.0], [NAN], [2.0], [3.0]])), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    seen = []
+    for (x,) in loader:
+        seen.append((x.item(), loader.num_consumed))
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [consumed for _, consumed in seen] == [1, 2, 2, 3, 4]
+    assert loader.epoch == 1
+
+
+def test_without_a_loader_the_error_comes_at_once():
+    accelerator = Accelerator(cpu=True, on_non_finite="explain")
+    model = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.tensor([[NAN]])).sum())
+    with pytest.raises(NonFiniteError, match=r"no update was made \(docs/troubleshooting.md#the-loss-is-nan\)$"):
+        optimizer.step()

@@ -1,0 +1,29 @@
+"""A bucket in memory, by obstore's own store, in place of a server."""
+
+import pytest
+
+from headway.common import scope
+from headway.common.object_client import ObjectClient, get_client
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """The client of s3://bucket, with parts of 1,000 bytes."""
+    obstore = pytest.importorskip("obstore", reason="needs obstore: pip install 'headway[s3]'")
+    from headway.common import object_path
+    from headway.core.tracking import mirror
+    from headway.core.weights import parallel_writer
+    from headway.integrations.object_store import store as object_store
+
+    store = obstore.store.MemoryStore()
+    monkeypatch.setattr("obstore.store.from_url", lambda url, **_: store)
+    for module in (object_path, object_store, mirror, parallel_writer):
+        monkeypatch.setattr(module, "PART", 1000)
+    plain = ObjectClient.put  # the store in memory keeps the buffers that it is given
+    monkeypatch.setattr(
+        ObjectClient, "put", lambda self, key, data, replaces="any": plain(self, key, bytes(data), replaces)
+    )
+    monkeypatch.setenv("HEADWAY_STORE_RETRY_SECONDS", "1")
+    scope.clear()
+    yield get_client("s3://bucket")
+    scope.clear()

@@ -1,0 +1,47 @@
+"""The agent's next action, for every combination of its inputs."""
+
+from itertools import product
+
+import pytest
+
+from headway.errors import PREEMPTED
+from headway.launch.agent.decision import AgentAction, AgentSnapshot, decide_action
+
+TABLE = [
+    # exit codes of the ranks that have ended, and what else is seen -> what is next
+    ([], {}, AgentAction.GO_ON),
+    ([0], {}, AgentAction.GO_ON),
+    ([0, 0], {}, AgentAction.GO_ON),
+    ([0, 0], {"has_saved": True}, AgentAction.GO_ON),
+    ([1], {}, AgentAction.END_FAILED),
+    ([0, -9], {}, AgentAction.END_FAILED),
+    ([PREEMPTED], {"has_saved": True}, AgentAction.END_SAVED),
+    ([0, PREEMPTED], {"has_saved": True}, AgentAction.END_SAVED),
+    ([PREEMPTED], {"has_saved": True, "is_aborted": True, "hangs": True, "is_alone": True}, AgentAction.END_SAVED),
+    ([PREEMPTED], {}, AgentAction.END_FAILED),  # a program's own use of that code
+    ([PREEMPTED, 1], {"has_saved": True}, AgentAction.END_FAILED),
+    ([PREEMPTED, 1], {"has_saved": True, "is_alone": True}, AgentAction.END_ALONE),
+    ([], {"is_aborted": True}, AgentAction.END_ABORTED),
+    ([0], {"is_aborted": True, "hangs": True, "is_alone": True}, AgentAction.END_ABORTED),
+    ([1], {"is_aborted": True}, AgentAction.END_FAILED),
+    ([], {"hangs": True}, AgentAction.END_HANG),
+    ([0], {"hangs": True, "is_alone": True}, AgentAction.END_HANG),
+    ([1], {"hangs": True}, AgentAction.END_FAILED),
+    ([], {"is_alone": True}, AgentAction.END_ALONE),
+    ([1], {"is_alone": True}, AgentAction.END_ALONE),
+    ([0, 0], {"is_alone": True}, AgentAction.END_ALONE),
+]
+
+
+@pytest.mark.parametrize(("codes", "flags", "step"), TABLE)
+def test_the_next_step(codes, flags, step):
+    assert decide_action(AgentSnapshot(dict(enumerate(codes)), **flags)) is step
+
+
+def test_ranks_that_run_are_let_run_only_where_nothing_is_seen():
+    names = ("has_saved", "is_aborted", "hangs", "is_alone")
+    for codes, *flags in product([(), (0,), (1,), (PREEMPTED,), (0, PREEMPTED), (1, PREEMPTED)], *[(False, True)] * 4):
+        seen = AgentSnapshot(dict(enumerate(codes)), **dict(zip(names, flags)))
+        is_quiet = not any(codes) and not (seen.is_aborted or seen.hangs or seen.is_alone)
+        assert (decide_action(seen) is AgentAction.GO_ON) is is_quiet
+        assert decide_action(seen) is not AgentAction.END_SAVED or (seen.has_saved and not set(codes) - {0, PREEMPTED})

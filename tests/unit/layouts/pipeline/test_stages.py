@@ -1,0 +1,107 @@
+"""Where a model is cut into stages, and which stages hold what."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from headway import PipelineOptions
+from headway.core.config.mesh import Layout, check_supported, parse_layout
+from headway.core.config.parallelism import SCHEDULES
+from headway.errors import ConfigError, PrepareError, UnsupportedError
+from headway.layouts.pipeline.plain_calls import PlainCalls
+from headway.layouts.pipeline.runner import PipelineBatch
+from headway.layouts.pipeline.stages import find_stages
+from tests.distributed.layouts import GPT
+
+
+def cut(num_stages, model=None, **options):
+    return find_stages(model or GPT(num_blocks=5), num_stages, PipelineOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "sizes"), [(1, [5]), (2, [3, 2]), (3, [2, 2, 1]), (4, [1, 2, 1, 1]), (5, [1, 1, 1, 1, 1])]
+)
+def test_stages_have_equally_many_blocks_and_the_last_has_none_to_spare(num_stages, sizes):
+    bounds = cut(num_stages).bounds
+    assert [b - a for a, b in pairwise(bounds)] == sizes
+
+
+def test_modules_beside_the_blocks_are_on_the_first_or_the_last_stage():
+    assert cut(2).sides == {
+        "tokens": frozenset({0}),
+        "positions": frozenset({0}),
+        "norm": frozenset({1}),
+        "head": frozenset({1}),
+    }
+    moved = cut(2, first=("norm",), last=("norm", "positions")).sides
+    assert moved["norm"] == {0, 1}
+    assert moved["positions"] == {1}
+
+
+def test_who_holds_a_parameter():
+    model = GPT(num_blocks=3)
+    model.scale = nn.Parameter(torch.ones(1))
+    holders = cut(3, model).map_holders(model)
+    by_name = {name: set(holders[id(p)]) for name, p in model.named_parameters()}
+    assert by_name["tokens.weight"] == {0, 2}  # the head is the embedding
+    assert by_name["positions.weight"] == {0}
+    assert by_name["blocks.1.up.weight"] == {1}
+    assert by_name["norm.weight"] == {2}
+    assert by_name["scale"] == {0, 1, 2}
+
+
+def test_stages_by_name():
+    assert cut(3, split=("blocks.1", "blocks.4")).bounds == (0, 1, 4, 5)
+    with pytest.raises(ConfigError, match=r"names 'blocks.9'; the blocks are blocks.0, blocks.1"):
+        cut(2, split="blocks.9")
+    with pytest.raises(ConfigError, match="the first block of each of stages 2 to 3, in order"):
+        cut(3, split=("blocks.4", "blocks.1"))
+    with pytest.raises(ConfigError, match=r"names 'blocks'; the modules with parameters outside of the blocks"):
+        cut(2, last="blocks")
+
+
+def test_too_few_blocks():
+    with pytest.raises(PrepareError, match=r"has 5 repeated blocks .* too few for 6 stages"):
+        cut(6)
+    with pytest.raises(PrepareError, match="has no repeated blocks"):
+        cut(2, nn.Linear(2, 2))
+
+
+def test_options_that_do_not_fit():
+    with pytest.raises(ConfigError, match="allowed: gpipe, 1f1b, interleaved, zero_bubble, zbv"):
+        PipelineOptions(schedule="pipedream")
+    with pytest.raises(ConfigError, match="needs a schedule of several stages a rank"):
+        PipelineOptions(schedule="1f1b", stages_per_rank=2)
+    with pytest.raises(ConfigError, match="zbv has exactly 2"):
+        PipelineOptions(schedule="zbv", stages_per_rank=3)
+    with pytest.raises(ConfigError, match="num_microbatches=0"):
+        PipelineOptions(num_microbatches=0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_rank_has_its_number_of_stages(schedule):
+    options = PipelineOptions(schedule=schedule)
+    ranks = [options.find_rank(stage, 3) for stage in range(3 * options.num_per_rank)]
+    assert sorted(ranks) == sorted([0, 1, 2] * options.num_per_rank)
+    assert ranks == ([0, 1, 2, 2, 1, 0] if schedule == "zbv" else [0, 1, 2] * options.num_per_rank)
+
+
+def test_layouts_with_a_pipeline():
+    for text in ("ddp+pp=2", "fsdp+pp=2", "tp=2+pp=2+ddp", "cp=2+pp=2+fsdp"):
+        check_supported(parse_layout(text).resolve(8))
+    with pytest.raises(UnsupportedError, match=r"cannot be combined with groups of experts .* as in fsdp\+ep=2"):
+        check_supported(parse_layout("ep=2+pp=2+fsdp").resolve(8))
+    assert Layout(pp=2, shard=2).stages == [range(2), range(2, 4)]
+    assert [list(group) for group in Layout(pp=2, replicate=2).list_groups("pp")] == [[0, 2], [1, 3]]
+
+
+def test_a_sparse_gradient_of_what_a_stage_returns():
+    joined = torch.ones(2, 3, requires_grad=True)
+    whole = torch.gather(joined, 1, torch.tensor([[0], [2]]), sparse_grad=True)
+    chunk = SimpleNamespace(outputs={0: [joined]}, gradients={})
+    pending = SimpleNamespace(whole=[whole], joined=[joined])
+    PlainCalls._split_gradients(chunk, PipelineBatch({}, 1, []), pending, [torch.ones(2, 1)])
+    assert chunk.gradients[0][0].to_dense().tolist() == [[1, 0, 0], [0, 0, 1]]

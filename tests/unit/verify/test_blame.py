@@ -1,0 +1,219 @@
+"""The first call that differs is named, with its line, for losses that do not belong to their parts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headway.verify.blame import Blame, blame_parts, blame_repeat
+from headway.verify.calls import CallTrace
+from headway.verify.causes import explain_parts, explain_repeat
+from headway.verify.draws import SharedDraws
+
+Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""Function of the rows, their labels and the number of the part."""
+
+torch.manual_seed(0)
+ROWS = torch.randn(8, 6)
+LABELS = torch.tensor([0, 1, 2, 2, 2, 0, 2, 2])
+MODEL = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+OTHERS = [nn.Linear(6, 3), nn.Linear(6, 3)]
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 2.0])
+
+
+def record(folder: Path, loss: Loss, parts: list[slice], weight: float | None = None) -> list[list[dict[str, Any]]]:
+    """Record the calls of a loss on parts of the rows, as one process and several ranks do."""
+    records = []
+    for number, part in enumerate(parts):
+        path = folder / f"trace{len(list(folder.iterdir()))}.jsonl"
+        trace = CallTrace(path, lambda: ({id(p): name for name, p in MODEL.named_parameters()}, {}))
+        with SharedDraws(False, False, lambda: None, trace):
+            rows, labels = ROWS[part], LABELS[part]
+            trace.begin(len(rows))
+            value = loss(rows, labels, number)
+            trace.close(value, None if weight is None else float((labels != 2).sum()), "mean")
+        records.append([json.loads(line) for line in path.read_text().splitlines()])
+    return records
+
+
+def blame(folder: Path, loss: Loss, weight: float | None = None) -> Blame | None:
+    """Compare eight rows with two parts of four."""
+    (whole,) = record(folder, loss, [slice(0, 8)], weight)
+    return blame_parts(whole, record(folder, loss, [slice(0, 4), slice(4, 8)], weight))
+
+
+def use_mean(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    return nn.functional.cross_entropy(MODEL(rows), labels)
+
+
+def use_sum(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    return nn.functional.cross_entropy(MODEL(rows), labels, reduction="sum")
+
+
+def use_own_sum(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    return MODEL(rows).square().sum()
+
+
+def use_class_weights(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    return nn.functional.cross_entropy(MODEL(rows), labels, weight=CLASS_WEIGHTS)
+
+
+def use_tokens(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    return nn.functional.cross_entropy(MODEL(rows), labels, ignore_index=2)
+
+
+def use_masked_mean(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    mask = labels != 2
+    losses = nn.functional.cross_entropy(MODEL(rows), labels, reduction="none")
+    return (losses * mask).sum() / mask.sum()
+
+
+def use_standard_scores(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    values = MODEL(rows)
+    scores = (rows[:, :3] - rows[:, :3].mean(0)) / rows[:, :3].std(0)
+    return (values * scores).mean()
+
+
+def use_negatives(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    codes = MODEL(rows)
+    scores = codes @ codes.T
+    return nn.functional.cross_entropy(scores, torch.arange(len(rows)))
+
+
+def use_hardest(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    losses = nn.functional.cross_entropy(MODEL(rows), labels, reduction="none")
+    return losses.topk(len(losses) // 2).values.mean()
+
+
+def use_batch_norm(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    return nn.functional.cross_entropy(nn.BatchNorm1d(3)(MODEL(rows)), labels)
+
+
+def use_softmax_over_rows(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    return (MODEL(rows).softmax(0) * rows[:, :3]).mean()
+
+
+def use_number_of_parts(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    return nn.functional.cross_entropy(MODEL(rows), labels) * (16 // len(rows))
+
+
+def use_other_model(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    return (MODEL(rows) - OTHERS[number](rows)).square().mean()
+
+
+def use_noise_by_part(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    noise = torch.randn(8, 6, generator=generator)[: len(rows)]
+    return MODEL(rows + noise).mean()
+
+
+def use_branch_by_part(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    values = MODEL(rows)
+    if number == 1:
+        values = values.relu()
+    return values.square().mean()
+
+
+def find_code(line: str) -> str:
+    """The text of a line of this file, given as "test_blame.py:12 in function"."""
+    return Path(__file__).read_text().splitlines()[int(line.rpartition(":")[2].split()[0]) - 1]
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "code"),
+    [
+        (use_sum, "sum", 'reduction="sum"'),
+        (use_own_sum, "sum", ".square().sum()"),
+        (use_class_weights, "classes", "weight=CLASS_WEIGHTS"),
+        (use_tokens, "tokens", "ignore_index=2"),
+        (use_masked_mean, "count", "/ mask.sum()"),
+        (use_standard_scores, "statistic", ".std(0)"),
+        (use_negatives, "mixes", "codes @ codes.T"),
+        (use_hardest, "selects", "losses.topk"),
+        (use_batch_norm, "norm", "BatchNorm1d"),
+        (use_softmax_over_rows, "mixes", ".softmax(0)"),
+        (use_number_of_parts, "number", "16 // len(rows)"),
+        (use_other_model, "tensor", "OTHERS[number](rows)"),
+        (use_noise_by_part, "draw", "torch.randn("),
+        (use_branch_by_part, "path", "values.relu()"),
+    ],
+)
+def test_the_call_that_makes_a_loss_depend_on_its_part_is_named(
+    tmp_path: Path, loss: Loss, kind: str, code: str
+) -> None:
+    found = blame(tmp_path, loss)
+    assert found is not None
+    assert found.kind == kind, found
+    assert code in find_code(found.line), found
+    cause = explain_parts(found, "rank")
+    assert found.line in cause.reason
+    assert (Path(__file__).parents[3] / "docs" / cause.page.partition("#")[0]).exists()
+
+
+def use_all_rows(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    everyone = MODEL(ROWS).detach()  # as accelerator.gather() returns it
+    first = 4 * number
+    scores = MODEL(rows) @ everyone.T
+    return nn.functional.cross_entropy(scores, torch.arange(first, first + len(rows)))
+
+
+def use_mean_of_means(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    losses = nn.functional.cross_entropy(MODEL(rows), labels, reduction="none")
+    return losses.sum() / len(losses)
+
+
+def use_rows_after_time(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    """Rows in the second dimension, as in a network over (time, rows, features)."""
+    series = MODEL(rows[:, None].expand(-1, 5, -1)).transpose(0, 1).contiguous()
+    return series.square().sum(2).mean()
+
+
+@pytest.mark.parametrize("loss", [use_mean, use_all_rows, use_mean_of_means, use_rows_after_time])
+def test_a_loss_that_is_a_mean_over_rows_is_not_blamed(tmp_path: Path, loss: Loss) -> None:
+    assert blame(tmp_path, loss) is None
+
+
+def test_a_mean_over_tokens_with_their_number_as_weight_is_not_blamed(tmp_path: Path) -> None:
+    assert blame(tmp_path, use_tokens, weight=1.0) is None
+
+
+class Keeper:
+    """State that a script keeps outside of its checkpoint."""
+
+    def __init__(self) -> None:
+        self.mean = 1.5
+        self.rows = ROWS.clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("mean", "number keeper.mean"),
+        ("rows", "tensor keeper.rows"),
+        ("length", "its shape is [3, 6] instead of [8, 6]"),
+    ],
+)
+def test_a_value_that_differs_between_equal_runs_is_named(tmp_path: Path, change: str, text: str) -> None:
+    runs = []
+    for run in range(2):
+        keeper = Keeper()
+        if run and change == "mean":
+            keeper.mean = 2.5
+        elif run and change == "rows":
+            keeper.rows = keeper.rows + 1.0
+        elif run:
+            keeper.rows = keeper.rows[:3]
+
+        def loss(rows: torch.Tensor, labels: torch.Tensor, number: int, keeper: Keeper = keeper) -> torch.Tensor:
+            kept = keeper.rows.square()
+            return MODEL(rows).mean() / keeper.mean + kept.mean()
+
+        runs += record(tmp_path, loss, [slice(0, 8)])
+    found = blame_repeat(runs[0], runs[1])
+    assert found is not None
+    assert text in explain_repeat(found), found
+    assert blame_repeat(runs[0], runs[0]) is None

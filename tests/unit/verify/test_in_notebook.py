@@ -1,0 +1,38 @@
+"""`accelerator.verify`: wrong arguments are refused before any process starts, and the result is readable."""
+
+from typing import Any
+
+import pytest
+
+from headway import Accelerator
+from headway.errors import ConfigError
+from headway.verify.in_notebook import FunctionProofs
+from headway.verify.verdict import Verdict
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("train",), {}, "give the function itself"),
+        ((print, "abc"), {}, r"args=\('abc',\)"),
+        ((print,), {"num_processes": 1}, "must be at least 2"),
+        ((print,), {"only": ["resumes"]}, "'resumes' is not a proof; there are repeat, processes"),
+        ((print,), {"skip": "resumes"}, "'resumes' is not a proof"),
+        ((print,), {"strategy": "fsdq"}, "fsdq"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match=message):
+        accelerator.verify(*arguments, **options)
+
+
+def test_the_result_has_the_verdicts_by_word() -> None:
+    passed = Verdict("repeat", "a run repeats itself", "PASS", "4 updates, equal bit by bit")
+    failed = Verdict("memory", "memory", "FAIL", "it grows", ("by a lot",), "stop it", "memory.md")
+    assert FunctionProofs((passed,), 1.0).passed
+    found = FunctionProofs((passed, failed), 1.0)
+    assert not found.passed
+    assert found.statuses == {"repeat": "PASS", "memory": "FAIL"}
+    assert "-> stop it" in found.describe()
+    assert repr(found) == "<1 passed, 1 failed, 0 not checked in 1 s>"

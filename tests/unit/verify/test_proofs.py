@@ -1,0 +1,219 @@
+"""Verdicts on records that are made by hand: each fault is found and named, and equal runs pass."""
+
+from dataclasses import replace
+
+import pytest
+
+from headway.cli.verify import PROOFS as WORDS
+from headway.verify.proofs import PROOFS
+from headway.verify.verdict import RunSet
+from tests.unit.verify.made_records import NAMES, make_record, make_update
+
+
+def make_runs(**changes) -> RunSet:
+    """Runs that are all right, apart from the changes."""
+    first = make_record()
+    given = {
+        "repeat": make_record(),
+        "reference": first,
+        "several": make_record(num_ranks=2),
+        "reordered": make_record(noise=1e-7),
+    }
+    return RunSet(**{"first": first, **given, **changes})
+
+
+def test_the_command_line_knows_every_proof():
+    assert tuple(PROOFS) == WORDS
+
+
+@pytest.mark.parametrize("word", ["repeat", "processes", "samples", "learning"])
+def test_equal_runs_pass(word):
+    verdict = PROOFS[word](make_runs())
+    assert verdict.status == "PASS", verdict
+
+
+def test_differences_of_rounding_pass():
+    verdict = PROOFS["processes"](make_runs(several=make_record(num_ranks=2, noise=1e-6)))
+    assert verdict.status == "PASS", verdict
+
+
+def test_gradients_that_are_twice_as_large_are_named():
+    verdict = PROOFS["processes"](make_runs(several=make_record(num_ranks=2, scale=2.0)))
+    assert verdict.status == "FAIL"
+    assert "all gradients are 2 times those of one process" in verdict.reason
+    assert "update 1" in verdict.details[0]
+
+
+def test_the_first_parameter_that_differs_is_named():
+    several = make_record(num_ranks=2)
+    several.gradients(3)
+    several.__dict__["_known"][3]["g:last.weight"] *= 1.5
+    verdict = PROOFS["processes"](make_runs(several=several))
+    assert verdict.status == "FAIL"
+    assert "first parameter: last.weight" in verdict.details
+    assert "update 3" in verdict.details[0]
+
+
+def test_a_batch_norm_without_synchronization_is_the_cause():
+    several = make_record(num_ranks=2, noise=0.1, facts={"norms": ["1"]})
+    assert "BatchNorm" in PROOFS["processes"](make_runs(several=several)).reason
+
+
+def test_random_numbers_of_each_rank_are_not_checked():
+    several = make_record(num_ranks=2, noise=0.1, facts={"unshared": {"train.py:3": "multinomial"}})
+    verdict = PROOFS["processes"](make_runs(several=several))
+    assert verdict.status == "NOT CHECKED"
+    assert "multinomial() at train.py:3" in verdict.reason
+
+
+def test_a_learning_rate_that_differs_is_named():
+    several = make_record(num_ranks=2, changes={1: {"rates": [0.2]}})
+    for name in NAMES:
+        several.__dict__["_known"][1][f"p:{name}"] += 0.5
+    assert "the learning rate is 0.2, and 0.1 on one process" in PROOFS["processes"](make_runs(several=several)).reason
+
+
+def test_replicas_that_differ_are_named():
+    several = make_record(num_ranks=2)
+    several.updates[1][2].hashes["first.bias"] = "other"
+    verdict = PROOFS["processes"](make_runs(several=several))
+    assert verdict.reason == "update 2: first.bias differs between rank 0 and rank 1"
+
+
+def test_a_failed_run_shows_its_error():
+    several = make_record(num_updates=0, num_ranks=2, code=1)
+    several.output = "Traceback (most recent call last):\nRuntimeError: shapes differ"
+    verdict = PROOFS["processes"](make_runs(several=several))
+    assert verdict.status == "FAIL"
+    assert "RuntimeError: shapes differ" in verdict.reason
+
+
+# -------------------------------------------------------------------- samples
+
+
+def test_ranks_with_the_same_samples_fail():
+    several = make_record(num_ranks=2)
+    for updates in several.updates:
+        for number in updates:
+            updates[number] = make_update(number, tuple(f"row {8 * number + each}" for each in range(8)))
+    verdict = PROOFS["samples"](make_runs(several=several))
+    assert verdict.status == "FAIL"
+    assert "all 2 ranks trained on the same 8 samples" in verdict.reason
+
+
+def test_missing_and_repeated_samples_are_counted():
+    several = make_record(num_ranks=2)
+    several.updates[1][2].batches[0]["rows"][0] = "row 8"
+    several.updates[1][2].batches[0]["loose"][0] = "row 8"
+    verdict = PROOFS["samples"](make_runs(several=several))
+    assert verdict.status == "FAIL"
+    assert "1 samples are missing and 1 are others or repeated" in verdict.reason
+    assert "first in update 2" in verdict.details
+
+
+def test_samples_with_other_padding_pass():
+    several = make_record(num_ranks=2)
+    for updates in several.updates:
+        for update in updates.values():
+            update.batches[0]["rows"] = [f"padded {row}" for row in update.batches[0]["rows"]]
+    assert PROOFS["samples"](make_runs(several=several)).status == "PASS"
+
+
+# -------------------------------------------------------------------- repeats and resumes
+
+
+def test_an_unseeded_generator_is_named():
+    repeat = make_record(facts={"seeds_at_start": {"torch": "a", "random": "c"}}, changes={1: {"losses": [7.0]}})
+    first = make_record(facts={"seeds_at_start": {"torch": "a", "random": "b"}})
+    verdict = PROOFS["repeat"](make_runs(first=first, repeat=repeat))
+    assert verdict.status == "FAIL"
+    assert "the generator of random starts from another seed in each run" in verdict.details
+
+
+def make_resumed(**changes):
+    resumed = make_record(facts={"loaded": [[2, ""]], "initial": {name: f"{name} 2" for name in NAMES}}, **changes)
+    del resumed.first[1], resumed.first[2]
+    return make_runs(repeat=make_record(facts={"saved": [[2, ""]]}), resumed=resumed)
+
+
+def test_an_exact_resume_passes():
+    assert PROOFS["resume"](make_resumed()).status == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({3: {"losses": [9.0]}}, "update 3, the first after the resume: the loss is 9 instead of"),
+        ({3: {"rates": [0.5], "hashes": {"first.weight": "x"}}}, "the learning rate is 0.5 instead of 0.1"),
+        (
+            {4: {"hashes": {"first.weight": "x"}}},
+            "update 4, the second after the resume: first.weight differs after the step",
+        ),
+        ({3: {"batches": [{"loader": 0, "rows": ["row 8"]}]}}, "the resumed run trains on other samples"),
+    ],
+)
+def test_a_resume_that_is_not_exact_names_what_differs(changes, reason):
+    verdict = PROOFS["resume"](make_resumed(changes=changes))
+    assert verdict.status == "FAIL"
+    assert reason in verdict.reason
+
+
+def test_a_script_that_loads_nothing_is_not_checked():
+    runs = make_runs(repeat=make_record(facts={"saved": [[2, ""]]}), resumed=make_record())
+    assert PROOFS["resume"](runs).status == "NOT CHECKED"
+
+
+# -------------------------------------------------------------------- learning, memory, data
+
+
+@pytest.mark.parametrize(
+    ("facts", "changes", "reason"),
+    [
+        (
+            {"in_optimizer": ["first.weight", "first.bias"]},
+            {},
+            "last.weight is trainable, but belongs to no prepared optimizer",
+        ),
+        ({}, {"norms": {"first.weight": 1.0, "first.bias": 1.0}}, "last.weight got no gradient in 4 updates"),
+        (
+            {},
+            {"norms": {"first.weight": 1.0, "first.bias": 1.0, "last.weight": 0.0}},
+            "the gradient of last.weight is zero",
+        ),
+        (
+            {},
+            {"hashes": {name: f"{name} 0" if name == "last.weight" else "moved" for name in NAMES}},
+            "but did not change",
+        ),
+        (
+            {"trainable": ["first.weight"], "frozen": ["last.weight"], "in_optimizer": list(NAMES)},
+            {},
+            "last.weight is frozen, but changed",
+        ),
+    ],
+)
+def test_parameters_that_do_not_learn_are_named(facts, changes, reason):
+    first = make_record(facts=facts, changes=dict.fromkeys(range(1, 5), changes))
+    verdict = PROOFS["learning"](make_runs(first=first))
+    assert verdict.status == "FAIL"
+    assert reason in verdict.reason
+
+
+def test_a_bias_whose_gradient_is_zero_passes_beside_a_weight_that_learns():
+    norms = {"first.weight": 1.0, "first.bias": 0.0, "last.weight": 1.0}
+    hashes = {"first.weight": "x", "first.bias": "first.bias 0", "last.weight": "y"}
+    first = make_record(changes={number: {"norms": norms, "hashes": hashes} for number in range(1, 5)})
+    assert PROOFS["learning"](make_runs(first=first)).status == "PASS"
+
+
+def test_memory_that_grows_fails():
+    first = make_record(num_updates=6, facts={"is_device": "cpu"})
+    for number, update in first.first.items():
+        first.first[number] = replace(update, resident=100_000_000 + 4_000_000 * number)
+    assert "grows by about" in PROOFS["memory"](make_runs(first=first)).reason
+
+
+def test_waiting_for_data_fails():
+    batches = [{"loader": 0, "rows": [], "waited": 0.9}]
+    first = make_record(changes={number: {"batches": batches} for number in range(1, 5)})
+    assert "updates wait for data" in PROOFS["data"](make_runs(first=first)).reason

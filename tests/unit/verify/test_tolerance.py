@@ -1,0 +1,28 @@
+"""The tolerance of comparisons: tight in float32, wider and growing where each rank rounds its gradients."""
+
+from pathlib import Path
+
+import pytest
+
+from headway.verify.compare import FLOOR, estimate_tolerance
+from headway.verify.records import RunRecord
+from headway.verify.request import RunRequest
+
+
+def make_run(folder: Path, **facts: object) -> RunRecord:
+    return RunRecord(RunRequest("first", str(folder), str(folder)), 1, 0, "", facts=[facts])
+
+
+@pytest.mark.parametrize("facts", [{}, {"mixed_precision": "no", "dtypes": ["float32"]}])
+@pytest.mark.parametrize("update", [1, 6])
+def test_float32_has_the_same_floor_in_each_update(tmp_path: Path, facts: dict[str, object], update: int) -> None:
+    assert estimate_tolerance(make_run(tmp_path, **facts), None, update).gradient == 5 * FLOOR
+
+
+@pytest.mark.parametrize(
+    "facts", [{"mixed_precision": "bf16"}, {"dtypes": ["bfloat16", "float32"]}, {"mixed_precision": "fp16"}]
+)
+def test_lower_precision_may_differ_more_and_ever_more(tmp_path: Path, facts: dict[str, object]) -> None:
+    run = make_run(tmp_path, **facts)
+    first, later, last = (estimate_tolerance(run, None, update).gradient for update in (1, 3, 100))
+    assert 5 * FLOOR < first < later <= last <= 0.25

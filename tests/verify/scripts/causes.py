@@ -1,0 +1,103 @@
+"""Cause that a good report names for each faulty script, so that `run_collection.py` can grade it.
+
+`words` is a regular expression that the report has to contain, in the result or the details of a failed proof. `code` is
+text of the line where the fault is planted; "" if no single line has it. Several texts are alternatives.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Planted cause of one faulty script.
+
+    Attributes:
+        words: Regular expression, without regard to case.
+        code: Texts of lines of the script, each of which is a right place. Empty: any line, or none, is right.
+    """
+
+    words: str
+    code: tuple[str, ...] = ()
+
+
+PLANTED = {
+    "accelerate_position_not_skipped": Planted("begins anew"),
+    "adapter_with_two_zeros": Planted(r"gradient of adapter\.down.*zero"),
+    "adapters_cut_by_checkpointing": Planted(r"blocks\.0\.down.*no gradient"),
+    "adapters_not_in_optimizer": Planted(r"lora_A.*no prepared optimizer", ("AdamW(parameters",)),
+    "advantages_of_own_rank": Planted("(mean|std).*statistic over the rows of one rank", ("advantage = (reward",)),
+    "always_the_first_batch": Planted("first of a new pass"),
+    "attention_over_padding": Planted("padding"),
+    "average_only_evaluated": Planted("AveragedModel", ("average = AveragedModel",)),
+    "batch_norm_local": Planted(r"BatchNorm.*\b1\b"),
+    "batches_by_own_counter": Planted("position", ("model(rows)", "rows, wanted = x[first")),
+    "branch_detached": Planted(r"second\.0\.weight.*no gradient"),
+    "calls_counted_in_forward": Planted(r"number", ("penalty = min",)),
+    "causal_mask_forgotten": Planted("scaled_dot_product_attention", ("scaled_dot_product_attention(q, k, v)",)),
+    "class_weights_mean": Planted("class weights", ("weight=class_weights",)),
+    "constant_buffer_changed": Planted("buffer deviation changes", ("deviation += 1e-2",)),
+    "decision_by_one_rank": Planted("learning rate", ('group["lr"] *= 0.5',)),
+    "distributed_sampler_prepared": Planted("DistributedSampler"),
+    "drawn_after_sharding": Planted(r"4\.weight has another value", ("normal_(std=0.02)",)),
+    "epochs_counted_by_script": Planted(r"accelerator\.epochs"),
+    "evaluation_keeps_graphs": Planted("kept with their graphs", ("outputs.append",)),
+    "expert_never_chosen": Planted("expert 3"),
+    "files_in_listed_order": Planted("order of a folder", ("os.listdir",)),
+    "frozen_backbone_norms_move": Planted(r"backbone\.1 is frozen, but its running"),
+    "future_in_the_normalization": Planted("all steps", ("rows = (rows - rows.mean",)),
+    "generator_without_seed": Planted("default_rng.*no seed", ("default_rng()",)),
+    "hardest_rows_of_rank": Planted("topk.*select", ("losses.topk",)),
+    "head_drawn_after_prepare": Planted(r"2\.weight", ("nn.init.normal_",)),
+    "head_frozen_with_the_encoder": Planted(r"encoder_head\.weight.*frozen"),
+    "head_missing_in_optimizer": Planted(r"head\.weight.*no prepared optimizer", ("AdamW(model.body",)),
+    "hooks_pile_up": Planted("memory grows", ("register_forward_hook",)),
+    "inner_loop_by_time": Planted("clock.*perf_counter", ("end = time.perf_counter", "while time.perf_counter")),
+    "labels_not_shifted": Planted("same position"),
+    "layer_added_after_optimizer": Planted(r"special\.weight.*no prepared optimizer", ("Adam(model.parameters",)),
+    "learning_rate_times_processes": Planted("learning rate is 0.04", ("SGD(model.parameters", "learning_rate = 0.02")),
+    "local_negatives": Planted("negatives|other rows of its rank", ("scores = 4 * a @ b.T",)),
+    "lookahead_forgets_its_counter": Planted("script changes it", ("fast.copy_(slow)",)),
+    "loss_is_a_sum": Planted("loss is a sum", ('reduction="sum"',)),
+    "loss_times_processes": Planted("a number.*2", ("loss * accelerator.num_processes",)),
+    "losses_kept_with_graphs": Planted("kept with their graphs", ("loss = nn.functional.mse_loss",)),
+    "mean_over_local_tokens": Planted("tokens", ("ignore_index=PAD",)),
+    "mean_teacher_not_registered": Planted("tensor.*Linear", ("teacher(rows)",)),
+    "no_seed": Planted("no seed is set"),
+    "noise_seeded_by_rank": Planted("draws other random numbers", ("everyone = torch.randn",)),
+    "norms_of_local_shards": Planted("shard", ("gradient.mul_",)),
+    "numpy_generator_in_workers": Planted(r"Crops\.generator.*workers"),
+    "optimizer_reset_after_resume": Planted("empties the optimizer's state"),
+    "order_drawn_by_each_rank": Planted("draws its own order"),
+    "own_generator_not_saved": Planted("number share", ("rows = share * rows",)),
+    "packed_with_a_mask_of_ones": Planted("first document of a row changes"),
+    "packed_without_boundaries": Planted("scaled_dot_product_attention", ("is_causal=True",)),
+    "plateau_by_local_loss": Planted("scheduler gets another value on each rank", ("schedule.step(loss.item())",)),
+    "queue_filled_by_loss_function": Planted(r"tensor.*(queue\.rows|rows)", ("queue.rows.T",)),
+    "random_module_not_seeded": Planted("generator of random", ("random.random() < 0.5",)),
+    "ranks_own_part_prepared": Planted("ranks gave prepare.. different data"),
+    "replay_buffer_not_saved": Planted(r"cat\(\)", ("torch.cat(parts)",)),
+    "running_loss_weight_not_saved": Planted(r"number means\['size'\]", ("losses[name] / means[name]",)),
+    "running_scale_of_local_rows": Planted("amax.*statistic over the rows of one rank", ("self.value.lerp_",)),
+    "schedule_ends_early": Planted("learning rate.*LambdaLR", ("schedule.step()",)),
+    "schedule_not_prepared": Planted("learning rate.*LambdaLR", ("schedule.step()",)),
+    "seed_from_the_clock": Planted("seed.*another one in each run", ("set_seed(seeds[0])", "int(time.time()")),
+    "slow_collate": Planted("collate function.*blur"),
+    "slow_item": Planted("reading one sample.*__getitem__"),
+    "softmax_over_the_batch": Planted("softmax", ("softmax(dim=0)",)),
+    "split_drawn_by_each_rank": Planted("ranks gave prepare.. different data"),
+    "step_counter_not_saved": Planted("learning rate", ('group["lr"] = BASE_RATE',)),
+    "steps_per_epoch_counted": Planted("without the kill ends after 5"),
+    "stream_drops_its_tail": Planted("end of the data"),
+    "stream_in_two_workers": Planted("2 workers yields the whole stream"),
+    "stream_not_prepared": Planted("not prepared"),
+    "stream_position_not_saved": Planted("stream Corpus.*state_dict"),
+    "target_network_by_rank": Planted("weight of a Linear", ("target(rows)",)),
+    "targets_drawn_by_loss_function": Planted("number", ("next(levels)",)),
+    "trainer_optimizer_without_the_head": Planted(r"head\.weight.*no prepared optimizer", ("AdamW(model.body",)),
+    "trainer_running_mean_not_saved": Planted(r"number self\.mean", ("loss = error / self.mean",)),
+    "transformers_trainer_unseeded_noise": Planted("default_rng.*no seed", ("default_rng()",)),
+    "unfrozen_after_prepare": Planted(r"body\.0\.weight.*no prepared optimizer", ("Adam([p for p",)),
+    "vocabulary_from_a_set": Planted("order of a set"),
+    "weights_clamped_by_main_process": Planted(r"0\.weight", ("parameter.clamp_",)),
+}
+"""Planted cause by the name of the script."""

@@ -1,0 +1,151 @@
+"""`headway verify` on whole scripts, as a user starts it. `run_collection.py` has the whole collection."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.verify.verdict import Verdict
+from tests.docs.pages import blocks
+from tests.verify.grading import grade
+from tests.verify.scripts.causes import PLANTED
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def verify(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a folder."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
+    return subprocess.run(
+        [sys.executable, "-m", "headway", "verify", "--cpu", *args],
+        cwd=folder,
+        env=kept,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def read_proofs(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    """The proofs in the JSON output."""
+    return json.loads(done.stdout)["proofs"]  # type: ignore[no-any-return]
+
+
+def read_statuses(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """The status of each proof in the JSON output."""
+    return {each["proof"]: each["status"] for each in read_proofs(done)}
+
+
+@pytest.mark.slow
+def test_a_correct_script_passes_and_leaves_no_files(tmp_path: Path) -> None:
+    done = verify(tmp_path, "--json", "--skip", "data,memory", str(SCRIPTS / "correct" / "plain_loop.py"))
+    statuses = read_statuses(done)
+    assert done.returncode == 0, done.stdout
+    assert statuses.pop("out_of_memory") == statuses.pop("layout") == "NOT CHECKED"
+    assert set(statuses.values()) == {"PASS"}, done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def read_words(text: str) -> list[str]:
+    """The lines of an output without figures, and with single spaces."""
+    joined = re.sub(r"\n {20,}", " ", text)  # a long result goes on in the next line
+    lines = [re.sub(r"\d[\d.e+-]*", "#", " ".join(line.split())) for line in joined.splitlines()]
+    return [line for line in lines if line and "passed, " not in line and not line.startswith("$")]
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_its_script_prints(tmp_path: Path) -> None:
+    """The words of the two outputs in docs/verify.md are those of real runs. Figures may differ."""
+    found = [block for block in blocks(ROOT / "docs" / "verify.md") if block.kind in ("python", "text")]
+    script = next(block.text for block in found if block.file == "train.py")
+    table, failure = (block.text for block in found if block.kind == "text")
+    (tmp_path / "train.py").write_text(script)
+    done = verify(tmp_path, "train.py")
+    shown, printed = (read_words(text) for text in (table, done.stdout))
+    # How long updates wait for data depends on what else the machine does.
+    assert [line for line in printed if "data keeps up" not in line][: len(shown) - 1] == shown[:-1], done.stdout
+    (tmp_path / "train.py").write_text(script.replace("targets)", "targets, reduction='sum')"))
+    done = verify(tmp_path, "--only", "processes", "train.py")
+    assert read_words(done.stdout)[1:] == read_words(failure), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("import torch", "the script ended without creating an Accelerator"),
+        ("import headway\nheadway.Accelerator()", "the script ended without an update"),
+        ("import headway\nheadway.Accelerator()\nraise ValueError('broken')", "ValueError: broken"),
+    ],
+)
+@pytest.mark.slow
+def test_a_script_that_makes_no_update_is_refused(tmp_path: Path, body: str, message: str) -> None:
+    (tmp_path / "train.py").write_text(body)
+    done = verify(tmp_path, "--only", "learning", "train.py")
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--only", "resumes", "train.py"), "'resumes' is not a proof; did you mean"),
+        (("-n", "1", "train.py"), "verify compares one process with several"),
+        (("missing.py",), "there is no script"),
+    ],
+)
+def test_wrong_flags_are_refused(tmp_path: Path, args: tuple[str, ...], message: str) -> None:
+    (tmp_path / "train.py").write_text("")
+    done = verify(tmp_path, *args)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("loss_times_processes", "processes"),
+        ("order_drawn_by_each_rank", "samples"),
+        ("step_counter_not_saved", "resume"),
+        ("no_seed", "repeat"),
+        ("queue_filled_by_loss_function", "out_of_memory"),
+        ("head_missing_in_optimizer", "learning"),
+        ("softmax_over_the_batch", "leaks"),
+        ("losses_kept_with_graphs", "memory"),
+        ("evaluation_keeps_graphs", "memory"),
+        ("local_negatives", "processes"),
+        ("plateau_by_local_loss", "processes"),
+        ("stream_in_two_workers", "samples"),
+        ("own_generator_not_saved", "resume"),
+        ("constant_buffer_changed", "learning"),
+        ("future_in_the_normalization", "leaks"),
+    ],
+)
+@pytest.mark.matrix
+def test_a_planted_fault_is_found_with_its_cause(tmp_path: Path, name: str, word: str) -> None:
+    path = SCRIPTS / "faulty" / f"{name}.py"
+    done = verify(tmp_path, "--json", "--only", word, str(path))
+    assert read_statuses(done) == {word: "FAIL"}
+    assert done.returncode == 1
+    verdicts = [Verdict(word, "", "FAIL", each["reason"], tuple(each["details"])) for each in read_proofs(done)]
+    assert "cause right" in grade(path, verdicts), done.stdout
+    assert "line wrong" not in grade(path, verdicts), done.stdout
+
+
+def test_every_faulty_script_has_a_cause_to_grade_by() -> None:
+    scripts = {path.stem: path.read_text() for path in (SCRIPTS / "faulty").glob("*.py")}
+    assert set(PLANTED) == set(scripts)
+    missing = [(name, code) for name, planted in PLANTED.items() for code in planted.code if code not in scripts[name]]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", ["dropout_seeded", "gan", "stream_with_state"])
+@pytest.mark.matrix
+def test_a_correct_script_raises_no_alarm(tmp_path: Path, name: str) -> None:
+    done = verify(tmp_path, "--json", "--skip", "data", str(SCRIPTS / "correct" / f"{name}.py"))
+    assert "FAIL" not in read_statuses(done).values(), done.stdout
