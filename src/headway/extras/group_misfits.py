@@ -78,8 +78,8 @@ def explain_misfit(keys: list[list[str]], entry: Mapping[str, Any], index: int) 
     advice = "Build the groups as they were (add_param_group() comes before the load)"
     if entry.get("is_convertible", True):
         advice += (
-            ". If the change is meant, resume(..., changed='groups') gives each parameter its own state, and changed groups "
-            "keep the options of the script"
+            ". If the change is meant, pass changed='groups' to resume() or load_state(): each parameter then gets its own state, "
+            "and changed groups keep the options of the script"
         )
     return f"optimizer {index} has other parameter groups than the saved one: {'; '.join(facts)}. {advice}"
 
