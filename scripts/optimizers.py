@@ -32,7 +32,7 @@ def make_table(folder: Path) -> str:
         }
         for layout in shown
     }
-    lines = [f"Losses of {UPDATES} updates, compared with those of one process by hand:", ""]
+    lines = [f"Losses of {UPDATES} updates, compared with those of a hand-written loop on one process:", ""]
     for layout in shown:
         counts = Counter(cell if "rounding" in cell else cell.partition(" ")[0] for cell in cells[layout].values())
         kinds = {
@@ -42,7 +42,7 @@ def make_table(folder: Path) -> str:
             "error": "raise an error",
             "draws": "draw random numbers",
             "different": "different",
-            "needs": "need a loop of their own on one process too",
+            "needs": "need a different training loop, even on one process",
             "not": "not measured",
         }
         counted = [f"{counts[kind]} {text}" for kind, text in kinds.items() if kind != "not" or counts["not"]]

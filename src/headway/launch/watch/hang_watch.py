@@ -264,7 +264,7 @@ class HangWatch:
                 self._said.add((view.rank, reason))
                 self._say(
                     f"headway: rank {view.rank} keeps the others waiting at {report.locate_rank(view)}: {reason}. The run goes on "
-                    "when it does; --timeout 0 switches the hang watch off"
+                    "when it does; --timeout 0 turns off the hang watch"
                 )
 
 
