@@ -105,7 +105,7 @@ def highlights() -> str:
         "",
         f"Values are medians of interleaved repeats ({about['date']}, {machine['cores']} {machine['cpu']} cores, "
         f"torch {machine['torch']}, Accelerate {machine['accelerate']}). "
-        f"During the first row, the load average was {machine['load_average']}. "
+        f"While the first row was measured, the load average was {machine['load_average']}. "
         "See [all benchmarks](benchmarks/README.md). `make bench` repeats them.",
     ]
     return "\n".join(lines)
