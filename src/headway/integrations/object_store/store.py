@@ -271,32 +271,41 @@ class ObjectStore:
         path = self.folder / MANIFEST
         former = path.client.get(path.key)
         fence()
-        if path.client.put(path.key, data, None if former is None else former[1]) is None:
+        tag = path.client.put(path.key, data, None if former is None else former[1])
+        if tag is None:
             raise CheckpointError(
                 f"{self.folder} was committed by another run at the same time; give each run its own place"
             )
-        self._look_back(placed, fence)
-        if former is not None:
-            self._tidy(staging.name)
-
-    def _look_back(self, placed: Manifest, fence: Callable[[], None]) -> None:
-        """Undo the commit if another run has taken the lock during it and has removed the files.
-
-        If the store does not answer, the commit counts as successful.
-
-        Raises:
-            CheckpointError: If the commit was undone.
-        """
         try:
             fence()
         except ObjectStoreError:
-            return
+            pass  # the store does not answer, so the commit counts as successful
         except CheckpointError:
-            with contextlib.suppress(ObjectStoreError):
-                if self.absent(placed) is None:
-                    return
-                (self.folder / MANIFEST).unlink()
-            raise
+            if self._revert_commit(placed, tag, None if former is None else former[0]):
+                raise
+        if former is not None:
+            self._tidy(staging.name)
+
+    def _revert_commit(self, placed: Manifest, tag: str, former: bytes | None) -> bool:
+        """Put the previous manifest back if files of the new checkpoint have been removed by another run.
+
+        Args:
+            placed: Manifest that was committed.
+            tag: ETag of the committed manifest. A manifest that another run has written since then is kept.
+            former: Content of the previous manifest, or None if there was no checkpoint.
+
+        Returns:
+            Whether the commit was reverted. If the store does not answer, it might not have been.
+        """
+        path = self.folder / MANIFEST
+        with contextlib.suppress(ObjectStoreError):
+            if self.absent(placed) is None:
+                return False
+            if former is None:
+                path.unlink()
+            else:
+                path.client.put(path.key, former, tag)
+        return True
 
     def _tidy(self, kept: str) -> None:
         """Delete the files of all other saves under the checkpoint's name.

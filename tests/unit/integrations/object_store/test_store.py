@@ -245,8 +245,9 @@ def test_a_commit_that_is_never_answered_keeps_its_files(bucket, monkeypatch, ha
         assert not final.list_objects()
 
 
+@pytest.mark.parametrize("has_former", [True, False])
 @pytest.mark.parametrize("is_removed", [True, False])
-def test_a_commit_that_was_overtaken_is_taken_back_where_it_lost_files(bucket, is_removed):
+def test_a_commit_that_was_overtaken_is_taken_back_where_it_lost_files(bucket, is_removed, has_former):
     final = written("s3://bucket/checkpoint_1")
     manifest = read_manifest(final)
     calls = []
@@ -264,10 +265,17 @@ def test_a_commit_that_was_overtaken_is_taken_back_where_it_lost_files(bucket, i
             bucket.put(f"{staging.key}/{name.split('/')[1]}", bucket.get(each.key)[0])
     files = {name.split("/")[1]: replace(each, name=name.split("/")[1]) for name, each in manifest.files.items()}
     bare = Manifest({}, files, {}, {}, {})
+    former = bucket.get(f"{final.key}/manifest.json")[0]
+    if not has_former:
+        (final / "manifest.json").unlink()
     if is_removed:
         with pytest.raises(CheckpointError, match="taken"):
             ObjectStore(final).commit(staging, bare, fence)
-        assert not (final / "manifest.json").exists()
+        if has_former:  # the previous checkpoint is still there
+            assert bucket.get(f"{final.key}/manifest.json")[0] == former
+            verify_checkpoint(final)
+        else:
+            assert not (final / "manifest.json").exists()
     else:
         ObjectStore(final).commit(staging, bare, fence)
         verify_checkpoint(final)
