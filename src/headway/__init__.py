@@ -3,8 +3,8 @@
 All public names can be imported from this package. They are loaded on first use, from the modules that `__init__.pyi`
 lists, so that the command line does not import torch.
 
-Scripts that replaced `accelerate` by `headway` in their imports find Accelerate's names here too, and Accelerate's
-modules, such as `headway.utils`. `headway.compat.accelerate` has both.
+Scripts written for Accelerate can replace `accelerate` by `headway` in their imports: this package also provides
+Accelerate's names and modules, such as `headway.utils`. `headway.compat.accelerate` implements them.
 """
 
 import re
@@ -29,8 +29,8 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         value: Any = ["__version__", *sorted(_MODULES_OF_NAMES.keys() - _names_of_accelerate().SERVED.keys())]
     else:
-        # Pause garbage collection during imports: modules live as long as the process, and it would search a million
-        # new objects of torch in vain. This shortens the import of torch and the Accelerator by a fifth.
+        # Pause garbage collection during imports. Modules live as long as the process, so the collector would scan a
+        # million new objects of torch in vain. This shortens the import of torch and the Accelerator by a fifth.
         with pause_garbage_collection():
             if place is None:
                 value = _names_of_accelerate().find(name, _MODULES_OF_NAMES)
@@ -45,7 +45,7 @@ def __dir__() -> list[str]:
 
 
 def _names_of_accelerate() -> Any:
-    """Return the module that finds names which only Accelerate has."""
+    """Return the module that looks up Accelerate's names that `headway` itself does not define."""
     from headway.core import extensions
 
     return extensions.load("names", "accelerate")

@@ -1,8 +1,8 @@
 """`Accelerator`, Headway's public class.
 
-The constructor turns its arguments into `Settings`, and creates a `Run` from them. Each method delegates to one part
-of the run. Methods about ranks, such as `print`, are in the base class `RankAware`
-(`headway.core.runtime.collectives.ranks`). Modules that only one method needs are imported in that method, so that
+The constructor converts its arguments to `Settings` and creates a `Run` from them. Each method delegates to one
+component of the run. Methods about ranks, such as `print`, are in the base class `RankAware`
+(`headway.core.runtime.collectives.ranks`). A module that only one method needs is imported in that method, so that
 scripts start faster.
 """
 
@@ -77,7 +77,7 @@ Ts = TypeVarTuple("Ts")
 
 @report_unknown_keywords
 class Accelerator(RankAware):
-    """Runs your PyTorch loop on any number of processes, any device and any precision.
+    """Runs your PyTorch loop on any number of processes, on any device and in any precision.
 
     Pass your objects through `prepare`, and keep the loop that you would write for one process::
 
@@ -105,7 +105,7 @@ class Accelerator(RankAware):
         torch_tp_plugin: Tensor parallelism under Accelerate's older name.
         megatron_lm_plugin: Not supported. Any value but None raises an error that names an alternative.
         rng_types: RNGs to synchronize across ranks at the start of each pass over a loader: "generator", "torch",
-            "python", "numpy", and "device" or its type, such as "cuda". Default: ("generator",).
+            "python", "numpy", "device", or a device type such as "cuda". Default: ("generator",).
         log_with: Trackers that receive the run's log: "tensorboard", "wandb", "mlflow", "all" (those that are
             installed), an instance of `headway.Tracker`, or a list of these.
         project_dir: Directory of the run's files. Use either this or `project_config`.
@@ -119,7 +119,7 @@ class Accelerator(RankAware):
         dynamo_backend: torch.compile backend, such as "inductor", that compiles models in prepare(). None or "no": do
             not compile.
         dynamo_plugin: torch.compile backend with its settings, a `TorchDynamoPlugin`.
-        deepspeed_plugins: DeepSpeed's settings by name. Only one entry is supported.
+        deepspeed_plugins: Mapping from names to DeepSpeed's settings. Only one entry is supported.
         parallelism_config: Sizes of the layout's axes under Accelerate's names. The `strategy` argument is the short
             form.
         adjust_scheduler_to_accumulation: Whether schedules were sized in micro-batches rather than updates. Default:
@@ -128,17 +128,18 @@ class Accelerator(RankAware):
             and `ticks(window_length)` is a custom rule. None: the rules of `headway.core.training.prepared.scheduler`.
         global_batch_size: Samples per update. The accumulation steps are derived from the number of ranks and the
             loader's batch size.
-        loss_policy: How losses are averaged. Default: the exact mean over the accumulation window and all ranks.
-        microbatching: "auto" to run a batch again in smaller pieces if memory runs out, on all ranks and with an
-            identical result. Loops then use `forward_backward` or `microbatches`. None: batches are never split.
-        on_non_finite: "skip", "stop", "raise" or "explain" for updates whose loss or gradients are NaN or infinite, or
-            a `NonFinitePolicy`. None: warn once about the first such loss and continue.
-        preemption: Whether a signal or deadline makes all ranks save and exit with code 75, or a `Preemption` with
+        loss_policy: Rule by which losses are averaged. Default: the exact mean over the accumulation window and all
+            ranks.
+        microbatching: "auto" to run a batch again in smaller micro-batches on all ranks if memory runs out. The result
+            is identical. Loops must use `forward_backward` or `microbatches`. None: batches are never split.
+        on_non_finite: Reaction to an update whose loss or gradients are NaN or infinite: "skip", "stop", "raise",
+            "explain", or a `NonFinitePolicy`. None: warn about the first such loss and continue.
+        preemption: Whether all ranks save and exit with code 75 after a signal or at a deadline, or a `Preemption` with
             options. None: enabled if checkpoints are named automatically. False: signals keep their usual effect.
         strategy: Layout: "ddp" (the default, one replica per process), "fsdp", "hsdp=8", "tp", "fsdp+tp=2" and others
-            (`headway.core.config.mesh`), or "zero1", "zero2", "zero3" and "deepspeed" by DeepSpeed.
-        on_spike: "skip" or "go_back" for updates whose loss or gradient norm is far above recent ones, or a
-            `SpikePolicy`. None: no check.
+            (`headway.core.config.mesh`). "zero1", "zero2", "zero3" and "deepspeed" use DeepSpeed.
+        on_spike: Reaction to an update whose loss or gradient norm is far above those of recent updates: "skip",
+            "go_back", or a `SpikePolicy`. None: no check.
 
     Raises:
         ConfigError: If settings are invalid or contradict each other.
@@ -148,8 +149,9 @@ class Accelerator(RankAware):
     """
 
     _behavior: Behavior = Behavior()
-    """Rules for losses, windows, loaders and checkpoints. A subclass with different rules assigns this before
-    `Accelerator.__init__`.
+    """Rules for losses, accumulation windows, loaders and checkpoints.
+
+    A subclass with different rules assigns this attribute before it calls `Accelerator.__init__`.
     """
 
     def __init__(
@@ -241,9 +243,7 @@ class Accelerator(RankAware):
             recorder.attach(self, self._training_step, self._checkpoints)
 
     def _build_parts(self, settings: Settings) -> None:
-        """Create the parts to which the public methods delegate: training step, preparation, checkpoints, tracking and
-        others.
-        """
+        """Create the components to which the public methods delegate, such as the training step and checkpoints."""
         run = self._run
         self._training_step = build_step(run, settings, self._behavior)
         self._preparation = build_preparation(run, settings, self._training_step, self._behavior)
@@ -278,12 +278,12 @@ class Accelerator(RankAware):
     def _readers(self) -> Collectives:
         return self.strategy.data_group
 
-    # ---------------------------------------------------------------- members that scripts written for others read
+    # ---------------------------------------------------------------- members of other libraries' Accelerators
 
     if not TYPE_CHECKING:  # hidden from type checkers, which still report unknown names
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):  # requested by copy and pickle
+            if name.startswith("__"):  # looked up by copy and pickle, which expect an AttributeError
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return extensions.load("members", "accelerate").read_member(self, name)
 
@@ -313,13 +313,13 @@ class Accelerator(RankAware):
             objects: Models, optimizers, DataLoaders and schedulers, in any order.
             device_placement: One boolean per object: whether to move it to the device. Default: the constructor's
                 `device_placement` for all.
-            strict: Whether an object of another type is an error. Default: False.
+            strict: Whether an object of any other type is an error. Default: False.
 
         Returns:
-            The prepared object if one was given, else a tuple.
+            The prepared object if one was given, else a tuple of the prepared objects.
 
         Raises:
-            PrepareError: If the objects do not belong together, or, with `strict`, if one is of another type.
+            PrepareError: If the objects do not belong together. With `strict`, also if one is of any other type.
 
         Example::
 
@@ -385,16 +385,15 @@ class Accelerator(RankAware):
         return self._preparation.prepare_scheduler(scheduler)
 
     def unwrap_model(self, model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> M:
-        """Return the original module. A model from `prepare` already is that object.
+        """Return the module inside a model's wrappers. `prepare` itself adds no wrappers.
 
         Args:
             model: Prepared or unprepared model. A DistributedDataParallel or DataParallel wrapper that you created is
                 removed.
             keep_fp32_wrapper: Ignored, because outputs are never converted. Accepted for compatibility with Accelerate.
-            keep_torch_compile: Whether to keep the wrappers of `torch.compile(module)`. False: remove them. If
-                submodules are wrapped, a copy of the module tree is returned that shares all tensors with the model. A
-                model that was compiled in place, as prepare() does, has no wrapper and is returned unchanged. Default:
-                True.
+            keep_torch_compile: Whether to keep the wrappers that `torch.compile(module)` creates. If they are removed
+                from submodules, the result is a copy of the module tree that shares all tensors with the model.
+                prepare() compiles models in place, without wrappers. Default: True.
         """
         if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
             model = model.module
@@ -408,28 +407,28 @@ class Accelerator(RankAware):
         model can then be built on the meta device. After `prepare`, values are read immediately.
 
         Args:
-            model: Model, or a part of one, such as its base without a new head.
+            model: Model, or a part of a model, such as a pretrained base without the new head.
             source: Directory, index or file of safetensors or `.bin`, or a model ID on the Hub. Models of transformers
                 accept the names and layouts that `from_pretrained` accepts.
             strict: Whether stored names that the model does not have are an error instead of a warning. Default: False.
 
         Raises:
-            CheckpointError: If the source is missing or damaged or does not fit (nothing has changed then), or if a
-                rank could not read its shards.
+            CheckpointError: If the source is missing, damaged or does not fit; the model is then unchanged. Also if a
+                rank cannot read its shards.
         """
         self._preparation.weights.add(model, source, strict, self._preparation.models)
 
     # ---------------------------------------------------------------- the step
 
     def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
-        """Return the context of one micro-batch. step() and zero_grad() have no effect until the accumulation window is
-        complete.
+        """Return a context manager for one micro-batch of an accumulation window.
 
-        An accumulation window consists of the micro-batches of one update. Put forward, backward and step of each
-        micro-batch inside the context. Calls right after the block still belong to that micro-batch.
+        An accumulation window consists of the micro-batches of one update. step() and zero_grad() have no effect until
+        the window's last micro-batch. Put the forward, the backward and step() of each micro-batch inside the context.
+        Calls right after the block still belong to its micro-batch.
 
         Args:
-            models: Models that are trained in the block. None given: all prepared models. Different sets of models have
+            models: Models that are trained in the block. Default: all prepared models. Different sets of models have
                 separate accumulation windows.
 
         Example::
@@ -446,9 +445,9 @@ class Accelerator(RankAware):
     def microbatches(self, batch: Tree) -> Iterator[Tree]:
         """Iterate over pieces of a batch that fit into memory (docs/microbatching.md).
 
-        If memory runs out, the iterator starts again and yields all of the batch in smaller pieces. Each piece belongs
-        in `with accelerator.accumulate(model)`, with backward and step. Without `microbatching="auto"` the batch is the
-        only piece.
+        If memory runs out, the iterator starts again and yields the entire batch in smaller pieces. Run the forward,
+        the backward and step() of each piece inside `with accelerator.accumulate(model)`. Without
+        `microbatching="auto"`, the batch is the only piece.
 
         Args:
             batch: Nested containers of tensors. Values with one entry per row are split. Every piece contains all other
@@ -475,17 +474,17 @@ class Accelerator(RankAware):
         weight: Callable[[Tree], Any] | None = None,
         reduction: str = "mean",
     ) -> torch.Tensor:
-        """Run forward and backward of a batch, in pieces if memory requires it.
+        """Run the forward and backward of a batch, split into pieces if memory requires it.
 
-        It includes `accumulate`. With `microbatching="auto"` a batch that ran out of memory is run again in smaller
-        pieces.
+        The call enters `accumulate` itself. With `microbatching="auto"`, a batch that runs out of memory is run again
+        in smaller pieces.
 
         Args:
             batch: Nested containers of tensors. Values with one entry per row are split. Every piece contains all other
                 values unchanged.
             fn: Function that returns the loss of a piece.
-            weight: Function that returns the number of items in a piece over which its loss was taken, such as tokens.
-                None: the number of its rows.
+            weight: Function that returns the number of items in a piece that its loss covers, such as tokens. None: the
+                number of rows in the piece.
             reduction: "mean" (the default) if the loss is a mean over those items, "sum" if it is their sum.
 
         Returns:
@@ -504,7 +503,7 @@ class Accelerator(RankAware):
 
     @contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Return a context for forwards whose backward must not reduce gradients over ranks.
+        """Return a context manager for forward passes whose backward does not reduce gradients across ranks.
 
         Args:
             model: Prepared model.
@@ -518,7 +517,7 @@ class Accelerator(RankAware):
 
     @contextmanager
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> Iterator[None]:
-        """Return a context in which the next backward reduces gradients, even if its forward ran inside `no_sync`.
+        """Return a context manager in which the next backward reduces gradients, even if its forward ran in `no_sync`.
 
         Args:
             model: Prepared model.
@@ -529,14 +528,14 @@ class Accelerator(RankAware):
     def backward(
         self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, reduction: str = "mean", **kwargs: Any
     ) -> None:
-        """Run backward on a loss, weighted so that the update is exact over the accumulation window and all ranks.
+        """Run backward on a loss, weighted so that the update uses the exact mean over the window and all ranks.
 
-        The weighting is described in `headway.core.training.windows`.
+        The window consists of the micro-batches of one update. `headway.core.training.windows` describes the weighting.
 
         Args:
             loss: Scalar loss.
-            weight: Number of items on this rank over which the loss was taken, such as tokens. None: the number of
-                non-padding samples in the current micro-batch. Give it either on all ranks or on none.
+            weight: Number of items on this rank that the loss covers, such as tokens. None: the number of non-padding
+                samples in the current micro-batch. Give it either on all ranks or on none.
             reduction: "mean" (the default) if the loss is a mean over those items, "sum" if it is their sum.
             kwargs: Keyword arguments of torch.autograd.backward (retain_graph, create_graph, inputs).
 
@@ -562,7 +561,7 @@ class Accelerator(RankAware):
     def unscale_gradients(self, optimizer: PreparedOptimizer | Sequence[PreparedOptimizer] | None = None) -> None:
         """Divide fp16 gradients by the loss scale, at most once per accumulation window.
 
-        Needed only before gradients are read by hand; clipping and updates unscale them automatically.
+        Call it only before your own code reads gradients. Clipping and updates unscale gradients automatically.
 
         Args:
             optimizer: One prepared optimizer or several. None: all prepared optimizers.
@@ -572,8 +571,9 @@ class Accelerator(RankAware):
             self._training_step.unscale(one.optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
-        """Clip gradients by their global norm at the end of an accumulation window. Before its end, leave them
-        unchanged.
+        """Clip gradients by their global norm at the end of an accumulation window.
+
+        Before the end of the window, gradients are left unchanged.
 
         Args:
             parameters: One parameter, or an iterable of parameters.
@@ -588,7 +588,7 @@ class Accelerator(RankAware):
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp each gradient entry to [-clip_value, clip_value] at the end of an accumulation window.
 
-        Before its end, leave gradients unchanged.
+        Before the end of the window, gradients are left unchanged.
 
         Args:
             parameters: One parameter, or an iterable of parameters.
@@ -601,11 +601,11 @@ class Accelerator(RankAware):
         self._training_step.clip_value(parameters, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the autocast context of the run's precision, for losses and other code outside a model's forward.
+        """Return an autocast context in the run's precision, for losses and other code outside a model's forward.
 
         Args:
-            autocast_handler: Settings of the context. `AutocastKwargs(enabled=False)` disables autocast in it. None:
-                the run's settings.
+            autocast_handler: Settings of autocast. `AutocastKwargs(enabled=False)` disables autocast inside the
+                context. None: the run's settings.
 
         Example::
 
@@ -618,9 +618,9 @@ class Accelerator(RankAware):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Gradient scaler of fp16, updated for all finished steps. None with other precisions.
+        """Gradient scaler under fp16, with the scale that applies after all finished steps. None in other precisions.
 
-        Prepared optimizers use it automatically, so a loop does not need to call it.
+        Prepared optimizers use the scaler automatically, so a loop does not need to call it.
         """
         self.precision.settle(len(self._preparation.optimizers))
         return self.precision.scaler
@@ -629,7 +629,7 @@ class Accelerator(RankAware):
     def sync_gradients(self) -> bool:
         """Whether the current micro-batch ends its accumulation window, so that step() takes effect.
 
-        Loops that define their own accumulation windows can assign it.
+        Loops that define their own accumulation windows can assign this property.
         """
         windows = self._training_step.windows
         return windows.is_last and not windows.is_held
@@ -654,17 +654,17 @@ class Accelerator(RankAware):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step() of a prepared optimizer at the end of an accumulation window made no update."""
+        """Whether a prepared optimizer made no update in its last step() at the end of an accumulation window."""
         return any(optimizer.step_was_skipped for optimizer in self._preparation.optimizers)
 
     @property
     def non_finite(self) -> "FiniteGuard | None":
-        """Guard that applies `on_non_finite` and counts skipped updates. None without `on_non_finite`."""
+        """Guard that applies the policy `on_non_finite` and counts skipped updates. None without this policy."""
         return cast("FiniteGuard | None", self._training_step.guard.of_non_finite)
 
     @property
     def spikes(self) -> "SpikeReport | None":
-        """Guard that applies `on_spike` and counts spikes and skipped updates. None without `on_spike`."""
+        """Guard that applies the policy `on_spike` and counts spikes and skipped updates. None without this policy."""
         return cast("SpikeReport | None", self._training_step.guard.of_spikes)
 
     # ---------------------------------------------------------------- data and metrics
@@ -672,8 +672,8 @@ class Accelerator(RankAware):
     def gather(self, tensor: T) -> T:
         """Concatenate tensors of all ranks along dimension 0, in rank order.
 
-        First dimensions may differ between ranks. Samples that were repeated to complete a batch are included, with one
-        warning. `gather_for_metrics` leaves them out.
+        The size of dimension 0 can differ between ranks. Samples that were repeated to complete a batch are included,
+        with a warning the first time. `gather_for_metrics` leaves them out.
 
         Args:
             tensor: Tensor, or nested containers of tensors. A 0-d tensor counts as one row.
@@ -687,8 +687,7 @@ class Accelerator(RankAware):
     def gather_for_metrics(
         self, input_data: Tree, use_gather_object: bool = False, loader: PreparedLoader | None = None
     ) -> Tree:
-        """Concatenate per-sample results of all ranks, in the order of the data and without padding or repeated
-        samples.
+        """Concatenate per-sample results of all ranks in data order, without padding or repeated samples.
 
         Args:
             input_data: Tuples and dicts of tensors or arrays with one row per sample, or lists with one item per
@@ -720,7 +719,7 @@ class Accelerator(RankAware):
         return gather_for_metrics(input_data, chosen, self._readers, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return the loader without its first batches, in its next epoch only. Skipped batches are not read.
+        """Return a loader that leaves out its first batches in the next epoch only. Skipped batches are not read.
 
         Args:
             dataloader: Loader, prepared or not.
@@ -730,10 +729,10 @@ class Accelerator(RankAware):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Return a context for training on data that cannot be divided evenly among ranks, as torch's `Join` does.
+        """Return a context manager like torch's `Join`, for data that cannot be divided evenly among ranks.
 
-        Prepared loaders give every rank the same number of batches, and missing ones have weight 0, so no `Join` is
-        needed. In the context, prepared loaders use the given `even_batches`.
+        Prepared loaders already give every rank the same number of batches, and samples that only fill them up have
+        weight 0. So the context only sets `even_batches` of prepared loaders.
 
         Args:
             joinables: Prepared models.
@@ -762,7 +761,7 @@ class Accelerator(RankAware):
 
     @property
     def even_batches(self) -> bool:
-        """Whether the last step's batches are completed with samples from the start of the data. Can be assigned."""
+        """Whether incomplete last batches are filled with samples from the start of the data. Can be assigned."""
         return self._preparation.loading.even_batches
 
     @even_batches.setter
@@ -787,7 +786,7 @@ class Accelerator(RankAware):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether the shuffled order depends only on the seed and the epoch."""
+        """Whether the order of shuffled data depends only on the seed and the epoch."""
         return self._preparation.loading.is_seedable
 
     # ---------------------------------------------------------------- checkpoints: save, load, resume, stop
@@ -813,14 +812,14 @@ class Accelerator(RankAware):
                 naming, which uses `<project_dir>/checkpoints/checkpoint_<n>`.
             safe_serialization: Ignored, because checkpoints contain safetensors and JSON, never pickles. Accepted for
                 compatibility with Accelerate.
-            blocking: Whether to wait until the checkpoint is on disk. False: return after the state is copied to host
-                memory and write in the background. The next save waits for it. Errors are raised by the next
-                `accumulate`, save or `end_training`. Default: True.
-            metric: Quality of this state, for `ProjectConfiguration(keep_best=...)`, `best_checkpoint` and
-                `resume("best")`.
+            blocking: Whether to wait until the checkpoint is on disk. False: return once the state is in host memory,
+                and write the files in the background. The next save waits for these files. The next `accumulate`, save
+                or `end_training` raises the errors of a background save. Default: True.
+            metric: Value of the metric for this state, which `ProjectConfiguration(keep_best=...)`, `best_checkpoint`
+                and `resume("best")` compare.
             weights: "huggingface" to add the full weights with config.json and related files, so that `from_pretrained`
-                can open the directory. With several models, these are the first model's weights; those of the others
-                are in `model_1`, `model_2` and so on. None (the default): only the checkpoint.
+                can open the directory. The directory itself then holds the first model's weights; subdirectories
+                `model_1`, `model_2` and so on hold those of further models. None (the default): only the checkpoint.
             save_model_func_kwargs: Ignored. Accepted for compatibility with Accelerate.
 
         Returns:
@@ -862,14 +861,14 @@ class Accelerator(RankAware):
             load_kwargs: Ignored, because nothing is unpickled. Accepted for compatibility with Accelerate.
             strict: Whether to refuse a checkpoint saved with a different world size, batch size, precision or version.
                 Default: False.
-            changed: What differs from the checkpoint on purpose: "data", "schedule", "groups" or several of them. A
-                difference that is not named here is refused: data with another number of samples, a scheduler whose
-                learning rate jumps or whose steps are counted differently, or parameters that are grouped differently.
-                With "data" the epoch begins at its first batch. With "groups" each parameter keeps its state, and
-                groups that have changed keep the options of the script. None: only warn about other data and
-                schedules, and keep the position in the data. Default: ().
-            load_model_func_kwargs: Ignored. `map_location` ("cpu" or "on_device") has no effect, because the state is
-                loaded to the device of each object. Others are accepted for compatibility with Accelerate.
+            changed: Intended differences from the checkpoint: "data", "schedule", "groups" or several of them. Any
+                other difference is an error: data with another number of samples, a scheduler whose learning rate jumps
+                or whose steps are counted differently, or parameters that are grouped differently. With "data", the
+                epoch begins at its first batch. With "groups", each parameter keeps its state, and groups that have
+                changed keep the options that the script sets. None: only warn if data or schedules differ, and keep the
+                position in the data. Default: ().
+            load_model_func_kwargs: Ignored. `map_location` ("cpu" or "on_device") has no effect, because each state is
+                loaded to its object's device. Accelerate's other arguments are accepted for compatibility.
 
         Returns:
             A printable summary of what was restored and what differs.
@@ -897,10 +896,10 @@ class Accelerator(RankAware):
                 directory, or "best" for `best_checkpoint`. Invalid ones are reported and skipped.
             strict: Whether to refuse a checkpoint saved with a different world size, batch size, precision or version.
                 Default: False.
-            run: ID of a run. With "latest" or "best", only checkpoints whose manifest has this ID under "run" are
-                considered. None: all. For "best", None means all until this run has saved or resumed, then its own.
-            changed: What differs from the checkpoint on purpose: "data", "schedule", "groups" or several of them. Such
-                differences are refused otherwise. None: only warn about other data and schedules. See `load_state`.
+            run: ID of the run whose checkpoints "latest" and "best" consider, as stored under "run" in their manifests.
+                None: checkpoints of all runs. But once this run has saved or resumed, "best" considers only its own.
+            changed: Intended differences from the checkpoint: "data", "schedule", "groups" or several of them. Any
+                other such difference is an error. None: only warn if data or schedules differ. See `load_state`.
                 Default: ().
 
         Returns:
@@ -921,10 +920,10 @@ class Accelerator(RankAware):
         return self._checkpoints.resume(checkpoint, strict, run, changed)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Iterate over the numbers of the remaining epochs. After a resume, start with the epoch that continues.
+        """Iterate over the numbers of the remaining epochs. After a resume, start with the interrupted epoch.
 
         Args:
-            num_epochs: Total number of epochs of the training, 0 or more.
+            num_epochs: Total number of epochs, including those before a resume. 0 or more.
         """
         return self._checkpoints.epochs(num_epochs)
 
@@ -932,8 +931,8 @@ class Accelerator(RankAware):
     def best_checkpoint(self) -> Path | None:
         """Directory of the checkpoint with the best `save_state(metric=...)`, or None if none was saved with a metric.
 
-        The earliest among equally good ones. A save in the background counts once it is on disk. A run that has neither
-        saved nor resumed considers the checkpoints of all runs in its directory.
+        If several are equally good, it is the earliest of them. A background save counts once it is on disk. A run that
+        has neither saved nor resumed considers the checkpoints of all runs in its directory.
 
         Raises:
             ConfigError: If the project has no `keep_best`, or checkpoints are not named automatically.
@@ -949,8 +948,8 @@ class Accelerator(RankAware):
         """Include objects in every later checkpoint, and restore them in every load.
 
         Args:
-            objects: Objects with state_dict() and load_state_dict(). State dicts must contain only values that need no
-                pickle.
+            objects: Objects with state_dict() and load_state_dict(). State dicts must contain only values that can be
+                stored without pickle.
 
         Raises:
             ConfigError: If an object lacks one of the two methods. The message names the objects.
@@ -974,7 +973,8 @@ class Accelerator(RankAware):
         """Register a hook that each load calls before anything is loaded.
 
         Args:
-            hook: Called as `hook(models, folder)`. If it removes a model from the list, that model is not loaded.
+            hook: Called as `hook(models, folder)`. If it removes a model from the list `models`, that model is not
+                loaded.
 
         Returns:
             A handle whose `remove()` removes the hook.
@@ -985,20 +985,20 @@ class Accelerator(RankAware):
     def preempted(self) -> bool:
         """Whether all ranks have agreed to stop, so that the loop should save and end.
 
-        True only with `Preemption(exits=False)`; otherwise the process ends by itself.
+        True only with `Preemption(exits=False)`. Otherwise the process exits without help from the loop.
         """
         return self._checkpoints.is_preempted
 
     def check_preemption(self) -> bool:
         """Save a checkpoint and stop if a signal or deadline requests the end of the run.
 
-        It is for loops without a prepared loader. Call it on every rank, the same number of times.
+        Only loops without a prepared loader need it. Every rank must call it equally often.
 
         Returns:
             Whether all ranks have agreed to stop (`preempted`).
 
         Raises:
-            Preempted: If a checkpoint was committed on all ranks. Let it end the process.
+            Preempted: If a checkpoint was committed on all ranks. Do not catch it, so that it ends the process.
         """
         return self._checkpoints.check_preemption()
 
@@ -1010,10 +1010,10 @@ class Accelerator(RankAware):
         self._checkpoints.stop_watching()
 
     def start_watching(self) -> None:
-        """Handle signals and deadlines again, after `stop_watching` or after another Accelerator handled them.
+        """Handle signals and deadlines again after `stop_watching`, or after another Accelerator has taken them over.
 
-        Call it on every rank. It does nothing if preemption is disabled, or outside the main thread, where Python
-        cannot handle signals.
+        Call it on every rank. It does nothing if preemption is disabled, or if the calling thread is not the main
+        thread, because Python handles signals only there.
         """
         self._checkpoints.start_watching()
 
@@ -1055,10 +1055,10 @@ class Accelerator(RankAware):
         safe_serialization: bool = True,
         weights: str | None = None,
     ) -> None:
-        """Write the model's weights from the main process, as `model.safetensors` or as shards with an index.
+        """Write the model's weights from the main process, as `model.safetensors` or as several files with an index.
 
-        Call it on every rank. For a sharded model, one full tensor at a time is sent to the main process. For any
-        other model a call under `if accelerator.is_main_process:` works too, and does not wait for other ranks.
+        Call it on every rank. For a sharded model, one full tensor at a time is sent to the main process. Any other
+        model can also be saved under `if accelerator.is_main_process:`, without waiting for other ranks.
 
         Args:
             model: Prepared or unprepared model.
@@ -1100,7 +1100,7 @@ class Accelerator(RankAware):
             model: Prepared or unprepared model. If it has PEFT adapters, only these are uploaded.
             repo_id: "name" or "owner/name" of the repository, created if it does not exist.
             parts: A tokenizer, a processor, or other objects with `save_pretrained`.
-            private: Whether a new repository is private. None: according to the owner's settings.
+            private: Whether a new repository is private. None: the owner's settings decide.
             token: Access token. None: the token of `hf auth login` or HF_TOKEN.
             revision: Branch, created if it does not exist. None: the main branch.
             commit_message: Message of the commit. Default: "Upload model".
@@ -1122,21 +1122,22 @@ class Accelerator(RankAware):
     ) -> "WeightBuckets":
         """Return an iterable over the model's weights, for an inference engine. Every rank must iterate over it.
 
-        Rank 0 gets buckets of (name, full tensor). Names and values are those that `save_model` writes, with one
-        tensor of each tied pair. Rank 0 holds one bucket plus one tensor that is being assembled; a bucket is emptied
-        when the next one is requested. Other ranks get the same names, with tensors that have no memory. If the
-        receiver on one rank fails and stops iterating, all ranks raise an error.
+        Rank 0 gets buckets of (name, full tensor) pairs. Names and values are those that `save_model` writes; of tied
+        tensors, only one is included. Rank 0 holds one bucket plus the tensor that is being assembled, because a bucket
+        is emptied when the next one is requested. Other ranks get buckets with the same names, whose tensors have no
+        memory. If one rank fails and stops iterating, all ranks raise an error.
 
         Args:
             model: Prepared or unprepared model.
             bucket_size: Largest size of a bucket, in bytes or as text. A larger tensor gets its own bucket. Default:
                 "64MiB".
-            merge_adapters: Whether to merge PEFT adapters into their layers, bit for bit like `merge_and_unload`, under
-                the names of the model without adapters. The model itself does not change. False (the default): adapters
-                are separate tensors.
+            merge_adapters: Whether to yield weights with PEFT adapters merged into them, under the names of the model
+                without adapters. Values are bitwise equal to those of `merge_and_unload`; the model itself does not
+                change. False (the default): adapters are separate tensors.
 
         Returns:
-            An iterable for one pass. Its `metadata` lists (name, dtype name, shape) of each tensor in advance.
+            An iterable that can be iterated once. Its attribute `metadata` lists (name, dtype name, shape) of each
+            tensor in advance.
 
         Raises:
             UnsupportedError: If the model is sharded and only some ranks call it, or if its adapters cannot be merged.
@@ -1167,15 +1168,15 @@ class Accelerator(RankAware):
 
     @property
     def logging_dir(self) -> str | Path | None:
-        """Directory of the run's log and of trackers that write files."""
+        """Directory for the run's log and for the files of trackers."""
         return self.project_configuration.logging_dir
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: TrackerKwargs | None = None) -> None:
         """Begin a run: open its log `<logging_dir>/<project_name>/log.jsonl` and start the trackers of `log_with`.
 
-        An existing log is continued: a run that was killed and resumed uses the same log and the same runs of the
-        trackers. A run in progress is ended first. If this Accelerator has already ended the run, it is opened again
-        and that does not count as a further attempt.
+        An existing log is continued. A run that was killed and resumed thus keeps its log and its runs in the trackers.
+        A run in progress is ended first. If this Accelerator has already ended a run of this name, the run is reopened,
+        and the log does not count another start.
 
         Args:
             project_name: Name of the directory, and of the project or experiment in the trackers.
@@ -1184,7 +1185,7 @@ class Accelerator(RankAware):
                 "mlflow": {"run_name": "a"}}`.
 
         Raises:
-            ConfigError: If the name is not a relative path, or the config is not a mapping.
+            ConfigError: If the name is not a relative path, or if `config` has an unsupported type.
             TrackingError: If the directory holds a `log.jsonl` that is not a run's log.
         """
         self._recorder.start_run(project_name, config, init_kwargs)
@@ -1212,7 +1213,7 @@ class Accelerator(RankAware):
 
         Args:
             values: Images by name: arrays, tensors or PIL images of shape [H, W], [H, W, C] or [C, H, W], with bytes or
-                floats in 0..1. Shapes [N, H, W, C] and [N, C, H, W] and lists are several images.
+                floats in 0..1. A list, or an array of shape [N, H, W, C] or [N, C, H, W], contains several images.
             step: Number of the step. None: the number of updates so far.
             log_kwargs: Options for the `log_images` method of each tracker, by tracker name.
 
@@ -1265,16 +1266,16 @@ class Accelerator(RankAware):
                 False.
 
         Returns:
-            The tracker. If this rank has none, or the tracker has failed, an object that is false in a condition,
-                accepts every call and does nothing.
+            The tracker. If this rank has no such tracker, or the tracker has failed, the result is a placeholder. It
+            is false in a condition, accepts every call and does nothing.
 
         Raises:
-            ConfigError: If `log_with` names no such tracker.
+            ConfigError: If `log_with` contains no tracker of this name.
         """
         return self._recorder.get_tracker(name, unwrap)
 
     def end_trackers(self, summary: Mapping[str, Any] | None = None) -> None:
-        """End the run in progress, if any, with its log and its trackers. The process continues.
+        """End the run that `init_trackers` began, if any: close its log and its trackers. The process continues.
 
         Args:
             summary: Values for the log's last line, in addition to the number of updates and the duration in seconds.
@@ -1291,15 +1292,16 @@ class Accelerator(RankAware):
         offload: bool = False,
         blocks: Sequence[Any] = (),
     ) -> torch.nn.Module:
-        """Enable activation checkpointing in a model, and return the model. Its blocks drop their activations and
-        recompute them in backward.
+        """Enable activation checkpointing in a model, and return the model.
+
+        The model's blocks then drop their activations and recompute them in backward.
 
         Args:
             model: Prepared or unprepared model, changed in place.
-            every: Apply it to every n-th block. 1 (the default): to all blocks.
-            policy: Which activations a block keeps: "recompute" (the default, none), "keep_matmul", "keep_attention",
-                "keep_all" or a callable. See `headway.ActivationCheckpointing`, which applies it to all models in
-                prepare().
+            every: Number n, to checkpoint only every n-th block. 1 (the default): all blocks.
+            policy: Activations that a block keeps: "recompute" (the default: none), "keep_matmul", "keep_attention",
+                "keep_all" or a callable. `headway.ActivationCheckpointing` describes them, and enables activation
+                checkpointing for all models in prepare().
             offload: Whether to move kept activations to host memory. Has an effect only on an accelerator. Default:
                 False.
             blocks: Classes, class names or module names of the blocks. Empty (the default): modules that are repeated
@@ -1339,7 +1341,7 @@ class Accelerator(RankAware):
     ) -> "Forecast":
         """Forecast the memory of one training step on this device, and the largest batch that fits (docs/forecast.md).
 
-        A copy of the model without values is traced with this Accelerator's precision, accumulation and activation
+        A copy of the model on the meta device is traced with this Accelerator's precision, accumulation and activation
         checkpointing. The model, its optimizer, RNG states and hooks do not change. Each process forecasts for itself.
 
         Args:
@@ -1357,9 +1359,9 @@ class Accelerator(RankAware):
                 largest batch is searched for.
             largest: Whether to search for the largest batch within the budget. Default: True.
             batch_fn: Function that creates a micro-batch with a given number of samples. None: rows of `batch` are
-                repeated or cut.
+                repeated or left out.
             max_norm: Norm to which gradients are clipped. None: no clipping.
-            device: Name of a device in docs/forecast.md. None: this process's device.
+            device: Name of a device that docs/forecast.md lists. None: this process's device.
             loop: What the training loop keeps in memory between calls, as for `headway.forecast`. Default: "plain".
 
         Returns:
@@ -1369,8 +1371,8 @@ class Accelerator(RankAware):
             ConfigError: If an argument is invalid.
             DataError: If the batch has no rows.
             LossError: If there is no loss, or the loss has no gradient.
-            UnsupportedError: If models are sharded or compiled, or the step cannot be traced. The message names the
-                operation and the line.
+            UnsupportedError: If a model is sharded or compiled, or if the training step cannot be traced. The message
+                names the operation and the line in your code.
 
         Example::
 
@@ -1403,23 +1405,24 @@ class Accelerator(RankAware):
         return found
 
     def verify(self, function: Callable[..., Any], args: Sequence[Any] = (), **options: Any) -> "Proofs":
-        """Verify a training function before its long run, and print the table of proofs (docs/verify.md).
+        """Check a training function before its long run, and print a table of the checks (docs/verify.md).
 
-        The function creates its own Accelerator and trains, as for `notebook_launcher`. New processes call it several
-        times for a few updates: on one process, on several, killed and resumed. The caller's objects do not change.
+        Each check is called a proof. The function must create its own Accelerator and train, as for
+        `notebook_launcher`. New processes run it several times for a few updates: on one process, on several processes,
+        and with a kill and a resume. The caller's objects do not change.
 
         Args:
-            function: Function to verify. It may be defined in a notebook cell.
+            function: Function to check. It may be defined in a notebook cell.
             args: Positional arguments of the function. Default: none.
-            options: `num_processes`, which are compared with one process (default: 2). `strategy`, a layout to compare
-                as well (default: none). `only` and `skip`, words of proofs (default: all proofs). `updates`, the
-                number of updates of each run (default: 6). `time_limit`, seconds that each run may take (default: 60).
+            options: `num_processes`: number of processes to compare with one process (default: 2). `strategy`: layout
+                to compare as well (default: none). `only`, `skip`: names of proofs to run or to leave out (default:
+                run all). `updates`: updates per run (default: 6). `time_limit`: limit per run in seconds (default: 60).
 
         Returns:
-            The verdicts.
+            The status of each proof. Its attribute `passed` is True if none failed.
 
         Raises:
-            ConfigError: If an argument is invalid, or this process is one of several.
+            ConfigError: If an argument is invalid, or if this process is one of several.
             HeadwayError: If the function fails, or makes no update on one process.
 
         Example::
@@ -1433,10 +1436,10 @@ class Accelerator(RankAware):
         """Release all prepared objects, collect garbage and empty the device's cache.
 
         Args:
-            objects: Objects to which your own names refer. Only their number is used, for the result.
+            objects: Objects to which your own variables refer. Only their number is used, as the length of the result.
 
         Returns:
-            A list with one None per object, to assign to your own names.
+            A list with one None per object, to assign to your variables so that they no longer refer to the objects.
 
         Example::
 
@@ -1451,8 +1454,9 @@ class Accelerator(RankAware):
     clear = free_memory
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a context that runs torch's profiler and writes one trace and one table per rank to
-        `output_trace_dir`.
+        """Return a context manager that runs torch's profiler and writes a trace and a table per rank.
+
+        The files are written to the handler's `output_trace_dir`.
 
         Args:
             profile_handler: Settings of the profiler. None: the `ProfileKwargs` of `kwargs_handlers`, or their
@@ -1469,9 +1473,9 @@ class Accelerator(RankAware):
 
     @cached_property
     def throughput(self) -> "ThroughputMeter":
-        """Throughput meter of the training loop, which `docs/throughput.md` describes.
+        """Throughput meter of the training loop (docs/throughput.md).
 
-        It measures from its first use, so read it before the loop.
+        It begins to measure when this property is first read, so read it before the loop.
         """
         make_meter = extensions.load("feature", "throughput")
         meter: ThroughputMeter = make_meter(self._training_step, self._run.events, self.clock, self.runtime)
@@ -1482,9 +1486,9 @@ class Accelerator(RankAware):
     def end_training(self) -> None:
         """End the training: wait for all ranks, release prepared objects, and end the process group and the trackers.
 
-        Only a process group that Headway started is ended. A second call has no further effect. Afterwards ranks can
-        no longer communicate. `print`, `log`, `unwrap_model` and `save` still work, and so do `save_model` and
-        `get_state_dict` of a model that is not sharded. Calls that need other ranks raise `StateError`.
+        Only a process group that Headway started is ended. A second call has no further effect. Afterwards ranks can no
+        longer communicate, and calls that need other ranks raise `StateError`. `print`, `log`, `unwrap_model` and
+        `save` still work. For models that are not sharded, so do `save_model` and `get_state_dict`.
 
         Raises:
             CheckpointError: If a background save failed.

@@ -15,8 +15,8 @@
     |   |-- NotServed                          Headway does not have this name of another library
     |   |   |-- ImportNotServed (ImportError)    raised by an import
     |   |   `-- AttributeNotServed (AttributeError) raised by an attribute access
-    |   `-- MetaModelError                      a model on the meta device read a value, which it does not have
-    |-- NonFiniteError         (ArithmeticError) a loss or gradient is NaN or infinite, and the policy is to end
+    |   `-- MetaModelError                      code read a value from a tensor on the meta device, which has none
+    |-- NonFiniteError         (ArithmeticError) a loss or gradient is NaN or infinite (see `on_non_finite`)
     |-- SpikeError             (ArithmeticError) too many updates in a row had an outlying loss or gradient norm
     |-- MemoryExhausted        (RuntimeError)  memory ran out, and the batch cannot be split further
     |-- CollectiveError        (RuntimeError)  ranks called a collective with arguments that do not match
@@ -26,13 +26,13 @@
     |-- TrackingError          (ValueError)    a value cannot be logged, or a file is not a run's log
     |-- CallError              (TypeError)     a decorated function was called with arguments that do not fit
     |-- BatchSizeError         (RuntimeError)  no batch size fits into memory
-    |-- PeerOutOfMemory        (RuntimeError)  another rank ran out of memory, so the attempt ends on all ranks
+    |-- PeerOutOfMemory        (RuntimeError)  another rank ran out of memory, so all ranks abandon this batch size
     |-- ControlPlaneError      (RuntimeError)  ranks missed a vote or a message, or the control plane's host is gone
     |-- LaunchError            (RuntimeError)  a run could not be started, or it failed
     `-- OptionalDependencyMissing (ImportError) a package that the feature needs is not installed
 
     HeadwayWarning             (UserWarning)
-    Preempted                  (SystemExit)  no failure: the run saved after a request to end, and exits with PREEMPTED
+    Preempted                  (SystemExit)  no failure: the run was asked to end, saved, and exits with PREEMPTED
 
 Each message names the value that was given, the allowed values and a way to fix it. If the symptom has an entry in
 docs/troubleshooting.md, the message ends with a link to it (`TROUBLESHOOTING`).
@@ -41,7 +41,7 @@ docs/troubleshooting.md, the message ends with a link to it (`TROUBLESHOOTING`).
 from __future__ import annotations
 
 PREEMPTED = 75
-"""Exit code of a run that saved after a request to end. It is EX_TEMPFAIL ("try again later") of sysexits.h."""
+"""Exit code of a run that was asked to end and saved a checkpoint: EX_TEMPFAIL ("try again later") in sysexits.h."""
 
 
 class HeadwayError(Exception):
@@ -78,7 +78,7 @@ class MetricError(HeadwayError, ValueError):
 
 
 class StateError(HeadwayError, RuntimeError):
-    """Raised if a method is called at a time when the call makes no sense."""
+    """Raised if a method is called in a state that does not allow the call, such as after the end of training."""
 
 
 class UnsupportedError(HeadwayError, RuntimeError):
@@ -97,10 +97,10 @@ SkeletonError = MetaModelError  # former name, kept until the next release
 
 
 class NotServed(UnsupportedError):
-    """Base class of errors about names of another library that Headway does not have. The message names an alternative.
+    """Raised if code uses a name of another library that Headway does not have. The message names an alternative.
 
-    Python needs an ImportError from a failed import and an AttributeError from a missing attribute, and no class can be
-    both. So one of the two subclasses is raised.
+    An import must fail with an ImportError and an attribute access with an AttributeError, and no class can be both. In
+    these two cases the subclass that fits is raised.
     """
 
 
@@ -113,15 +113,15 @@ class AttributeNotServed(AttributeError, NotServed):
 
 
 class NonFiniteError(HeadwayError, ArithmeticError):
-    """Raised if a loss or gradient is NaN or infinite. No update was made from it."""
+    """Raised if a loss or gradient is NaN or infinite. The optimizer has not used it for an update."""
 
 
 class SpikeError(HeadwayError, ArithmeticError):
-    """Raised if too many updates in a row had a loss or gradient norm far above recent ones."""
+    """Raised if too many updates in a row had a loss or gradient norm far above those of recent updates."""
 
 
 class MemoryExhausted(HeadwayError, RuntimeError):
-    """Raised if memory runs out and the batch cannot be split into smaller pieces."""
+    """Raised if memory runs out and the micro-batch cannot be split any further."""
 
 
 class CollectiveError(HeadwayError, RuntimeError):
@@ -153,11 +153,11 @@ class BatchSizeError(HeadwayError, RuntimeError):
 
 
 class PeerOutOfMemory(HeadwayError, RuntimeError):
-    """Raised on this rank if another rank runs out of memory, because the attempt in progress ends on all ranks."""
+    """Raised on this rank if another rank runs out of memory, so that all ranks abandon the batch size together."""
 
 
 class ControlPlaneError(HeadwayError, RuntimeError):
-    """Raised if ranks miss a vote or a message on the control plane, or if its host is gone."""
+    """Raised if ranks miss a vote or a message on the control plane, or if the process that hosts it has ended."""
 
 
 class LaunchError(HeadwayError, RuntimeError):
@@ -236,18 +236,22 @@ TROUBLESHOOTING: tuple[tuple[str, type[HeadwayError], str], ...] = (
     ("metrics-differ-with-the-number-of-processes", MetricError, "for the whole batch"),
     ("metrics-differ-with-the-number-of-processes", MetricError, "entry per sample"),
 )
-"""Anchors in docs/troubleshooting.md with the errors that link to them: a class and a part of the message ("" matches all)."""
+"""Tuples of (anchor in docs/troubleshooting.md, error class, part of the message), for links in error messages.
+
+A message links to the anchor if the error has the class and the message contains the part. An empty part matches all.
+"""
 
 
 def find_troubleshooting_anchor(error: HeadwayError, text: str) -> str | None:
-    """Return the anchor of the entry in docs/troubleshooting.md for an error, or None.
+    """Return the anchor of the section in docs/troubleshooting.md about an error, or None.
 
     Args:
         error: Error whose symptom is looked up.
         text: Message of the error.
 
     Returns:
-        None if there is no entry, or if the message already contains a link, such as one quoted from another error.
+        The anchor without "#". None if no section matches, or if the message already links to the page, for example
+        because it quotes another error.
     """
     if TROUBLESHOOTING_PAGE in text:
         return None

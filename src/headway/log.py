@@ -13,7 +13,7 @@ LEVEL = "HEADWAY_LOG_LEVEL"
 """Name of the environment variable that sets the level of all of Headway's loggers."""
 
 _OWN = "headway."
-"""Start of the names of Headway's own loggers. Scripts may use `get_logger` for loggers of their own."""
+"""Prefix of the names of Headway's own loggers. Loggers that a script creates with `get_logger` have other names."""
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
@@ -30,11 +30,11 @@ class OnceFilter(set[tuple[str, str]]):
 class RankLogger(_Adapter):
     """Logger that logs only on rank 0 by default.
 
-    Warnings of Headway itself end with the user's line that led to them, such as "(train.py:12 in main)".
+    Headway's own warnings end with the line of user code that caused them, such as "(train.py:12 in main)".
 
-    All logging methods accept two more keywords: `main_process_only` (default True; False: every rank logs, prefixed
-    with its rank) and `once` (default False; True: log a text only once per process). `in_order` is accepted for
-    compatibility with Accelerate and ignored: each line contains its rank, and no rank waits for another.
+    All logging methods accept two more keywords. With `main_process_only=False` (default: True), every rank logs the
+    message, prefixed with its rank. With `once=True` (default: False), a text is logged only once per process. The
+    keyword `in_order` is accepted for compatibility with Accelerate, but no rank waits for another.
 
     Args:
         logger: Underlying logger.
@@ -71,7 +71,7 @@ class RankLogger(_Adapter):
         self.logger.log(level, message, *args, **kwargs)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Return the message, prefixed with the rank if the world size is above 1, and the unchanged keywords."""
+        """Return a tuple of (message, unchanged keywords). With several ranks, the message begins with the rank."""
         if env.get_world_size() > 1:
             msg = f"[rank {env.get_rank()}] {msg}"
         return msg, kwargs
@@ -89,7 +89,10 @@ class RankLogger(_Adapter):
 
 
 def _add_users_line(text: str) -> str:
-    """Append the user's innermost line to a warning, unless it contains the line already or no user code is running."""
+    """Append the location in user code that led to a warning, such as "(train.py:12 in main)".
+
+    The warning is returned unchanged if it already names this location, or if no user code is on the stack.
+    """
     frame = callsite.find_users_frame()
     if frame is None:
         return text
@@ -103,15 +106,15 @@ def _adapter(name: str) -> RankLogger:
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
-    """Return the rank-aware logger with a name.
+    """Return the rank-aware logger with the given name.
 
     Args:
         name: Dotted name, as for `logging.getLogger`. Equal names return the same logger.
         log_level: Level of this logger, such as "INFO" or logging.DEBUG. None: the level in the environment variable
-            HEADWAY_LOG_LEVEL, or unchanged if it is not set. The root logger is never changed.
+            HEADWAY_LOG_LEVEL; if the variable is not set, the level does not change. The root logger is never changed.
 
     Raises:
-        ConfigError: If the level does not exist.
+        ConfigError: If `log_level` or the variable is not a level.
 
     Example::
 
@@ -130,17 +133,17 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 
 
 def read_level() -> int | None:
-    """Return the level in HEADWAY_LOG_LEVEL, or None if the variable is not set or empty.
+    """Return the level in HEADWAY_LOG_LEVEL as a number, or None if the variable is not set or empty.
 
     Raises:
-        ConfigError: If the level does not exist.
+        ConfigError: If the variable's value is not a level.
     """
     text = env.get(LEVEL)
     return _level(text.strip(), f"environment: {LEVEL}") if text is not None and text.strip() else None
 
 
 def is_debugging() -> bool:
-    """Whether HEADWAY_LOG_LEVEL is "debug" or lower. False for a level that does not exist."""
+    """Whether HEADWAY_LOG_LEVEL is "debug" or a lower level. False if it is not set or not a level."""
     try:
         level = read_level()
     except ConfigError:
@@ -149,9 +152,9 @@ def is_debugging() -> bool:
 
 
 def silence_elastic() -> None:
-    """Suppress warnings of torch's launcher about agents, rendezvous and closing signals.
+    """Suppress the warnings of torch's elastic launcher, such as those about agents, rendezvous and signals.
 
-    The launch report contains everything that a user needs. With HEADWAY_LOG_LEVEL=debug the warnings are kept.
+    Headway's launch report contains what a user needs to know. With HEADWAY_LOG_LEVEL=debug the warnings are kept.
     """
     if is_debugging():
         return
@@ -164,7 +167,7 @@ def silence_elastic() -> None:
 def _level(asked: str | int, origin: str) -> int:
     number = asked if isinstance(asked, int) else parse_whole_number(asked)
     if number is None:
-        number = logging.getLevelName(str(asked).upper())  # text for a level that does not exist
+        number = logging.getLevelName(str(asked).upper())  # returns a string if there is no such level
     if isinstance(number, bool) or not isinstance(number, int):
         raise ConfigError(
             f"the log level {show_value(asked)} ({origin}) must be debug, info, warning, error or critical, or a number such as 10"
@@ -173,9 +176,9 @@ def _level(asked: str | int, origin: str) -> int:
 
 
 def _add_output(logger: logging.Logger) -> None:
-    """Add output to stderr if the program has not set up logging.
+    """Let a logger write to stderr if the program has not set up logging.
 
-    Python's last-resort handler drops levels below WARNING.
+    Without a handler, Python would show only messages of level WARNING and above.
     """
     if not logger.hasHandlers():
         output = _LastResort()
@@ -187,7 +190,7 @@ class _LastResort(_Handler):
     """Handler that writes to stderr until the program sets up logging itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record, unless the root logger has handlers that write it."""
+        """Write the record, unless the root logger has handlers, which write it themselves."""
         if not logging.getLogger().handlers and not getattr(record, "is_told", False):
-            record.is_told = True  # parent loggers may have such a handler too
+            record.is_told = True  # so that a handler of this class on a parent logger does not write it again
             super().emit(record)

@@ -1,1 +1,1 @@
-"""The `headway` command. Its modules do not import torch, except for the checks that run on every rank."""
+"""The `headway` command. Its modules load without torch, except for the checks that run on every rank."""

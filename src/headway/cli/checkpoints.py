@@ -1,7 +1,7 @@
-"""`headway inspect` prints a checkpoint's content; `headway merge` exports its weights for other programs.
+"""`headway inspect` prints a checkpoint's content, and `headway merge` exports its weights for other programs.
 
-Inspecting reads only the manifest. Nothing in a checkpoint is executed. Merged weights (safetensors or
-torch.distributed.checkpoint) have the names of the model without wrappers.
+`inspect` reads only the manifest, and with `--verify` all files. Nothing in a checkpoint is executed. `merge` writes
+safetensors or the format of torch.distributed.checkpoint, under the names of the model without wrappers.
 """
 
 import logging
@@ -31,7 +31,7 @@ _WEIGHTS = (
     "pytorch_model*.bin",
     "pytorch_model.bin.index.json",
 )
-"""Patterns for the names of weight files."""
+"""Glob patterns that match the names of weight files."""
 _CUT = "Cut into files of at most this size."
 _AS = "safetensors, or dcp (torch.distributed.checkpoint)."
 _BESIDE = "Copy config.json, tokenizer files and the like from FOLDER instead of CHECKPOINT."
@@ -48,7 +48,7 @@ _BESIDE = "Copy config.json, tokenizer files and the like from FOLDER instead of
     help="Print the contents of CHECKPOINT (a folder or URL that save_state wrote), or list the checkpoints in a folder.",
 )
 def inspect(checkpoint: Path, tensors: bool, verify: bool) -> None:
-    """Print the content of a checkpoint's manifest, or list the checkpoints of a folder."""
+    """Print the content of a checkpoint's manifest, or list the checkpoints in a folder."""
     parent = next((each for each in (checkpoint, checkpoint / "checkpoints") if list_checkpoint_names(each)), None)
     if parent is not None and not (checkpoint / MANIFEST).exists():
         if verify or tensors:
@@ -73,7 +73,7 @@ def inspect(checkpoint: Path, tensors: bool, verify: bool) -> None:
 
 
 def format_listing(parent: Path) -> list[str]:
-    """Return lines that list the checkpoints in a folder, newest first."""
+    """Return lines of text that list the checkpoints in a folder, newest first."""
     names = list_checkpoint_names(parent)
     lines = [f"{parent} holds {len(names)} checkpoint{'s' if len(names) > 1 else ''}, the newest first:"]
     width = max(map(len, names))
@@ -91,7 +91,7 @@ def format_listing(parent: Path) -> list[str]:
 
 
 def format_summary(manifest: Manifest) -> list[str]:
-    """Return lines that summarize a manifest."""
+    """Return lines of text that summarize a checkpoint's manifest."""
     about = dict(manifest.about)
     versions = about.pop("versions", {})
     lines = [f"{name.replace('_', ' ')}: {value}" for name, value in about.items() if value is not None]
@@ -128,7 +128,7 @@ def format_summary(manifest: Manifest) -> list[str]:
 def merge(
     checkpoint: Path, output: Path, model: int, max_shard_size: str, overwrite: bool, to: str, config: Path | None
 ) -> None:
-    """Verify the checkpoint, then write its weights and the files that describe the model, such as its config."""
+    """Write a checkpoint's verified weights, and the files that describe the model, such as its config, to a folder."""
     here = None if isinstance(checkpoint, ObjectPath) else checkpoint
     is_foreign = here is not None and not os.path.exists(here / MANIFEST) and os.path.isfile(here / ".metadata")
     manifest = None if is_foreign else read_manifest(checkpoint)
@@ -155,7 +155,7 @@ def merge(
 def _open_model_tensors(checkpoint: Path, manifest: Manifest, model: int) -> Iterator[tuple[str, Any]]:
     """Yield pairs of (name, tensor) for one model of a checkpoint.
 
-    A checkpoint whose format does not allow verification while its data is read is verified first.
+    If the checkpoint's store does not verify data while reading it, the entire checkpoint is verified first.
 
     Args:
         checkpoint: Folder of the checkpoint.
@@ -177,9 +177,9 @@ def _open_model_tensors(checkpoint: Path, manifest: Manifest, model: int) -> Ite
 
 
 def check_output(output: Path, may_overwrite: bool) -> None:
-    """Raise an error if the output folder contains weights that may not be replaced.
+    """Raise an error if the output folder contains weights that must not be replaced.
 
-    Other files in the folder do not matter.
+    Other files in the folder are no error.
 
     Args:
         output: Folder for the weights.

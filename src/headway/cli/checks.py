@@ -14,7 +14,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run the checks of `headway doctor` or `headway test`. Exit with code 1 if a check fails on any rank.
 
     Args:
-        arguments: ["doctor", number of bad findings so far] or ["test"].
+        arguments: ["test"], or ["doctor", "N"], where N is the number of bad findings so far.
     """
     is_good = check_fabric(int(arguments[1])) if arguments[0] == "doctor" else check_setup()
     sys.exit(0 if is_good else 1)

@@ -1,4 +1,4 @@
-"""`headway compat`: list which of Accelerate's public names, or of a script's imports, Headway provides."""
+"""`headway compat`: list Accelerate's public names, or those that a script uses, and whether Headway provides them."""
 
 import json
 from pathlib import Path

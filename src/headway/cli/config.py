@@ -1,4 +1,4 @@
-"""`headway config`: create, show, update or import the config file from which a launch reads its settings.
+"""`headway config`: create, show, update or import the config file from which `headway launch` reads its settings.
 
 The interactive command asks only for settings that cannot be detected on this machine. Each question has a default,
 and each answer is checked.
@@ -53,9 +53,7 @@ SPREADS = {
 """Layouts that the interactive command offers, each with a description of how the model is distributed."""
 _SIZED = {"hsdp": "hsdp={}", "fsdp+tp": "fsdp+tp={}", "fsdp+cp": "fsdp+cp={}"}
 _SHARED = {"fsdp+tp": "matrix", "fsdp+cp": "sequence"}
-"""Word for the tensor dimension or tensor that each group of processes splits, by layout, for a question to the
-user.
-"""
+"""Name of the object that each group of processes splits, by layout, for the question about the group's size."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +61,13 @@ class ConfigQuestion:
     """Question that `headway config` asks the user.
 
     Attributes:
-        name: Setting that the answer determines. "devices" determines two settings; "spread" and "group" determine the
-            strategy.
+        name: Setting that the answer determines. "devices" determines two settings; "spread" and "group" together
+            determine the strategy.
         text: Text of the question.
         default: Suggested answer.
         choices: Allowed answers. Empty if any text is allowed.
-        written: Format of the setting's value, with {} for the answer. If empty, the value is the answer itself.
-        num_processes: Number of processes that the layout must fit; None if not known yet.
+        written: Format string for the setting's value, with {} for the answer. If empty, the value is the answer.
+        num_processes: Number of processes that the layout must fit; None if the number is not known yet.
     """
 
     name: str
@@ -80,7 +78,7 @@ class ConfigQuestion:
     num_processes: int | None = None
 
     def find_problem(self, answer: str) -> str | None:
-        """Return a message about an invalid answer, or None if the answer is valid."""
+        """Return a description of what is wrong with an answer, or None if the answer is valid."""
         if self.choices:
             return None if answer in self.choices else f"one of {', '.join(self.choices)}"
         try:
@@ -105,7 +103,7 @@ Ask = Callable[[ConfigQuestion], str]
 def ask_questions(
     ask: Ask, accelerator: str | None, num_devices: int, device_ids: tuple[str, ...] = ()
 ) -> LaunchConfig:
-    """Ask the user for all settings that are not known, and return the resulting launch configuration.
+    """Ask the user for the settings that this machine does not determine, and return the launch configuration.
 
     Args:
         ask: Function that asks one question and returns a valid answer.
@@ -146,7 +144,7 @@ def ask_questions(
 
 
 def _ask_spread(ask: Ask, answers: dict[str, str], num_processes: int, per_machine: int) -> None:
-    """Ask for the layout of the model and, if it has groups of processes, for the size of a group.
+    """Ask for the model's layout and, if the layout has groups of processes, for the size of a group.
 
     Args:
         ask: Function that asks one question and returns a valid answer.

@@ -1,6 +1,7 @@
 """`headway doctor`: check this machine, measure the links between the processes of a run, and give advice.
 
-This module checks the machine: versions, devices, names, interfaces, ports, limits. `checks.py` measures the links.
+This module checks the machine: versions, devices, host names, network interfaces, ports and limits. `fabric_checks.py`
+measures the links between processes.
 """
 
 import os
@@ -82,7 +83,7 @@ class CheckedRun:
 
 
 def examine_machine(environment: Mapping[str, str], run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
-    """Run all checks of this machine. They import only Headway's own modules and send nothing over the network.
+    """Run all checks of this machine. They import only Headway's own modules and connect to no other machine.
 
     Args:
         environment: Environment variables of the launcher.
@@ -114,7 +115,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_devices(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[Finding]:
-    """Check whether there are accelerators, and whether this torch can use them."""
+    """Check whether there are accelerators, and whether the installed torch can use them."""
     here = machine.inspect_machine(environment, root)
     cores = f"{here.num_cores} CPU core{'s' if here.num_cores > 1 else ''}"
     if here.accelerator is not None:
@@ -135,7 +136,7 @@ def check_devices(environment: Mapping[str, str], root: Path = Path("/")) -> Ite
 
 
 def check_names(run: CheckedRun) -> Iterator[Finding]:
-    """Check that host names resolve: the name of this machine, and the address of machine 0.
+    """Check whether the host names of this machine and of machine 0 resolve to usable addresses.
 
     Gloo uses the name of this machine unless a network interface is set.
     """
@@ -163,7 +164,7 @@ def check_names(run: CheckedRun) -> Iterator[Finding]:
 
 
 def check_interfaces(environment: Mapping[str, str], run: CheckedRun) -> Iterator[Finding]:
-    """Report which network interface gloo will use, and check that interfaces named in environment variables exist."""
+    """Report which network interface gloo will use, and check that the interfaces set in the environment exist."""
     found = network.list_interfaces()
     known = ", ".join(f"{interface.name} {interface.addresses[0]}" for interface in found) or "none"
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -286,7 +287,7 @@ _EPILOG = format_examples(
 
 
 def _doctor(config_file: str | None, here: bool, **given: Any) -> None:
-    # Imported here so that the help does not wait for it.
+    # Imported here so that `--help` does not wait for this import.
     from headway.launch import clusters
 
     environment = env.copy_variables()

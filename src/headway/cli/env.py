@@ -50,7 +50,7 @@ def collect_facts() -> dict[str, str]:
 
 
 def _describe_layout(environment: dict[str, str]) -> str:
-    """Return the strategy that a launch would use on this machine, and where it was set."""
+    """Return the strategy that a launch would use on this machine, followed by the origin of this setting."""
     try:
         resolved = resolve([read_environment_layer(environment), read_file_layer(None, environment, explain_file_key)])
     except HeadwayError as error:  # an error here must not hide the other entries

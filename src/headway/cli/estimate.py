@@ -1,7 +1,7 @@
-"""`headway estimate`: memory and time of running or training a model, without reading its weights.
+"""`headway estimate`: estimate the memory and time for running or training a model, without reading its weights.
 
-Without options, it reports the requirements of running the model on this machine. With --device, it reports those of
-training a model or a script on a GPU, the largest batch, and the cheapest configuration.
+Without options, the command reports the requirements for running the model on this machine. With --device, it reports
+those for training a model or a script on a GPU, the largest batch, and the cheapest configuration.
 """
 
 import json
@@ -43,7 +43,7 @@ _EPILOG = format_examples(
 
 
 _OF_SCRIPTS = ("device", "budget", "page", "as_json")
-"""Options that can be combined with a script. A script itself determines everything that the other options set."""
+"""Options that can be combined with `--script`. The script itself determines what all other options would set."""
 
 
 _OF_RUNNING = ("dtype", "batch_size", "sequence")
@@ -64,7 +64,7 @@ NOT_FOR_RANKING = {
     "page": "its charts are of one configuration",
     **dict.fromkeys(("strategy", "ranks", "machine_ranks"), _ONE_GPU),
 }
-"""Options of a forecast that cannot be combined with `--global_batch_size`, each with the reason."""
+"""Options of a forecast that cannot be combined with `--global_batch_size`, mapped to the reason."""
 
 
 _DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
@@ -94,7 +94,7 @@ def _estimate(folder: Path | None, arguments: tuple[str, ...], script: bool, cal
     if "device" in given:
         _echo_forecast(str(folder), given)
         return
-    # Imported here so that the help does not wait for torch.
+    # Imported here so that `--help` does not wait for the import of torch.
     from headway.planning.inference import tabulate
 
     click.echo("\n".join(tabulate(folder, given.get("dtype"), given.get("batch_size", 1), given.get("sequence"))))
@@ -133,7 +133,7 @@ def _check_arguments(folder: Path, arguments: tuple[str, ...], script: bool, giv
 
 
 def _flag(name: str) -> str:
-    """Return the flag of an option as a user types it, from the option's name."""
+    """Return the flag that a user types for the option with the given name, such as "--device" for "device"."""
     return "--json" if name == "as_json" else f"--{name}"
 
 
@@ -165,14 +165,14 @@ def format_forecast(
         page: File for an HTML page. Default: no page.
         as_json: Whether to return JSON. Default: False.
         longest: Whether to search for the longest sequence too. Default: False.
-        given: The other options by name.
+        given: Further options of the forecast by name.
 
     Raises:
         ConfigError: If an option is invalid.
     """
     if ("strategy" in given) != ("ranks" in given):
         raise ConfigError("--strategy and --ranks go together, as in --strategy fsdp --ranks 8; give both, or none")
-    # Imported here so that the help does not wait for torch.
+    # Imported here so that `--help` does not wait for the import of torch.
     from headway.planning.forecast import forecast
     from headway.planning.sources import find_source, make_length_search, make_trainable, parse_lora_rank
 
@@ -184,7 +184,7 @@ def format_forecast(
     given["recompute"] = given.pop("activation_checkpointing", False)
     given["precision"] = given.pop("mixed_precision", "no")
     found = forecast(make, batch, loss=loss, longest=make_length_search(source) if longest else None, **given)
-    if found.peak_line.startswith(sys.argv[0]):  # the command itself, not a line of the user's
+    if found.peak_line.startswith(sys.argv[0]):  # a line of this command is of no use to the user
         found = replace(found, peak_line="")
     return _format_found(found, source.title, f"{source.title}, {source.batch}", page, as_json)
 
@@ -192,14 +192,14 @@ def format_forecast(
 def format_script_forecast(
     script: Path, arguments: tuple[str, ...], page: Path | None = None, as_json: bool = False, **given: Any
 ) -> str:
-    """Return the memory forecast for a user's own script as text or JSON.
+    """Return the memory forecast for a training script as text or JSON.
 
     Args:
         script: Path of the script.
         arguments: Arguments of the script.
         page: File for an HTML page. Default: no page.
         as_json: Whether to return JSON. Default: False.
-        given: Options `device` and `budget`.
+        given: Values of the options `device` and `budget`.
 
     Raises:
         ConfigError: If an option is invalid.
@@ -231,18 +231,19 @@ def format_ranking(model: str, as_json: bool = False, **given: Any) -> tuple[str
     Args:
         model: Folder, config file or model type.
         as_json: Whether to return JSON. Default: False.
-        given: Options global_batch_size, device and budget. If mixed_precision, activation_checkpointing or attention
-            is given, only that value is tried. optimizer is a comma-separated list of names.
+        given: Values of further options by name. global_batch_size and device are required. Without mixed_precision,
+            "no" and "bf16" are tried. Without activation_checkpointing, both settings are tried. The value of optimizer
+            is a comma-separated list of names to try.
 
     Returns:
-        The text, and whether at least one of the configurations fits.
+        The text, and whether at least one of the configurations fits into memory.
 
     Raises:
         ConfigError: If an option cannot be combined with a global batch size.
     """
     for name in NOT_FOR_RANKING.keys() & given.keys():
         raise ConfigError(f"{_flag(name)} and --global_batch_size: {NOT_FOR_RANKING[name]}; give one of them")
-    # Imported here so that the help does not wait for torch.
+    # Imported here so that `--help` does not wait for the import of torch.
     from headway.planning.cheapest import cheapest, format_table
     from headway.planning.sources import find_source, make_trainable
 
@@ -275,7 +276,7 @@ def format_ranking(model: str, as_json: bool = False, **given: Any) -> tuple[str
 
 
 def calibrate_device() -> str:
-    """Measure this machine's GPU, store the result, and return a description of it.
+    """Measure the memory that a process needs on this machine's GPU besides tensors, and store it for forecasts.
 
     Raises:
         DeviceUnavailable: If there is no CUDA device.

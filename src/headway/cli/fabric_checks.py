@@ -1,4 +1,4 @@
-"""Checks of `headway doctor` on every rank: versions, shared folder, clocks, and speed of the link between ranks."""
+"""Checks that `headway doctor` runs on every rank: versions, shared folder, clocks, and speed of the links."""
 
 import platform
 import secrets
@@ -16,12 +16,12 @@ from headway.cli.doctor import Finding, grade
 from headway.common import env
 from headway.version import __version__
 
-_SMALL, _LARGE = 1, 4 * 2**20  # numbers of 4 bytes
+_SMALL, _LARGE = 1, 4 * 2**20  # numbers of float32 elements
 
 _NUM_SMALL, _NUM_LARGE = 50, 5
 
 _APART = 1.0
-"""Maximum difference between the clocks of two ranks that is not reported, in seconds."""
+"""Difference in seconds from which the clocks of two ranks are reported as different."""
 
 _SLOW = 100.0
 """Bandwidth in MB/s below which an all-reduce is reported as slow. A 1 Gbit/s link has about this bandwidth."""
@@ -29,13 +29,13 @@ _SLOW = 100.0
 _FAR = 5.0
 """Duration in milliseconds above which a one-element all-reduce is reported as slow.
 
-It is several round trips of a local network.
+A local network completes several round trips in this time.
 """
 
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Facts about one rank that are compared between ranks.
+    """Properties of one rank that the doctor compares between ranks.
 
     Attributes:
         rank: Rank of the process.
@@ -55,7 +55,7 @@ class RankLocation:
 
 
 def gather_locations(accelerator: Accelerator) -> list[RankLocation]:
-    """Return facts about every rank: host name, versions, clock, and whether it sees a file in rank 0's working folder.
+    """Return the `RankLocation` of every rank, for example its host name, its versions and its clock.
 
     Every rank must call it.
     """
@@ -121,9 +121,9 @@ def _compare_clocks(places: Sequence[RankLocation]) -> Finding:
 
 
 def measure_link(accelerator: Accelerator) -> tuple[float, float]:
-    """Return the median latency of a one-element all-reduce in ms, and the bandwidth of a large one in MB/s.
+    """Return the median latency of a one-element all-reduce in ms, and the bandwidth of a large all-reduce in MB/s.
 
-    The bandwidth is one rank's tensor size divided by the time.
+    The bandwidth is the size of one rank's tensor divided by the median time.
     """
 
     def seconds(length: int, repeats: int) -> float:
@@ -133,7 +133,7 @@ def measure_link(accelerator: Accelerator) -> tuple[float, float]:
             accelerator.collectives.barrier()
             begun = time.perf_counter()
             accelerator.collectives.sum_in_place([tensor])
-            tensor[0].item()  # waits for the device
+            tensor[0].item()  # wait for the device
             times.append(time.perf_counter() - begun)
         return statistics.median(times[2:])
 
@@ -161,7 +161,7 @@ def check_fabric(num_bad: int) -> bool:
     """Run the doctor's checks on all ranks and print the findings. Return True if no finding is bad.
 
     Args:
-        num_bad: Number of bad findings from the checks of this machine, which ran before.
+        num_bad: Number of bad findings from the checks of this machine, which have already run.
     """
     accelerator = Accelerator()
     places = gather_locations(accelerator)

@@ -1,4 +1,4 @@
-"""Accelerate's launch flags for layouts. The help does not show them. Each is translated, ignored or refused."""
+"""Accelerate's launch flags for layouts, which the help does not show. Each is translated, ignored or refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -82,7 +82,7 @@ def _check_agreement(typed: str | None, asked: tuple[str, str]) -> None:
 
     Args:
         typed: Layout given by `--strategy`, or None.
-        asked: Pair of the layout that Accelerate's flags request and the text of these flags.
+        asked: Pair of (layout that Accelerate's flags request, text of these flags).
     """
     text, keys = asked
     if typed is None or text == typed:

@@ -1,4 +1,4 @@
-"""`headway launch`: start a script on one or many processes. Its options are the settings in `core.config.launch`."""
+"""`headway launch`: start a script on one or more processes. Its options are the settings in `core.config.launch`."""
 
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -77,21 +77,21 @@ def start_script(
 ) -> None:
     """Start `script` with the given settings.
 
-    This process is replaced by the launcher; with `dry_run`, the command is printed.
+    The launcher replaces this process. With `dry_run`, the command is only printed.
 
     Args:
-        script: Path, module or program.
+        script: Path of a script, name of a module, or program.
         script_args: Arguments of the script.
-        config_file: Path of the config file. Default: the default one, if it exists.
+        config_file: Path of the config file. None: the file that `headway config` writes, if it exists.
         dry_run: Whether to print the command and start nothing.
         force: Whether settings of the command line override those in the script.
-        warning: Text to print first. In a cluster job, only one of the tasks prints it. Default: "".
+        warning: Text to print first. In a cluster job, only one task prints it. Default: "".
         given: Values of the command line by setting; None if a flag was not given.
 
     Raises:
         ConfigError: If settings are invalid or contradict each other, or the script does not exist.
     """
-    # Imported here so that the help does not wait for them.
+    # Imported here so that `--help` does not wait for these imports.
     from headway.core.runtime import network
     from headway.launch import clusters, machine, plan, run
     from headway.launch.plan import Program
@@ -129,12 +129,12 @@ def start_script(
 def _translate_own_file(named: str | None, is_accelerate: bool, environment: dict[str, str]) -> Iterator[str | None]:
     """Yield the path of the config file to use.
 
-    Under Accelerate's name (`--as accelerate`), a config file of Accelerate is replaced by its translation.
+    With `--as accelerate`, a config file of Accelerate is translated first, and the path of the translation is yielded.
 
     Args:
         named: Path that the user gave, or None.
-        is_accelerate: Whether the script is launched as with `accelerate launch`.
-        environment: Environment variables of the launcher.
+        is_accelerate: Whether to treat the file as `accelerate launch` does, because of `--as accelerate`.
+        environment: Environment variables of the launcher. Variables that the file requires are added.
     """
     if named is None or not is_accelerate:
         yield named
@@ -148,12 +148,14 @@ def _translate_own_file(named: str | None, is_accelerate: bool, environment: dic
 
 
 def _print_commands(commands: list[str], num_machines: int, has_secret: bool) -> NoReturn:
-    """Print the command for each machine and exit with code 2. Unless a secret is set, also print a new one.
+    """Print the command for each machine and exit with code 2. Unless the run has a secret, also print a new one.
+
+    The secret is an environment variable by which the machines of a run authenticate each other.
 
     Args:
-        commands: Command per machine.
+        commands: Command of each machine. The last machines may be left out.
         num_machines: Number of machines.
-        has_secret: Whether a secret is set.
+        has_secret: Whether the environment contains a secret for the run.
     """
     import secrets
 
@@ -180,7 +182,7 @@ def merge_settings(
 
     Args:
         given: Values of the command line by setting; None if a flag was not given.
-        config_file: Path of the config file. Default: the default one, if it exists.
+        config_file: Path of the config file. None: the file that `headway config` writes, if it exists.
         force: Whether settings of the command line override those in the script.
         environment: Environment variables of the launcher.
         detected: Settings detected from the cluster.

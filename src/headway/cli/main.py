@@ -1,4 +1,4 @@
-"""Entry point of the `headway` command: runs a subcommand, and converts errors to one line and an exit code."""
+"""Entry point of the `headway` command: runs a subcommand, and reports an error in one line with an exit code."""
 
 import sys
 from collections.abc import Sequence
@@ -105,9 +105,9 @@ click.version_option(__version__, message="headway %(version)s", help="Print the
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with a code.
+    """Run a `headway` command line and exit the process.
 
-    The code is 0 on success, 2 for an error that the user can correct, or 1 for any other error.
+    The exit code is 0 on success, 2 for an error that the user can correct, or 1 for any other error.
 
     Args:
         args: Command-line arguments. Default: those of this process.
@@ -115,11 +115,11 @@ def main(args: Sequence[str] | None = None) -> None:
     open_standard_streams()
     try:
         if env.get("HEADWAY_LOG_LEVEL"):
-            # Report an invalid level in one line, not as a traceback of the process that reads it first.
+            # Report an invalid level in one line. Otherwise the first process that reads it would print a traceback.
             import_module("headway.log").read_level()
         group.main(args=None if args is None else list(args), prog_name="headway")
     except HeadwayError as error:
-        text = escape_json(str(error))  # names in it may come from untrusted files
+        text = escape_json(str(error))  # the message may contain names from untrusted files
         click.echo(f"headway: error: {text}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 

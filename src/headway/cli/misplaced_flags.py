@@ -15,19 +15,17 @@ from headway.errors import ConfigError
 _ONLY_OF_LAUNCHERS = {
     setting.name for setting in SETTINGS.values() if setting.group in ("Hardware", "Several machines")
 } - {"cpu"}
-"""Flags that scripts usually do not define themselves. Other flags, such as --mixed_precision or --cpu, are common in
-scripts.
-"""
+"""Launcher settings whose flags scripts rarely define themselves. In contrast, many scripts define --cpu."""
 
 _MOVABLE = SETTINGS.keys() - {"module", "no_python"}
-"""Flags that the suggested command line moves before the script, if one of `_ONLY_OF_LAUNCHERS` was typed after it."""
+"""Settings whose flags the suggested command line moves before the script if one is in `_ONLY_OF_LAUNCHERS`."""
 
 
 def find_misplaced_flags(ctx: click.Context, raw: Sequence[str]) -> str:
-    """Return a warning if the user typed flags of the launcher after the script, else "".
+    """Return a warning if the user typed flags of the launcher after the script's name, else "".
 
     There is no warning about a flag that the launcher received too, or whose value the launcher does not accept.
-    There is none either for arguments after `--`, or if `--` precedes the script.
+    Arguments after `--`, and all arguments if `--` precedes the script, are assumed to be meant for the script.
 
     Args:
         ctx: Parsed command line of `headway launch`.
@@ -39,7 +37,8 @@ def find_misplaced_flags(ctx: click.Context, raw: Sequence[str]) -> str:
         return ""
     found = dict(_find_flags(ctx, args, _ONLY_OF_LAUNCHERS))
     if ctx.params.get("no_python"):
-        found = {at: words for at, words in found.items() if words[0].startswith("--")}  # sh -c, python -m, echo -n
+        # Programs have short flags of their own, as in `sh -c`, `python -m` and `echo -n`.
+        found = {at: words for at, words in found.items() if words[0].startswith("--")}
     if not found:
         return ""
     found = dict(sorted((found | dict(_find_flags(ctx, args, _MOVABLE - _ONLY_OF_LAUNCHERS))).items()))
@@ -63,7 +62,7 @@ def _find_flags(
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield pairs of (index, words) for the launcher's flags among the script's arguments.
 
-    The words are the flag and, if it is a separate argument, its value.
+    The words are the flag and, if the flag's value is a separate argument, that value.
 
     Args:
         ctx: Parsed command line of `headway launch`.

@@ -1,4 +1,4 @@
-"""Options common to `headway estimate` and `headway plan`."""
+"""Command-line options that `headway estimate` and `headway plan` share."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ _PRECISIONS = ("no", "bf16", "fp16")
 
 
 class PrecisionChoice(click.Choice):  # type: ignore[type-arg]
-    """click type for a precision. Its error message explains the words that other libraries use for precisions."""
+    """click type for a precision. Its error message suggests a replacement for names that other libraries use."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the precision. If it is not allowed, fail with an error that lists the allowed values."""
+        """Check and return the precision that the user typed. An error message lists the allowed values."""
         if str(value).lower() not in _PRECISIONS and (hint := explain_precision(value, _PRECISIONS)):
             self.fail(f"{value!r} is not one of {', '.join(_PRECISIONS)}{hint}", param, ctx)
         return str(super().convert(value, param, ctx))
@@ -47,15 +47,15 @@ EARLIER_NAMES = {
     "num_tokens": "sequence",
     "recompute": "activation_checkpointing",
 }
-"""Earlier names of options of `estimate` and `plan`, accepted until the next release."""
+"""Current option names by their earlier names, which `estimate` and `plan` accept until the next release."""
 
 
 def make_model_option(name: str, group: str, more: str = "", **settings: Any) -> GroupedOption:
-    """Create an option that several commands about models share.
+    """Create one of the command-line options that commands about models share.
 
     Args:
-        name: Flag.
-        group: Heading of the help page.
+        name: Name of the option without dashes, such as "batch_size".
+        group: Heading on the help page under which the option is listed.
         more: Text that is appended to the option's help text. Default: "".
         settings: Further arguments of click.Option.
     """

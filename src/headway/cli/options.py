@@ -14,7 +14,7 @@ from headway.core.config.values import parse_text, suggest_word
 
 
 def replace_dashes(token: str) -> str:
-    """Return a flag with dashes replaced by underscores, as its name is spelled in the settings."""
+    """Return a flag with underscores instead of dashes, as in the names of settings."""
     return token.replace("-", "_")
 
 
@@ -24,7 +24,7 @@ class PlaceType(click.ParamType):  # type: ignore[type-arg]
     name = "path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Return the value as a path."""
+        """Return the path or URL that the user typed as a path object."""
         return to_path(value)
 
 
@@ -33,7 +33,7 @@ PLACE = PlaceType()
 
 
 class GroupedOption(click.Option):
-    """Option that is listed under a heading of the help page.
+    """Command-line option that the help page lists under a heading.
 
     Args:
         group: Heading.
@@ -48,16 +48,16 @@ class GroupedOption(click.Option):
     def get_help_extra(self, ctx: click.Context) -> Any:
         """Return the details that click appends to the help text, such as the default.
 
-        The range of a number is left out, because error messages contain it.
+        The allowed range of a number is left out, because error messages contain it.
         """
         return {name: value for name, value in super().get_help_extra(ctx).items() if name != "range"}
 
 
 def make_option(name: str, metavar: str | None, group: str, text: str, kind: Any = None, **more: Any) -> GroupedOption:
-    """Create a command-line option that is listed under a heading of the help page.
+    """Create a command-line option that the help page lists under a heading.
 
     Args:
-        name: Flag.
+        name: Flag, such as "--tensors".
         metavar: Placeholder of the value in the help; None for a switch without a value.
         group: Heading.
         text: Help text.
@@ -73,10 +73,9 @@ def make_option(name: str, metavar: str | None, group: str, text: str, kind: Any
 
 
 def _show_choices(choices: tuple[str, ...], text: str) -> tuple[str, str]:
-    """Return the metavar and the help text of an option with choices.
+    """Return the metavar (placeholder of the value) and the help text of an option with choices.
 
-    If the choices are few and short, they become the metavar. Otherwise they are added to the text, which can be
-    wrapped.
+    If the choices are few and short, the metavar lists them. Otherwise the help text does, because it can be wrapped.
     """
     words = "|".join(choices)
     if len(words) <= _LONGEST_METAVAR:
@@ -108,7 +107,7 @@ class GroupedCommand(click.Command):
     """Command whose help lists the common options, and whose errors suggest a replacement for an unknown flag.
 
     Args:
-        aliases: Flag for each alternative name. The help does not show alternative names.
+        aliases: Mapping from alternative option names, which are accepted but not shown in the help, to current names.
     """
 
     def __init__(self, *args: Any, aliases: Mapping[str, str] | None = None, **kwargs: Any) -> None:
@@ -126,7 +125,7 @@ class GroupedCommand(click.Command):
             self.params.append(GroupedOption(["--help-all"], help=text, **more))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments. Explain an unknown flag if it belongs to another launcher."""
+        """Parse the arguments. If a flag is unknown, raise an error with a replacement or a similar flag."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -135,9 +134,9 @@ class GroupedCommand(click.Command):
             raise click.UsageError(f"there is no flag {error.option_name}{hint}", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options to the help page.
+        """Write the options to the help page, grouped by heading.
 
-        If some options are rare, all are written only with `--help-all`, grouped by heading.
+        If some options are rare, only `--help-all` shows them and the headings.
         """
         params = self.get_params(ctx)
         is_short = any(getattr(each, "is_rare", False) for each in params) and _SHOWS_ALL not in ctx.meta
@@ -200,5 +199,5 @@ def read_command_line_layer(given: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def format_examples(*lines: str) -> str:
-    """Return the text at the end of a help page, which lists example commands."""
+    """Return a text with one example command per line, for the end of a help page."""
     return "Examples:\n" + "\n".join(f"  {line}" for line in lines)

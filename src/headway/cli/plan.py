@@ -1,4 +1,4 @@
-"""`headway plan`: memory and traffic of each rank for any layout and number of ranks, computed without GPUs."""
+"""`headway plan`: compute the memory and traffic of each rank for any layout and number of ranks, without GPUs."""
 
 import json
 from functools import partial
@@ -32,10 +32,10 @@ _EPILOG_PLAN = format_examples(
 
 def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **given: Any) -> None:
     for text in strategy:
-        parse_layout(text)  # an invalid layout is an error; one that does not divide the ranks is a row
+        parse_layout(text)  # raises an error if invalid; a layout that does not fit the ranks becomes a table row
     check_model_name(model)
     memory = parse_bytes(given["budget"]) if given["budget"] is not None else None
-    # Imported here so that the help does not wait for torch.
+    # Imported here so that `--help` does not wait for the import of torch.
     from headway.planning.compare import compare_layouts, comparison_as_dict, list_candidates, plan, tabulate
     from headway.planning.costs import ClusterRates
     from headway.planning.optimizers import resolve_optimizer
@@ -47,7 +47,7 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **gi
         given["machine_ranks"], given["intra"] * 1e9, given["inter"] * 1e9, given["flops"] * 1e12, memory
     )
     show_progress()
-    # An optimizer that is wrong for every layout raises an error instead of becoming a row.
+    # Raise an error for an unknown optimizer. Otherwise each row of the table would report it.
     resolve_optimizer(given["optimizer"])
     planned = partial(
         plan,

@@ -1,4 +1,4 @@
-"""Progress of a command: shows Headway's info messages on one line, each replacing the previous one."""
+"""Progress display of a command: Headway's info messages on one line of the terminal, the latest one at a time."""
 
 import logging
 import sys
@@ -7,16 +7,16 @@ import click
 
 
 class _Status(logging.StreamHandler):  # type: ignore[type-arg]  # it cannot be subscripted in Python 3.10
-    """Log handler that overwrites the previous message on the terminal."""
+    """Log handler that writes each message over the previous one on the terminal."""
 
     terminator = ""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the message with a prefix that clears the line."""
+        """Return the message, prefixed with the escape sequence that clears the terminal line."""
         return f"\r\x1b[K{super().format(record)}"
 
     def close(self) -> None:
-        """Clear the line and close the handler."""
+        """Clear the terminal line and close the handler."""
         self.stream.write("\r\x1b[K")
         super().close()
 

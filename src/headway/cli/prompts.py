@@ -1,4 +1,4 @@
-"""Prompts on a terminal: with menus if questionary is installed, else as plain lines."""
+"""Prompts on a terminal, with menus if questionary is installed, else as plain lines."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -9,7 +9,7 @@ from headway.common import optional
 
 
 class Question(Protocol):
-    """Interface of a question to the user, with its text, its default and the check of an answer."""
+    """Interface of a question to the user: a text, a default answer, and a method that checks an answer."""
 
     @property
     def text(self) -> str:
@@ -24,16 +24,16 @@ class Question(Protocol):
         """Allowed answers. Empty if any text is allowed."""
 
     def find_problem(self, answer: str) -> str | None:
-        """Return a message about an invalid answer, or None if the answer is valid."""
+        """Return a description of what is wrong with an answer, or None if the answer is valid."""
 
 
 def choose_prompt() -> Callable[[Question], str]:
-    """Return the function that asks one question: with menus if questionary is installed, else with plain lines."""
+    """Return `ask_with_menu` if questionary is installed, else `ask_with_lines`."""
     return ask_with_menu if optional.is_available("questionary") else ask_with_lines
 
 
 def ask_with_menu(question: Question) -> str:
-    """Ask a question with questionary, and return a valid answer.
+    """Ask a question with a menu or prompt of questionary, and return a valid answer.
 
     Raises:
         click.Abort: If the user presses Ctrl-C.
@@ -71,7 +71,7 @@ def ask_with_lines(question: Question) -> str:
 
 
 def _resolve_choice(question: Question, typed: str) -> str:
-    """Return the choice with the typed number or first word, or the typed text if there is none."""
+    """Return the choice whose number or first word the user typed. If there is none, return the typed text."""
     text = typed.strip()
     if text.isdecimal() and 1 <= int(text) <= len(question.choices):
         return question.choices[int(text) - 1]

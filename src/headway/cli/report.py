@@ -44,8 +44,8 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     epilog=_EPILOG,
 )
 def command(run: tuple[Path, ...], out: Path | None, png: Path | None) -> None:
-    """Load the runs, then write the page and the PNG files."""
-    # Imported here so that the help does not wait for it.
+    """Load the runs, then write the HTML page and, if requested, the PNG files."""
+    # Imported here so that `--help` does not wait for this import.
     from headway.core.tracking.report.data import load
     from headway.core.tracking.report.page import html_page
 

@@ -1,4 +1,4 @@
-"""Checks of `headway test` on every rank, which compare a distributed run with plain PyTorch on one process."""
+"""Checks that `headway test` runs on every rank. They compare a distributed run with plain PyTorch on one process."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from headway.core.config.run import DataLoaderConfiguration
 from headway.core.runtime.collectives.rng import synchronize_rng_states
 from headway.core.runtime.seed import set_seed
 
-_NUM_ROWS = 37  # a prime, so that nothing divides evenly
+_NUM_ROWS = 37  # a prime, so that no batch size or number of ranks divides it
 
 _BATCH = 4
 
@@ -43,8 +43,10 @@ def _gather_whole(tensor: torch.Tensor) -> torch.Tensor:
 def check_collectives(accelerator: Accelerator) -> str:
     """Raise AssertionError if a collective of the Accelerator returns a wrong result.
 
-    Otherwise return a text for the report. The checked methods are gather, reduce, pad_across_processes and
-    gather_objects, with each rank's number as input.
+    The checked methods are gather, reduce, pad_across_processes and gather_objects. Each rank passes its own number.
+
+    Returns:
+        Description of the successful check, for the report.
     """
     rank, count = accelerator.process_index, accelerator.num_processes
     rows = torch.full((rank + 1,), rank, device=accelerator.device)
@@ -58,7 +60,7 @@ def check_collectives(accelerator: Accelerator) -> str:
 
 
 def check_data(accelerator: Accelerator) -> str:
-    """Raise AssertionError if an epoch misses or repeats a sample, or if two epochs have one order.
+    """Raise AssertionError if an epoch misses or repeats a sample, or if two epochs have the same sample order.
 
     Returns:
         Description of the successful check, for the report.
@@ -77,7 +79,7 @@ def check_data(accelerator: Accelerator) -> str:
 def check_gradient(accelerator: Accelerator) -> str:
     """Raise AssertionError if the gradient of an accumulation window with micro-batches of different sizes is wrong.
 
-    The gradient over all ranks must equal that of all data in one batch.
+    The reduced gradient must equal the gradient of one batch with all data on one process.
 
     Returns:
         Description of the successful check, for the report.
@@ -88,7 +90,7 @@ def check_gradient(accelerator: Accelerator) -> str:
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=_BATCH)
     model = accelerator.prepare_model(_make_model())
     prepared = accelerator.prepare_data_loader(loader)
-    prepared.even_batches = False  # repeated rows would count in the loss
+    prepared.even_batches = False  # otherwise repeated rows would count in the loss
     accelerator.gradient_accumulation_steps = len(prepared)
     for batch, wanted in prepared:
         with accelerator.accumulate(model):
@@ -101,7 +103,7 @@ def check_gradient(accelerator: Accelerator) -> str:
         assert reference.grad is not None
         found = (
             _gather_whole(parameter.grad).cpu().float() / scale
-        )  # gathering sharded gradients is a collective, so all ranks run it
+        )  # gathering a sharded gradient is a collective that all ranks must run
         errors[name] = (found - reference.grad).abs().max().item()
     for name, error in errors.items():
         _require(error <= tolerance, f"the gradient of {name} is off by {error:.2g}")
@@ -109,16 +111,16 @@ def check_gradient(accelerator: Accelerator) -> str:
 
 
 def check_random_streams(accelerator: Accelerator) -> str:
-    """Raise AssertionError if ranks draw equal numbers with `device_specific` seeds.
+    """Raise AssertionError if ranks draw equal random numbers after `set_seed(..., device_specific=True)`.
 
-    Raise it also if they draw different numbers after `synchronize_rng_states`.
+    The error is also raised if they draw different numbers after `synchronize_rng_states`.
 
     Returns:
         Description of the successful check, for the report.
     """
     set_seed(3, device_specific=True)
     own = accelerator.collectives.gather_objects(torch.rand(1).item())
-    num_streams = accelerator.strategy.data_shard.count  # ranks that read the same shard draw equal numbers
+    num_streams = accelerator.strategy.data_shard.count  # ranks that read the same data must draw equal numbers
     _require(len(set(own)) == num_streams, "device_specific seeds gave two ranks one stream")
     synchronize_rng_states(["torch"])
     _require(len(set(accelerator.collectives.gather_objects(torch.rand(1).item()))) == 1, "streams stayed different")
@@ -126,7 +128,7 @@ def check_random_streams(accelerator: Accelerator) -> str:
 
 
 def check_metrics(accelerator: Accelerator) -> str:
-    """Raise AssertionError if `gather_for_metrics` loses or repeats samples of a padded last batch.
+    """Raise AssertionError if `gather_for_metrics` loses or repeats samples of a last batch that was padded.
 
     Returns:
         Description of the successful check, for the report.
@@ -148,7 +150,7 @@ _CHECKS: list[Callable[[Accelerator], str]] = [
 
 
 def check_setup() -> bool:
-    """Run every check on every rank and print the results. Return True if no check failed on any rank."""
+    """Run all checks of `headway test` on all ranks and print the results. Return True if none failed on any rank."""
     started = time.monotonic()
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(data_seed=0))
     accelerator.print(

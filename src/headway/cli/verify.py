@@ -1,4 +1,4 @@
-"""`headway verify`: run a script's first updates several times, and compare what the runs computed."""
+"""`headway verify`: run a script's first updates several times, and compare the results of these runs."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from headway.core.config.launch import SETTINGS
 from headway.errors import ConfigError
 
 PROOFS = ("repeat", "processes", "layout", "samples", "resume", "out_of_memory", "learning", "leaks", "memory", "data")
-"""Names of all proofs (checks of a script) for `--only` and `--skip`, in the order of the table that is printed."""
+"""Names of all proofs (checks of a script) for `--only` and `--skip`, in the order of the printed table."""
 
 _ABOUT = """Prove on SCRIPT itself that its training can be trusted, before the long run.
 
@@ -61,25 +61,27 @@ def make_options(
     as_json: bool = False,
     **given: Any,
 ) -> dict[str, Any]:
-    """Return the options of `python -m headway.verify` as values for JSON.
+    """Return the options of `python -m headway.verify` as a dict that can be written as JSON.
+
+    A proof is a check of the script, such as "resume".
 
     Args:
-        script: Path or module.
+        script: Path of a script, or name of a module.
         script_args: Arguments of the script.
-        config_file: Path of the config file. Default: the default one, if it exists.
-        only: Proofs to make, separated by commas. Default: all.
-        skip: Proofs to leave out, separated by commas. Default: none.
-        updates: Updates of each run. Default: 6.
-        time_limit: Seconds that each run may take. Default: 60.
-        device: Name of the device of the full run, for a forecast of its memory. Default: no such forecast.
-        resume_args: Arguments to add to the script's own when it is started again after a kill. Default: none.
+        config_file: Path of the config file. None: the file that `headway config` writes, if it exists.
+        only: Names of proofs to run, separated by commas. Default: all.
+        skip: Names of proofs to leave out, separated by commas. Default: none.
+        updates: Number of updates in each run. Default: 6.
+        time_limit: Time limit of each run in seconds. Default: 60.
+        device: Name of the device on which the full run will train, to forecast its memory. Default: no forecast.
+        resume_args: Arguments to add to `script_args` when the script is started again after a kill. Default: none.
         as_json: Whether to print JSON. Default: False.
         given: Values of the command line by setting; None if a flag was not given.
 
     Raises:
         ConfigError: If settings contradict each other, or the script does not exist.
     """
-    # Imported here so that the help does not wait for them.
+    # Imported here so that `--help` does not wait for these imports.
     from headway.launch import machine
     from headway.launch.plan import Program, make_plan
     from headway.launch.run import check_program
@@ -139,11 +141,17 @@ def make_options(
 
 
 def _choose_processes(typed: dict[str, Any], here: Any) -> tuple[int, bool, list[str]]:
-    """Return the number of processes to compare with one, whether they use the CPU, and remarks about the choice.
+    """Choose the number of processes to compare with one process, and whether to use the CPU.
 
     Args:
         typed: Settings of the command line.
         here: Description of this machine.
+
+    Returns:
+        Number of processes, whether all runs use the CPU, and notes for the user about this choice.
+
+    Raises:
+        ConfigError: If the command line asks for fewer than two processes.
     """
     devices = len(here.device_ids)
     is_on_cpu = bool(typed.get("cpu"))

@@ -16,7 +16,7 @@ def open_replacement(path: Path, has_rivals: bool = False) -> Iterator[Path]:
 
     Args:
         path: File to create or replace.
-        has_rivals: Whether other processes may write the same file at the same time. Each process then uses a different
+        has_rivals: Whether other processes might write this file at the same time. Each process then uses a different
             temporary name. Default: False.
     """
     rival = f".{secrets.token_hex(4)}" if has_rivals else ""
@@ -36,8 +36,8 @@ def write_text(path: Path, text: str, has_rivals: bool = False) -> None:
     Args:
         path: File to create or replace.
         text: New content of the file.
-        has_rivals: Whether other processes may write the same file at the same time. Each process then uses a different
-            temporary name.
+        has_rivals: Whether other processes might write this file at the same time. Each process then uses a different
+            temporary name. Default: False.
     """
     with open_replacement(path, has_rivals) as staged:
         staged.write_text(text, encoding="utf-8")

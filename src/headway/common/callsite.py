@@ -1,4 +1,7 @@
-"""Stack frames: find the user's own line. This is the only module that walks up the call stack."""
+"""Inspection of stack frames, to find the line of user code that made a call.
+
+No other module walks up the call stack.
+"""
 
 import linecache
 import os
@@ -51,7 +54,7 @@ class Frame:
 
     @property
     def source(self) -> str:
-        """Text of the line, or "" if the source file is not available on this machine."""
+        """Source text of the line, or "" if the source file is not available on this machine."""
         return linecache.getline(self.file, self.line).strip()
 
 
@@ -60,7 +63,7 @@ def is_headway_file(file: str) -> bool:
     return file.startswith(_HEADWAY)
 
 
-@lru_cache(maxsize=4096)  # each collective asks this of every frame between it and the user's line
+@lru_cache(maxsize=4096)  # called by each collective for every frame between it and the line of user code
 def is_user_file(file: str) -> bool:
     """Whether `file` is user code: not part of Headway, of an installed package, or of Python itself."""
     return not file.startswith(_LIBRARIES)
@@ -84,7 +87,7 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 def trace_calls(depth: int) -> tuple[tuple[int, int], ...]:
     """Return pairs of (code object ID, line) for up to `depth` frames above the caller, innermost first.
 
-    Two calls by the same path give equal results, so the tuple can serve as a cache key.
+    Two calls that are made along the same call path return equal tuples, so the result can serve as a cache key.
     """
     frames = islice(_outward(sys._getframe(2)), depth)
     return tuple((id(frame.f_code), frame.f_lineno) for frame in frames)

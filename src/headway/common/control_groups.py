@@ -8,14 +8,17 @@ from pathlib import Path
 from headway.common.system_files import read_system_file
 
 _NO_LIMIT = 1 << 60
-"""Bytes from which a reported limit means "no limit", because version 1 reports a huge number then."""
+"""Smallest reported limit, in bytes, that is taken to mean "no limit".
+
+If there is no limit, version 1 reports a huge number.
+"""
 
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """Linux control group (cgroup) of processes.
+    """Linux control group (cgroup), with its memory limit and memory use.
 
-    Its values are read from the kernel at each access; memory is in bytes.
+    The values are read from the kernel at each access.
 
     Attributes:
         folder: Folder of the group's control files.
@@ -44,7 +47,7 @@ class ControlGroup:
     @property
     def reclaimable(self) -> int:
         """Bytes of page cache that the kernel frees when processes need memory."""
-        # In version 1 only the total includes child groups.
+        # In version 1, only the `total_` values include child groups.
         return self._count("memory.stat", "inactive_file" if self.is_unified else "total_inactive_file") or 0
 
     @property
@@ -83,7 +86,7 @@ def list_control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
         if not is_unified and "memory" not in controllers.split(","):
             continue
         base = mounted if is_unified else mounted / "memory"
-        # Inside a container the path may be the host's, which is not mounted. Then `base` is the group itself.
+        # Inside a container, the path can be the host's, which is not mounted. Then `base` is the group itself.
         folder = base / path.lstrip("/")
         while folder != base.parent:
             if folder.is_dir():

@@ -14,10 +14,10 @@ CONTROL = "HEADWAY_CONTROL"
 """Variable that gives a worker the address of the control plane hosted by the launcher."""
 
 RESTART_REASON = "HEADWAY_RESTART_REASON"
-"""Variable that gives restarted workers, in one sentence, the reason why the launcher has restarted them."""
+"""Variable that contains the reason why the launcher restarted the workers, as one sentence."""
 
 SECRET = "HEADWAY_SECRET"
-"""Variable that may hold the run's shared secret, by which its machines and ranks authenticate each other."""
+"""Variable for the run's shared secret, with which its machines and ranks authenticate each other. It is optional."""
 
 MEMORY = "HEADWAY_MEMORY"
 """Variable that gives a worker the path of a folder in shared memory.
@@ -26,7 +26,7 @@ The launcher's agent creates and removes the folder.
 """
 
 VERIFY = "HEADWAY_VERIFY"
-"""Variable by which `headway verify` instructs the workers of a run, as JSON, which values to record."""
+"""Variable that `headway verify` sets. Its JSON text describes the values that the workers of a run must record."""
 
 PAYLOAD = "HEADWAY_RUN"
 """Variable that carries the launcher's settings to a worker, as JSON."""
@@ -38,7 +38,7 @@ def get(name: str) -> str | None:
 
 
 def remove_variable(name: str) -> str | None:
-    """Remove an environment variable, which child processes then do not inherit. Return its text, or None if unset."""
+    """Remove an environment variable, so that child processes do not inherit it. Return its text, or None if unset."""
     return os.environ.pop(name, None)
 
 
@@ -86,22 +86,22 @@ def parse_bool(text: str, name: str) -> bool:
 
 
 def get_rank() -> int:
-    """Return this process's global rank as set by the launcher; 0 without a launcher."""
+    """Return this process's global rank as set by the launcher, or 0 without a launcher."""
     return get_int("RANK") or 0
 
 
 def get_local_rank() -> int:
-    """Return this process's rank on its machine as set by the launcher; 0 without a launcher."""
+    """Return this process's rank on its machine as set by the launcher, or 0 without a launcher."""
     return get_int("LOCAL_RANK") or 0
 
 
 def get_world_size() -> int:
-    """Return the total number of processes as set by the launcher; 1 without a launcher."""
+    """Return the total number of processes as set by the launcher, or 1 without a launcher."""
     return get_int("WORLD_SIZE") or 1
 
 
 def get_local_world_size() -> int:
-    """Return the number of processes on this machine as set by the launcher; 1 without a launcher."""
+    """Return the number of processes on this machine as set by the launcher, or 1 without a launcher."""
     return get_int("LOCAL_WORLD_SIZE") or 1
 
 
@@ -132,7 +132,7 @@ def patch_variables(changes: Mapping[str, str | None]) -> Iterator[None]:
 
 @contextmanager
 def clear_variables() -> Iterator[None]:
-    """Return a context with an empty environment. The previous environment is restored at its end."""
+    """Return a context in which no environment variables are set. The previous environment is restored at its end."""
     before = dict(os.environ)
     os.environ.clear()
     try:

@@ -10,8 +10,8 @@ def pause_garbage_collection() -> Iterator[None]:
     """Return a context manager (or decorator) in which cyclic garbage collection is disabled.
 
     It is for code that creates millions of small objects and almost no reference cycles, such as a forecast or the
-    manifest of 10,000 parameters. Collection would take a third of the time there. If another thread enables the
-    collector meanwhile, only time is lost.
+    manifest of 10,000 parameters. Garbage collection would take a third of the run time of such code. If another thread
+    enables the collector meanwhile, only time is lost.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,8 +1,8 @@
 """Client for object stores (S3, Google Cloud Storage, Azure) on top of obstore: requests, retries and errors.
 
 A request is retried for a bounded time while it fails for a transient reason: no answer, a server error, a truncated
-transfer. A refused request is not retried. obstore itself finds endpoint, region and credentials: AWS_*, GOOGLE_*
-and AZURE_* variables, a web identity, or the machine's role. Profiles in ~/.aws work if boto3 is installed.
+transfer. A refused request is not retried. obstore itself finds the endpoint, the region and the credentials: in AWS_*,
+GOOGLE_* and AZURE_* variables, a web identity, or the machine's role. Profiles in ~/.aws work if boto3 is installed.
 """
 
 import importlib
@@ -23,8 +23,10 @@ from headway.errors import ConfigError, ObjectStoreError, OptionalDependencyMiss
 T = TypeVar("T")
 
 RETRY_SECONDS, REQUEST_TIMEOUT = "HEADWAY_STORE_RETRY_SECONDS", "HEADWAY_STORE_REQUEST_TIMEOUT"
-"""Environment variables: total seconds of retries for one request (default 120), and timeout in seconds of one attempt
-(default 60).
+"""Environment variables that bound the time of a request, in seconds.
+
+The first is the total time of retries for one request (default 120), the second is the timeout of one attempt (default
+60).
 """
 _REFUSED = "ExpiredToken|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch|TokenRefreshRequired|AccessDenied"
 _LONGEST_PAUSE, _MOST_KEPT = 5.0, 4
@@ -67,7 +69,7 @@ class ObjectClient:
         try:
             self._store = importlib.import_module("obstore.store").from_url(
                 root,
-                client_options={  # passed as a whole, instead of the options that obstore reads from the environment
+                client_options={  # these replace all client options that obstore reads from the environment
                     "timeout": timeout,
                     "connect_timeout": min(timeout, timedelta(seconds=10)),
                     "allow_http": any(env.get_bool(f"{maker}_ALLOW_HTTP") for maker in ("AWS", "AZURE", "GOOGLE")),
@@ -93,10 +95,10 @@ class ObjectClient:
         return self._get_or_none(act, f"read {key}")
 
     def get_cached(self, key: str) -> tuple[bytes, str] | None:
-        """Return an object's bytes and ETag like `get`, and cache them for later calls of `get`.
+        """Return an object's bytes and ETag, or None if it does not exist. Cache them for later calls of `get`.
 
-        Later calls compare ETags, and download the object again only if it has changed. At most four objects are
-        cached.
+        Later calls of `get` compare ETags, and download the object again only if it has changed. At most four objects
+        are cached.
         """
         found = self.get(key)
         self._kept.pop(key, None)
@@ -140,11 +142,11 @@ class ObjectClient:
         Args:
             key: Key of the object in the bucket.
             data: Content of the object, as a bytes-like object.
-            replaces: ETag of the object to replace; None if no object may exist yet; "any" to overwrite
-                unconditionally.
+            replaces: ETag of the object to replace. None: Write only if the object does not exist yet. "any": Overwrite
+                unconditionally. Default: "any".
 
         Returns:
-            The new ETag, or None if the condition failed. The stored object is then unchanged.
+            The new ETag. None if the condition failed, which leaves the stored object unchanged.
         """
         mode: Any = "overwrite" if replaces == "any" else "create" if replaces is None else {"e_tag": replaces}
         exceptions = self._library.exceptions
@@ -155,7 +157,7 @@ class ObjectClient:
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError) as error:
             if isinstance(error, FileNotFoundError) and replaces in (None, "any"):
                 raise ObjectStoreError(f"{self.root} does not exist, or is not writable ({error})") from error
-            found = self.get(key)  # this very request may have come through before its answer was lost
+            found = self.get(key)  # an earlier attempt may have succeeded although its answer was lost
             return found[1] if found is not None and found[0] == bytes(data) else None
         return str(done["e_tag"])
 
@@ -199,7 +201,8 @@ class ObjectClient:
         Raises:
             ObjectStoreError: If the store refused the request, or every attempt failed.
             FileNotFoundError: If the object does not exist.
-            AlreadyExistsError, PreconditionError: obstore's errors of a conditional write, which the caller handles.
+            AlreadyExistsError, PreconditionError: If the condition of a conditional write is not met. These classes are
+                obstore's.
         """
         exceptions, began, pause, attempts = self._library.exceptions, time.monotonic(), 0.1, 0
         caller_errors = (FileNotFoundError, exceptions.AlreadyExistsError, exceptions.PreconditionError)
@@ -208,7 +211,7 @@ class ObjectClient:
             try:
                 return act()
             except caller_errors as error:
-                # S3 answers so if two conditional writes coincide; neither of them has failed for good.
+                # S3 returns this error if two conditional writes coincide. A retry can succeed.
                 if "ConditionalRequestConflict" not in str(error):
                     raise
                 failure: Exception = error
@@ -226,7 +229,7 @@ class ObjectClient:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _refusal(self, error: Exception) -> str:
-        """Return the reason why the store has refused a request, or "" if a retry may succeed."""
+        """Return the reason why the store has refused a request, or "" if a retry can succeed."""
         exceptions, text = self._library.exceptions, str(error)
         if "RequestTimeTooSkewed" in text:
             return "this machine's clock differs too much from the store's: set it (with chrony, for example)"
@@ -271,7 +274,10 @@ def _read_seconds(name: str, default: float) -> float:
 
 
 def _find_profile(root: str) -> dict[str, Any]:
-    """Return a credential provider for an AWS profile, which obstore does not read by itself."""
+    """Return the obstore option with the credentials of an AWS profile, or {} if no profile is to be used.
+
+    obstore does not read profiles itself.
+    """
     is_named = env.get("AWS_PROFILE") or (Path.home() / ".aws" / "credentials").is_file()
     if not root.startswith("s3:") or env.get("AWS_ACCESS_KEY_ID") or not is_named:
         return {}

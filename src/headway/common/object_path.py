@@ -1,9 +1,9 @@
 """Paths in object stores, such as `s3://bucket/run`. A file larger than one part is stored as several objects.
 
-The first 16 MiB of a file are the object with its name; the next ones are `<name>.part-00001` and so on. Each part
-is written by one request that succeeds or fails as a whole, so a killed process leaves only complete, named objects.
-A multipart upload would leave parts that no listing shows, that cost money, and that obstore cannot find. Folders
-are prefixes and need not be created.
+The object with the file's name contains the first 16 MiB, `<name>.part-00001` contains the next 16 MiB, and so on. Each
+part is written by one request that succeeds or fails as a whole, so a killed process leaves only complete, named
+objects. A multipart upload would leave parts that no listing shows, that cost money, and that obstore cannot find.
+Folders are prefixes and need not be created.
 """
 
 import contextlib
@@ -26,8 +26,9 @@ PART = 16 * 2**20
 THREADS = 4
 """Number of parts that a process sends or receives concurrently."""
 SCHEMES = ("s3", "gs", "az")
-"""URL schemes of object stores. They repeat the "store" rows of `headway.core.extensions`, which this layer must not
-import.
+"""URL schemes of object stores.
+
+They repeat the "store" rows of `headway.core.extensions`, which this layer must not import.
 """
 _URL = re.compile(rf"({'|'.join(SCHEMES)})://")
 _MANGLED = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)")
@@ -35,9 +36,9 @@ _PART_NAME = re.compile(r"(.+)\.part-\d{5}")
 
 
 class ObjectPath(type(Path())):  # type: ignore[misc]
-    """A path in a bucket.
+    """Path in a bucket of an object store.
 
-    `/`, `name`, `parent` and `with_name` work as in `pathlib`; file operations become requests to the store.
+    `/`, `name`, `parent` and `with_name` work as in `pathlib`. File operations become requests to the store.
     """
 
     def __str__(self) -> str:
@@ -48,7 +49,7 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         raise TypeError(f"{self} is in an object store, and has no path in the file system")
 
     def __rtruediv__(self, other: Any) -> "ObjectPath":
-        """Return this path for `folder / path`.
+        """Return this path as the result of `folder / path`.
 
         An object path is absolute and replaces the folder, as in `pathlib`.
         """
@@ -106,7 +107,7 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         yield from (self / name for name, _ in self.list_objects() if not _PART_NAME.fullmatch(name))
 
     def mkdir(self, *_: Any, **__: Any) -> None:
-        """Do nothing, because a folder is only a prefix and exists as soon as an object has it."""
+        """Do nothing, because a folder is only a prefix and exists as soon as an object's key starts with it."""
 
     def touch(self, *_: Any, **__: Any) -> None:
         """Write an empty object."""
@@ -204,7 +205,7 @@ def open_writable(place: Path) -> Iterator[Path]:
 
 
 class PartsWriter(io.RawIOBase):
-    """Sequential writer that uploads parts in background threads while the next ones are filled.
+    """Sequential writer that uploads parts in background threads while the next parts are filled.
 
     Holds at most `THREADS` buffers of `PART` bytes. The file is complete once `close` has returned.
 
@@ -297,7 +298,7 @@ class PartsWriter(io.RawIOBase):
 
 
 class PartsReader(RangeFile):
-    """Seekable reader of a file that is stored as one or more objects, its parts.
+    """Seekable reader of a file whose parts are stored as one or more objects.
 
     Args:
         path: File to read.
@@ -315,7 +316,7 @@ class PartsReader(RangeFile):
         self._path = path
 
     def read_at(self, offset: int, view: memoryview) -> int:
-        """Read bytes of the file from `offset` on into `view`, and return their number.
+        """Fill `view` with the file's bytes from `offset` on, and return the number of bytes read.
 
         The number is less than `len(view)` only at the end of the file.
         """

@@ -23,7 +23,7 @@ def require(package: str, purpose: str, install: str) -> ModuleType:
 
     Args:
         package: Import name of the package.
-        purpose: Feature that needs it, as the start of the error message: "stateful loaders need".
+        purpose: Start of the error message, which names the feature that needs the package: "stateful loaders need".
         install: Requirement to pass to `pip install`.
 
     Raises:
@@ -50,5 +50,5 @@ class LazyModule:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        """Import the module on first access, and return its attribute."""
+        """Import the module on first access, and return one of its attributes."""
         return getattr(importlib.import_module(self._name), attribute)

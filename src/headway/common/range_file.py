@@ -22,7 +22,7 @@ class RangeFile(io.RawIOBase):
 
         Args:
             offset: Byte offset at which to start.
-            view: Buffer of bytes. It may be longer than the rest of the file.
+            view: Buffer of bytes. It can be longer than the rest of the file.
 
         Returns:
             Number of bytes read. It is less than the length of `view` only at the end of the file.
@@ -37,7 +37,7 @@ class RangeFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Move to a byte offset and return the new offset. `whence` has the meaning of `io.IOBase.seek`."""
+        """Move to a byte offset and return the new offset. `whence` has the same meaning as in `io.IOBase.seek`."""
         self._at = offset + (0, self._at, self._num_bytes)[whence]
         return self._at
 

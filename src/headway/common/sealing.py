@@ -1,6 +1,6 @@
 """HMACs that prove that a message was sent by a process of this run, and the secret with which they are computed.
 
-Messages from the network may contain anything. The HMAC is checked before the message is parsed.
+Messages from the network can contain anything. The HMAC is checked before the message is parsed.
 """
 
 import struct
@@ -22,7 +22,7 @@ def read_secret(file: str | None = None) -> bytes:
     """Return the secret that the user set for the run, or b"" if there is none.
 
     Args:
-        file: Path given by `--secret`. Without it, the variable HEADWAY_SECRET is read.
+        file: Path given by `--secret`. Default: None, the variable HEADWAY_SECRET is read.
 
     Raises:
         ConfigError: If the file cannot be read, or the secret is too short.
@@ -77,7 +77,7 @@ class UnsealedCounter:
 
 
 class Seal:
-    """Computes HMACs for messages of this run, and rejects received messages without a valid one.
+    """Authenticator that computes HMACs for messages of this run, and rejects received messages without a valid one.
 
     Args:
         secret: The run's secret. If empty, HMACs detect messages of other runs, but not an attacker.

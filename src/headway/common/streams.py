@@ -1,4 +1,4 @@
-"""Standard streams of a command that was started with some of them closed, as by `headway launch train.py >&-`."""
+"""Replacement of standard streams that are closed when a command starts, as in `headway launch train.py >&-`."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ _NUM_STANDARD = 3
 
 
 def open_standard_streams() -> None:
-    """Connect each closed standard stream to the null device, for this process and those that it starts.
+    """Connect each closed standard stream to the null device, for this process and its child processes.
 
     Python sets `sys.stdout` to None if its file descriptor is closed. The next file or socket that is opened would get
     this descriptor number, and the output of child processes would be written into it.

@@ -1,4 +1,4 @@
-"""Reading of small system files, such as those in /proc and /sys, which may be missing."""
+"""Reading of small system files, such as those in /proc and /sys, which might be missing."""
 
 from pathlib import Path
 

@@ -19,13 +19,13 @@ class TaskThreads:
 
     After an error, later tasks are skipped. `submit` and `wait` raise the error of the earliest failed task.
 
-    An executor of `concurrent.futures` refuses tasks once the interpreter has begun to exit. A background save may
+    An executor of `concurrent.futures` refuses tasks once the interpreter has begun to exit. A background save might
     still be running then, so these are plain threads.
 
     Args:
         num_threads: Number of threads. Fewer are used if the system cannot start that many.
         name: Name of the threads.
-        max_waiting: Number of submitted tasks that may be unfinished. `submit` blocks until there are fewer.
+        max_waiting: Maximum number of unfinished submitted tasks. `submit` blocks until there are fewer.
     """
 
     def __init__(self, num_threads: int, name: str, max_waiting: int) -> None:
@@ -63,35 +63,35 @@ class TaskThreads:
         """Queue a task. Blocks while too many submitted tasks are unfinished.
 
         Raises:
-            BaseException: If an earlier task has failed, its error.
+            BaseException: The error of an earlier task, if one has failed.
         """
         self._free.acquire()
         self._tasks.put(_Task(next(self._numbers), call, is_limited=True))
         self.check()
 
     def add(self, call: Callable[[], None]) -> None:
-        """Queue a task without waiting, whatever the number of unfinished tasks. A running task may call this."""
+        """Queue a task without waiting, regardless of the number of unfinished tasks. A running task may call this."""
         self._tasks.put(_Task(next(self._numbers), call, is_limited=False))
 
     def wait(self) -> None:
         """Wait for all tasks.
 
         Raises:
-            BaseException: If a task has failed, its error.
+            BaseException: The error of the earliest failed task, if one has failed.
         """
         self._tasks.join()
         self.check()
 
     @property
     def has_failed(self) -> bool:
-        """Whether a task has failed, or the block was left by an error. Long tasks check this in order to end early."""
+        """Whether a task has failed, or an error has ended the `with` block. Long tasks check this to end early."""
         return self._is_stopped or bool(self._errors)
 
     def check(self) -> None:
         """Raise the error of the earliest failed task, if there is one.
 
         Raises:
-            BaseException: If a task has failed, its error.
+            BaseException: The error of that task.
         """
         if self._errors:
             raise min(self._errors, key=lambda failed: failed[0])[1]

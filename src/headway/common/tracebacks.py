@@ -98,7 +98,7 @@ def _remove_frames(
     Args:
         exception: Summary of the exception, which is changed.
         error: The exception itself, if it is known.
-        is_ours: Whether Headway raised an outer exception on purpose. A stack may then lose all of its frames.
+        is_ours: Whether Headway raised an outer exception on purpose. All frames of a stack may then be removed.
         seen: IDs of the summaries that were visited before.
 
     Returns:
@@ -111,7 +111,7 @@ def _remove_frames(
     kept = _select_frames(list(exception.stack), is_ours)
     num_hidden = len(exception.stack) - len(kept)
     if num_hidden and not kept:
-        exception.stack = None  # type: ignore[assignment]  # the line alone, without a heading over nothing
+        exception.stack = None  # type: ignore[assignment]  # no "Traceback" heading above an empty stack
     elif num_hidden:
         exception.stack = traceback.StackSummary.from_list(kept)
     for name in ("__cause__", "__context__"):
@@ -154,7 +154,7 @@ class _Printer:
         self.former = sys.excepthook
         self.is_on = True
         self.notes: list[Callable[[BaseException], str]] = []
-        # A hook that the program has installed decides about its own format.
+        # A hook that the program has installed formats tracebacks itself, so they are not shortened.
         self._is_short = is_short if self.former is sys.__excepthook__ else lambda: False
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -174,7 +174,7 @@ class _Printer:
             print(notes, file=sys.stderr)
 
     def format_notes(self, error: BaseException) -> str:
-        """Return the texts that the functions registered with `add_note` return for `error`, one paragraph each."""
+        """Return the notes on an error, one paragraph each: the texts of the functions in `notes`."""
         return "\n".join(text for note in self.notes if (text := note(error)))
 
 
@@ -189,7 +189,7 @@ class ExceptionHook:
         self._printer: _Printer | None = None
 
     def install(self, is_short: Callable[[], bool]) -> None:
-        """Install the hook as `sys.excepthook`. If it is installed, do nothing.
+        """Install the hook as `sys.excepthook`. If it is already installed, do nothing.
 
         Args:
             is_short: Function that is called for each exception, and returns False to print the traceback as Python
@@ -202,15 +202,15 @@ class ExceptionHook:
         """Register a function whose text is printed after the traceback.
 
         Args:
-            note: Called with the exception; returns the text, or "" to print nothing.
+            note: Function of the exception. It returns the text, or "" to print nothing.
         """
         if self._printer is not None and note not in self._printer.notes:
             self._printer.notes.append(note)
 
     def format_notes(self, error: BaseException) -> str:
-        """Return the texts that the functions registered with `add_note` return for `error`, one paragraph each.
+        """Return the notes on an error, one paragraph each: the texts of the functions registered with `add_note`.
 
-        The result is "" if there are none.
+        The result is "" if there are no texts.
         """
         return "" if self._printer is None else self._printer.format_notes(error)
 

@@ -1,6 +1,6 @@
 """Untrusted input: bounded reads of files and JSON, and text made safe to print.
 
-Files, variables and lines from the network may contain anything. Reading them must not hang or overflow the stack.
+Files, variables and lines from the network can contain anything. Reading them must not hang or overflow the stack.
 """
 
 import json
@@ -21,7 +21,7 @@ _KINDS = {
 }
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError)
-"""Exceptions that code may raise when it parses a value of unknown type or structure."""
+"""Exceptions that code can raise when it parses a value of unknown type or structure."""
 
 _MOST_SHOWN = 100
 """Maximum number of characters of a value in an error message."""
@@ -102,7 +102,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_whole_number(text: str) -> int | None:
-    """Parse a non-negative integer of at most 18 digits; return None for any other text."""
+    """Parse a non-negative integer of at most 18 digits. Return None for any other text."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else None
 
 
@@ -116,7 +116,7 @@ def show_value(value: object) -> str:
 
 
 def escape_text(text: object) -> str:
-    """Return the text with those characters escaped that would move the cursor or change colors or writing direction.
+    """Escape the characters of a text that would move the cursor or change the colors or the writing direction.
 
     The result is safe to print on a terminal.
     """

@@ -1,4 +1,4 @@
-"""Compatibility with other libraries: their public names, implemented by Headway."""
+"""Compatibility with other libraries: Accelerate's public names, and advice on the names of others."""
 
 from headway.compat.accelerate.served.finder import install_as_accelerate as install_as_accelerate
 

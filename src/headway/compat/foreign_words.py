@@ -1,6 +1,6 @@
-"""Methods and names of other training libraries, with what to use in Headway instead.
+"""Methods and names of other training libraries, with advice on what to use in Headway instead.
 
-Only error messages read these tables. Names of Accelerate are not in them, because Headway provides those.
+Only error messages use these tables. They do not contain Accelerate's names, because Headway provides those.
 """
 
 METHODS = {

@@ -1,8 +1,8 @@
 """Registry of extensions: maps public words, such as "tp" or "s3", to the modules that implement them.
 
-The core never imports an extension directly. When an argument, a setting or a method call asks for one by its word, the
-core looks up the word in this registry and imports the module. `scripts/core.py` and import-linter check that the core
-imports extensions in no other way.
+The core never imports an extension directly. When an argument, a setting or a method call requests an extension by its
+word, the core looks up the word in this registry and imports the module. `scripts/core.py` and import-linter check that
+the core imports extensions in no other way.
 """
 
 from functools import cache
@@ -20,8 +20,8 @@ _PLACES: dict[str, dict[str, str]] = {
     },
     # Functions that choose the plugin of an engine other than DDP and FSDP: `headway.core.config.engine_plugin`.
     "engine": {"deepspeed": "headway.layouts.deepspeed.plugin:choose_plugin"},
-    # Modules that resolve names of another library, which its scripts read from an Accelerator (`headway.accelerator`)
-    # or import from this package (`headway.__getattr__`).
+    # Modules that resolve the names of another library. Scripts written for that library read such names from an
+    # Accelerator ("members", used by `headway.accelerator`) or import them ("names", used by `headway.__getattr__`).
     "members": {"accelerate": "headway.compat.accelerate.members"},
     "names": {"accelerate": "headway.compat.accelerate.served.names"},
     # Classes of strategies: `headway.core.strategies.build`.
@@ -67,7 +67,7 @@ _PLACES: dict[str, dict[str, str]] = {
         "whole_updates": "headway.layouts.whole_updates.updates:WholeUpdates",
     },
 }
-"""{kind of extension: {public word: "module:name"}}."""
+"""Locations of all extensions: {kind of extension: {public word: "module" or "module:name"}}."""
 
 
 def list_words(kind: str) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 A block remains the same Python object. Its class is replaced by a subclass whose `forward` runs through torch's
 (non-reentrant) checkpoint, so state dict names, isinstance and the module tree do not change. Hooks on a block are not
-checkpointed and run once. Models of transformers have a method that enables checkpointing. That method is used, because
-it also handles their caches.
+checkpointed and run once. For transformers models, their own method for enabling checkpointing is used, because it also
+handles their caches.
 
 Source of the idea: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 """
@@ -68,7 +68,7 @@ def checkpoint_activations(model: torch.nn.Module, plan: ActivationCheckpointing
 
     Args:
         model: Model, prepared or not.
-        plan: Settings: which blocks are checkpointed, what they keep, and whether that is offloaded.
+        plan: Settings: which blocks are checkpointed, which tensors they keep, and whether these tensors are offloaded.
         device: Device that the model computes on. On a CPU nothing is offloaded, and a warning is given once.
 
     Returns:
@@ -125,18 +125,19 @@ def repeat_checkpointing(
     plan: ActivationCheckpointing | None,
     prepared: Sequence[torch.nn.Module],
 ) -> None:
-    """Enable activation checkpointing for the blocks of a model's copy, as in the model.
+    """Enable activation checkpointing in a copy of a model, because copying removes it.
 
-    This is needed because copying a model removes its checkpointing.
+    A prepared model's checkpointed blocks are checkpointed in the copy. If the model is still to be prepared, the copy
+    gets the checkpointing that prepare() will apply.
 
     Args:
         model: Model, checkpointed or not.
         copy: Copy of `model`, with the same module structure.
-        plan: Settings that prepare() applies to models, or None.
+        plan: Settings of activation checkpointing that prepare() applies to models, or None.
         prepared: Models that have been prepared.
 
     Raises:
-        UnsupportedError: If activations are also offloaded.
+        UnsupportedError: If the model's activations are or will be offloaded.
     """
     is_planned = plan is not None and all(model is not known for known in prepared)
     functions = [module.__dict__.get(key) for module in model.modules() for key in (_KEY, _FUNCTION)]
@@ -202,7 +203,7 @@ def _call_forward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _get_offload_function() -> Callable[..., Any]:
     """Return `_call_offloaded`, wrapped so that torch.compile does not include it in a graph.
 
-    The reason is that its copies run on a separate stream.
+    It must stay outside of graphs, because its copies run on a separate stream.
     """
     # Not a decorator: it imports torch's compiler, which takes as long as importing torch.
     disabled: Callable[..., Any] = torch.compiler.disable(_call_offloaded)  # type: ignore[no-untyped-call]
@@ -210,7 +211,7 @@ def _get_offload_function() -> Callable[..., Any]:
 
 
 def _call_offloaded(function: Callable[..., Any], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a block's forward, and move the tensors that autograd saves in it to host memory.
+    """Run a block's forward, and move the tensors that autograd saves during it to host memory.
 
     With activation checkpointing, the saved tensors are the block's inputs.
 
@@ -240,7 +241,7 @@ def _find_block(run: Any) -> torch.nn.Module | None:
 
 @cache
 def _get_checkpointed_class(bare: Any) -> type:
-    """Return the subclass of a block's class that checkpoints its forward.
+    """Return the subclass of a block's class whose forward is checkpointed.
 
     All blocks of a class use one subclass, so that they are compiled once.
     """
@@ -278,7 +279,7 @@ def _has_switch(module: torch.nn.Module) -> bool:
 def _enable_own_checkpointing(
     model: torch.nn.Module, plan: ActivationCheckpointing, function: Callable[..., Any]
 ) -> int:
-    """Enable checkpointing by the method that transformers models have, then apply `plan.every` and `function`.
+    """Enable checkpointing with the model's own method, then apply `plan.every` and `function` to the layers.
 
     Args:
         model: transformers model.

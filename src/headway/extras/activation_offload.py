@@ -22,8 +22,8 @@ MIN_BYTES = 1 << 20
 _MOST = 2
 """Limit on the device memory of copies in transit, as a multiple of the largest activation.
 
-A copy is in transit from its start until it is complete (to the host) or used (back on the device). The limit holds
-however far the host runs ahead of the device.
+A copy to the host is in transit until it is complete. A copy back to the device is in transit until it has been used.
+The limit holds no matter how far the host runs ahead of the device.
 """
 
 _SAME_VALUES = frozenset(
@@ -39,7 +39,8 @@ _SAME_VALUES = frozenset(
 class Host:
     """Copy of a tensor in pinned host memory.
 
-    It is split into pieces of such sizes that torch rounds up the pinned allocations only a little.
+    The copy is split into pieces, because torch rounds up the size of pinned allocations. The piece sizes are chosen so
+    that the rounding wastes little memory.
 
     Attributes:
         pieces: Consecutive pieces, each a 1-d tensor.
@@ -56,7 +57,7 @@ class Host:
 
 
 class CopyLane:
-    """Copies of saved activations between one device and the host, on a separate stream if the device has streams.
+    """Copier of saved activations between one device and the host. It uses a separate stream if the device has streams.
 
     Args:
         device: Device to copy from and to.
@@ -64,7 +65,7 @@ class CopyLane:
 
     Attributes:
         last: Weak reference to the `ActivationCopy` that was fetched last. Its values stay on the device until another
-            one is fetched, because the next backward operation may need them too.
+            one is fetched, because the next backward operation might need them too.
     """
 
     def __init__(self, device: torch.device, has_stream: bool = True) -> None:
@@ -93,20 +94,19 @@ class CopyLane:
             for piece, part in zip(host.pieces, parts):
                 piece.copy_(part, non_blocking=True)
             ready = self._stream.record_event()
-        # The device memory is free once compute waits for the copy, even if the host is far ahead.
+        # The device memory can be reused once the compute stream waits for the copy, even if the host is far ahead.
         self._leaving.append((ready, compute, row))
         self._largest = max(self._largest, row.nbytes)
         self._wait_for_copies(_MOST * self._largest)
         return host, ready
 
     def _wait_for_copies(self, most: int) -> None:
-        """Make the compute stream wait for the oldest copies to the host.
+        """Make the compute stream wait for copies to the host, oldest first, until at most `most` bytes are left.
 
-        It stops when the copies for which the compute stream has not waited have at most `most` bytes in total. The
-        host does not wait.
+        Only the compute stream waits. The host does not wait.
 
         Args:
-            most: Limit on the bytes of copies in progress.
+            most: Largest total size, in bytes, of the copies that the compute stream has not waited for.
         """
         held = sum(tensor.nbytes for _, _, tensor in self._leaving)
         while self._leaving and (held > most or self._leaving[0][0].query()):
@@ -126,7 +126,8 @@ class CopyLane:
         assert self._stream is not None
         self._wait_for_copies(0)
         self._returned.append((torch.accelerator.current_stream(self._device).record_event(), host.nbytes))
-        # The copying stream owns the memory, which is free after compute has used it. So the host must not run too far ahead.
+        # The copy stream owns this memory, which is free only once the compute stream has used it. So the host waits if
+        # it is too far ahead.
         while sum(num_bytes for _, num_bytes in self._returned) > (_MOST + 1) * max(self._largest, host.nbytes):
             self._returned.popleft()[0].synchronize()
         with self._stream:
@@ -151,7 +152,7 @@ class CopyLane:
 
 
 class StorageNumbers:
-    """Source of numbers that identify storages, so that a storage that several operations save is copied once.
+    """Source of numbers that identify storages, so that a storage is copied once even if several operations save it.
 
     The number of a storage is its address. `hold_storage` prevents the address from being reused.
     """
@@ -167,7 +168,7 @@ class StorageNumbers:
 
 @dataclass(frozen=True)
 class OffloadSettings:
-    """Functions and classes that offloading uses. A trace on tensors without values replaces them.
+    """Functions and classes that activation offloading uses. A trace on fake tensors replaces them with its own.
 
     Attributes:
         lane: Function that creates a device's `CopyLane`.
@@ -201,7 +202,7 @@ class _CopyLanes(dict[torch.device, CopyLane]):
 
 @contextmanager
 def replace_settings(settings: OffloadSettings) -> Iterator[None]:
-    """Return a context in which offloading uses other functions and classes, for a trace on fake tensors."""
+    """Return a context in which offloading uses the given functions and classes, for a trace on fake tensors."""
     lanes = scope.own(_CopyLanes)
     lanes.clear()
     lanes.settings = settings
@@ -278,7 +279,8 @@ class _OwnTensors:
         held = [] if block is None else [buffer for buffer in block.buffers() if buffer.layout is torch.strided]
         frozen = [] if block is None else [each for each in block.parameters() if not each.requires_grad]
         self._storages = {tensor.untyped_storage()._cdata for tensor in held}
-        # Autocast's copies of frozen weights have no graph. A constant of a weight's shape in another dtype stays, too.
+        # Autocast's copies of frozen weights have no graph, so they are recognized by shape. A constant that happens to
+        # have a weight's shape and another dtype is then not offloaded either.
         self._frozen = {(tensor.shape, tensor.dtype) for tensor in frozen}
 
     def contains(self, tensor: torch.Tensor) -> bool:
@@ -333,7 +335,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 def _is_weight(tensor: torch.Tensor) -> bool:
     """Whether a tensor has the values of a parameter.
 
-    It may be a view of the parameter (for example a transpose) or have another dtype.
+    The tensor can be a view of the parameter (for example a transpose) or have another dtype.
     """
     if isinstance(tensor._base, torch.nn.Parameter):
         return True
@@ -350,7 +352,7 @@ def _is_weight(tensor: torch.Tensor) -> bool:
 
 def _offload_tensor(tensor: torch.Tensor) -> OffloadedActivation:
     storage = tensor.untyped_storage()
-    # Of a small part of a storage copy only the part. Lazy conjugation must be materialized.
+    # If the tensor is a small part of its storage, copy only that part. Lazy conjugation must be materialized.
     is_whole = 2 * tensor.nbytes > storage.nbytes() and not (tensor.is_conj() or tensor.is_neg())
     view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
     mark = (tensor.dtype, tensor.is_conj(), tensor.is_neg())

@@ -20,7 +20,7 @@ class SavedMetric(NamedTuple):
     Attributes:
         folder: Folder of the checkpoint.
         metric: Metric that was passed to `save_state`, or None.
-        run: ID of the run that saved it.
+        run: ID of the run that saved the checkpoint.
     """
 
     folder: Path
@@ -34,7 +34,7 @@ def find_kept(place: CheckpointFolder, folder: Path, metric: float | None, run: 
     The checkpoint that is about to be saved counts too. The tuple is empty if no checkpoint has a metric.
 
     Args:
-        place: Folder of the checkpoints. Its project sets `keep_best`.
+        place: Folder of the checkpoints. Its `project` configuration contains `keep_best`.
         folder: Folder of the checkpoint that is about to be saved.
         metric: Metric of the checkpoint in `folder`, or None if it has none.
         run: ID of the run.
@@ -79,7 +79,7 @@ def find_best(place: CheckpointFolder, reader: CheckpointReader, run: str | None
         own_run: ID of this run. None before its first save or load.
 
     Raises:
-        CheckpointError: If there are checkpoints, but none was saved with a metric, or all that were are damaged.
+        CheckpointError: If the folder contains checkpoints, but each of them has no metric or is damaged.
         ConfigError: If checkpoints are not named automatically, or `keep_best` is not set.
     """
     folder, passed_over = reader.find_first_valid(place.parent(), list_best_first(place, run, own_run))
@@ -98,7 +98,7 @@ def find_best(place: CheckpointFolder, reader: CheckpointReader, run: str | None
 
 
 def read_metrics(parent: Path) -> list[SavedMetric]:
-    """Return the metrics of the committed checkpoints in a folder, which their manifests contain.
+    """Return the metrics of the committed checkpoints in a folder, read from their manifests.
 
     Copies of checkpoints, and checkpoints with damaged manifests, are left out.
     """

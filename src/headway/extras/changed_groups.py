@@ -1,9 +1,9 @@
-"""Load optimizer state into parameter groups that differ from the saved ones, by the names of the parameters.
+"""Load optimizer state into parameter groups that differ from the saved ones, matching parameters by name.
 
-The state of each parameter is saved under its name, so it fits any grouping. The options of a group, such as its
-learning rate, belong to the saved group with the same parameters. If only the order of the groups differs, their
-options follow the names. A group without such a counterpart keeps the options that the script has set, so the user
-must confirm the change with `changed="groups"`.
+The state of each parameter is saved under its name, so it fits any grouping. A group gets its options, such as the
+learning rate, from the saved group with the same parameters, even if the order of the groups has changed. A group
+without such a counterpart keeps the options that the script has set, so the user must confirm the change with
+`changed="groups"`.
 
 The state of a learning-rate scheduler contains lists with one entry per group, such as the initial learning rates. They
 are converted in the same way.
@@ -43,7 +43,7 @@ def convert_groups(
         found: Saved state, which is changed in place.
         preparation: Prepared objects with the optimizers and schedulers.
         changed: Names of the parts of the run that the user has changed on purpose. Without "groups", groups are
-            converted only if their order differs.
+            converted only if nothing but their order differs.
     """
     names = map_parameter_names(parts.models)
     entries = found.state["optimizer"]
@@ -80,7 +80,7 @@ def convert_groups(
 
 
 def _find_moved(entries: Sequence[Mapping[str, Any]], index: int, match: GroupMatch) -> dict[str, int]:
-    """Return the parameters of an optimizer that only other optimizers held in the saved run.
+    """Return the parameters that have moved to an optimizer: in the saved run, only other optimizers held them.
 
     Args:
         entries: Saved states of all optimizers.
@@ -104,11 +104,10 @@ def _find_moved(entries: Sequence[Mapping[str, Any]], index: int, match: GroupMa
 def _is_convertible(
     optimizer: torch.optim.Optimizer, entry: Mapping[str, Any], match: GroupMatch, names: Collection[str]
 ) -> bool:
-    """Whether a saved optimizer state can be converted to other parameter groups.
+    """Whether a saved optimizer state can be converted to this run's parameter groups.
 
-    It cannot if the optimizer has another class, or if its state dict does not have torch's format. It cannot either
-    if a parameter has no known name because it belongs to no model, or if another optimizer held it in the saved
-    run.
+    It cannot be converted if the optimizer has another class, or if its state dict does not have torch's format. All
+    parameters need names, so each must belong to a model. In the saved run, no other optimizer may have held them.
     """
     known = set(names)
     every = {key for keys in (*match.own, *match.saved) for key in keys}
@@ -125,9 +124,9 @@ def _convert_group(
 ) -> dict[str, Any]:
     """Return the options of a parameter group: those of the saved group with the same parameters, or else the script's.
 
-    With the script's options, the learning rate is scaled as the schedule has scaled that of the saved run. Options
-    that the optimizer itself changes during training, such as the step counter of a schedule-free optimizer, are
-    then taken from the saved group that held most of the parameters.
+    Some of the script's options are adjusted. The learning rate is scaled by the factor by which the schedule had
+    changed the saved one. The optimizer itself changes some options during training, such as the step counter of a
+    schedule-free optimizer. These are taken from the saved group that held most of the parameters.
     """
     twin = match.twins[number]
     if twin is not None:
@@ -180,7 +179,7 @@ def _encode_new_states(
 
 
 def _convert_schedule(saved: Any, own: Any, match: GroupMatch, rates: Sequence[Any]) -> Any:
-    """Return a scheduler's saved state with its entries per group in the order of this run's groups.
+    """Return a scheduler's saved state, with its per-group lists rearranged to match this run's groups.
 
     Args:
         saved: Saved state of the scheduler.
@@ -209,10 +208,10 @@ def _convert_schedule(saved: Any, own: Any, match: GroupMatch, rates: Sequence[A
 def _describe_conversion(
     index: int, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], match: GroupMatch, has_several: bool
 ) -> list[str]:
-    """Return lines for `Restored.differences`.
+    """Describe the conversion of an optimizer's parameter groups, as lines for `Restored.differences`.
 
-    They name the groups that keep the script's options, the parameters without saved state, and the states that are
-    lost.
+    The lines name the groups that keep the script's options, the parameters without saved state, and the saved states
+    that are left out.
     """
     name = f"optimizer {index} ({type(optimizer).__name__})"
     if match.is_reordered:

@@ -1,4 +1,4 @@
-"""Chunked loss of causal language models: output layer and cross entropy in chunks, to save memory.
+"""Chunked loss of causal language models: the output layer and cross entropy are computed in chunks to save memory.
 
 The logits of a batch never exist all at once.
 """
@@ -50,7 +50,7 @@ class ChunkedHead(nn.Linear):
         Args:
             hidden: Hidden states of shape (..., in_features).
             labels: Labels of the tokens. Default: None.
-            ignore_index: Label that does not count. Default: -100.
+            ignore_index: Label of the tokens that do not count. Default: -100.
 
         Raises:
             UnsupportedError: If the weight is sharded (tensor parallelism).
@@ -90,7 +90,7 @@ class ChunkedHead(nn.Linear):
         The arguments are those of the replaced function. `logits` is the output of `forward`.
 
         Raises:
-            UnsupportedError: If the model has changed the logits.
+            UnsupportedError: If the model has changed the output of `forward` before it computes the loss.
         """
         if self._hidden is None:
             return self._plain(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **others)
@@ -118,8 +118,8 @@ def chunk_loss(model: nn.Module, options: Any = None) -> nn.Module:
 
     Args:
         model: transformers model that takes `labels` and uses the loss of causal language models.
-        options: A `torch.nn.LinearCrossEntropyOptions` with the chunk size and how gradients are summed. Default: 512
-            tokens, in float32.
+        options: A `torch.nn.LinearCrossEntropyOptions` with the chunk size and the policy for summing gradients.
+            Default: chunks of 512 tokens, gradients summed in float32.
 
     Returns:
         The object that was passed as `model`, with unchanged parameter names and ties.

@@ -3,7 +3,7 @@
 Artifacts are code: they are written to torch's cache on the disk. The next compilation unpickles graphs and loads
 kernels from there. Therefore they are loaded only by `resume("latest")`, only if the setting `keep_compiled` is on, and
 only with a valid seal (HMAC-SHA256). The key of the seal belongs to the user and is not in the checkpoint. It is the
-value of HEADWAY_SECRET, or a file in the folder of Headway's settings.
+value of HEADWAY_SECRET, or else the content of a file in Headway's settings folder.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ def write_artifacts(staging: Path, collectives: Collectives) -> None:
         return
     path = staging / f".{FILE}-{collectives.rank}"
     path.write_bytes(made)
-    os.replace(path, staging / FILE)  # ranks of one disk write the same
+    os.replace(path, staging / FILE)  # ranks that share a disk replace each other's file, but all files are equal
 
 
 def load_artifacts(folder: Path) -> bool:
@@ -77,7 +77,7 @@ def _seal(artifacts: bytes) -> bytes:
 
 
 def _read_own_key() -> bytes:
-    """Return the user's key for seals from the file in the home directory. Create the file if it is missing.
+    """Return the user's key for seals, read from a file in Headway's settings folder. Create the file if missing.
 
     If several processes create it at the same time, all of them use the first key.
     """

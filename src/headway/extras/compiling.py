@@ -4,8 +4,8 @@ The compiled call is stored where `Module.compile()` stores it, outside the modu
 copies do not contain it. torch caches compilations by code, so blocks of one class share one compilation. A model of 32
 blocks compiles as fast as a model of two.
 
-Modules with torch's own forward (Sequential, TransformerEncoderLayer) are called through a function of Headway.
-torch skips its own code, so `Module.compile()` would silently leave them uncompiled.
+Modules with torch's own forward (Sequential, TransformerEncoderLayer) are compiled through one of Headway's functions,
+which calls the module. torch skips its own code, so `Module.compile()` would silently leave such modules uncompiled.
 
 When a model is prepared, a check finds out whether the backend can compile on this machine. So a model never silently
 runs uncompiled.
@@ -86,7 +86,7 @@ def _check_inductor(device: torch.device) -> None:
 
 
 _PER_KIND = 8
-"""Maximum number of compilations per code object. Beyond it, torch stops compiling the code.
+"""Maximum number of compilations per code object, after which torch stops compiling the code.
 
 One code object is compiled separately for training and evaluation, static and dynamic sizes, a batch of one, and so
 on.
@@ -108,7 +108,7 @@ def compile_model(
         device: Device that the model computes on.
         is_gathered: Whether parameters will be gathered before each block, which a graph of the full model cannot
             contain.
-        accumulates: Whether gradients are accumulated over several backwards.
+        accumulates: Whether gradients are accumulated over several backward passes.
 
     Returns:
         The object that was passed as `model`.
@@ -125,7 +125,8 @@ def compile_model(
         return model
     check_toolchain(plugin, device)
     if accumulates and device.type == "cuda" and plugin.has_cuda_graphs:
-        # Autograd keeps a first gradient without a copy; this one is in memory that the next micro-batch's graph reuses.
+        # Autograd stores the first gradient without copying it. The CUDA graph of the next micro-batch reuses that
+        # memory, so the gradient must be cloned.
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(torch.clone)  # type: ignore[no-untyped-call]

@@ -36,7 +36,7 @@ class EarlyPinning:
             self._reserve(self.measure_bytes())
 
     def measure_bytes(self) -> int:
-        """Return the number of bytes that this rank will copy from devices in a save, without running user code."""
+        """Return the number of bytes that this rank will copy from devices in a save. No user code is run."""
         whole = sharded = 0
         for value in self._list_values():
             if is_spread(value):

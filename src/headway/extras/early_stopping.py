@@ -1,4 +1,4 @@
-"""Early stopping: the decision to end a training loop when a metric stops improving, equal on all ranks."""
+"""Early stopping: end a training loop when a metric stops improving, with one decision for all ranks."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 _TOLERANCE = 1e-6
-"""Relative difference up to which the ranks' values count as equal. Different devices may round a value differently."""
+"""Relative difference up to which the ranks' values count as equal. Different devices can round a value differently."""
 
 
 @report_unknown_keywords
@@ -23,7 +23,7 @@ class EarlyStopping:
 
     Args:
         patience: Number of consecutive evaluations without an improvement after which to stop, at least 1.
-        min_delta: Amount that an improvement must exceed to count. Default: 0, any improvement counts.
+        min_delta: Amount that an improvement must exceed to count. Default: 0, so any improvement counts.
         mode: "min" if lower values are better (the default), "max" if higher values are better.
 
     Attributes:
@@ -67,7 +67,10 @@ class EarlyStopping:
 
     @property
     def should_stop(self) -> bool:
-        """Whether to stop: `patience` evaluations in a row had no improvement. Also correct right after a resume."""
+        """Whether to stop, because `patience` evaluations in a row had no improvement.
+
+        The value is also correct right after a resume.
+        """
         return self.num_without_gain >= self.patience
 
     def update(self, value: Any) -> bool:
@@ -101,18 +104,18 @@ class EarlyStopping:
         self.num_without_gain = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dict with the best value and the number of evaluations without an improvement since."""
+        """Return a state dict with the best value and the number of evaluations without an improvement since then."""
         return {"best": self.best, "num_without_gain": self.num_without_gain}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best value and the number of evaluations without an improvement since."""
+        """Restore the best value and the number of evaluations without an improvement since then."""
         self.best = state["best"]
         self.num_without_gain = state["num_without_gain"]
 
     def _agree_on(self, number: float) -> float:
         """Return a value that is equal on all ranks: the ranks' common value, or the mean if their values differ.
 
-        NaN if any rank's value is not finite.
+        If the values differ and any of them is not finite, the result is NaN.
         """
         runtime = current()
         if runtime.world_size == 1:

@@ -116,7 +116,7 @@ def _build_config(options: Float8Options) -> Any:
 def _select_excluded(
     model: torch.nn.Module, linears: Sequence[tuple[str, torch.nn.Linear]], options: Float8Options
 ) -> dict[str, str]:
-    """Return the reason for each linear layer that stays in bf16, by name.
+    """Return the linear layers that stay in bf16, as a dict from layer names to reasons.
 
     Args:
         model: Model that contains the layers.

@@ -85,10 +85,10 @@ def explain_misfit(keys: list[list[str]], entry: Mapping[str, Any], index: int) 
 
 
 def join_keys(keys: Sequence[str], has_several: bool) -> str:
-    """Return the names of a few parameters for a message, and the number of further parameters.
+    """Join the names of the first few parameters for a message, and add the number of remaining parameters.
 
     Args:
-        keys: Logical names, which begin with the number of the model.
+        keys: Names of parameters, which begin with the number of the model, as in "0/head.weight".
         has_several: Whether the run has several models. Otherwise the number of the model is left out.
     """
     names = [key if has_several else key.partition("/")[2] for key in keys]

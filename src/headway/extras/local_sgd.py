@@ -1,9 +1,10 @@
 """Local SGD: each process updates its own copy of the model, and parameters are averaged every few steps.
 
-Between two averages, neither gradients nor buffers are communicated. Only `backward(weight=)` communicates one
-number per update. A rank's gradient is weighted by its fraction of the samples, as everywhere in Headway. So the
-average of the ranks' gradients is the gradient of the global batch, even if ranks have different numbers of samples. If
-parameters are averaged after every step, plain SGD gives exactly the result of DDP. Optimizer state stays local.
+Between two averages, neither gradients nor buffers are communicated. The only communication is one number per update if
+`backward` gets a `weight`. A rank's gradient is weighted by its fraction of the samples, as everywhere in Headway. So
+the average of the ranks' gradients is the gradient of the global batch, even if ranks have different numbers of
+samples. If parameters are averaged after every step, plain SGD gives exactly the result of DDP. Optimizer state stays
+local.
 """
 
 from contextlib import ExitStack
@@ -49,8 +50,8 @@ class LocalSGD:
                     local_sgd.step()
 
     On exit, parameters are averaged once more if needed, and all ranks receive rank 0's buffers. If an exception ends
-    the block, nothing is averaged, because the other ranks may never take part. A run that is saved inside a block
-    continues in it when resumed.
+    the block, nothing is averaged, because the other ranks might never take part. A run that is saved inside a block
+    continues inside the block when it is resumed.
 
     Args:
         accelerator: Accelerator that prepared the model.
@@ -60,8 +61,8 @@ class LocalSGD:
 
     Raises:
         ConfigError: If the number of steps is not an integer of at least 1.
-        UnsupportedError: On entering, under microbatching="auto" or a static graph, or if the model has a
-            `headway.ExponentialMovingAverage`.
+        UnsupportedError: On entering the block, if the run uses microbatching="auto" or a static graph, or if the model
+            has a `headway.ExponentialMovingAverage`.
     """
 
     def __init__(

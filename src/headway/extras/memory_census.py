@@ -1,8 +1,8 @@
-"""Census of live tensors: purpose, owner and size in bytes of each one.
+"""Census of live tensors: find each tensor's purpose, owner and size in bytes.
 
-Tensors are found through the garbage collector (modules, optimizers, tensors), the frames of an error, and the
-autograd graph, whose saved tensors have no Python name. Saved tensors are not unpacked, because a hook of activation
-checkpointing would recompute its block.
+Tensors are found through the garbage collector (modules, optimizers, tensors), an error's stack frames, and the
+autograd graph, whose saved tensors have no Python name. Saved tensors are not unpacked, because the unpack hook of
+activation checkpointing would recompute a block.
 """
 
 import gc
@@ -128,7 +128,7 @@ def _count_models(census: TensorCensus) -> dict[int, str]:
     Return the names of the parameters by their `id`.
     """
     names: dict[int, str] = {}
-    # The largest tree first: a part of it that something else wraps is named by the tree.
+    # Start with the largest module tree, so that a module that also has a smaller wrapper is named after the tree.
     for root in sorted(census.roots, key=lambda module: -sum(1 for _ in module.modules())):
         for name, parameter in root.named_parameters():
             owner = names.setdefault(id(parameter), f"{name} of {type(root).__name__}")
@@ -197,9 +197,9 @@ def _saved(node: Any, attribute: str) -> Iterator[torch.Tensor]:
 
 
 def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, which may be a tensor or a container.
+    """Yield the tensors in a dict, list or tuple, or the value itself if it is a tensor.
 
-    Containers inside the container are not searched.
+    Nested containers are not searched.
     """
     if isinstance(value, dict):
         value = list(value.values())

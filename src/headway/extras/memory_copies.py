@@ -1,8 +1,9 @@
-"""Keep the last update in memory: checkpoints in the agent's shared-memory folder, which survives the workers.
+"""In-memory checkpoints in the launch agent's shared-memory folder, which outlives the worker processes.
 
 They are written like other checkpoints, during the next forward and backward, directly from the tensors. Parameters
-and optimizer states change only in a step, and each step waits for the commit. So a run that its agent restarts has
-lost at most one update. For each update, ranks exchange one small message with their data positions and RNG states.
+and optimizer states change only in an optimizer step, and each step waits until the checkpoint is committed. So if a
+checkpoint is made after every update, a run that the agent restarts loses at most one update. For each checkpoint, the
+ranks exchange one small message with their data positions and RNG states.
 
 Each machine's folder is treated like a separate disk. With replicated models each machine stores everything. With
 sharded models a machine stores the files of its own ranks and of the machine before it (`NeighborCopies`). Ranks send
@@ -76,7 +77,7 @@ class NeighborCopies:
     def announce(self, staging: Path) -> None:
         """Create marker files for the checkpoint files that this machine will receive from other machines.
 
-        The rank that commits this machine's checkpoint waits for them.
+        The rank that commits this machine's checkpoint waits until these files have arrived.
 
         Args:
             staging: Staging directory of the save.
@@ -85,9 +86,9 @@ class NeighborCopies:
             (staging / f".writing-{rank}").touch()
 
     def exchange(self, staging: Path) -> None:
-        """Send this rank's checkpoint file to the next machine, and receive the files that it stores for other ranks.
+        """Send this rank's checkpoint files to the next machine, and receive the files that it stores for other ranks.
 
-        Every rank must call it, after it has written its own file.
+        Every rank must call it, after it has written its own files.
 
         Args:
             staging: Staging directory of the save.
@@ -151,10 +152,10 @@ class _Copy:
 
 
 class MemoryTier:
-    """In-memory checkpoints of a run: saves the state after each update in the shared memory of its machines.
+    """Manager of a run's in-memory checkpoints, which are saved after updates in each machine's shared memory.
 
     Args:
-        state: State of the run for its checkpoints.
+        state: State of the run that checkpoints contain.
         collectives: Collectives over all ranks.
         place: Folder of the checkpoints on the disk.
         step_hooks: Hooks of the training step.
@@ -192,7 +193,7 @@ class MemoryTier:
             self._save_if_due()
 
     def _save_if_due(self) -> None:
-        """Start an in-memory checkpoint if an update has been made since the last one.
+        """Start an in-memory checkpoint if one is due: at each update whose number is a multiple of `keep_in_memory`.
 
         Called between two accumulation windows.
         """
@@ -224,7 +225,7 @@ class MemoryTier:
         """Create this rank's save job, and tell the ranks of this machine which file it will write.
 
         Returns:
-            The save job, and the metadata for the other ranks.
+            The save job, and the rank's own states, tensors and metadata for the other ranks.
         """
         assert self._share is not None
         collected, about = self._state.collector.collect_own()

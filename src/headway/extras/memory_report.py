@@ -1,7 +1,7 @@
-"""Out-of-memory report: the failed request, what memory is used for, and which changes would save how much.
+"""Out-of-memory report: the failed request, what memory is used for, and how much each suggested change would save.
 
-The report is made before the frames of the error are gone, in plain Python with little memory, after a small reserve
-has been released.
+The report is made while the error's stack frames still exist. It needs little memory, because it is made in plain
+Python, and a small memory reserve is released first.
 """
 
 import re
@@ -39,11 +39,11 @@ class MemoryReport:
     """Memory use at one moment, by purpose, with suggestions to save memory.
 
     Attributes:
-        asked: Bytes of the failed allocation. None if no allocation failed, or if the error does not contain the bytes.
+        asked: Bytes of the failed allocation. None if no allocation failed, or if the error does not state the size.
         use: Memory use of the device.
         by_category: Bytes by purpose. Tensors that Python cannot see are not included.
         largest: Largest live tensors.
-        levers: Suggestions to save memory, largest saving first.
+        levers: Suggestions to save memory: first those without an estimate, then the others, largest saving first.
         sites: Source lines that allocated the largest tensors, if torch recorded them.
         is_complete: False if memory ran out while the report was made.
     """
@@ -131,7 +131,7 @@ def explain(error: BaseException) -> str:
 
 
 def find_asked_bytes(error: BaseException) -> int | None:
-    """Return the size of the failed request in bytes. None if neither the error nor one of its causes contains it."""
+    """Return the size of the failed request in bytes. None if neither the error nor any of its causes states it."""
     for each in islice(list_causes(error), 8):
         for pattern in _ASKED:
             if (found := pattern.search(str(each))) is not None:

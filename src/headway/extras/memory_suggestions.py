@@ -1,4 +1,4 @@
-"""Suggestions for saving memory, each with an estimate, from a census of live tensors and the device's memory use."""
+"""Suggestions for saving memory, based on a census of live tensors and on the device's memory use."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class MemorySuggestion:
 def list_suggestions(
     census: TensorCensus, use: MemoryUse, asked: int | None, frames: list[FrameType]
 ) -> list[MemorySuggestion]:
-    """Return the suggestions to save memory that apply, largest saving first.
+    """Return the suggestions that apply: first those without an estimate, then the others, largest saving first.
 
     Halving the micro-batch is estimated to save half of the tensors saved for backward, and bf16 half of those in
     float32. Checkpointing n blocks is estimated to save the tensors of all blocks but one. Another optimizer saves

@@ -1,20 +1,21 @@
 """Moving averages of a model's weights (EMA and SWA), on every layout, for evaluation and export.
 
 Each rank averages its own shards in place, so an update needs no communication. An average takes as much memory as this
-rank's trainable weights in its dtype. For an evaluation, weights and averages are exchanged in place, bucket by bucket.
+rank's trainable weights would take in the average's dtype. For an evaluation, weights and averages are exchanged in
+place, bucket by bucket.
 
 Four rules decide when an average is updated:
 
 - Prepared optimizers report each update that they have made. A micro-batch inside an accumulation window, an update
   that was skipped (fp16, `on_non_finite`, `on_spike`) and a batch that is run again do not count.
-- If several optimizers train one model, the average waits until all of them have stepped in the window, or until the
-  next window begins.
-- `update()` does the pending work immediately. A second call for one update changes nothing, so loops that call it as
-  in timm, diffusers or torch work unchanged.
-- Only if no prepared optimizer trains the model, each call of `update()` counts as one update.
+- If several optimizers train one model, the average waits until all of them have stepped in the accumulation window, or
+  until the next window begins.
+- `update()` does the pending work immediately. A second call for one update changes nothing, so loops that were written
+  for the averages of timm, diffusers or torch work unchanged.
+- If no prepared optimizer trains the model, each call of `update()` counts as one update.
 
-If a checkpoint is saved while the model contains averages, the trained weights are put back for the time of the save. A
-preemption during an evaluation therefore saves the state between two updates.
+If a checkpoint is saved while the model contains averages, the trained weights are put back during the save. So a
+preemption during an evaluation also saves the trained weights.
 """
 
 import math
@@ -251,7 +252,10 @@ class ExponentialMovingAverage:
         return next((step for step in steps if any(self.model is _unwrap_model(m) for m in step.prepared.models)), None)
 
     def _trains_model(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer trains parameters of the model. Cached until its number of parameters changes."""
+        """Whether an optimizer trains parameters of the model.
+
+        The result is cached until the optimizer's number of parameters changes.
+        """
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._owners.get(id(optimizer))
         if known is None or known[0] != count:
@@ -266,7 +270,7 @@ class ExponentialMovingAverage:
         return [each.optimizer for each in prepared if self._trains_model(each.optimizer)]
 
     def _note_update(self, step: TrainingStep, optimizer: torch.optim.Optimizer, window: int) -> None:
-        """Update the averages, or wait for the model's other optimizers.
+        """After an optimizer has stepped, update the averages, or wait until the model's other optimizers step.
 
         Args:
             step: Training step of the Accelerator that reports the update.
@@ -285,7 +289,7 @@ class ExponentialMovingAverage:
             self._finish_update()
 
     def _begin_learning(self, step: TrainingStep) -> None:
-        """Update the averages for the last update of the weights if that is pending, before a micro-batch begins.
+        """Before a micro-batch begins, update the averages if the last update of the weights is still missing.
 
         Raises:
             StateError: If the model holds averaged weights.
@@ -295,7 +299,7 @@ class ExponentialMovingAverage:
             self._finish_update()
 
     def _begin_update(self, step: TrainingStep) -> None:
-        """Update the averages for an earlier accumulation window if that is pending, before an optimizer steps.
+        """Before an optimizer steps, update the averages if an earlier accumulation window's update is still missing.
 
         Raises:
             StateError: If the model holds averaged weights.
@@ -306,7 +310,7 @@ class ExponentialMovingAverage:
                 self._finish_update()
 
     def _finish_update(self) -> None:
-        """Count the update that optimizers have reported, unless it has been counted."""
+        """Count the update that optimizers have reported, unless it has been counted already."""
         if self._is_due:
             self._is_due = False
             self._count_update()
@@ -384,7 +388,7 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def _update_averages(self, decay: float) -> None:
-        """Move all averages towards the current weights. A decay of 0 copies the weights.
+        """Move all averages toward the current weights. A decay of 0 copies the weights.
 
         Args:
             decay: Weight of the old averages.
@@ -412,7 +416,7 @@ class ExponentialMovingAverage:
         yield from alike.values()
 
     def _add_averages(self) -> None:
-        """Create missing averages with the current weights as values, and adapt the others to the current layout."""
+        """Create missing averages with the current weights as values, and adapt existing ones to the current layout."""
         if self._step is not None:
             self._step.strategy.free_gathered(self.model)
         self._ids = set()
@@ -454,7 +458,7 @@ class ExponentialMovingAverage:
         self._averages[name] = _Average(read, values)
 
     def _choose_dtype(self, weight: torch.Tensor) -> torch.dtype:
-        """Return the dtype of the average of a weight."""
+        """Return the dtype in which a weight is averaged."""
         if not (weight.is_floating_point() or weight.is_complex()):
             return weight.dtype
         if self._dtype is not None and not weight.is_complex():
@@ -479,14 +483,14 @@ class ExponentialMovingAverage:
 
         Averages with the dtype and device of the weights are exchanged in place, with temporary memory for 64 MiB or
         the largest tensor. For other averages, a copy of the weights is kept on the averages' device. The trained
-        weights are restored when the block ends, also after an error. Checkpoints that are saved in the block contain
+        weights are restored when the block ends, even after an error. Checkpoints that are saved in the block contain
         the trained weights.
 
         Yields:
             The model.
 
         Raises:
-            StateError: If the model already contains averaged weights. In the block: if the model is trained.
+            StateError: If the model already contains averaged weights, or if it is trained inside the block.
         """
         self._swap_weights_in()
         try:
@@ -577,7 +581,7 @@ class ExponentialMovingAverage:
         """Raise an error if the model contains averaged weights.
 
         Args:
-            action: Action that is not possible then, for the message.
+            action: Action that the error message describes as impossible.
 
         Raises:
             StateError: If the model contains averaged weights.
@@ -630,8 +634,8 @@ class ExponentialMovingAverage:
             state: State dict.
 
         Raises:
-            StateError: If the model contains averaged weights, or if the state has another name, other tensors or other
-                shapes. The averages do not change then.
+            StateError: If the model contains averaged weights, or if the state's name, tensors or shapes do not match.
+                The averages then stay unchanged.
         """
         self._refuse_swapped("load the state of an average")
         self._join_run()
@@ -762,7 +766,7 @@ def _return_same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _iterate_buffers(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield (name, dict that contains it, key) for each persistent buffer of a model, without duplicates."""
+    """Yield triples of (name, dict with the buffer, key in the dict) for a model's persistent buffers, each once."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         for key, buffer in module._buffers.items():
@@ -799,7 +803,7 @@ def _iterate_buckets(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
 
 @torch.no_grad()
 def _swap_in(bucket: Sequence[Pair]) -> list[torch.Tensor] | None:
-    """Copy averages into the weights. If dtype and device are equal, copy the weights into the averages, too.
+    """Exchange weights and averages. If their dtypes or devices differ, only copy the averages into the weights.
 
     Args:
         bucket: Pairs of weights and averages with equal dtypes and devices.

@@ -1,15 +1,15 @@
-"""Find the origin of a NaN: run the accumulation window that produced it again, and check every operation.
+"""Find the origin of a NaN: rerun the accumulation window that produced it, and check every operation.
 
-A window is run again after a non-finite loss or gradient. The loaders return the window's batches once more. RNG
-states and buffers are restored to the beginning of the window. So the loop's own code runs again, but no update is
-made from it. Meanwhile a `TorchDispatchMode` checks each operation of forward and backward. Each non-finite value is
-labeled with its origin. That is an operation that created it from finite inputs, a weight, or a tensor from outside
-(the batch). The label is dropped if the value becomes finite again, such as -inf before a softmax. If an inf was
-written on purpose (`masked_fill` and similar), the operation that turned it into NaN is the origin.
+A window is run again after a non-finite loss or gradient. The loader returns the window's batches once more. RNG states
+and buffers are restored to the beginning of the window. So the loop's own code runs again, but no update is made from
+it. Meanwhile a `TorchDispatchMode` checks each operation of forward and backward. Each non-finite value is labeled with
+its origin. The origin is an operation that created the value from finite inputs, a weight, or a tensor from outside the
+model, such as the batch. The label is dropped if the value becomes finite again, as -inf does in a softmax. If an inf
+was written on purpose (`masked_fill` and similar), the operation that turned it into NaN is the origin.
 
-Modules are identified by hooks on all of them. An operation of backward is assigned to the module whose call created
-its autograd node, which is found by autograd's sequence numbers. It is also assigned to the source line that anomaly
-mode has recorded for the node.
+Hooks on all modules show which module is running. An operation in backward is assigned to the module whose call created
+the operation's autograd node, which is found by autograd's sequence numbers. The operation is also assigned to the
+source line that anomaly mode has recorded for the node.
 """
 
 import re
@@ -36,9 +36,9 @@ _MOST_ROWS = 8
 _ON_PURPOSE = ("fill", "full", "where", "scatter", "index_put", "masked", "triu", "tril", "scalar_tensor", "lift")
 _OVERWRITTEN = ("copy_", "fill_", "zero_", "normal_", "uniform_", "set_")
 _TORCH = torch.__file__.removesuffix("__init__.py")
-"""Directory of the torch package, whose code is never reported as the user's line.
+"""Directory of the torch package, whose source lines are never reported as the user's.
 
-It may be outside of the directory of this Python environment.
+It can be outside of the directory of this Python environment.
 """
 _NOTED = re.compile(r'\s*File "(.*)", line (\d+), in (\S+)')
 
@@ -53,7 +53,7 @@ class OperationTracer(TorchDispatchMode):
     Attributes:
         num_rows: Number of rows in the batch.
         of_loss: Origin of a loss that was not finite, or None.
-        first_backward: Origin of the first non-finite value in a backward, or None.
+        first_backward: Origin of the first non-finite value in a backward pass, or None.
     """
 
     def __init__(self, prepared: PreparedObjects, rank: int) -> None:
@@ -247,7 +247,7 @@ class WindowReplay(OriginSearch):
 
     Attributes:
         tracer: Tracer of the window that is being run again, or None.
-        is_spent: Whether no more windows will be run again, because one has been, or because it is impossible.
+        is_spent: Whether no more windows will be run again, because one has been run again or because it is impossible.
     """
 
     def __init__(self, run: Run) -> None:
@@ -314,7 +314,7 @@ class WindowReplay(OriginSearch):
         return True
 
     def end(self) -> NanOrigin | None:
-        """Stop checking operations, and restore the state of the beginning of the accumulation window.
+        """Stop checking operations, and restore the state from the beginning of the accumulation window.
 
         Returns:
             The origin of the non-finite value that was found on this rank, or None.

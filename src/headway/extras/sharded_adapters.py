@@ -1,4 +1,4 @@
-"""Methods of PEFT and transformers models that need whole tensors, adapted to models that are sharded.
+"""Methods of PEFT and transformers models that need whole tensors, adapted to sharded models.
 
 `save_pretrained` gathers the tensors that it writes. Methods that add, remove or merge adapters raise an error, because
 they would change only this rank's shards or add parameters whose gradients no strategy reduces. `get_peft_model` of a
@@ -26,9 +26,7 @@ from headway.core.weights.twin import make_twin
 from headway.errors import CheckpointError, UnsupportedError
 
 _ENCODERS = "prompt_encoder"
-"""Name of the attribute in which a PeftModel keeps the modules whose output it saves for prompt tuning and related
-methods.
-"""
+"""Name of a PeftModel's attribute for its prompt encoders, the modules whose output it saves for prompt tuning."""
 _ADD = (
     "{call}: {name} is prepared, and the layout {layout} has sharded the adapters that it had then. A new one would get no gradients "
     "of the other ranks. Add all adapters before prepare(), and choose one with model.set_adapter(name). load_adapter(folder, name) "
@@ -49,23 +47,23 @@ _REFUSED = {
     "unmerge_adapter": _MERGE,
     "unload": _MERGE,
 }
-"""Error that each method of a PeftModel raises which cannot change a sharded model, by the name of the method."""
+"""Error messages of the PeftModel methods that cannot be called on a sharded model, by method name."""
 
 
 class LateAdapters:
-    """Watch that raises an error if PEFT adds adapters to a sharded model. There is one per process runtime."""
+    """Hook that raises an error if PEFT adds adapters to a sharded model. There is one per process runtime."""
 
     def __init__(self) -> None:
         self._hook: Any = None
 
     def enter(self) -> None:
-        """Start watching. Does nothing after the first call."""
+        """Register the hook with torch. Later calls do nothing."""
         if self._hook is None:
             self._hook = register_module_module_registration_hook(_refuse_tuner)
             process.release_at_end(self.release)
 
     def release(self) -> None:
-        """Stop watching."""
+        """Remove the hook."""
         self._hook.remove()
         self._hook = None
 
@@ -93,7 +91,7 @@ def _refuse_tuner(module: torch.nn.Module, name: str, submodule: torch.nn.Module
 
 
 def adapt_methods(model: torch.nn.Module, strategy: Strategy, runtime: ProcessRuntime) -> dict[str, Any]:
-    """Return methods for the class of a sharded model that replace the methods of the user's class.
+    """Return replacements, by name, for the methods of a user's model that do not work on a sharded model.
 
     Args:
         model: User's model, which has a `save_pretrained` method.
@@ -173,9 +171,9 @@ def _load_encoders(model: Any) -> Iterator[None]:
 def _wrap_save(save: Callable[..., Any], strategy: Strategy, runtime: ProcessRuntime) -> Callable[..., Any]:
     """Return a class's `save_pretrained` method, wrapped so that only rank 0 writes, and writes whole tensors.
 
-    If the caller passes no `state_dict`, all ranks gather the tensors that the method writes. A state dict of
-    `get_state_dict()` has all tensors on rank 0 and none on the other ranks. A method that takes no state dict is
-    called unchanged.
+    If the caller passes no `state_dict`, all ranks gather the tensors that the method writes. If the caller passes one,
+    ranks with an empty state dict write nothing: `get_state_dict()` returns all tensors on rank 0 and none on the other
+    ranks. A method that takes no state dict is called unchanged.
 
     Args:
         save: Method to wrap.
@@ -310,7 +308,7 @@ def _replace_encoders(model: Any, state: Mapping[str, torch.Tensor]) -> Iterator
     PEFT runs the encoders on this rank to save their output.
 
     Args:
-        model: Model, which may have prompt encoders.
+        model: Model, with or without prompt encoders.
         state: Full tensors by name.
     """
     encoders = getattr(model, _ENCODERS, None)

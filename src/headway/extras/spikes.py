@@ -1,9 +1,9 @@
-"""The spike guard: all ranks detect a loss or gradient norm far above the recent values.
+"""Spike guard: detect, on all ranks, a loss or gradient norm that is far above the recent values.
 
 A spike is detected before the update.
 
-The limit is computed from the quartiles Q1 and Q3 of the logarithms of the values of the last `window` updates (of the
-values themselves if any is not positive). A value is a spike if it is above the fence
+The limit is computed from the values of the last `window` updates. Q1 and Q3 are the quartiles of the logarithms of
+these values, or of the values themselves if any is not positive. A value is a spike if it is above the fence
 
     Q3 + fence * max(Q3 - Q1, 0.1)         with a fence of 5 for losses and of 8 for norms
 
@@ -13,12 +13,13 @@ while less than a quarter of the values are outliers. Nothing is a spike before 
 not added to the values.
 
 The gradient norm is that of reduced gradients before clipping, which all ranks have without communication. Losses
-differ between ranks, with one for each backward. The gradient of a loss above the fence is made NaN, as `finite.py`
-does with a non-finite loss, and reaches the other ranks in the reduction. On an accelerator losses are compared on
-the device, and read together with the norms.
+differ between ranks and between backward passes. The gradient of a loss above the fence is made NaN, as `finite.py`
+does for a non-finite loss. The reduction of gradients spreads the NaN to the other ranks. On an accelerator, losses are
+compared on the device, and read together with the norms.
 
-Going back and skipping the bad batches follows A. Chowdhery et al., PaLM (2022), 5.1, who restarted from a checkpoint
-about 100 updates earlier. Here the state comes from a copy in memory (`replay/snapshot.py`).
+The action "go_back" returns to an earlier state and skips the bad batches. This follows A. Chowdhery et al., PaLM
+(2022), section 5.1, who restarted from a checkpoint about 100 updates earlier. Here the state comes from a copy in
+memory (`replay/snapshot.py`).
 """
 
 import math
@@ -51,7 +52,8 @@ class Band:
     Args:
         policy: Policy that sets the length of the window and the fence.
         values: Initial values, oldest first. Default: none.
-        fence: Multiple of the interquartile range from which the limit follows, instead of the policy's. Default: None.
+        fence: Multiple of the interquartile range that is added to the third quartile to get the limit. None (the
+            default): the policy's `fence`.
 
     Attributes:
         limit: Largest value that is not a spike. Infinite until there are enough values.
@@ -191,7 +193,7 @@ class SpikeGuard(FiniteGuard):
     # ---------------------------------------------------------------- during the window
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """Check a loss, and return it. If it is above the limit, its backward produces NaN gradients."""
+        """Check a loss, and return it. If the loss is above the limit, the result's backward produces NaN gradients."""
         plain, limit = loss.detach(), self._losses.limit
         if self._replay is not None and self._replay.tracer is not None:
             return super().watch(loss)
@@ -220,7 +222,7 @@ class SpikeGuard(FiniteGuard):
             self._squares = key, [*(squares[1] if squares[0] == key else []), self._compute_own_square(parameters)]
         return total
 
-    # ---------------------------------------------------------------- the verdict
+    # ---------------------------------------------------------------- the decision
 
     def _is_good(self, parameters: Sequence[torch.Tensor]) -> bool:
         return super()._is_good(parameters) and not self._norm > self._norms.limit
@@ -253,7 +255,7 @@ class SpikeGuard(FiniteGuard):
         return torch.stack([norm.double() for norm in norms]).square().sum()
 
     def _vote(self, is_bad: bool, parameters: Sequence[torch.Tensor]) -> bool:
-        """Combine all ranks' results of the check. Return whether no rank found a spike.
+        """Combine the ranks' checks of an update. Return whether no rank found a spike.
 
         The collective also sums the squared gradient norms of all ranks. A gradient that several ranks have is
         counted once per rank.
@@ -289,7 +291,7 @@ class SpikeGuard(FiniteGuard):
         return {"norms": self._norms.values, "losses": self._losses.values}
 
     def restore(self, snapshot: Mapping[str, Sequence[float]]) -> None:
-        """Restore the recent losses and norms from a snapshot, which can be used again."""
+        """Restore the recent losses and norms from a snapshot. A snapshot can be restored more than once."""
         policy = self.spike_policy
         self._norms = Band(policy, snapshot.get("norms", ())[-policy.window :], policy.norm_fence)
         self._losses = Band(policy, snapshot.get("losses", ())[-policy.window :])

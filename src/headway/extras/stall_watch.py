@@ -1,10 +1,10 @@
 """Waiting for slow remote storage: longer timeouts for ranks that wait for a rank whose data is delayed.
 
-A dataset that reads remote storage may repeat a failing read for `stall_limit` seconds. Meanwhile the other ranks wait
+A dataset that reads remote storage can repeat a failing read for `stall_limit` seconds. Meanwhile the other ranks wait
 in their next collective. The backend fixes the timeout of a collective when it starts, and no rank knows then whether
-another rank has its batch. So while such a loader is read, the timeouts of all process groups, and of votes on the
-control plane, are extended by the limit. Real hangs are still found after the run's usual timeout, because the hang
-watch adds the limit only while a rank's heartbeat reports that it waits for data.
+another rank has its batch. So while such a loader is read, the limit is added to the timeouts of all process groups and
+of the ranks' exchanges on the control plane. Real hangs are still found after the run's usual timeout. The hang watch
+adds the limit only while a rank's heartbeat reports that the rank waits for data.
 """
 
 from headway.core.data.loader import LoaderEvents, PreparedLoader
@@ -36,7 +36,7 @@ class StallWatch:
         self._limit = 0.0
 
     def begin_wait(self, loader: PreparedLoader) -> None:
-        """Report in this rank's heartbeat that it waits for a batch.
+        """Report in this rank's heartbeat that the rank waits for a batch.
 
         The timeouts of collectives are extended if the loader reads remote storage.
 
@@ -62,5 +62,5 @@ class StallWatch:
             pulse.get_own_pulse().set_lenience(0.0)
 
     def end_pass(self) -> None:
-        """Report in this rank's heartbeat that it no longer waits for data, because a pass over a loader has ended."""
+        """Report in this rank's heartbeat that the rank has stopped waiting, because a pass over a loader has ended."""
         pulse.get_own_pulse().set_lenience(0.0)

@@ -12,9 +12,9 @@ rates are right over many steps, and the time spent waiting for data is an upper
 device still has work.
 
 The peak FLOP/s of a device is the manufacturer's value for dense matrix products
-(`forecasting/device/data_sheets.py`). A device that is not in that table, such as any CPU, is measured: the fastest
-of several products of square matrices, which is a lower bound of its peak. Fractions of a measured peak are
-comparable on one machine only; `Peak.source` distinguishes the two cases.
+(`forecasting/device/data_sheets.py`). A device that is not in that table, such as any CPU, is measured by products of
+square matrices. The fastest product gives a lower bound of the peak. Fractions of a measured peak are comparable on one
+machine only. `Peak.source` distinguishes the two cases.
 """
 
 import time
@@ -64,7 +64,7 @@ def look_up_peak(name: str, dtype: torch.dtype, uses_tf32: bool = False) -> Peak
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> Peak:
-    """Measure a device's FLOP/s in matrix products: the fastest of several square products.
+    """Measure a device's FLOP/s: the speed of the fastest of several products of square matrices.
 
     Args:
         device: Device to measure.
@@ -108,9 +108,9 @@ class _Reading:
     """Values of the throughput meter's counters at one moment.
 
     Attributes:
-        seconds: Total duration of the counted laps, in seconds.
+        seconds: Total duration of the counted laps, in seconds. A lap is the time between two requests for a batch.
         waited: Seconds within these laps for which this rank waited for data.
-        samples: Number of samples.
+        samples: Number of samples that all ranks have processed.
         tokens: Number of tokens that this rank has processed. 0 if tokens are not counted.
     """
 
@@ -135,7 +135,7 @@ class Throughput(ThroughputMeter):
 
     Args:
         step: Training step of the Accelerator.
-        events: Events of its loaders.
+        events: Events of the Accelerator's loaders.
         clock: Update clock of the Accelerator.
         runtime: Runtime of this process.
         now: Function that returns the time in seconds. Default: `time.perf_counter`.
@@ -228,7 +228,7 @@ class Throughput(ThroughputMeter):
             self._end_lap(now)
         self._is_open = True
         if not self._is_there or not active or active[-1] is not self._reader:
-            self._began = now  # a batch from elsewhere: its lap lasts from here to the next backward
+            self._began = now  # the batch is not from a prepared loader: its lap lasts until the next backward
             return
         self._began = self._asked
         self._waited += self._came - self._asked
@@ -260,7 +260,7 @@ class Throughput(ThroughputMeter):
             yield
         finally:
             now = self._now()
-            self._asked += now - begun  # a lap that is not counted yet begins later by the pause
+            self._asked += now - begun  # shift the start of a lap that is not counted yet by the length of the pause
             self._came += now - begun
             self._began, self._is_open = now, was_open
 
@@ -277,13 +277,13 @@ class Throughput(ThroughputMeter):
     # ---------------------------------------------------------------- figures
 
     def values(self) -> dict[str, float]:
-        """Return the throughput since the last call, by the names for the run's log. Unknown values are left out.
+        """Return the throughput since the last call, as a dict that can be logged. Unknown values are left out.
 
-        `samples_per_second` and `tokens_per_second` are for all data ranks together; tokens are this rank's times
-        the number of data ranks. `data_wait` is the fraction of its time, 0 to 1, that this rank waited for data.
-        `data_wait/rank_<n>`, on the main process of several, is that fraction on rank n, as of its latest report
-        (see `every`). `mfu` is the model's FLOPs computed on all ranks divided by their peak. The dict is empty if
-        no step with a backward was completed.
+        `samples_per_second` and `tokens_per_second` are for all data ranks together. Tokens are counted on this rank
+        and multiplied by the number of data ranks. `data_wait` is the fraction of time, from 0 to 1, that this rank
+        waited for data. On the main process of a run with several processes, `data_wait/rank_<n>` is this fraction on
+        rank n, as of its latest report (see `every`). `mfu` is the FLOP/s of the model on all ranks, divided by their
+        peak FLOP/s. The dict is empty if no step with a backward was completed.
         """
         reading = self._read()
         found = self._compute_figures(self._last, reading)
@@ -310,7 +310,7 @@ class Throughput(ThroughputMeter):
     def _read_late(self) -> tuple[_Reading, bool]:
         """Return the counters' values without waiting for token counts that are still computed on the device.
 
-        If these are not ready, return the values of an earlier call.
+        If these counts are not ready, return the values of an earlier call.
 
         Returns:
             The values, and whether they include tokens.

@@ -1,11 +1,11 @@
 """Warn once about parameters that get gradients although no optimizer updates them.
 
-Such parameters do not learn. `zero_grad()` of an optimizer does not clear their gradients, which therefore add up
-from update to update and distort the norm of all gradients. The usual cause is an optimizer that was built before a
-layer was added, or a selection of parameters that misses some.
+Such parameters do not learn. An optimizer's `zero_grad()` does not clear their gradients, which therefore add up from
+update to update and distort the norm of all gradients. The usual cause is an optimizer that was built before a layer
+was added, or a selection of parameters that misses some.
 
 The core looks for such parameters at the first step of each optimizer. The warning waits for the second update, because
-another optimizer may be prepared until then, or the script may update the parameters without an optimizer.
+the script might prepare another optimizer by then, or update the parameters without an optimizer.
 """
 
 import gc
@@ -65,8 +65,8 @@ def watch_second_update(step: TrainingStep, neighbors: AcceleratorRegistry) -> N
 def _find_untrained(step: TrainingStep) -> dict[int, torch.nn.Parameter]:
     """Return the trainable parameters that have a gradient but belong to no prepared optimizer, by `id`.
 
-    Modules in evaluation mode are left out, because a network that only computes a loss may get gradients that are not
-    needed.
+    Modules in evaluation mode are left out. For example, a frozen network that only computes a loss can get gradients
+    that nothing needs.
     """
     prepared = step.prepared
     held = {id(p) for each in prepared.optimizers for p in iterate_parameters(each.optimizer)}
@@ -82,7 +82,7 @@ def _find_untrained(step: TrainingStep) -> dict[int, torch.nn.Parameter]:
 def _sum_values(parameter: torch.Tensor) -> float:
     """Return the sum of this rank's values of a parameter.
 
-    If it changes, the script has updated the parameter by hand.
+    If the sum changes, the script has updated the parameter by hand.
     """
     values = get_local_shard(parameter.detach())
     values = torch.view_as_real(values) if values.is_complex() else values
@@ -92,7 +92,7 @@ def _sum_values(parameter: torch.Tensor) -> float:
 
 
 def _list_held_ids(neighbors: AcceleratorRegistry) -> set[int]:
-    """Return the `id` of each parameter of all optimizers in this process.
+    """Return the IDs of the parameters that any optimizer in this process holds.
 
     All Python objects are searched for optimizers. This is called at most once per Accelerator, before a warning.
     """

@@ -29,7 +29,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 class WeightStream(WeightBuckets):
     """Iterable over a model's full tensors in buckets, which are gathered on demand.
 
-    Every rank must iterate over it, once.
+    Every rank must iterate over it exactly once.
 
     A rank that leaves the loop early, by an error or a break, informs the others, which then raise an error too.
 
@@ -113,7 +113,7 @@ class MergedLayer:
     The layer does not keep a merged tensor after `take_tensor` has returned it.
 
     Args:
-        layer: Layer of the model; its own tensors may be shards.
+        layer: Layer of the model, whose own tensors can be shards.
         parts: Tensors of the layer by relative name, full or as `GatheredTensor`.
 
     Attributes:

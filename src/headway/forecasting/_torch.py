@@ -1,6 +1,6 @@
-"""Private names of torch that forecasting uses, each with the reason for its use and what could replace it.
+"""Private names of torch that forecasting uses, each with the reason for its use and a possible replacement.
 
-Operators of the dispatcher (`torch.ops.aten`) are not listed, because the tests of the kernels' tables call them. Names
+Operators of the dispatcher (`torch.ops.aten`) are not listed, because the tests of the kernel tables call them. Names
 that must not be imported early are in `LAZY_NAMES`, as "module:attribute". A test resolves all names.
 """
 
@@ -25,37 +25,43 @@ from torch.utils._pytree import tree_map as tree_map
 #   torch.export build on the same module. A public module for fake tensors would replace it.
 # - FunctionalTensor wraps fake tensors while torch.compile traces.
 # - TorchDispatchMode sees every operation, also those that autograd calls in C++. A torch function mode misses these.
-# - is_traceable_wrapper_subclass and its twin for types find the inner tensors of subclasses such as DTensor.
+# - is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type recognize subclasses with inner tensors, such as
+#   DTensor.
 # - tree_leaves, tree_map walk containers as torch itself does. A public pytree module would replace them.
 
 disable_current_modes = _python_dispatch._disable_current_modes
-"""Context that disables all dispatch modes. There is no public equivalent."""
+"""Context manager that disables all dispatch modes. There is no public equivalent."""
 
 DisableTorchFunction = torch._C.DisableTorchFunction
-"""Context in which torch function modes and subclasses do not intercept operations. There is no public equivalent."""
+"""Context manager that keeps torch function modes and tensor subclasses from intercepting operations.
+
+There is no public equivalent.
+"""
 
 ExcludeDispatchKeyGuard = torch._C._ExcludeDispatchKeyGuard
-"""Guard that excludes a dispatch key. Overridden operations use it to call the original operation without autocast.
+"""Guard that excludes a dispatch key.
 
-torch's C++ kernels do the same. There is no public equivalent.
+An overridden operation uses it to call the original operation without autocast, as torch's C++ kernels do. There is no
+public equivalent.
 """
 DispatchKey = torch._C.DispatchKey
-"""Enumeration of the dispatcher's keys, with which `ExcludeDispatchKeyGuard` excludes autocast."""
+"""Enumeration of the dispatcher's keys. `ExcludeDispatchKeyGuard` needs its keys to exclude autocast."""
 DispatchKeySet = torch._C.DispatchKeySet
 """Set of the dispatcher's keys, the argument of `ExcludeDispatchKeyGuard`."""
 
 has_kernel_for_dispatch_key = torch._C._dispatch_has_kernel_for_dispatch_key
-"""Function that returns whether an operation has a kernel for a dispatch key. It shows if autocast casts its inputs.
+"""Function that returns whether an operation has a kernel for a dispatch key.
 
-Otherwise a table of these operations would have to be copied. There is no public query.
+With an autocast key, it shows whether autocast casts the operation's inputs. The alternative is a hand-copied table of
+these operations. There is no public query.
 """
 
 current_autograd_node = torch._C._current_autograd_node
-"""Function that returns the autograd node whose backward is running. There is no public query."""
+"""Function that returns the autograd node whose backward is running. There is no public equivalent."""
 current_graph_task_id = torch._C._current_graph_task_id
 """Function that returns the ID of the backward pass that is running in this thread, or -1 if none is running.
 
-There is no public query.
+There is no public equivalent.
 """
 
 foreach_norm = torch._foreach_norm

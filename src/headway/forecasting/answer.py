@@ -1,4 +1,4 @@
-"""Turn a trace into a forecast: replay its allocations on the target device and add margins, totals and a timeline."""
+"""Turn a trace into a forecast: replay its allocations on the target device, and add margins, totals and a timeline."""
 
 from headway.common.garbage import pause_garbage_collection
 from headway.core.training.forecast_types import Forecast, Timeline
@@ -49,7 +49,7 @@ def build_timeline(events: list[MemoryEvent], phases: dict[str, int], points: in
 
 @pause_garbage_collection()
 def build_forecast(traced: Trace, target: Device, batch_size: int, limit: int | None, is_expandable: bool) -> Forecast:
-    """Build the forecast for the batch size that was traced.
+    """Build the memory forecast for the batch size of a trace.
 
     Args:
         traced: Trace of at least two training steps.
@@ -81,11 +81,11 @@ def build_forecast(traced: Trace, target: Device, batch_size: int, limit: int | 
 
 
 def replay_on_device(events: list[MemoryEvent], device: Device, is_expandable: bool) -> AllocationReplay:
-    """Replay allocation events by the rules of the device's allocator, and return the peaks of memory."""
+    """Replay allocation events by the rules of the device's allocator, and return the peak memory."""
     found = replay_events(events, expandable=is_expandable)
     if device.is_cuda:
         return found
-    exact = compute_exact_peak(events)  # a CPU's allocator rounds nothing and keeps nothing
+    exact = compute_exact_peak(events)  # a CPU's allocator neither rounds requests nor caches freed memory
     return AllocationReplay(allocated=exact, reserved=exact, peak=found.peak)
 
 

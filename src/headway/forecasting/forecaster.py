@@ -1,9 +1,9 @@
 """Forecast a training step for any batch size, and search for the largest batch or the longest sequence that fits.
 
-A trace takes seconds, but a replay of its allocations takes milliseconds. If the sequence of events does not depend
-on the batch size, each event takes a + b * batch bytes. Two traces give a and b for every event, so any other batch
-size is replayed without a trace. Two more traces then confirm the result of a search. A search for the longest
-sequence needs three traces, because attention can keep memory that grows with the square of the length.
+A trace takes seconds, but a replay of its allocations takes milliseconds. If the sequence of events does not depend on
+the batch size, each event allocates or frees a + b * batch bytes. Two traces determine a and b for every event, so any
+other batch size can be replayed without a trace. Two more traces then confirm the result of a search. A search for the
+longest sequence needs three traces, because attention can keep memory that grows with the square of the length.
 """
 
 import logging
@@ -30,20 +30,20 @@ from headway.forecasting.tracing.trace import Trace
 logger = logging.getLogger(__name__)
 
 _ENDLESS = 1 << 20
-"""Default upper limit of the batch size in a search."""
+"""Default upper limit of a search for the largest batch size or the longest sequence."""
 PROBE = 8
-"""First batch size that a search traces.
+"""First size that a search traces: a batch size, or a sequence length as a multiple of `LongestSequence.multiple`.
 
 With smaller batches, a model can take other branches and use other kernels.
 """
 _POINTS = 12
 """Number of batch sizes on the curve of memory against batch size."""
 _ROUNDS = 6
-"""Maximum number of times that a search makes new traces because larger sizes cause another sequence of events."""
+"""Maximum number of rounds in which a search traces other sizes, because the events of larger sizes differ."""
 _SAMPLES = 16
-"""Number of smaller sizes for which a search's result is checked.
+"""Number of smaller sizes that are checked before a search returns a size.
 
-Fragmentation of memory can make a smaller size not fit.
+The check is needed because fragmentation can make a smaller batch use more memory than a larger one.
 """
 
 
@@ -54,7 +54,7 @@ class LongestSequence:
     Attributes:
         batch_fn: Function that makes a micro-batch, called as `batch_fn(batch_size, length)`.
         limit: Longest sequence to try, such as the model's maximum.
-        multiple: Step between lengths. Only multiples of it are tried.
+        multiple: Step between the lengths to try. Every length is a multiple of it.
     """
 
     batch_fn: Callable[[int, int], Any]
@@ -73,10 +73,10 @@ class SizedEvents:
     """Allocation events of a step for any size, interpolated from traces of a few sizes.
 
     A size is a batch size or a sequence length. The bytes of each event are a polynomial of the size, computed with
-    Newton's forward differences. Two traces give a polynomial of degree one, three traces one of degree two.
+    Newton's forward differences. Two traces determine a polynomial of degree one, and three traces one of degree two.
 
     Args:
-        traces: Traces at consecutive sizes from `begin` on, with the same sequence of events.
+        traces: Traces at consecutive sizes, the first at `begin`, with the same sequence of events.
         begin: Size of the first trace.
     """
 
@@ -104,7 +104,7 @@ class SizedEvents:
 
 
 def is_same_sequence(first: list[MemoryEvent], second: list[MemoryEvent]) -> bool:
-    """Whether both traces allocate and free in the same order and by the same operations. Sizes may differ."""
+    """Whether two traces allocate and free in the same order and by the same operations. The sizes can differ."""
     if len(first) != len(second):
         return False
     return all(
@@ -118,10 +118,11 @@ class BudgetSearch:
 
     Args:
         events: Function that traces a step of a given size and returns its allocation events.
-        takes: Function that returns the peak bytes of a list of events.
+        takes: Function that returns the peak memory in bytes for a list of events.
         capacity: Available bytes.
         limit: Largest size to try.
-        degree: Degree of the polynomial that gives an event's bytes: 1 for batches, 2 for sequences under attention.
+        degree: Degree of the polynomial that gives an event's bytes: 1 for batch sizes, 2 for sequence lengths, because
+            of attention.
     """
 
     def __init__(
@@ -158,14 +159,18 @@ class BudgetSearch:
                     return size
                 return self._bisect(self._can_fit, bound, size + 1)
             bound = size - 1
-            # Larger sizes have another sequence of events than smaller ones: interpolate from traces at this size.
+            # Large sizes have another sequence of events than small ones, so interpolate from traces near this size.
             sized = self._fit_events(max(1, size - self._degree))
         return self._bisect(self._can_fit, bound)
 
     def _fit_events(self, begin: int) -> SizedEvents | None:
-        """Fit the bytes of each allocation event as a function of the size, using traces at `begin` and the next sizes.
+        """Return the bytes of each allocation event as a function of the size, or None if the traces differ.
 
-        A size is a batch size or a sequence length. None if the traces have different sequences of events.
+        A size is a batch size or a sequence length. The function is fitted to traces at `begin` and the one or two
+        sizes after it. Traces differ if they have different sequences of events.
+
+        Args:
+            begin: Smallest size to trace.
         """
         if begin not in self._sized:
             first, *others = traces = [self._at(begin + step) for step in range(self._degree + 1)]
@@ -177,15 +182,22 @@ class BudgetSearch:
         """Return pairs of (size, peak bytes), interpolated from a few traces.
 
         The list is empty if these traces have different sequences of events.
+
+        Args:
+            sizes: Sizes to compute the memory for.
         """
         sized = self._fit_events(PROBE)
         return [] if sized is None else [(size, self._takes(sized.build_events(size))) for size in sizes]
 
     def _bisect_synthetic(self, sized: SizedEvents, bound: int) -> int:
-        """Return the largest size up to `bound` whose interpolated events fit.
+        """Return the largest size up to `bound` at which a step fits, according to its interpolated events.
 
-        The sum of the tensors is quick to compute, and the allocator reserves only a little more memory than that.
-        So events are replayed only for sizes whose sum is near the capacity.
+        The sum of the tensors is quick to compute, and the allocator reserves only slightly more memory than that. So
+        events are replayed only for sizes whose sum is near the capacity.
+
+        Args:
+            sized: Interpolated events.
+            bound: Largest size to consider.
         """
         bound = self._bisect(lambda size: max(accumulate(sized.compute_sizes(size))) <= self._capacity, bound)
         near = bound - bound // 8
@@ -193,13 +205,14 @@ class BudgetSearch:
         return self._bisect(fits, bound, near if near and fits(near) else 0)
 
     def _can_fit_synthetic(self, sized: SizedEvents, size: int) -> bool:
-        """Whether a step of this size fits into the capacity, according to its interpolated events."""
+        """Whether a step of a given size fits into the capacity, according to its interpolated events."""
         return self._takes(sized.build_events(size)) <= self._capacity
 
     def _lower_below_gaps(self, sized: SizedEvents, size: int) -> int:
-        """Return `size`, or a size below it if some of the sampled sizes between its half and `size` do not fit.
+        """Return `size`, or a smaller size if any sampled size between `size // 2` and `size` does not fit.
 
-        Because of fragmentation, a smaller size sometimes needs more memory than a larger one.
+        Because of fragmentation, a smaller size sometimes needs more memory than a larger one. The result is below
+        every sampled size that does not fit.
 
         Args:
             sized: Interpolated events.
@@ -210,9 +223,14 @@ class BudgetSearch:
         return min((each - 1 for each in sizes if not self._can_fit_synthetic(sized, each)), default=size)
 
     def _bisect(self, fits: Callable[[int], bool], limit: int, fitting: int = 0) -> int:
-        """Return the largest size from `fitting` to `limit` for which `fits` is true, by bisection.
+        """Return the largest size from `fitting` to `limit` for which `fits` returns True, found by bisection.
 
-        Assumes that `fitting` fits, and that all sizes below a size that fits do, too.
+        It assumes that `fitting` fits, and that every size below a fitting size fits as well.
+
+        Args:
+            fits: Function that returns whether a size fits.
+            limit: Largest size to try.
+            fitting: Size that is known to fit. Default: 0.
         """
         low, high = fitting, max(1, fitting * 2)
         while high <= limit and fits(high):
@@ -224,7 +242,7 @@ class BudgetSearch:
         return low
 
     def _can_fit(self, batch: int) -> bool:
-        """Whether a step of this size fits into the capacity, according to a trace at exactly this size."""
+        """Whether a step of a given size fits into the capacity, according to a trace at exactly this size."""
         return self._takes(self._at(batch)) <= self._capacity
 
 
@@ -233,9 +251,9 @@ class StepForecaster:
     """Forecaster of one training step at any batch size. Each batch size is traced at most once.
 
     Attributes:
-        model_fn: Function that makes the model. It is called where parameters take no memory.
-        batch_fn: Function that makes a micro-batch from a number of samples, and a sequence length if the recipe has
-            lengths.
+        model_fn: Function that makes the model. It is called in a context in which parameters take no memory.
+        batch_fn: Function that makes a micro-batch from a number of samples. If the recipe has lengths, it also takes a
+            sequence length.
         recipe: Configuration of the training step.
         device: Device to forecast for.
         prepare: Function that changes the model before the first step, or None.
@@ -263,13 +281,13 @@ class StepForecaster:
     def forecast(
         self, batch_size: int, limit: int | None, largest: bool = False, longest: LongestSequence | None = None
     ) -> Forecast:
-        """Forecast a step. If the memory limit is known, also run the requested searches.
+        """Forecast the memory of a step. If the memory limit is known, also run the requested searches.
 
         Args:
             batch_size: Samples per micro-batch.
-            limit: Bytes that the process may use in total, or None if unknown. Without it no search runs.
-            largest: Whether to search for the largest batch.
-            longest: Options of the search for the longest sequence, or None for no search.
+            limit: Bytes that the process may use in total, or None if unknown. If it is None, no search runs.
+            largest: Whether to search for the largest batch. Default: False.
+            longest: Options of the search for the longest sequence. None: no search. Default: None.
         """
         began = time.perf_counter()
         found = build_forecast(self.trace(batch_size), self.device, batch_size, limit, self.is_expandable)
@@ -307,6 +325,9 @@ class StepForecaster:
         """Return pairs of (batch size, peak reserved bytes), interpolated from two traces.
 
         The list is empty if the two traces have different sequences of events.
+
+        Args:
+            batches: Batch sizes to compute the memory for.
         """
         return self._make_search(0).compute_curve(batches)
 

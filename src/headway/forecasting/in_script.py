@@ -1,7 +1,7 @@
 """Memory forecast for a training step of the user's own model, made inside the script: `accelerator.forecast`.
 
 A copy of the model without values is traced, with the Accelerator's precision, accumulation and activation
-checkpointing. The model, its optimizer and all RNG states stay unchanged.
+checkpointing. The model, its optimizer and all RNG states remain unchanged.
 """
 
 from collections.abc import Iterable, Iterator
@@ -50,7 +50,7 @@ class _ModelWithForward(nn.Module):
 
 
 def forecast_step(question: ForecastRequest, setting: TrainingSetup) -> Forecast:
-    """Return the memory forecast for a request of the running script. `Accelerator.forecast` documents the errors.
+    """Return the memory forecast for a call of `Accelerator.forecast`, which documents the errors.
 
     Args:
         question: Arguments of the `Accelerator.forecast` call.
@@ -107,7 +107,10 @@ def _check_request(question: ForecastRequest, setting: TrainingSetup) -> None:
 
 
 def _resolve_target(question: ForecastRequest, runtime: ProcessRuntime) -> tuple[Device, int | None]:
-    """Return the device of a forecast, and the number of bytes that the process may use on it, or None if unknown."""
+    """Return the device to forecast for, and the bytes that the process may use on it.
+
+    The bytes are None if no limit is known.
+    """
     if question.device is not None:
         target = find_device(question.device)
         return target, resolve_budget(target, question.budget)
@@ -118,7 +121,10 @@ def _resolve_target(question: ForecastRequest, runtime: ProcessRuntime) -> tuple
 
 
 def _sum_held_bytes(question: ForecastRequest) -> int:
-    """Return the bytes of tensors that this process has already allocated and that the forecast counts as well."""
+    """Return the bytes of the training's tensors that are already allocated. The forecast counts them as well.
+
+    These are the tensors of the model, its gradients and the optimizer's state.
+    """
     allocated: list[torch.Tensor] = [*question.model.parameters(), *question.model.buffers()]
     allocated += [parameter.grad for parameter in question.model.parameters() if parameter.grad is not None]
     if isinstance(question.optimizer, torch.optim.Optimizer):
@@ -146,7 +152,7 @@ def _make_recipe(question: ForecastRequest, setting: TrainingSetup) -> tuple[Ste
         made,
         None if question.forward is not None else question.loss,
         setting.run.precision.name if setting.run.options.autocast.enabled else "no",
-        # From the second micro-batch on, gradients exist during forward; later ones need no more memory.
+        # In the second micro-batch, gradients exist during forward. Further micro-batches need no more memory.
         min(setting.run.windows.num_steps, 2),
         question.max_norm,
         loop=question.loop,
@@ -161,12 +167,12 @@ def _copy_optimizer(
 
 
 def _copy_prepared_model(question: ForecastRequest, setting: TrainingSetup, rows: BatchResizer) -> nn.Module:
-    """Return a copy of the model without values, with the changes that `prepare()` would make.
+    """Return a copy of the model without values, changed in the same way as `prepare()` would change the model.
 
     Args:
         question: Arguments of the `Accelerator.forecast` call.
         setting: Settings of the Accelerator.
-        rows: Function that makes a batch with any number of rows.
+        rows: Function that returns a batch with any number of rows.
     """
     made = copy_model(question.model)
     setting.recompute(question.model, made)

@@ -1,8 +1,8 @@
 """Ray Train integration: checkpoints in Ray's storage and metrics in its reports.
 
 It is used inside the function that a `TorchTrainer` runs. Training itself does not need this module, because the
-Accelerator adopts the process group that Ray created. Ray receives a report up to a few seconds after the call, and
-loses it if the worker dies before that. So `resume` searches the storage itself.
+Accelerator adopts the process group that Ray created. Ray receives a report up to a few seconds after the call. The
+report is lost if the worker dies before that, so `resume` searches the storage itself.
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ def project(**more: Any) -> ProjectConfiguration:
     written to a local folder, and `report` makes Ray upload them.
 
     Args:
-        more: Other fields of ProjectConfiguration. To delete old checkpoints use Ray's
-            `CheckpointConfig(num_to_keep=2)`.
+        more: Other fields of ProjectConfiguration. To delete old checkpoints, use Ray's
+            `CheckpointConfig(num_to_keep=2)` instead of `total_limit`.
 
     Raises:
         ConfigError: If called outside a worker of Ray Train, or with `total_limit`, which would delete checkpoints that
@@ -42,14 +42,15 @@ def project(**more: Any) -> ProjectConfiguration:
     storage = _storage()
     if _is_folder(storage):
         return ProjectConfiguration(Path(storage.experiment_fs_path, _FOLDER), automatic_checkpoint_naming=True, **more)
-    here = Path(storage.local_working_directory, _FOLDER)  # what has been uploaded need not stay
+    here = Path(storage.local_working_directory, _FOLDER)  # only few stay here, because Ray uploads them
     return ProjectConfiguration(here, automatic_checkpoint_naming=True, **{**more, "total_limit": 2})
 
 
 def resume(accelerator: Accelerator) -> Restored | None:
-    """Resume from the newest checkpoint in the storage. Every worker calls this after `prepare`.
+    """Resume from the newest checkpoint in the storage. Every worker must call this after `prepare`.
 
-    A checkpoint that Ray does not know, because the worker died before the report arrived, is reported now.
+    If Ray does not know the checkpoint, because a worker died before its report arrived, the checkpoint is reported
+    now.
 
     Args:
         accelerator: Accelerator created with `project()`.
@@ -58,7 +59,7 @@ def resume(accelerator: Accelerator) -> Restored | None:
         Description of what was restored, or None if there is no checkpoint yet.
 
     Raises:
-        CheckpointError: On every rank, if the checkpoint is damaged or does not fit.
+        CheckpointError: On every rank, if the checkpoint is damaged or does not fit the run.
         ConfigError: If called outside a worker of Ray Train.
     """
     if _is_folder(_storage()):
@@ -80,7 +81,8 @@ def report(accelerator: Accelerator, metrics: Mapping[str, Any], checkpoint: str
 
     Args:
         accelerator: This worker's Accelerator.
-        metrics: Values by name. One-element tensors become numbers, and `updates` is added. Ray keeps those of rank 0.
+        metrics: Values by name. One-element tensors become numbers, and the number of updates is added as `updates`.
+            Ray keeps the values of rank 0.
         checkpoint: Return value of `save_state`. If its background save is still running, this call waits for it.
 
     Raises:
@@ -96,7 +98,7 @@ def report(accelerator: Accelerator, metrics: Mapping[str, Any], checkpoint: str
         if _is_folder(storage):
             _check_inside(path, storage)
             options["checkpoint_upload_mode"] = train.CheckpointUploadMode.NO_UPLOAD
-        if accelerator.is_main_process:  # all of it is there, on one rank's word
+        if accelerator.is_main_process:  # the folder contains the files of all ranks, so one rank reports it
             options["checkpoint"] = (
                 train.Checkpoint(str(path), filesystem=storage.storage_filesystem)
                 if _is_folder(storage)
@@ -108,7 +110,7 @@ def report(accelerator: Accelerator, metrics: Mapping[str, Any], checkpoint: str
 def _is_known(accelerator: Accelerator, folder: Path) -> bool:
     """Whether a checkpoint was already reported to Ray.
 
-    Rank 0's answer is used, so that either all workers report or none.
+    Rank 0's answer is used on all ranks, so that either all workers report the checkpoint or none does.
     """
     known = False
     if accelerator.is_main_process:

@@ -1,18 +1,19 @@
 """Check that a model separates the documents of packed sequences, by trying it on a few tokens.
 
-Neither a model's class nor its signature tells whether it respects document boundaries. State-space models accept
+Neither a model's class nor its signature shows whether it respects document boundaries. State-space models accept
 `position_ids` among their keyword arguments and ignore them. transformers' models ignore boundaries if the batch has an
 `attention_mask`, if they use a cache, or with flash attention on several rows. Hybrid models ignore them in some of
-their layers. So the model itself is called on packed documents of four tokens, with the collator of the run, and the
-outputs for one document are compared:
+their layers. So the model itself is called on packed documents of four tokens, with the collator of the run. Its
+outputs for one document are then compared:
 
-1. They must not change with the document before it. In most models they are then equal in every bit. In some, such as
-   mixtures of experts, the rows of a batch affect each other's rounding. A control batch with other rows measures this.
-2. They must equal those of the document alone, which shows whether positions start again.
+1. The outputs must not change if the document before this one is replaced. Most models give bitwise equal outputs. In
+   some, such as mixtures of experts, the rows of a batch affect each other's rounding. A control batch, in which the
+   other rows are different, shows whether this is the case.
+2. The outputs must equal those for the document alone. This shows whether positions start again at each document.
 
-Where rounding is to be expected, the tolerance is a fraction of the change that another first token causes in the
-document's own outputs. A leak between documents goes the same way through the model and is about as large, however
-small the model's outputs are.
+If rounding can differ, differences are tolerated up to a fraction of a reference change. The reference is the change in
+the document's outputs when its own first token is replaced. A leak between documents takes the same path through the
+model. So it causes a change of about the same size, even if the model's outputs are small.
 """
 
 import inspect
@@ -34,12 +35,15 @@ Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 _LENGTH = 4
 """Number of tokens in each document of the probe."""
 _SHARE, _SHARE_IN_HALF = 1e-3, 0.05
-"""Tolerances in float32 and in half precision, as fractions of a reference change of a document's outputs.
+"""Tolerances in float32 and in half precision, as fractions of a reference change in a document's outputs.
 
-The reference is the change that a different first token of the document causes.
+The reference is the change that occurs when the document's first token is replaced.
 """
 _ROUNDING, _ROUNDING_IN_HALF = 1e-5, 1e-2
-"""Tolerance as a fraction of the largest output, for outputs that hardly depend on other tokens."""
+"""Tolerances in float32 and in half precision, as fractions of the largest output.
+
+They apply if the outputs for a token hardly depend on other tokens.
+"""
 _REMEDIES = (
     "In training each document would see parts of others. Train it without packing; or pass a PackingCollator(attention=...) whose "
     "form of the boundaries the model reads: 'position_ids' without an attention_mask and with use_cache=False, 'mask' or 'varlen'. "
@@ -51,8 +55,8 @@ def check_document_boundaries(model: torch.nn.Module, collate: Collate, *, is_ha
     """Raise an error if a model lets the documents of a packed sequence influence each other.
 
     The model is called a few times on documents of four tokens, in evaluation mode and without gradients. Afterwards
-    the training mode of each module is restored. With several ranks, every rank must call this with the prepared
-    model.
+    the training mode of each module is restored. In a run with several ranks, every rank must call this function with
+    the prepared model.
 
     Args:
         model: Model, prepared or not, that is called as `model(**batch)`.
@@ -87,11 +91,11 @@ def check_document_boundaries(model: torch.nn.Module, collate: Collate, *, is_ha
 
 
 def check_prepared_models(models: Iterable[torch.nn.Module], collate: Collate, is_half: bool | None) -> None:
-    """Raise an error if a model of a run whose loader has a `PackingCollator` ignores document boundaries.
+    """Raise an error if a prepared model ignores the document boundaries of packed sequences.
 
-    Every rank must call this. transformers' models ignore document boundaries while they keep a cache of keys and
-    values. So `use_cache` in their config is set to False, as the Trainer does. Models whose forward does not accept
-    `input_ids` by name are not checked.
+    It is used if a loader has a `PackingCollator`. Every rank must call it. transformers' models ignore document
+    boundaries while they keep a cache of keys and values. So `use_cache` in their config is set to False, as the
+    Trainer does. Models whose forward does not accept `input_ids` by name are not checked.
 
     Args:
         models: Prepared models.
@@ -142,7 +146,7 @@ def judge_boundaries(outputs: ProbeOutputs, is_half: bool) -> str:
 
     Args:
         outputs: Outputs of the model for one document.
-        is_half: Whether they were computed in half precision.
+        is_half: Whether the outputs were computed in half precision.
 
     Returns:
         "leak" if the preceding document changes the outputs. "positions" if the outputs differ from those for the
@@ -150,7 +154,7 @@ def judge_boundaries(outputs: ProbeOutputs, is_half: bool) -> str:
             if the boundaries are respected.
     """
     packed = outputs.packed
-    # The first token's own output changes with the token itself, and says nothing about the effect on later ones.
+    # The first token's own output changes with the token itself, and does not show an effect on later tokens.
     later = slice(1 if len(packed) > 1 else 0, None)
     effect = _difference(packed[later], outputs.other_start[later])
     rounding = float(packed.abs().max()) * (_ROUNDING_IN_HALF if is_half else _ROUNDING)
@@ -181,7 +185,7 @@ class _BoundaryProbe:
         self._other_document = [tokens[-2 % len(tokens)], *self._document[1:]]
 
     def measure(self) -> ProbeOutputs:
-        """Call the model on the probe sequences, and return its outputs for their second document."""
+        """Call the model on the probe sequences, and return the outputs for the second document of each sequence."""
         sequences = [
             _make_sequence(self._before, self._document),
             _make_sequence(self._other_before, self._document),
@@ -199,7 +203,7 @@ class _BoundaryProbe:
         return ProbeOutputs(packed, after_another, other_start, control, self._call_alone())
 
     def _split(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the logits of the second document of each probe sequence."""
+        """Split logits by probe sequence, and return those of the second document in each sequence."""
         return logits.reshape(-1, 2 * _LENGTH, logits.shape[-1])[:, _LENGTH:].unbind()
 
     def _call_alone(self) -> torch.Tensor | None:
@@ -214,7 +218,7 @@ class _BoundaryProbe:
 
         Args:
             sequence: Packed sequence whose second document has labels.
-            beside: Second row of the batch. Its labels are set to the ignored label.
+            beside: Packed sequence for the second row of the batch. All of its labels are replaced by -100.
         """
         unlabeled = {**beside, LABELS: torch.full_like(beside[LABELS], IGNORED)}
         outputs = self._call(self._make_batch([sequence, unlabeled], has_labels=True))
@@ -292,13 +296,13 @@ def _list_values(outputs: Any) -> tuple[Any, ...]:
 
 
 def _name_class(model: torch.nn.Module) -> str:
-    """Return the name of the model's class before `fully_shard` replaced it by a subclass."""
+    """Return the name of the model's class, or of its original class if `fully_shard` replaced it by a subclass."""
     kinds = type(model).__mro__
     return kinds[kinds.index(FSDPModule) + 1 if FSDPModule in kinds else 0].__name__
 
 
 def _accepts(model: torch.nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether the model's forward can be called with these keyword arguments."""
+    """Whether the model's forward can be called with the entries of a batch as keyword arguments."""
     parameters = inspect.signature(model.forward).parameters
     named = {name for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())

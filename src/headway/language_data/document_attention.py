@@ -27,7 +27,7 @@ class VarlenArguments:
 
     Attributes:
         cu_seqlens: Index of each document's first token, followed by the total number of tokens (int32).
-        max_length: Number of tokens of the longest document.
+        max_length: Number of tokens in the longest document.
     """
 
     cu_seqlens: torch.Tensor
@@ -74,7 +74,7 @@ def make_block_mask(position_ids: torch.Tensor, is_causal: bool = True) -> Any:
 
 
 def make_varlen_arguments(position_ids: torch.Tensor) -> VarlenArguments:
-    """Return the arguments for variable-length attention over a batch whose rows are concatenated to one.
+    """Return the arguments for variable-length attention over a batch whose rows are concatenated into one.
 
     Args:
         position_ids: Positions, of shape (rows, tokens). Each row begins with a new document.

@@ -7,10 +7,11 @@ import numpy
 
 
 class JoinedTables:
-    """Reader of the sources of a mixture, if all of them are `datasets.Dataset`s with equal columns and formats.
+    """Reader that gets samples of several sources of a mixture in one query.
 
-    The tables are concatenated without a copy, at the first read in each process. Datasets with an indices mapping, such
-    as those that `select` or `shuffle` return, are read one by one instead, because a concatenation would copy the mapping.
+    All sources must be `datasets.Dataset`s with equal columns and formats. Their tables are concatenated at the first
+    read in each process, without a copy. Datasets with an indices mapping, such as those that `select` or `shuffle`
+    return, cannot be read in this way, because a concatenation would copy the mapping.
 
     Args:
         sources: Sources of a mixture.
@@ -26,7 +27,7 @@ class JoinedTables:
         """Return samples of several sources; None if the sources cannot be read together.
 
         Args:
-            found: Index of the source and index in that source, for each sample.
+            found: Pairs of (index of the source, index of the sample in this source), one per sample.
         """
         versions = [getattr(source, "_fingerprint", None) for source in self._sources]  # changes with the format
         if versions != self._versions:

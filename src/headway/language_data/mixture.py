@@ -1,4 +1,4 @@
-"""Mixture of several datasets by weight, whose order is a function of the seed and the position."""
+"""Weighted mixture of several datasets. Its order is a function of the seed and the position."""
 
 import copy
 from collections import OrderedDict
@@ -29,24 +29,24 @@ class Mixture(Dataset[Any]):
 
     The order is a function of the seed and the position. So it does not depend on the number of ranks and workers,
     and a resumed run continues it exactly. In every prefix of the order, the number of samples from each source
-    differs from its share by less than one. Any position is computed directly, without those before it.
+    differs from its share by less than one. The sample at any position is computed without those before it.
 
     Each source is shuffled separately, with a new permutation for each pass over it. Read the mixture without further
     shuffling: `prepare` refuses a DataLoader with `shuffle=True`. If a source can only be iterated, the mixture is an
     `IterableDataset` (`StreamMixture`).
 
-    If all sources repeat, epochs continue one another: epoch 1 begins at position `num_samples`. Otherwise each epoch
-    begins the order again, with another shuffling.
+    If all sources repeat, each epoch continues the order of the previous one: epoch 1 begins at position
+    `num_samples`. Otherwise each epoch restarts the order, with another shuffling.
 
     Args:
         sources: Datasets by name. Each has a length and random access, or can only be iterated.
-        weights: Weights of the sources, by name or in order, not necessarily adding up to 1. `{update: weights}`
-            changes them at these updates. Default: the lengths of the sources.
+        weights: Weights of the sources, by name or in order. They need not add up to 1. A dict `{update: weights}`
+            changes the weights at the given updates. Default: the lengths of the sources.
         seed: Seed of the shuffling, 0 or more.
         shuffle: Whether to shuffle each source. A source that is a mixture keeps its own order.
-        when_source_ends: What follows the last sample of a source: "repeat" reads it again, "stop" ends the epoch at
-            the position that needs another sample, and "drop" continues with the other sources, by their weights. Pass
-            one value for all sources, or a dict from names of sources to values.
+        when_source_ends: Action after the last sample of a source. "repeat" reads the source again. "stop" ends the
+            epoch at the position that needs another sample of the source. "drop" continues with the other sources in
+            proportion to their weights. Pass one value for all sources, or a dict from source names to values.
         num_samples: Maximum number of samples in an epoch. Default: the number of samples until `when_source_ends` ends
             the epoch; if all sources repeat, the total number of samples in the sources.
         samples_per_update: Number of samples per update over all ranks. Required if weights change at updates.
@@ -97,11 +97,11 @@ class Mixture(Dataset[Any]):
         if num_samples is not None:
             _check_number("num_samples", num_samples, least=1)
         self._lengths = lengths
-        # Dataset wrappers may have the attribute as None, so torch's fetcher looks at the value, too.
+        # Some dataset wrappers set the attribute to None, so check its value, as torch's fetcher does.
         self._reads_batches = [bool(getattr(source, "__getitems__", None)) for source in self.sources]
         self._tables = JoinedTables(self.sources)
         self._set_up(num_samples)
-        # Persistent workers keep their copy of the dataset, so they must see a new epoch.
+        # Persistent workers keep their copy of the dataset, so only shared memory shows them a new epoch.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def _set_up(self, num_samples: int | None) -> None:
@@ -194,9 +194,16 @@ class Mixture(Dataset[Any]):
         return block[0][offset], block[1][offset]
 
     def count_samples(self, position: int) -> dict[str, int]:
-        """Return the number of samples that each source contributes before a position, by the source's name.
+        """Return the number of samples that each source contributes to the current epoch before a position.
 
-        The position is one of the current epoch.
+        Args:
+            position: Position in the current epoch.
+
+        Returns:
+            Number of samples by source name.
+
+        Raises:
+            IndexError: If the position is negative or greater than the length.
         """
         position = to_index(position)
         if not 0 <= position <= self._num_samples:
@@ -218,7 +225,7 @@ class Mixture(Dataset[Any]):
         return f"a Mixture of {', '.join(self.names)} with the order {digest}"
 
     def _read_block(self, number: int, epoch: int) -> tuple[list[int], list[int]]:
-        """Return the index of the source at each position of a block, and the index of each sample in its source."""
+        """Return two lists for a block of positions: source indices, and sample indices within the sources."""
         block = self._order.read_block(number)
         sources = numpy.array(block.sources)
         indices = numpy.empty(len(sources), dtype=numpy.int64)
@@ -235,7 +242,7 @@ class Mixture(Dataset[Any]):
             source: Index of the source.
             first: Number of samples of the source that come earlier in the order.
             count: Number of samples to return.
-            epoch: Index of the epoch; 0 if epochs continue one another.
+            epoch: Index of the epoch; 0 if each epoch continues the order of the previous one.
         """
         length = self._lengths[source]
         assert length is not None
@@ -265,7 +272,7 @@ def check_sources(sources: Any) -> tuple[str, ...]:
     """Return the names of a mixture's sources, or raise an error if the sources are invalid.
 
     Raises:
-        ConfigError: If `sources` is not a mapping by name, or is empty.
+        ConfigError: If `sources` is not a mapping from names to datasets, or is empty.
         DataError: If a source is empty, or is not a dataset.
     """
     if not isinstance(sources, Mapping) or not sources:
@@ -349,12 +356,12 @@ State = dict[str, Any]
 
 
 class StreamMixture(Mixture, IterableDataset[Any]):
-    """Mixture in which some sources can only be iterated. `Mixture(...)` creates it and documents its arguments.
+    """Mixture in which some sources can only be iterated. Create it with `Mixture`, which documents the arguments.
 
     Sources take turns as in a `Mixture`: in every prefix, the number of samples from each source differs from its
     share by less than one. After a source has been dropped, the shares of the others are counted from that position.
-    Samples of an iterable source come in its own order. Each epoch reads all sources from their start, after
-    `set_epoch` on those that have it.
+    An iterable source is read in its own order. Each epoch reads all sources from their start, after calling
+    `set_epoch` on those that have this method.
 
     Read it with at most one worker. Each rank reads all samples and keeps its own, so the order does not depend on
     the number of ranks. `state_dict` contains the position, including the states of sources that have a
@@ -378,7 +385,7 @@ class StreamMixture(Mixture, IterableDataset[Any]):
         """Return `num_samples`.
 
         Raises:
-            TypeError: If `num_samples` was not given, or an epoch may end earlier because a source ends.
+            TypeError: If `num_samples` was not given, or an epoch can end earlier because some source does not repeat.
         """
         if self._limit is None or set(self.ends) != {"repeat"}:
             raise TypeError(
@@ -462,9 +469,9 @@ class Reading:
         self._order = self._build_order()
 
     def _build_order(self) -> QuotaOrder | None:
-        """Return the order of the remaining sources. Its positions are counted from where the last source was dropped.
+        """Return the order of the remaining sources, or None if no remaining source has a weight.
 
-        Return None if no remaining source has a weight.
+        Positions in the order are counted from the position at which a source was last dropped.
         """
         pieces = drop_sources(self._mixture.pieces, self._start, {source for _, source in self._ended})
         return QuotaOrder(pieces) if pieces else None
@@ -556,7 +563,7 @@ class Reading:
 def drop_sources(pieces: list[Piece], start: int, dropped: set[int]) -> list[Piece]:
     """Return the ranges of constant weights from a position on, without some of the sources.
 
-    Positions in the result are counted from `start`. It is empty if no remaining source has a weight.
+    Positions in the result are counted from `start`. The result is empty if no remaining source has a weight.
 
     Args:
         pieces: Ranges of positions with constant weights, for all sources.

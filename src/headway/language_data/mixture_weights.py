@@ -99,7 +99,7 @@ def _read_weight(value: Any, name: str) -> Fraction:
             number = float("nan")
     if isinstance(value, bool) or not isfinite(number) or number < 0:
         raise ConfigError(f"the weight of source {name!r} is {value!r}; give a finite number, 0 or more")
-    # The shortest text of a float is the number that was written: 0.1 is one tenth.
+    # repr() gives a float as the user wrote it, so that 0.1 becomes exactly one tenth.
     return (
         value if isinstance(value, Fraction) else Fraction(value) if isinstance(value, int) else Fraction(repr(number))
     )

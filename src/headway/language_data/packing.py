@@ -1,4 +1,4 @@
-"""Map-style dataset of packed sequences: several samples, the documents, in each sequence of one fixed length."""
+"""Map-style dataset of packed sequences. Each has the same length and contains several samples, called documents."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ SOURCE = "source"
 IGNORED = -100
 """Label that losses ignore."""
 LABEL_NAMES = frozenset({LABELS, "shift_labels", "targets", "target"})
-"""Names of the entries of a sample that are padded with `IGNORED`, as in context parallelism."""
+"""Names of the sample entries that are padded with -100 (`IGNORED`). Context parallelism pads the same entries."""
 _MADE_HERE = frozenset({TOKENS, LABELS, POSITIONS, MASK, SOURCE})
 _ROWS_AT_ONCE = 10_000
 
@@ -45,18 +45,19 @@ class PackedDataset(Dataset[dict[str, Any]]):
     - The end of a sequence is padded. The padding is a separate document whose labels are -100.
     - `source` lists the source of each document if the samples have an entry `source`.
 
-    The sequences are a pure function of lengths, seed and, for a dataset with an order per epoch such as a `Mixture`,
-    the epoch. They do not depend on ranks, workers or the position in the data, so a resumed run gets the same
-    sequences. Shuffle them with the DataLoader.
+    The sequences are a pure function of lengths and seed. If the dataset has a new order in each epoch, as a `Mixture`
+    does, the sequences also depend on the epoch. They do not depend on ranks, workers or the position in the data, so a
+    resumed run gets the same sequences. Use the DataLoader to shuffle them.
 
     Args:
         dataset: Dataset with a length and random access.
         sequence_length: Number of tokens per sequence.
-        lengths: Number of tokens of each sample, or a function that returns these numbers and is called again in each
-            epoch. None: all samples are read once to measure them; those of a `Mixture` in its sources.
+        lengths: Number of tokens in each sample, or a function that returns these numbers and is called again in each
+            epoch. None: all samples are read once to measure them. If the dataset is a `Mixture`, the samples of its
+            sources are measured.
         strategy: "best_fit", "in_order" or "split", as for `make_packing_plan`.
         long_samples: Treatment of samples longer than a sequence: "error", "split" or "truncate".
-        seed: Seed of the order in which samples are packed. None: their order in the dataset.
+        seed: Seed of the order in which samples are packed. None: samples are packed in the order of the dataset.
         window: Number of consecutive samples that "best_fit" packs together. Default: 16,384, or an eighth of the
             shortest range with constant weights in a `Mixture` whose weights change.
         pad_token_id: ID of the token that fills the end of a sequence.
@@ -107,7 +108,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             self._measure = lengths
         elif lengths is None and getattr(dataset, "orders_samples", False):
             self._measure = OrderedLengths(dataset)
-        # Persistent workers keep their copy of the dataset, so they must see a new epoch.
+        # Persistent workers keep their copy of the dataset, so only shared memory shows them a new epoch.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._planned_epoch = 0
         first = self._measure or lengths
@@ -147,7 +148,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self._measure is not None and self._planned_epoch != int(self._epoch):
-            self.set_epoch(int(self._epoch))  # in a persistent worker
+            self.set_epoch(int(self._epoch))  # a persistent worker learns of the new epoch only here
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         pieces = self.plan.list_pieces(index % len(self))
@@ -205,7 +206,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
 
 class OrderedLengths:
-    """Callable that returns the number of tokens of each sample, for a dataset that reorders its samples in each epoch.
+    """Callable that returns the number of tokens in each sample, for a dataset that reorders its samples in each epoch.
 
     The lengths are in the current epoch's order.
 
@@ -218,7 +219,7 @@ class OrderedLengths:
         self._of_sources: list[Array] | None = None
 
     def __call__(self) -> Array:
-        """Return the number of tokens of each sample in the current epoch."""
+        """Return the number of tokens in each sample in the current epoch."""
         dataset = self._dataset
         if not isinstance(dataset, Mixture):
             return measure_lengths(dataset)
@@ -230,9 +231,9 @@ class OrderedLengths:
 
 
 def measure_lengths(dataset: Any) -> Array:
-    """Return the number of tokens of each sample.
+    """Return the number of tokens in each sample.
 
-    Each sample is read once. Lengths in Arrow tables are found without reading the samples.
+    Each sample is read once, except in Hugging Face datasets, whose Arrow tables give the lengths directly.
 
     Raises:
         DataError: If a sample has no `input_ids`.
@@ -272,7 +273,7 @@ def _list_entries(documents: Sequence[Mapping[str, Array]]) -> Iterable[str]:
 
 
 def _check_unpadded(sample: Mapping[str, Any], index: int, num_tokens: int) -> None:
-    """Raise DataError if a sample is padded or already has position IDs, which packing would lose."""
+    """Raise `DataError` if a sample is padded, or has position IDs other than 0, 1, 2 ..., which packing would lose."""
     if sample.get(MASK) is not None and not numpy.all(numpy.asarray(sample[MASK]) == 1):
         raise DataError(
             f"sample {index} is padded: its {MASK!r} has zeros; give samples without padding, because packing needs none"
@@ -296,11 +297,11 @@ def _as_numbers(value: Any) -> Array | None:
 def choose_window(starts: Sequence[int], num_samples: int) -> int:
     """Return the number of consecutive samples that are packed together.
 
-    It is small enough that packing moves samples only a little across a change of a mixture's weights.
+    The number is small enough that packing moves samples only a little across a change of a mixture's weights.
 
     Args:
         starts: Positions at which the weights of a mixture change; empty for other datasets.
-        num_samples: Number of samples of the dataset.
+        num_samples: Number of samples in the dataset.
     """
     if len(starts) < 2:
         return WINDOW

@@ -1,4 +1,4 @@
-"""Collation of packed sequences to batches, in the form in which a model's attention reads document boundaries."""
+"""Collate packed sequences into batches, with document boundaries in the form that a model's attention expects."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from headway.language_data.packing import MASK, POSITIONS, SOURCE, TOKENS
 
 FORMS = ("position_ids", "varlen", "mask")
 NO_SOURCE = -1
-"""Index that padding tokens get in place of the index of a source."""
+"""Source index of padding tokens, which belong to no source."""
 
 
 class PackingCollator:
@@ -19,16 +19,16 @@ class PackingCollator:
 
     Args:
         attention: Form in which document boundaries are passed to the model. "position_ids": only positions, from which
-            transformers' sdpa, eager and flex attention derive their masks. "varlen": all sequences are joined to one
-            row, with the arguments of transformers' flash attention (`cu_seq_lens_q`, `max_length_q` ...), because
-            transformers ignores the boundaries in flash attention on several rows. "mask": a boolean `attention_mask`
-            of shape (rows, 1, tokens, tokens) for models that pass it to `scaled_dot_product_attention`.
+            transformers' sdpa, eager and flex attention derive their masks. "varlen": all sequences are joined into one
+            row, with the arguments of transformers' flash attention (`cu_seq_lens_q`, `max_length_q` ...). On several
+            rows, its flash attention would ignore the boundaries. "mask": a boolean `attention_mask` of shape (rows, 1,
+            tokens, tokens) for models that pass it to `scaled_dot_product_attention`.
         is_causal: Whether tokens attend only to earlier tokens. Used only with "mask".
         check_model: Whether models are checked with `check_document_boundaries` when they are prepared for a loader
             with this collator. Pass False for a model that finds the boundaries in another way, such as by end tokens.
 
     Raises:
-        ConfigError: If `attention` is not one of these words.
+        ConfigError: If `attention` is not an allowed value.
     """
 
     def __init__(self, attention: str = "position_ids", is_causal: bool = True, check_model: bool = True) -> None:
@@ -41,8 +41,8 @@ class PackingCollator:
     def __call__(self, sequences: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch as a dict of tensors by name. Tensors with one value per token have shape (rows, tokens).
 
-        If the samples have an integer `source`, as a `Mixture` adds it, the batch has the source of each token, and -1
-        for padding. Other sources are lists, with one entry per document.
+        If the samples have an integer `source`, as a `Mixture` adds it, the batch contains the source of each token,
+        which is -1 for padding. Sources that are not integers become lists with one entry per document.
 
         Raises:
             DataError: If the sequences do not come from a `PackedDataset`.
@@ -73,7 +73,9 @@ class PackingCollator:
 
 
 def make_token_sources(sequences: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:
-    """Return the source of each token, of shape (rows, tokens), and -1 for padding. None if sources are not integers.
+    """Return the source index of each token as a tensor of shape (rows, tokens). It is -1 for padding.
+
+    Return None if the sources are not integers.
 
     Args:
         sequences: Sequences of a `PackedDataset`.

@@ -1,9 +1,9 @@
-"""Plan that packs samples into sequences of one length: a pure function of lengths, strategy and seed.
+"""Plan that packs samples into sequences of equal length. It is a pure function of lengths, strategy and seed.
 
 Best-fit decreasing places samples in order of decreasing length, each into the fullest sequence that still has room for
 it. "Fewer Truncations Improve Language Modeling" (Ding et al., ICML 2024, arXiv 2404.10830) shows its use for language
-models. Lengths are small integers, so samples of equal length are placed together, and a bit field finds the fullest
-sequence. The cost depends on the number of different lengths, not on the number of samples.
+models. Since lengths are small integers, samples of equal length are placed together, and a bit field is used to find
+the fullest sequence. The cost depends on the number of different lengths, not on the number of samples.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ class SamplePiece(NamedTuple):
 
     Attributes:
         sample: Index of the sample in its dataset.
-        start: Index of the first token in the sample.
-        stop: Index after the last token in the sample.
+        start: Index, within the sample, of the part's first token.
+        stop: Index, within the sample, of the token after the part's last one.
     """
 
     sample: int
@@ -47,7 +47,7 @@ class PackingPlan:
         sequence_length: Number of tokens per sequence, including padding.
         samples: Index of each piece's sample. Pieces are ordered by sequence.
         starts: Index of each piece's first token in its sample.
-        stops: Index after each piece's last token in its sample.
+        stops: Index, in its sample, of the token after each piece's last one.
         offsets: Index of the first piece of each sequence, followed by the total number of pieces.
         num_cut_tokens: Number of tokens that are left out because samples are truncated.
     """
@@ -95,18 +95,18 @@ def make_packing_plan(
     """Assign samples to sequences. Equal arguments give equal plans on all machines.
 
     Args:
-        lengths: Number of tokens of each sample. Empty samples are left out.
+        lengths: Number of tokens in each sample. Empty samples are left out.
         sequence_length: Tokens per sequence.
         strategy: "best_fit": best-fit decreasing within windows of samples. "in_order": a sequence ends at the first
             sample that does not fit. "split": samples are joined and cut every `sequence_length` tokens.
         long_samples: Treatment of samples longer than a sequence, unless the strategy is "split": "error", "split"
             (into pieces) or "truncate" (drop the tokens beyond the sequence).
-        seed: Seed of the order in which samples are packed. None: their order in the dataset.
+        seed: Seed of the order in which samples are packed. None: samples are packed in the order of `lengths`.
         window: Number of consecutive samples that "best_fit" packs together.
 
     Raises:
         ConfigError: If an argument is not allowed.
-        DataError: If a length is negative, all are 0, or a sample is too long and `long_samples="error"`.
+        DataError: If a length is negative, all lengths are 0, or a sample is too long and `long_samples="error"`.
     """
     check_count(sequence_length=sequence_length, window=window)
     for name, value, allowed in (("strategy", strategy, STRATEGIES), ("long_samples", long_samples, LONG_SAMPLES)):
@@ -159,7 +159,7 @@ def _join_and_cut(order: _Integers, sizes: _Integers, capacity: int) -> PackingP
     """Return the plan that concatenates all samples and cuts them every `capacity` tokens."""
     ends = numpy.cumsum(sizes)
     total = int(ends[-1])
-    cuts = numpy.union1d(ends, numpy.arange(capacity, total, capacity))  # ends of pieces in the joined samples
+    cuts = numpy.union1d(ends, numpy.arange(capacity, total, capacity))  # where pieces end in the concatenated samples
     begins = numpy.concatenate([[0], cuts[:-1]])
     number = numpy.searchsorted(ends, begins, side="right")
     before = (ends - sizes)[number]
@@ -238,7 +238,7 @@ def place_decreasing(sizes: _Integers, capacity: int) -> _Integers:
                 room = capacity
                 chosen = range(num_bins, num_bins - (-left // (capacity // size)))
                 num_bins = chosen.stop
-            # Best fit fills one bin before it turns to the next, because a bin with less room has precedence.
+            # Best fit fills one bin before it starts the next, because it prefers the bin with less room.
             per_bin = room // size
             num_full = min(len(chosen), left // per_bin)
             if num_full:
@@ -274,10 +274,10 @@ class _OpenBins:
             self._field |= 1 << room
 
     def take_fullest(self, size: int) -> tuple[int, range]:
-        """Remove and return bins whose free capacity is the smallest one of at least `size`.
+        """Remove and return bins with equal free capacity: the smallest free capacity that is at least `size`.
 
         Returns:
-            Free capacity of the bins, and the range of their indices. (0, empty range) if no bin has room.
+            Pair of (free capacity of the bins, range of their indices); (0, empty range) if no bin has room.
         """
         fitting = self._field >> size
         if not fitting:

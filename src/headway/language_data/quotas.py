@@ -1,21 +1,22 @@
-"""Order in which sources take turns. In every prefix, each source has its share of the samples to within one.
+"""Order in which a mixture's sources take turns. In every prefix, each source is within one sample of its share.
 
 The share of source i after n samples is a curve A_i(n), and the curves add up to n. The number of samples x_i(n) must
 satisfy |x_i(n) - A_i(n)| < 1 at every n. This is the chairman assignment problem (R. Tijdeman, Discrete Mathematics 32,
-1980). It is solved by deadlines, as in fair scheduling (Baruah et al., Algorithmica 15, 1996): sample j of source i may
-come once A_i exceeds j - 1, and must have come when A_i reaches j. Of the samples that may come, the one with the
-earliest deadline comes next.
+1980). It is solved with deadlines, as in fair scheduling (Baruah et al., Algorithmica 15, 1996). Sample j of source i
+may be placed once A_i exceeds j - 1. Its deadline is the position at which A_i reaches j: by then, it must have been
+placed. Among the samples that may be placed, the one with the earliest deadline is next.
 
-Deadlines alone would have to be followed from the start. To compute any position directly, positions are divided into
-blocks. The counts at a block's start are those that deadlines give after one block, starting from counts that need
-no history: the whole part of each curve, plus one for the earliest deadlines. A path between the counts at the two
-ends of a block exists, because any interval of positions has at most as many samples that must be in it as it has
-positions. So the cost of a block does not depend on its position. All arithmetic is exact, on integers.
+With this rule alone, the order would have to be computed from the start. To compute any position directly, positions
+are divided into blocks. The counts at the start of a block are computed in two steps. First, the counts one block
+earlier are estimated without any history: the integer part of each curve, plus one for the earliest deadlines. From
+there, the deadlines of one block are followed. The block itself leads from the counts at its start to those at its end.
+This is always possible, because the samples that must be placed in an interval of positions never outnumber the
+positions. So the cost of a block does not depend on where it is. All arithmetic is exact, on integers.
 
-When the weight of a source becomes 0, a fraction of one of its samples may be due. If such fractions add up to one
-sample or more over all such sources, that many samples follow within one block. The remaining fractions wait until the
-weights are positive again. Near a change of weights, the counts at a block's start are computed from those of the
-block before.
+When the weight of a source becomes 0, a fraction of one of its samples can be due. If the fractions of all such sources
+add up to one or more samples, this number of samples is placed within one block. The remaining fractions are kept until
+the weights are positive again. Near a change of weights, the counts at the start of a block are computed from those
+at the start of the previous block.
 """
 
 from bisect import bisect_right
@@ -76,11 +77,11 @@ def limit_pieces(pieces: Sequence[Piece], limits: Sequence[int | None]) -> tuple
 
     Args:
         pieces: Ranges of positions with constant weights, without limits.
-        limits: Maximum number of samples of each source, or None for a source without a limit.
+        limits: Maximum number of samples per source, or None for a source without a limit.
 
     Returns:
-        Ranges of positions with the changed weights, and the position where the order ends. The position is None if the
-            order never ends.
+        Pair of (ranges of positions with the changed weights, position at which the order ends). The position is None
+            if the order never ends.
     """
     curves = [Fraction(0)] * len(limits)
     limited: list[Piece] = []
@@ -112,11 +113,11 @@ def limit_pieces(pieces: Sequence[Piece], limits: Sequence[int | None]) -> tuple
 def share_rates(piece: Piece, dropped: Collection[int]) -> list[Fraction] | None:
     """Return the weights in a range of positions after some sources have been dropped, scaled to add up to 1.
 
-    None if the remaining sources have no weight.
+    Return None if the remaining sources have no weight.
 
     Args:
         piece: Range of positions with constant weights.
-        dropped: Indices of the sources without a weight in the result.
+        dropped: Indices of the dropped sources. Their weights are 0 in the result.
     """
     rates = [0 if source in dropped else rate for source, rate in enumerate(piece.rates)]
     return [Fraction(rate, sum(rates)) for rate in rates] if any(rates) else None
@@ -135,7 +136,7 @@ def _share_rates(
     Args:
         row: Weight of each source.
         curves: Share of each source so far, in samples.
-        limits: Maximum number of samples of each source, or None.
+        limits: Maximum number of samples per source, or None.
 
     Returns:
         One weight per source, which is 0 for sources at their limits. None if all would be 0.
@@ -148,7 +149,7 @@ def _share_rates(
 def _count_steps_to_limit(
     rates: Sequence[Fraction], curves: Sequence[Fraction], limits: Sequence[int | None]
 ) -> int | None:
-    """Return the number of whole positions that can follow before the share of some source exceeds its limit.
+    """Return the largest number of whole positions after which no source's share exceeds its limit.
 
     Return None if no source with a weight has a limit.
     """
@@ -162,7 +163,7 @@ def _fill_position(row: Sequence[Fraction], curves: Sequence[Fraction], limits: 
     Args:
         row: Weight of each source.
         curves: Share of each source at the start of the position, in samples.
-        limits: Maximum number of samples of each source, or None.
+        limits: Maximum number of samples per source, or None.
     """
     now = list(curves)
     rest = Fraction(1)
@@ -174,7 +175,7 @@ def _fill_position(row: Sequence[Fraction], curves: Sequence[Fraction], limits: 
         span = min([rest, *spans])
         now = [at + rate * span for at, rate in zip(now, rates)]
         rest -= span
-    # Nothing with a weight is left. Sources without one complete the samples that they own in part.
+    # No source with a weight is left. The rest of the position completes samples of which a source has a fraction.
     for source, at in enumerate(now):
         added = min(rest, -at % 1)
         now[source] += added
@@ -184,11 +185,11 @@ def _fill_position(row: Sequence[Fraction], curves: Sequence[Fraction], limits: 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive positions of the order, with the source of each.
+    """Block of consecutive positions in the order of a mixture, with the source at each position.
 
     Attributes:
         start: First position.
-        counts: Number of samples of each source before `start`.
+        counts: Number of samples per source before `start`.
         sources: Index of the source at each position.
     """
 
@@ -215,7 +216,7 @@ class QuotaOrder:
         self.block_size, self._is_periodic = _choose_block_size(pieces)
         self._alike: dict[tuple[int, ...], list[int]] = {}
         self._followed: dict[int, tuple[int, ...]] = {}
-        # A cache of the class would keep every order alive.
+        # The cache belongs to the object. A cache in the class would keep every object alive.
         self._compute_settled = lru_cache(maxsize=64)(self._compute_settled)  # type: ignore[method-assign]
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -235,7 +236,9 @@ class QuotaOrder:
         return Block(begin, counts, sources)
 
     def _describe_block(self, begin: int, end: int) -> tuple[int, ...] | None:
-        """Return a key to cache the sources of a block of positions, or None if no other block has equal sources.
+        """Return a key under which the sources of a block can be cached, or None if they must not be cached.
+
+        Blocks of positions with equal keys have equal sources.
 
         Args:
             begin: First position of the block.
@@ -247,14 +250,15 @@ class QuotaOrder:
         number = self._find_piece(begin)
         piece = self._pieces[number]
         parts = [(base + rate * (begin - piece.start)) % piece.scale for base, rate in zip(piece.base, piece.rates)]
-        # Parts of samples are assigned by the curves of the two blocks before and of the one after. Where the curves are
-        # whole, the counts are the curves, unless other counts have been followed.
+        # The counts at a block's two ends depend on the curves from two blocks before it to one block after it, so the
+        # weights must be constant there. If the curves are integers, they are the counts, and the block alone matters.
+        # This does not hold if the counts were computed from the previous block, as they are near a change of weights.
         is_followed = not (self._is_settled(begin // size) and self._is_settled(end // size)) and number > 0
         first, last = (begin - 2 * size, end + size) if any(parts) or is_followed else (begin, end - 1)
         return (number, *parts) if number == self._find_piece(max(0, first)) == self._find_piece(last) else None
 
     def count(self, position: int) -> list[int]:
-        """Return the number of samples of each source before `position`."""
+        """Return the number of samples per source before `position`."""
         block = self.read_block(position // self.block_size)
         counts = list(block.counts)
         for source in block.sources[: position - block.start]:
@@ -262,7 +266,7 @@ class QuotaOrder:
         return counts
 
     def find_occurrence(self, source: int, number: int) -> int | None:
-        """Return the position in the order at which a sample of a source comes, or None if it never comes.
+        """Return the position of a source's sample in the order, or None if the order does not contain it.
 
         Args:
             source: Index of the source.
@@ -298,10 +302,10 @@ class QuotaOrder:
         return [whole for whole, _ in parts], [rest > 0 for _, rest in parts]
 
     def _find_window(self, source: int, number: int, piece_number: int) -> tuple[int, int]:
-        """Return the release and the deadline of a sample.
+        """Return the release and the deadline of a sample, which limit its position in the order.
 
-        The release is the first position at which the sample may come. The deadline is the position before which it
-        must have come. Either is `sys.maxsize` if the source's share never grows that far.
+        The release is the first position at which the sample may be placed. The deadline is the position before which
+        it must have been placed. Either is `sys.maxsize` if the source's share never grows that far.
 
         Args:
             source: Index of the source.
@@ -330,10 +334,10 @@ class QuotaOrder:
     # ---------------------------------------------------------------- counts at block boundaries
 
     def _find_boundary(self, number: int) -> tuple[int, ...]:
-        """Return the number of samples of each source before a block of positions.
+        """Return the number of samples per source before a block of positions.
 
-        If the weights are constant in the two blocks before it, the numbers are computed without earlier blocks.
-        Otherwise they are computed from those of the block before.
+        If the weights are constant in the two preceding blocks, the numbers are computed without earlier blocks.
+        Otherwise, they are computed from the numbers before the preceding block.
 
         Args:
             number: Index of the block.
@@ -354,7 +358,7 @@ class QuotaOrder:
         return number >= 2 and self._find_piece(end - 2 * self.block_size) == self._find_piece(end - 1)
 
     def _compute_settled(self, number: int) -> tuple[int, ...]:
-        """Return the number of samples of each source before a block of positions, without computing earlier blocks.
+        """Return the number of samples per source before a block of positions, without computing earlier blocks.
 
         The weights must be constant in the two blocks before it.
 
@@ -371,7 +375,7 @@ class QuotaOrder:
         return tuple(self._follow_deadlines(counts, end - self.block_size, end)[1])
 
     def _estimate_counts(self, number: int) -> list[int]:
-        """Estimate the number of samples of each source before a block of positions.
+        """Estimate the number of samples per source before a block of positions.
 
         The estimate is the integer part of each source's share. It is increased by one for as many sources, in the
         order of their next deadlines, as are needed to reach the total number of positions. A source whose weight
@@ -398,16 +402,18 @@ class QuotaOrder:
     def _follow_deadlines(
         self, counts: Sequence[int], begin: int, end: int, last: Sequence[int] | None = None
     ) -> tuple[list[int], list[int]]:
-        """Choose the sample with the earliest deadline at each position of a range.
+        """Choose the source at each position of a range: the one whose next sample has the earliest deadline.
+
+        The deadline of a sample is the position before which it must be placed, so that its source gets its share.
 
         Args:
-            counts: Number of samples of each source before `begin`.
+            counts: Number of samples per source before `begin`.
             begin: First position.
             end: Position after the last.
-            last: Maximum number of samples of each source before `end`. None: no maximum.
+            last: Maximum number of samples per source before `end`. None: no maximum.
 
         Returns:
-            Source at each position, and the number of samples of each source at `end`.
+            Pair of (index of the source at each position, number of samples per source before `end`).
         """
         now = list(counts)
         sources: list[int] = []
@@ -425,10 +431,10 @@ class QuotaOrder:
 
         Args:
             index: Index of the `Piece` (range of constant weights) that contains the positions.
-            counts: Number of samples of each source before `begin`. Overwritten with the numbers at `end`.
+            counts: Number of samples per source before `begin`. Overwritten with the numbers before `end`.
             begin: First position.
             end: Position after the last.
-            last: Maximum number of samples of each source; None for no limit.
+            last: Maximum number of samples per source before `end`; None for no limit.
         """
         rates, num_sources = self._pieces[index].rates, self.num_sources
         arrivals: list[list[int]] = [[] for _ in range(begin, end)]
@@ -461,7 +467,7 @@ class QuotaOrder:
 
         Args:
             index: Index of the range of constant weights (`Piece`).
-            counts: Number of samples of each source, at the start of the range or later in it.
+            counts: Number of samples per source, at the start of the range or later in it.
 
         Returns:
             Pairs of (deadline, source), one for each sample.
@@ -480,8 +486,8 @@ class QuotaOrder:
     def _list_windows(self, index: int, source: int, first: int, last: int) -> list[tuple[int, int]]:
         """Return the (release, deadline) pairs of several samples of a source.
 
-        The release is the first position at which a sample may come. The deadline is the position before which it
-        must have come.
+        The release is the first position at which a sample may be placed. The deadline is the position before which
+        it must have been placed.
 
         Args:
             index: Index of the range of constant weights (`Piece`) in which to begin the search.
@@ -504,10 +510,10 @@ def _choose_block_size(pieces: Sequence[Piece]) -> tuple[int, bool]:
     """Choose the number of positions in a block.
 
     Each source with a positive weight must have at least one sample in a block. If the order of sources repeats after a
-    short period in each range of constant weights, the size is a multiple of all of these periods.
+    short period in each range of constant weights, the size is a multiple of all these periods.
 
     Returns:
-        Size of a block, and whether the sources repeat from block to block.
+        Pair of (size of a block, whether it is a multiple of the periods).
     """
     long = [
         piece

@@ -1,8 +1,8 @@
-"""Read a stream's shards in turns, in the order in which a different number of ranks has read them.
+"""Read a stream's shards in turns, in the order in which a run with a different number of ranks read them.
 
-If each rank reads its own shards, an update consists of a batch of each rank. After a resume on a different number of
-ranks, updates contain the same samples as before if the former ranks' shards are read in turns, one batch of each at a
-time.
+If each rank reads its own shards, an update consists of one batch from each rank. After a resume with a different
+number of ranks, updates should contain the same samples as before. So the shards of the previous ranks are read in
+turns, one batch of each at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,16 +13,16 @@ from torch.utils.data import IterableDataset
 
 
 class ShardTurns(IterableDataset[Any]):
-    """Iterable dataset that yields the samples of a stream in the order in which several ranks have read its shards.
+    """Iterable dataset that yields the samples of a stream in the order in which several ranks read its shards.
 
-    The shards are read in turns, one batch of each at a time. Shards that end earlier drop out, and the others
-    continue. So every sample comes once.
+    The shards are read in turns, one batch of each at a time. When a shard is exhausted, reading continues with the
+    others. So every sample is read once, unless `drop_last` is set.
 
     Args:
         dataset: Stream with the method `shard(num_shards, index)`, such as a `datasets.IterableDataset`.
-        num_ranks: Number of ranks that have read the stream.
+        num_ranks: Number of ranks whose order is followed. The stream is split into this number of shards.
         batch_size: Number of samples per batch and rank.
-        drop_last: Whether reading ends before the first turn in which some rank has no complete batch.
+        drop_last: Whether reading ends before the first turn in which some shard has no complete batch.
         epoch: Number of the epoch, for shards with the method `set_epoch`.
     """
 
@@ -51,14 +51,14 @@ class ShardTurns(IterableDataset[Any]):
 
 
 def describe_other_order(name: str, consumed: int, before: Sequence[int], now: Sequence[int]) -> str:
-    """Return the error message for a pass over a stream that cannot continue, because the order of samples differs.
+    """Return the error message for a pass over a stream that cannot be resumed, because the sample order has changed.
 
     Args:
         name: Name of the dataset's class.
         consumed: Number of samples read in the epoch before the position was saved.
         before: Order of the saved pass, as three numbers: ranks that read different shards, workers, and samples that a
-            worker reads in turn.
-        now: Order of the pass that should continue the saved one, as the three numbers of `before`.
+            worker reads per turn.
+        now: Order of the pass that should continue the saved one, in the format of `before`.
     """
     return (
         f"the iterable dataset {name} was left after {consumed} samples of an epoch, when {_describe_order(before)}; now "
@@ -69,12 +69,12 @@ def describe_other_order(name: str, consumed: int, before: Sequence[int], now: S
 
 
 def describe_whole_reading(name: str, before: Sequence[int]) -> str:
-    """Return the warning for a pass over a stream in which every rank reads the whole stream.
+    """Return the warning that every rank reads a whole stream, to continue a saved pass in the same order.
 
     Args:
         name: Name of the dataset's class.
         before: Order of the saved pass, as three numbers: ranks that read different shards, workers, and samples that a
-            worker reads in turn.
+            worker reads per turn.
     """
     return (
         f"the stream {name} was left when {_describe_order(before)}. To continue exactly, every rank reads the whole stream with at "
@@ -83,7 +83,7 @@ def describe_whole_reading(name: str, before: Sequence[int]) -> str:
 
 
 def _describe_order(order: Sequence[int]) -> str:
-    """Return a clause such as "2 workers read 8 samples in turn"."""
+    """Return a clause that describes who read a stream, such as "2 workers read 8 samples in turn"."""
     ranks, workers, size = order
     how = f"{workers} workers read {size} samples in turn" if workers > 1 else "one process read it"
     return how if ranks == 1 else f"each of {ranks} ranks read its own shards, {how}, {size} samples a batch"

@@ -1,4 +1,4 @@
-"""Shuffled order of a source's samples, of which any part can be computed without the rest."""
+"""Shuffled order of a dataset's samples. Any part of the order can be computed without the rest."""
 
 from functools import lru_cache
 from typing import Any
@@ -36,9 +36,9 @@ def _draw_order(length: int, seed: int) -> Indices:
 def _permute(offsets: Indices, length: int, seed: int) -> Indices:
     """Map `offsets` by a pseudo-random permutation of the numbers below `length`.
 
-    The permutation is a Feistel network over a power of two with an even exponent. Numbers that it maps beyond
-    `length` are mapped again (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). It
-    needs no memory.
+    The permutation is a Feistel network over a power of two with an even exponent. Results that are not below `length`
+    are mapped again (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). No table of the
+    permutation is stored.
     """
     half = ((length - 1).bit_length() + 1) // 2
     keys = [mix_seed(seed, number) for number in range(_NUM_ROUNDS)]

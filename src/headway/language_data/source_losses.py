@@ -1,4 +1,4 @@
-"""Mean loss of each source of a mixture, over all ranks and the batches since the last report."""
+"""Mean loss per source of a mixture, over all ranks and all batches since the last report."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from headway.errors import ConfigError, DataError
 
 
 class SourceLosses:
-    """Recorder that sums losses by source. `compute` returns their means, for `accelerator.log`.
+    """Recorder that sums losses by source. `compute` returns the means, which can be passed to `accelerator.log`.
 
-    `add` needs no communication and does not wait for the device. The means are over all rows, or all tokens, of a
+    `add` needs no communication and does not wait for the device. Each mean is over all rows, or all tokens, of a
     source.
 
     Args:
@@ -44,9 +44,10 @@ class SourceLosses:
 
         Args:
             losses: Loss of each row, of shape [rows], or of each token, of shape [rows, tokens].
-            sources: Index of the source of each row, of shape [rows], or of each token, of shape [rows, tokens], as in
-                packed batches. Negative: the row or token does not count.
-            mask: Whether each row or token counts, of shape [rows] or of the shape of `losses`. Default: all count.
+            sources: Source index of each row, of shape [rows], or of each token, of shape [rows, tokens], as in packed
+                batches. Rows or tokens with a negative index are not counted.
+            mask: Whether to count each row or token, of shape [rows] or of the shape of `losses`. Default: None, all
+                are counted.
 
         Raises:
             DataError: If the shapes of the arguments do not match.
@@ -66,9 +67,12 @@ class SourceLosses:
         self._sums += sum_by_source(losses, sources, mask, len(self.names))
 
     def compute(self) -> dict[str, float]:
-        """Return the mean loss of each source since the last call, over all ranks, and reset the sums.
+        """Return the mean loss of each source over all ranks since the last call, and reset the sums.
 
-        All ranks must call it. A source without losses since the last call is left out.
+        All ranks must call this method. A source without losses since the last call is left out.
+
+        Returns:
+            Mean losses. The keys are the source names with the prefix.
         """
         total = self._accelerator.reduce(self._sums, reduction="sum")
         self._sums = torch.zeros_like(self._sums)
@@ -79,19 +83,20 @@ class SourceLosses:
 def sum_by_source(
     losses: torch.Tensor, sources: torch.Tensor, mask: torch.Tensor | None, num_sources: int
 ) -> torch.Tensor:
-    """Return the sums and the numbers of losses by source, of shape [2, num_sources] (float64).
+    """Return the sum and the number of each source's losses, as a float64 tensor of shape [2, num_sources].
 
     Args:
         losses: Loss of each row or token.
-        sources: Index of the source, of the shape of `losses` or [rows]. Negative: the loss does not count.
-        mask: Whether each loss counts, of the shape of `losses` or [rows]. Default: all count.
+        sources: Index of each loss's source, of the shape of `losses` or [rows]. Losses with a negative index are not
+            counted.
+        mask: Whether to count each loss, of the shape of `losses` or [rows]. None: all are counted.
         num_sources: Number of sources.
     """
     sources = _expand_rows(sources.to(losses.device).long(), losses)
     counted = sources >= 0
     if mask is not None:
         counted = counted & _expand_rows(mask.to(losses.device).bool(), losses)
-    # A loss that does not count may be NaN, so it is replaced instead of multiplied by 0.
+    # A loss that is not counted can be NaN, so replace it instead of multiplying it by 0.
     both = torch.stack([torch.where(counted, losses, 0).double().flatten(), counted.double().flatten()])
     return both.new_zeros(2, num_sources).index_add_(1, sources.clamp(min=0).flatten(), both)
 

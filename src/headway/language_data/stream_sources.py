@@ -1,8 +1,8 @@
-"""Compare the sources of streamed Hugging Face datasets: their files and shards in order, and their shuffling.
+"""Compare the sources of streamed Hugging Face datasets: the order of files and shards, and the shuffling.
 
-If ranks read different shards of a stream, no rank ever reads all of it. The stream may be shuffled without a seed,
-or already be split by rank. Each rank then chooses its shards from a different list, so some shards are read twice
-and others never. To detect this, ranks compare descriptions of their sources instead of samples.
+If each rank reads different shards of a stream, no rank ever reads the whole stream. But if the stream is shuffled
+without a seed, or is already split by rank, each rank chooses its shards from a different list. Some shards are then
+read twice and others never. To detect this, ranks compare descriptions of their sources instead of samples.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ def _list_parts(node: Any, depth: int, seen: set[int]) -> Iterator[str]:
 
 
 def _list_members(node: Any, depth: int, seen: set[int]) -> Iterator[str]:
-    """Yield texts that describe the attributes of an object of the `datasets` library.
+    """Yield texts that describe the attributes of an object from the `datasets` library.
 
     Args:
         node: Object to describe.

@@ -1,4 +1,4 @@
-"""Batch sampler that makes batches of about equal numbers of tokens, from known lengths."""
+"""Batch sampler whose batches have about equal numbers of tokens. The lengths of the samples must be known."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,7 +15,7 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 _WINDOW = 64
-"""Approximate number of updates whose samples are sorted by length together."""
+"""Approximate number of updates whose samples are sorted together by length."""
 
 TOO_LONG = ("error", "drop", "alone")
 
@@ -23,21 +23,21 @@ TOO_LONG = ("error", "drop", "alone")
 class TokenBatchSampler(Sampler[list[int]]):
     """Batch sampler whose batches have at most a given number of tokens, counting padding.
 
-    The plan of an epoch is a function of the lengths, the seed and the epoch, so every rank computes an equal one.
-    Samples are shuffled, sorted by length within windows of about 64 updates, and cut into batches, whose order is
-    shuffled. A batch's size is its number of samples times the length of its longest sample.
+    The plan of an epoch is a function of the lengths, the seed and the epoch, so every rank computes the same plan.
+    Samples are shuffled, sorted by length within windows of about 64 updates, and divided into batches. The batches
+    are then shuffled. A batch's number of tokens is its number of samples times the length of its longest sample.
 
     With `global_batch_tokens`, an update consists of `batches_per_update` batches over all ranks, and holds about
     that number of tokens. The number of batches in an epoch is a multiple of `batches_per_update`: some batches are
     cut in two if necessary. With `gradient_accumulation_steps=sampler.count_steps(num_processes)`, the updates do
     not depend on the number of ranks, and no sample is repeated to give every rank a batch.
 
-    Pass it as `batch_sampler=` to a DataLoader, and prepare that. At each step of the prepared loader, every rank
-    gets one batch. The loss is an exact mean over tokens with `accelerator.backward(loss, weight=num_tokens,
-    reduction="sum")`.
+    Pass it as `batch_sampler=` to a DataLoader, and prepare the DataLoader. At each step of the prepared loader, every
+    rank gets one batch. For a loss that is an exact mean over tokens, call `accelerator.backward(loss,
+    weight=num_tokens, reduction="sum")`.
 
     Args:
-        lengths: Number of tokens of each sample, 1 or more.
+        lengths: Number of tokens in each sample, 1 or more.
         tokens_per_batch: Largest number of tokens in a batch of one rank, counting padding.
         global_batch_tokens: Largest number of tokens in an update over all ranks, a multiple of `tokens_per_batch`.
             Default: `tokens_per_batch`.
@@ -113,11 +113,11 @@ class TokenBatchSampler(Sampler[list[int]]):
         return iter(self.plan_epoch())
 
     def __len__(self) -> int:
-        """Return the number of batches of the current epoch, over all ranks."""
+        """Return the number of batches in the current epoch, over all ranks."""
         return len(self.plan_epoch())
 
     def plan_epoch(self) -> list[list[int]]:
-        """Return the batches of the current epoch, over all ranks. Each batch is a list of indices of samples."""
+        """Return the batches of the current epoch, over all ranks. Each batch is a list of sample indices."""
         if self._plan is None or self._plan[0] != self.epoch:
             self._plan = self.epoch, self._build_plan()
         return self._plan[1]
@@ -188,7 +188,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         return batches
 
     def _cut(self, indices: Any) -> list[list[int]]:
-        """Cut samples, which are sorted by decreasing length, into batches."""
+        """Divide samples into batches. The samples must be sorted by decreasing length."""
         batches: list[list[int]] = []
         lengths = self.lengths[indices].tolist()
         start = 0

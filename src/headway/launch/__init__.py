@@ -1,1 +1,1 @@
-"""Launcher of Headway, which turns a launch configuration into running processes, without importing torch."""
+"""Headway's launcher, which turns a launch configuration into running processes without importing torch itself."""

@@ -13,7 +13,7 @@ if not getattr(sys.flags, "safe_path", False):
 if sys.argv[1] == "agent":
     import signal
 
-    # While torch is imported, a KeyboardInterrupt may be swallowed. No rank has been started yet, so exit at once.
+    # While torch is imported, a KeyboardInterrupt can be swallowed. No rank has been started yet, so exit at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from headway.launch.agent import agent
 
@@ -24,7 +24,7 @@ elif sys.argv[1] == "under":
 
     from headway.launch import worker
 
-    # A notebook's kernel may be killed at any time. Then SIGTERM lets this process end its ranks in order.
+    # A notebook's kernel can be killed at any time. SIGTERM then makes this process end its ranks in order.
     worker.die_with(int(sys.argv[2]), signal.SIGTERM)
     os.execv(sys.argv[3], sys.argv[3:])
 else:

@@ -23,7 +23,7 @@ def main(folder: str) -> None:
 def _write(path: Path, obj: Any) -> None:
     """Pickle an object to a file for the notebook.
 
-    If the object cannot be pickled, no file is written, and the notebook gets None.
+    If the object cannot be pickled and loaded again, no file is written, and the notebook receives None.
     """
     cloudpickle = require("cloudpickle", "notebook_launcher needs", "cloudpickle")
     try:

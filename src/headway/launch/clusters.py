@@ -14,14 +14,16 @@ from headway.errors import ConfigError
 
 @dataclass(frozen=True)
 class ClusterTask:
-    """Position of this launcher among several that a cluster has started on each machine. Each manages one process.
+    """Position of this launcher in a cluster that has started more than one launcher (task) on each machine.
+
+    Each of these launchers manages one process.
 
     Attributes:
         rank: Global rank of this task.
         world_size: Number of tasks on all machines.
         local_rank: Rank of this task on its machine.
         local_world_size: Number of tasks on this machine.
-        num_devices: Number of accelerators that the cluster has assigned to each task alone; 0 if unknown.
+        num_devices: Number of accelerators that the cluster has assigned to each task exclusively; 0 if unknown.
     """
 
     rank: int
@@ -46,7 +48,8 @@ class Cluster:
     Attributes:
         name: "SLURM", "Open MPI" or "Kubernetes".
         layer: Settings that the cluster determines.
-        task: This launcher's position among several on its machine. None if it is the only one.
+        task: Position of this launcher, if the cluster has started more than one launcher on each machine. Otherwise
+            None.
     """
 
     name: str
@@ -67,9 +70,10 @@ def detect_cluster(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def check_agreement(resolved: Resolved, cluster: Cluster) -> None:
-    """Raise an error if a config file contradicts the cluster. Other machines may read this file, too.
+    """Raise an error if a config file contradicts the cluster.
 
-    `force` in the settings skips the check.
+    Machines often share a config file, so a value in it might be meant for another machine. `force` in the settings
+    skips the check.
 
     Args:
         resolved: Resolved settings.
@@ -88,7 +92,7 @@ def check_agreement(resolved: Resolved, cluster: Cluster) -> None:
 
 
 class _Reader:
-    """Reader of a cluster's environment variables. Origins of settings, and errors, contain the cluster's name.
+    """Reader of a cluster's environment variables. Error messages and the origins of settings name the cluster.
 
     Attributes:
         layer: Settings that have been read, each with its origin.
@@ -123,7 +127,7 @@ class _Reader:
             self.decide("machine_rank", machine_rank, variables[1])
 
     def decide_port(self, job: int | None, variable: str) -> None:
-        """Set the rendezvous port from the job's number.
+        """Derive the rendezvous port from the job's number.
 
         The number is equal on all machines of a job and differs between jobs.
 
@@ -136,7 +140,7 @@ class _Reader:
 
 
 def _detect_slurm(environment: Mapping[str, str]) -> Cluster | None:
-    """Return the cluster if srun started this process, or None.
+    """Return the SLURM cluster if srun started this process, or None if it did not.
 
     A shell in an allocation (from salloc, or an sbatch script) was not started by srun and does not count.
     """
@@ -201,9 +205,9 @@ def _open_mpi(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def _detect_kubernetes(environment: Mapping[str, str]) -> Cluster | None:
-    """Return the cluster if this is a pod of a PyTorchJob or of an Indexed Job.
+    """Return the Kubernetes cluster if this process runs in a pod of a PyTorchJob or an Indexed Job, or None.
 
-    The operator of PyTorchJobs sets PET_* variables or torch's own.
+    The PyTorchJob operator sets PET_* variables, or torch's own variables such as WORLD_SIZE.
     """
     if "KUBERNETES_SERVICE_HOST" not in environment:
         return None
@@ -231,7 +235,7 @@ def _detect_kubernetes(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def parse_first_host(nodes: str) -> str | None:
-    """Return the first host of a SLURM node list: 'gpu[07-09,12],cpu1' -> 'gpu07'. None for an empty list."""
+    """Return the first host of a SLURM node list, or None for an empty list: 'gpu[07-09,12],cpu1' -> 'gpu07'."""
     match = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,\[]*)", nodes)
     if match is None:
         return None

@@ -40,8 +40,8 @@ def check_options(resolved: Resolved, found: Layout | None) -> tuple[str, ...]:
         found: Layout of the run. If None, no option is checked.
 
     Returns:
-        One note for each such option that comes from a config file or an environment variable. Such an option has no
-            effect.
+        One note for each inapplicable option that comes from a config file or an environment variable. Such an option
+            has no effect.
 
     Raises:
         ConfigError: If an option on the command line does not apply to the layout.
@@ -94,10 +94,10 @@ def describe_layout(resolved: Resolved, found: Layout | None) -> list[str]:
 
 
 def count_data_shards(num_processes: int, found: Layout | None) -> str:
-    """Return a text for the launcher's banner, such as "8 processes" or "2 data shards".
+    """Return text for the launcher's banner, such as "8 processes" or "2 data shards".
 
-    It gives the number of shards into which the global batch is divided. Processes that read the same data share a
-    shard.
+    The text gives the number of shards into which the global batch is divided. Processes that read the same data share
+    a shard.
     """
     if found is None or found.num_data_shards == num_processes:
         return f"{num_processes} process{'es' if num_processes > 1 else ''}"

@@ -1,4 +1,4 @@
-"""Hardware of this machine, found without importing torch: accelerators, CPU cores and the loopback interface."""
+"""Detection of this machine's hardware without importing torch: accelerators, CPU cores and the loopback interface."""
 
 import math
 import os
@@ -27,11 +27,11 @@ class Machine:
         num_cores: Number of CPU cores that this process may use, limited by its affinity and its control group's quota.
         accelerator: "cuda", "rocm", "xpu", "mps", or torch's name of a device that a vendor's package adds. None if
             there is no accelerator, or torch was built without support for it.
-        device_ids: IDs of the visible accelerators, as the variable in `VISIBLE` names them. Without such a variable,
-            their indices.
+        device_ids: IDs of the visible accelerators, as listed in an environment variable such as CUDA_VISIBLE_DEVICES.
+            If no such variable is set, their indices.
         loopback: Name of the loopback interface. None if there is none.
-        hidden_by: Variables that name only devices that do not exist, such as "HIP_VISIBLE_DEVICES='2'". Otherwise
-            empty.
+        hidden_by: Text with the environment variables that hide all accelerators because they name only devices that do
+            not exist, such as "HIP_VISIBLE_DEVICES='2'". Otherwise empty.
     """
 
     hostname: str
@@ -61,7 +61,7 @@ def inspect_machine(environment: Mapping[str, str], root: Path = Path("/")) -> M
     ids = list_visible_ids(kind, num_devices, environment) if kind else ()
     if kind is None and root == Path("/"):
         kind, num_devices = find_vendor_accelerator(environment) or (None, 0)
-        ids = tuple(map(str, range(num_devices)))  # torch's count respects the vendor's own variable already
+        ids = tuple(map(str, range(num_devices)))  # torch's count already respects the vendor's own variable
     return Machine(
         hostname=os.uname().nodename if hasattr(os, "uname") else "this machine",
         python=sys.executable,
@@ -107,7 +107,7 @@ def _find_accelerators(root: Path) -> tuple[str | None, int]:
         for path in (root / "sys/class/drm").glob("renderD*/device/vendor")
         if read_system_file(path).strip() == "0x8086"
     ]
-    # Most Intel chips contain a display part. Only torch's XPU build shows that it is meant for computing.
+    # Most Intel chips contain a GPU for the display. Only torch's XPU build shows that it is meant for computing.
     if intel and _read_torch_build().startswith("xpu"):
         return "xpu", len(intel)
     if sys.platform == "darwin" and os.uname().machine == "arm64":
@@ -150,9 +150,9 @@ def _has_mig(nvml: Any, handle: Any) -> bool:
 
 
 def _read_torch_build() -> str:
-    """Return the build of the installed torch: "cpu", "cu130", "xpu", or "".
+    """Return the build of the installed torch, such as "cpu", "cu130" or "xpu". Empty if it is unknown.
 
-    It is the local part of torch's version.
+    The build is the local part of torch's version number.
     """
     from importlib import metadata  # takes as long as the rest of a launch, and only few machines need it
 

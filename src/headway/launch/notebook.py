@@ -1,8 +1,8 @@
 """Launch a function instead of a script, from a notebook cell or a test.
 
-The function is sent by cloudpickle to new processes, which are managed by the same agent as those of `headway launch`.
-State of the notebook, such as an initialized device, therefore cannot interfere. The processes' output is shown while
-it is written.
+cloudpickle sends the function to new processes. The launcher's agent manages them like those of `headway launch`. State
+of the notebook, such as an initialized device, therefore cannot interfere. The processes' output is shown while it is
+written.
 """
 
 import contextlib
@@ -152,7 +152,7 @@ _NAMES = {
     "main_process_ip": "master_addr",
     "main_process_port": "use_port",
 }
-"""Name of the notebook_launcher argument for a setting, by the setting's name, where the two names differ."""
+"""Dict from a setting's name to the name of its notebook_launcher argument, for settings whose two names differ."""
 
 
 def _check_option(name: str, value: Any) -> Value:
@@ -242,7 +242,7 @@ def _report_used_memory() -> None:
 
 
 def _run(planned: LaunchPlan, environment: dict[str, str]) -> int:
-    """Start the plan's command, copy its output to this process's output (which may be a cell's), and wait for its end.
+    """Start the plan's command, copy its output to this process's output, and wait until the command ends.
 
     Returns:
         Exit code of the command.

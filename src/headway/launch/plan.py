@@ -71,7 +71,7 @@ class AgentOrder:
         role: Name of the workers in the prefix of each line that they print.
         is_bound_to_cores: Whether to bind each process to the CPU cores near its GPU.
         machine_timeout: Seconds without a heartbeat after which another machine counts as lost.
-        unit: "machine", or "task" if the cluster starts one agent for each process.
+        unit: Word for a machine in messages: "machine", or "task" if the cluster starts one agent for each process.
         variables: Environment variables of each worker in addition to those that torch sets.
         min_machines: Smallest number of machines with which the run continues.
         grace: Seconds that ranks have to save a checkpoint after a signal to the launcher.
@@ -108,7 +108,7 @@ class AgentOrder:
 
     @classmethod
     def decode(cls, text: str) -> "AgentOrder":
-        """Return the instructions that `encode` has written as JSON text."""
+        """Parse the instructions from JSON text that `encode` has returned."""
         content: dict[str, Any] = json.loads(text)
         program = content.pop("program")
         return cls(program=Program(program["target"], tuple(program["args"]), program["kind"]), **content)
@@ -282,7 +282,7 @@ def _choose_visible_variable(resolved: Resolved, machine: Machine) -> str:
 
 
 def _count_processes(resolved: Resolved, machine: Machine, task: ClusterTask | None) -> tuple[int, int]:
-    """Return the number of machines and the number of processes on each."""
+    """Return the number of machines and the number of processes on each machine."""
     num_machines = resolved.get("num_machines", 1)
     per_machine = len(machine.device_ids) or 1
     total = resolved.get("num_processes", num_machines * per_machine)
@@ -310,10 +310,10 @@ def _count_processes(resolved: Resolved, machine: Machine, task: ClusterTask | N
 def _choose_threads(
     resolved: Resolved, machine: Machine, num_local: int, environment: Mapping[str, str]
 ) -> tuple[int | None, bool]:
-    """Return the number of CPU threads per process, and whether the plan must set it.
+    """Return the number of CPU threads per process, and whether the plan must set OMP_NUM_THREADS to it.
 
-    The setting has priority, then OMP_NUM_THREADS from the environment. Otherwise the cores are divided equally
-    among the processes.
+    The setting has priority, then OMP_NUM_THREADS from the environment. If both are missing, the cores are divided
+    equally among the processes. The number is None if there is only one process.
     """
     chosen: int | None = resolved.get("num_cpu_threads_per_process")
     from_environment = parse_whole_number(environment.get("OMP_NUM_THREADS", ""))
@@ -455,8 +455,8 @@ def _set_network(
 def _hide_warnings(resolved: Resolved, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variable that hides C++ warnings about retries and lost sockets.
 
-    The launcher reports these in a sentence. The warnings stay visible if the user requests them by torch's own
-    variables, `--debug` or `HEADWAY_LOG_LEVEL=debug`.
+    The launcher itself reports retries and lost sockets. The warnings stay visible if the user requests them with
+    torch's own variables, `--debug` or `HEADWAY_LOG_LEVEL=debug`.
     """
     is_asked_for = any(name in environment for name in ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG"))
     is_debugging = environment.get("HEADWAY_LOG_LEVEL", "").strip().lower() in ("debug", "10")
@@ -493,8 +493,8 @@ def format_commands(resolved: Resolved, program: Program, own_address: str, free
         resolved: Resolved settings. All are repeated, because the other machines have neither this environment nor this
             config file.
         program: Program to start.
-        own_address: Address of this machine, which becomes machine 0 unless an address is set.
-        free_port: Port for the rendezvous, unless one is set.
+        own_address: Address of this machine. It becomes machine 0 unless the settings contain another address.
+        free_port: Port for the rendezvous, unless the settings contain a port.
     """
     address = resolved.get("main_process_ip", own_address)
     port = resolved.get("main_process_port") or free_port

@@ -129,7 +129,8 @@ def _check_module(target: str) -> None:
         )
     if not all(part.isidentifier() for part in target.split(".")):
         raise ConfigError(f"-m takes the name of a module, such as my_package.train, and {target!r} is not one")
-    # Check only the first part: finding submodules imports their packages. Python reports a missing one itself.
+    # Check only the first part, because finding a submodule imports its packages. Python itself reports a missing
+    # submodule.
     if not _is_there(target.partition(".")[0]):
         raise ConfigError(
             f"there is no module {target!r} (looked in {Path.cwd()} and in this Python's packages); "

@@ -1,6 +1,6 @@
 """Folder that makes `import accelerate` import Headway, and the variable that adds the folder to a process.
 
-The folder is put first in PYTHONPATH, so every process that the program starts inherits it, however it is started.
+The folder is put first in PYTHONPATH, so every process that the program starts, in whatever way, inherits it.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from headway.errors import ConfigError
 
 FOLDER = Path(__file__).parents[1] / "compat" / "on_path"
-"""Folder with a package named `accelerate` and the metadata of a distribution of that name and version."""
+"""Folder with a package named `accelerate` and the metadata of a distribution with this name and `VERSION`."""
 
 VERSION = "1.15.0"
 """Version of Accelerate whose public names are provided."""

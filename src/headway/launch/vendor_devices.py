@@ -1,7 +1,7 @@
 """Accelerators that a hardware vendor's package adds to torch, found in the metadata of the installed packages.
 
-Such a package registers itself by an entry point of the group "torch.backends", which `import torch` loads. The number
-of accelerators is queried from torch in a subprocess, because the launcher does not import torch.
+Such a package registers itself with an entry point in the group "torch.backends", which `import torch` loads. The
+number of accelerators is queried from torch in a subprocess, because the launcher does not import torch.
 """
 
 import os
@@ -24,18 +24,19 @@ if found is not None:
 def find_vendor_accelerator(
     environment: Mapping[str, str], folders: Iterable[str] | None = None
 ) -> tuple[str, int] | None:
-    """Return the kind and number of accelerators that a hardware vendor's package adds to torch.
+    """Return the device type and number of accelerators that a hardware vendor's package adds to torch.
 
-    Without such a package this costs a scan of the installed packages (milliseconds), and with one, an import of
-    torch in a subprocess. If HEADWAY_DEVICE names a device other than "cpu", torch is queried in any case: on some
-    machines with NVIDIA's devices only CUDA itself reports them.
+    If no such package is installed, this takes only a scan of the installed packages (milliseconds). Otherwise torch is
+    imported in a subprocess. If HEADWAY_DEVICE names a device type other than "cpu", torch is queried in any case,
+    because on some machines with NVIDIA devices only CUDA itself reports them.
 
     Args:
         environment: Environment variables with which a process would start.
         folders: Folders of installed packages. Default: this interpreter's search path.
 
     Returns:
-        Pair of (torch's name of the kind, number of devices). None if no package adds one, or its driver finds none.
+        Pair of (torch's name of the device type, number of devices). None if no package adds a device type, or if its
+            driver finds no device.
     """
     is_loaded = environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "0"
     if not (is_loaded and has_vendor_package(folders)) and environment.get("HEADWAY_DEVICE", "cpu") == "cpu":

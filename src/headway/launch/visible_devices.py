@@ -22,9 +22,14 @@ _NOTHING = ("", "-1", "NoDevFiles")
 
 
 def describe_hiding_variables(kind: str, environment: Mapping[str, str]) -> str:
-    """Return the variables that name only devices that do not exist, such as "HIP_VISIBLE_DEVICES='2'".
+    """Return the variables that hide all devices of a kind by mistake, such as "HIP_VISIBLE_DEVICES='2'".
 
-    Return "" if a variable hides all devices on purpose.
+    Call this only if no device is visible. Such variables name only devices that do not exist. Return "" if a variable
+    hides all devices on purpose.
+
+    Args:
+        kind: Kind of accelerator, a key of `VISIBLE`.
+        environment: Environment variables of the process.
     """
     names = [*([_BELOW[kind]] if kind in _BELOW else []), *VISIBLE[kind]]
     values = {name: environment[name] for name in names if name in environment}
@@ -34,7 +39,7 @@ def describe_hiding_variables(kind: str, environment: Mapping[str, str]) -> str:
 
 
 def list_visible_ids(kind: str, num_devices: int, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the IDs of the devices that a process may see, as their vendor's variable names them.
+    """Return the IDs of the devices that a process may see, as listed in the vendor's environment variable.
 
     An index that does not exist ends the list, as it does in the drivers.
 

@@ -29,7 +29,8 @@ def main(arguments: Sequence[str]) -> None:
     """Run the program that the arguments describe.
 
     Args:
-        arguments: AGENT_PID KIND STREAMS TARGET ARGS..., as described at the top of this module.
+        arguments: Process ID of the agent, kind of program ("script", "module" or "program"), "merge" to merge stderr
+            into stdout, path or name of the program, and the program's arguments.
     """
     agent_pid, kind, streams, target, *args = arguments
     die_with(int(agent_pid))
@@ -102,7 +103,7 @@ def _report(error: Exception, record: str | None) -> None:
     from headway.common import scope, tracebacks
     from headway.launch.agent.records import write_record
 
-    # An Accelerator may have registered a note for this error, such as a list of what used the memory.
+    # An Accelerator might have registered a note for this error, such as a list of the largest users of memory.
     note = scope.own(tracebacks.ExceptionHook).format_notes(error)
     is_kept = bool(record) and write_record(Path(str(record)), error, note)
     # The agent prints the first failure's trace for all ranks. A user's excepthook still runs, but its output is dropped.

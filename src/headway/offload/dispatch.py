@@ -64,7 +64,7 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint into a model, on the meta device or with values.
 
-    On the CPU, weights are mapped from their files. A page is read at its first use, and changes, such as those of
+    On the CPU, weights are mapped from their files. A memory page is read at its first use. Changes, such as those of
     training, stay in memory and never reach the file. If the model needs another dtype or layout than the file has,
     tensors are converted one at a time. All names, shapes and files are checked before the first value is loaded.
 
@@ -73,26 +73,28 @@ def load_checkpoint_in_model(
         checkpoint: File, index, folder, or model ID on the Hugging Face Hub. Safetensors are preferred to `.bin` files.
             A `.bin` file is read without executing any of its content.
         device_map: Device by module name, as returned by infer_auto_device_map. The key "" is the whole model, and
-            "disk" leaves weights in their files. None leaves tensors on their devices, and loads those on the meta
-                device
-            to the CPU.
+            "disk" leaves weights in their files. None leaves tensors on their devices, and loads tensors on the meta
+            device to the CPU.
         offload_folder: Folder for tensors on "disk" that cannot be used from their own file: converted tensors and old
             `.bin` files.
-        dtype: Dtype of floating weights, or None for the model's.
-        offload_state_dict: No effect, because the state dict as a whole is never in memory. Exists for compatibility.
-        offload_buffers: Whether buffers are left on disk, too.
-        keep_in_fp32_modules: Components of dotted names, such as "lm_head". Weights below them are float32 regardless
-            of `dtype`.
+        dtype: Dtype in which floating weights are loaded, or None for the model's dtype.
+        offload_state_dict: No effect, because the whole state dict is never in memory. Accepted for compatibility with
+            Accelerate.
+        offload_buffers: Whether the buffers of modules on "disk" are left on disk, too.
+        keep_in_fp32_modules: Components of dotted names, such as "lm_head". Weights whose names contain one are loaded
+            as float32 regardless of `dtype`.
         offload_8bit_bnb: Not supported.
-        strict: Whether names that the model does not have, and missing buffers, are errors.
+        strict: Whether to raise an error if the checkpoint has names that the model lacks, or lacks buffers of the
+            model.
         full_state_dict: Whether the checkpoint has full tensors. False is not supported.
-        broadcast_from_rank0: No effect, because the ranks of a machine share the mapped pages.
+        broadcast_from_rank0: No effect, because all ranks on a machine share the pages of the mapped files.
 
     Raises:
         CheckpointError: If the checkpoint is missing or damaged, or does not fit the model. The model is then
             unchanged.
-        ConfigError: If the device map misses a tensor, or the offload folder is missing or belongs to another model.
-        UnsupportedError: If bitsandbytes or a sharded state dict is requested.
+        ConfigError: If the device map does not match the model, or if an offload folder is needed and not given, or
+            belongs to another model.
+        UnsupportedError: If `offload_8bit_bnb=True` or `full_state_dict=False` is given.
     """
     check_kind(full_state_dict, offload_8bit_bnb)
     homes = None
@@ -105,7 +107,7 @@ def check_kind(full_state_dict: bool, is_quantized: bool = False) -> None:
     """Raise UnsupportedError unless the checkpoint has full, unquantized tensors.
 
     Args:
-        full_state_dict: Whether the checkpoint has full tensors, not shards of them.
+        full_state_dict: Whether the checkpoint has full tensors. False: It has shards.
         is_quantized: Whether the checkpoint has the tensors of bitsandbytes' 8-bit layers.
     """
     if is_quantized or not full_state_dict:
@@ -126,10 +128,10 @@ def load_weights(
     """Load a checkpoint, and move each tensor to its target device or leave it on disk.
 
     Args:
-        model, checkpoint, offload_folder, dtype, strict: As for load_checkpoint_in_model().
-        homes: Target of each tensor by name: a device, or "disk". None keeps tensors where they are, and loads those on
-            the meta device to the CPU.
-        in_fp32: Components of dotted names, such as "lm_head". Weights below them are loaded as float32.
+        model, checkpoint, offload_folder, dtype, strict: See load_checkpoint_in_model().
+        homes: Target of each tensor by name: a device, or "disk". None leaves tensors on their devices, and loads
+            tensors on the meta device to the CPU.
+        in_fp32: Components of dotted names, such as "lm_head". Weights whose names contain one are loaded as float32.
     """
     opened = open_checkpoint(checkpoint)
     places = map_locations(model)
@@ -157,11 +159,11 @@ class _Loading:
 
     Attributes:
         checkpoint: Open files of the checkpoint.
-        sources: Stored tensor for each tensor of the model.
-        places: Modules and attributes that hold each tensor, by name.
+        sources: Mapping from the model's tensors to the stored tensors from which they are loaded.
+        places: Modules and attributes that hold each tensor of the model, by name.
         homes: Target of each tensor by name: a device, or "disk".
-        dtype: Dtype of floating weights, or None for the model's.
-        in_fp32: Components of dotted names whose weights are loaded as float32.
+        dtype: Dtype in which floating weights are loaded, or None for the model's dtype.
+        in_fp32: Components of dotted names. Weights whose names contain one are loaded as float32.
         folder: Offload folder, or None.
     """
 
@@ -174,7 +176,7 @@ class _Loading:
     folder: str | Path | None
 
     def load_values(self) -> None:
-        """Assign every value to its tensor in the model."""
+        """Load the value of every tensor of the model, and assign it to the tensor."""
         groups = map_ties(self.places)
         offloaded = self._write_offloaded()
         num_mapped = 0
@@ -201,7 +203,7 @@ class _Loading:
     def _iterate_values(self, offloaded: Mapping[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """Yield each tensor's name and value, and whether the value is mapped from a file.
 
-        Only one tensor at a time is in memory in addition to those that are already in the model.
+        In addition to the tensors that are already in the model, only one tensor at a time is in memory.
 
         Args:
             offloaded: Tensors that have been written to the offload folder, by name.
@@ -232,10 +234,13 @@ class _Loading:
         return set(conversion.run(lambda key: self._read_tensor(key).to("meta")))
 
     def _write_offloaded(self) -> dict[str, StoredTensor]:
-        """Write the tensors that belong on disk to the offload folder, unless they can be used from their own file.
+        """Write tensors whose target is the disk to the offload folder, unless their own file can be used directly.
 
         Returns:
-            The written tensors by name.
+            The written tensors, by name.
+
+        Raises:
+            ConfigError: If tensors must be written, but no offload folder was given.
         """
         direct = {
             name: key
@@ -294,23 +299,24 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Load a checkpoint into a model, place its parts on devices, and return the model.
 
-    Arguments that are not listed are those of load_checkpoint_in_model() and dispatch_model().
+    See load_checkpoint_in_model() and dispatch_model() for the arguments that are not listed.
 
     Args:
         model: Module, usually built under init_empty_weights().
         checkpoint: File, index, folder, or model ID on the Hugging Face Hub.
-        device_map: "auto", "balanced", "balanced_low_0", "sequential", one device for all, or devices by module name.
-            None loads the checkpoint without placing the parts on devices.
+        device_map: "auto", "balanced", "balanced_low_0", "sequential", one device for the whole model, or devices by
+            module name. None loads the checkpoint without placing the parts on devices.
         max_memory: Memory limit of each device, in bytes or as text such as "10GiB". Used if `device_map` is "auto",
             "balanced", "balanced_low_0" or "sequential".
-        no_split_module_classes: Classes whose modules stay on one device, or None for those that the model declares.
-        skip_keys: Keyword arguments of forwards that are not moved between devices.
-        preload_module_classes: Classes whose modules use the weights of submodules without calling these. Their weights
-            are loaded together.
+        no_split_module_classes: Classes whose modules are not split over devices, or None for the classes that the
+            model declares.
+        skip_keys: Names of keyword arguments of `forward` that are not moved between devices.
+        preload_module_classes: Classes whose modules use the weights of submodules without calling the submodules. The
+            weights of such a module are loaded together with those of its submodules.
 
     Raises:
         CheckpointError: If the checkpoint is damaged or does not fit the model. The model is then unchanged.
-        DeviceMapError: If the map does not fit the model or the machine.
+        DeviceMapError: If the device map does not match the model or the machine's devices.
     """
     check_kind(full_state_dict)
     placement = None
@@ -342,28 +348,32 @@ def dispatch_model(
 ) -> nn.Module:
     """Place a model's parts on devices, and attach hooks that run each part.
 
-    Return the model, with the map as `hf_device_map`. Parts on an accelerator run there. Parts on "cpu" and "disk"
-    run on the main device. If that is an accelerator, their weights are copied ahead of use. If it is the CPU, they
-    are used in place, and those on disk are read ahead. Outside of a forward, every weight has its real values, so
-    the state dict equals that of the original model. A dispatched model can be dispatched again.
+    Return the model, with the map as its attribute `hf_device_map`. Parts on an accelerator run on that accelerator.
+    Parts on "cpu" and "disk" run on the main device. If the main device is an accelerator, the weights of these parts
+    are copied ahead of use. If it is the CPU, their weights are used in place, and those on disk are read ahead.
+    Outside of a forward, every weight has its real values, so the state dict equals that of the original model. A
+    dispatched model can be dispatched again.
 
     Args:
         model: Model to place.
-        device_map: "auto", "balanced", "balanced_low_0", "sequential", one device for all, or devices by module name.
+        device_map: "auto", "balanced", "balanced_low_0", "sequential", one device for the whole model, or devices by
+            module name.
         main_device: Device that runs offloaded parts. None for the first accelerator in the map, else the CPU.
         state_dict: Values for parts on the meta device.
         offload_dir: Folder for weights that are placed on "disk" and are not in a mapped file yet.
-        offload_index: Entries of values in files, by name. An entry is either {"safetensors_file": path, "weight_name":
-            name in that file}, or {"dtype": ..., "shape": ...} for `<name>.dat` in the offload folder, as returned by
-            read_offload_index().
-        offload_buffers: Whether buffers are offloaded, too. They are small, and stay on the main device otherwise.
-        skip_keys: Keyword arguments of forwards that are not moved between devices.
-        preload_module_classes: Classes whose modules use the weights of submodules without calling these. Their weights
-            are loaded together. torch's MultiheadAttention and TransformerEncoderLayer are always included.
+        offload_index: Entries that locate values in files, by tensor name. An entry is either {"safetensors_file":
+            path, "weight_name": name in that file}, or {"dtype": ..., "shape": ...} for `<name>.dat` in the offload
+            folder, as returned by read_offload_index().
+        offload_buffers: Whether buffers are offloaded, too. If False, they stay on the main device, because they are
+            small.
+        skip_keys: Names of keyword arguments of `forward` that are not moved between devices.
+        preload_module_classes: Classes whose modules use the weights of submodules without calling the submodules. The
+            weights of such a module are loaded together with those of its submodules. torch's MultiheadAttention and
+            TransformerEncoderLayer are always included.
         force_hooks: Whether hooks are attached even if everything is on one device.
 
     Raises:
-        DeviceMapError: If the map does not fit the model or the machine.
+        DeviceMapError: If the device map does not match the model or the machine's devices.
         ConfigError: If a tensor has no values, or the offload folder is missing or belongs to another model.
     """
     undispatch_model(model)
@@ -381,7 +391,10 @@ def _attach_execution(
     preload: list[str] | None,
     force_hooks: bool,
 ) -> None:
-    """Move every tensor to its target device or file, and attach the hooks that run the model with this placement."""
+    """Move every tensor to its target device or file, and attach the hooks that run the model with this placement.
+
+    If the whole model is on one device and runs there, hooks are attached only if `force_hooks` is True.
+    """
     _move_home(map_locations(model), placement.homes, folder)
     kinds = set(placement.homes.values())
     if force_hooks or len(kinds) > 1 or DISK in kinds or kinds == {CPU} != {placement.main}:
@@ -397,16 +410,16 @@ def cpu_offload(
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep all weights in host memory and run the model on another device. Weights are copied there ahead of their use.
+    """Keep all weights in host memory, and run the model on another device, to which weights are copied ahead of use.
 
     Args:
         model: Model to place.
-        execution_device: Device that runs the model, or None for this process's current accelerator. On the CPU nothing
-            is moved.
+        execution_device: Device that runs the model, or None for this process's current accelerator. If it is the CPU,
+            nothing is moved.
         offload_buffers: Whether buffers are offloaded, too.
         state_dict: Values for parts on the meta device.
-        preload_module_classes: Classes whose modules use the weights of submodules without calling these. Their weights
-            are loaded together.
+        preload_module_classes: Classes whose modules use the weights of submodules without calling the submodules. The
+            weights of such a module are loaded together with those of its submodules.
     """
     return dispatch_model(
         model,
@@ -425,19 +438,19 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep all weights on disk and run the model on a device. Weights are read ahead of their use.
+    """Keep all weights on disk, and run the model on a device. Weights are read ahead of use.
 
     Args:
         model: Model to place.
-        offload_dir: Folder for weights that are not in a mapped file yet. Files that an earlier call wrote for this
-            model are reused.
+        offload_dir: Folder for weights that are not in a mapped file yet. A file that an earlier call wrote for this
+            model is reused.
         execution_device: Device that runs the model, or None for this process's current accelerator, else the CPU.
         offload_buffers: Whether buffers are offloaded, too.
-        preload_module_classes: Classes whose modules use the weights of submodules without calling these. Their weights
-            are loaded together.
+        preload_module_classes: Classes whose modules use the weights of submodules without calling the submodules. The
+            weights of such a module are loaded together with those of its submodules.
 
     Raises:
-        ConfigError: If the folder has another model's weights.
+        ConfigError: If a tensor has no values, or the folder contains another model's weights.
     """
     return dispatch_model(
         model,
@@ -452,7 +465,7 @@ def disk_offload(
 def get_default_device() -> torch.device:
     """Return this process's accelerator, or the CPU if this machine has no accelerator."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    # The index is needed, because a device without one would be the first device on every rank.
+    # The index is needed, because a device without an index would be device 0 on every rank.
     return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
@@ -485,7 +498,8 @@ def _fill_meta_tensors(
 def _move_home(places: Mapping[str, TensorLocation], homes: Mapping[str, Home], folder: str | Path | None) -> None:
     """Move every tensor to its target: a device, or a file on disk.
 
-    Tensors whose target is the disk, and that are not in a mapped file yet, are first written to the offload folder.
+    If the target of a tensor is the disk and the tensor is not in a mapped file yet, it is first written to the offload
+    folder.
     """
     groups = map_ties(places)
     leaders = {name: group[0] for name, group in groups.items()}

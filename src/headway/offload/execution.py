@@ -1,4 +1,4 @@
-"""Run a dispatched model: hooks move weights and inputs to the device where a module runs, and measure the throughput."""
+"""Run a dispatched model, with hooks that move weights and inputs to where a module runs, and measure its throughput."""
 
 import time
 from collections import deque
@@ -25,10 +25,13 @@ from headway.offload.transport import HostTransport, make_transport
 logger = get_logger(__name__)
 
 WINDOW = 512 << 20
-"""Default bytes of weights to read or copy ahead of use. If a single module has more, its size is used instead."""
+"""Default number of bytes of weights to read or copy ahead of use.
+
+If a single module has more bytes of weights, the size of that module is used instead.
+"""
 
 _USE_WEIGHTS_OF_OTHERS = {"MultiheadAttention", "TransformerEncoderLayer"}
-"""Classes of torch whose forward uses the weights of submodules without calling the submodules."""
+"""Names of torch's module classes whose forward uses the weights of submodules without calling the submodules."""
 
 
 class Execution:
@@ -37,9 +40,9 @@ class Execution:
     Args:
         model: Model whose tensors are already on their target devices.
         placement: Devices on which parts are stored, and on which they run.
-        skip_keys: Keyword arguments that are not moved between devices.
-        preload: Classes whose weights are loaded together with those of their submodules.
-        transport: Transport of copies to the device, or None for the default.
+        skip_keys: Names of keyword arguments that are not moved between devices.
+        preload: Names of classes whose weights are loaded together with those of their submodules.
+        transport: Transport of copies to the device, or None for the device's default.
     """
 
     def __init__(
@@ -73,9 +76,9 @@ class Execution:
             self.stream = ReadAhead(units, WINDOW, int(measure_available_memory() * 0.8))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for copying or pickling, without forwards in progress.
+        """Return the attributes for copying or pickling, without the records of forwards in progress.
 
-        Such forwards are left out because their device events cannot be copied.
+        These are left out because their device events cannot be copied.
         """
         return {**self.__dict__, "_begun": [], "_ended": deque()}
 
@@ -101,9 +104,9 @@ class Execution:
         self.model.__dict__.pop(EXECUTION, None)
 
     def is_all_on(self, device: torch.device) -> bool:
-        """Whether all tensors of the model are stored on `device`, and the model runs there.
+        """Whether all tensors of the model are stored on `device`, and the model also runs on it.
 
-        Weights in mapped files count as being on the CPU.
+        Weights in mapped files count as stored on the CPU.
         """
         homes: set[Home] = {CPU if home == DISK else home for home in self._placement.homes.values()}
         return not isinstance(self.stream, DeviceStream) and homes | {self._placement.main} == {device}
@@ -153,10 +156,11 @@ class Execution:
     def record_ended(self, is_awaited: bool = False) -> None:
         """Record the throughput of the forwards that have ended.
 
-        On an accelerator, the call of a forward returns before the device has computed it.
+        On an accelerator, the call of a forward returns before the device has finished it. Such a forward is recorded
+        later.
 
         Args:
-            is_awaited: Whether to wait for forwards that are still in progress.
+            is_awaited: Whether to wait for forwards that are still in progress. Default: False.
         """
         assert self.stream is not None
         while self._ended:
@@ -176,12 +180,12 @@ class _Forward:
     """Measurement of one forward of a dispatched model.
 
     Attributes:
-        begun: Time of the call in seconds.
+        begun: Time of the call in seconds (`time.perf_counter()`).
         start: Position in the device's stream at the call, or None if the device computes synchronously.
-        before: Bytes transferred before the call.
-        moved: Bytes transferred during the forward.
-        seconds: Duration until the call returned.
-        end: Position in the device's stream when the call returned.
+        before: Bytes of weights transferred before the call.
+        moved: Bytes of weights transferred during the forward.
+        seconds: Seconds until the call returned.
+        end: Position in the device's stream when the call returned, or None if the device computes synchronously.
     """
 
     begun: float
@@ -192,10 +196,7 @@ class _Forward:
     end: StreamPoint | None = None
 
     def compute_duration(self) -> float:
-        """Return the seconds that the device took.
-
-        If the device was not timed, return the seconds until the call returned.
-        """
+        """Return the seconds that the device took. If it was not timed, return the seconds until the call returned."""
         on_device = (
             self.start.measure_seconds_until(self.end) if self.start is not None and self.end is not None else None
         )
@@ -207,9 +208,9 @@ class ThroughputRatio:
 
     Attributes:
         num_passes: Number of forwards recorded.
-        seconds: Duration of the last forward.
-        num_bytes: Bytes that the last forward transferred.
-        bandwidth: Measured bandwidth of all transfers in bytes per second, or None.
+        seconds: Duration of the last forward in seconds.
+        num_bytes: Bytes of weights that the last forward transferred.
+        bandwidth: Measured bandwidth of all transfers in bytes per second, or None before the first transfer.
     """
 
     def __init__(self) -> None:
@@ -222,9 +223,9 @@ class ThroughputRatio:
         """Record the measurements of a forward.
 
         Args:
-            seconds: Duration of the forward.
-            num_bytes: Bytes of weights that it transferred.
-            bandwidth: Bandwidth of all transfers so far in bytes per second, or None.
+            seconds: Duration of the forward in seconds.
+            num_bytes: Bytes of weights that the forward transferred.
+            bandwidth: Bandwidth of all transfers so far in bytes per second, or None before the first transfer.
         """
         self.num_passes += 1
         self.seconds = seconds
@@ -235,12 +236,12 @@ class ThroughputRatio:
     def ceiling(self) -> float | None:
         """Maximum number of forwards per second that the measured bandwidth allows.
 
-        None if the last forward transferred no weights.
+        It is None if the last forward transferred no weights.
         """
         return self.bandwidth / self.num_bytes if self.bandwidth and self.num_bytes else None
 
     def words(self) -> str:
-        """Return one line for the log with the throughput and the maximum that the bandwidth allows."""
+        """Return one line for the log with the reached throughput and the maximum that the bandwidth allows."""
         reached = f"{1 / self.seconds:.3g} forwards/s" if self.seconds else "no forward yet"
         if self.ceiling is None:
             return f"offloaded weights: all were in memory already, nothing had to be read; reached {reached}"
@@ -255,8 +256,8 @@ class _LoadWeights:
     """Forward pre-hook that loads the weights that a module's forward uses.
 
     Args:
-        stream: Reader or stream of the weights.
-        unit: Index of the module's weights in `stream`.
+        stream: Object that loads the weights.
+        unit: Index in `stream` of the module's weights.
     """
 
     def __init__(self, stream: ReadAhead | DeviceStream, unit: int) -> None:
@@ -271,8 +272,8 @@ class _EndUse:
     """Forward hook that restores a module's original weights after its device copies have been used.
 
     Args:
-        stream: Stream of the weights.
-        unit: Index of the module's weights in `stream`.
+        stream: Object that copies the weights to the device.
+        unit: Index in `stream` of the module's weights.
     """
 
     def __init__(self, stream: DeviceStream, unit: int) -> None:
@@ -284,11 +285,11 @@ class _EndUse:
 
 
 class _MoveArguments:
-    """Forward pre-hook that moves a module's arguments to its device.
+    """Forward pre-hook that moves a module's arguments to the device on which the module runs.
 
     Args:
-        device: Device that runs the module.
-        skip_keys: Keyword arguments that are not moved.
+        device: Device on which the module runs.
+        skip_keys: Names of keyword arguments that are not moved.
     """
 
     def __init__(self, device: Any, skip_keys: frozenset[str]) -> None:
@@ -304,11 +305,11 @@ class _MoveArguments:
 def _list_units(
     model: nn.Module, homes: Mapping[str, Home], whole: set[str], streams: bool
 ) -> list[tuple[nn.Module, list[TensorLocation]]]:
-    """Return the modules in the order of registration, each with the tensors that its forward uses.
+    """Return the modules in the order of registration, each with the tensors that must be loaded for its forward.
 
     Args:
         model: Dispatched model.
-        homes: Device or "disk" where each tensor stays between forwards, by name.
+        homes: Device or "disk" where each tensor is stored between forwards, by name.
         whole: Names of the classes whose weights are loaded together with those of their submodules.
         streams: Whether weights in host memory are copied to a device.
     """
@@ -331,13 +332,13 @@ def _list_units(
 def _list_moving(module: nn.Module, dot: str, homes: Mapping[str, Home], streams: bool) -> list[TensorLocation]:
     """Return the module's own tensors that have to be moved or read ahead for its forward.
 
-    If weights are streamed to a device, these are all tensors in host memory or on disk. Otherwise they are the
-    tensors in mapped files.
+    If weights are streamed to a device, these are all tensors in host memory or on disk. Otherwise they are the tensors
+    in mapped files.
 
     Args:
         module: Module of the dispatched model.
         dot: Prefix of the module's tensor names.
-        homes: Device or "disk" where each tensor stays between forwards, by name.
+        homes: Device or "disk" where each tensor is stored between forwards, by name.
         streams: Whether weights in host memory are copied to a device.
     """
     own = iterate_own_locations(module)
@@ -355,15 +356,15 @@ def undispatch_model(model: nn.Module) -> None:
 
 
 def find_device_stream(module: nn.Module) -> DeviceStream | None:
-    """Return the stream that copies the module's own weights to a device, or None if they are not streamed."""
+    """Return the stream that copies the module's own weights to a device, or None if its weights are not streamed."""
     entering = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _LoadWeights))
     return next((hook.stream for hook in entering if isinstance(hook.stream, DeviceStream)), None)
 
 
 def offload_pace(model: nn.Module) -> ThroughputRatio | None:
-    """Return the throughput of a dispatched model, compared with the maximum that its measured bandwidth allows.
+    """Return a dispatched model's throughput, compared with the maximum that the measured bandwidth allows.
 
-    None if the model is not offloaded.
+    Return None if the model is not offloaded.
     """
     execution = model.__dict__.get(EXECUTION)
     if execution is None or execution.stream is None:

@@ -1,9 +1,9 @@
 """Read and write offload folders: Headway's single safetensors file, and Accelerate's raw files with an index.
 
-Headway's folder contains tensors that cannot be used from their own file, and an identifier of their source.
-Accelerate's folder has one raw file per tensor. Its `index.json` contains {name: {"dtype": "bfloat16", "shape": [2,
-3]}}. An entry can also refer to a safetensors file: {"safetensors_file": path, "weight_name": name in that file,
-"dtype": ...}. Values are C-contiguous, in the byte order of the machine.
+Headway's file contains tensors that cannot be used from their own file, and an identifier of the checkpoint from which
+they were made. Accelerate's folder has one raw file per tensor. Its `index.json` has the form {name: {"dtype":
+"bfloat16", "shape": [2, 3]}}. An entry can also refer to a safetensors file: {"safetensors_file": path, "weight_name":
+name in that file, "dtype": ...}. Values are C-contiguous, in the byte order of the machine.
 """
 
 import json
@@ -33,12 +33,12 @@ from headway.errors import CheckpointError, ConfigError
 FILE = "offloaded.safetensors"
 """Name of the safetensors file in Headway's offload folder."""
 _OWNER = "headway_owner"
-"""Metadata key that identifies the source of the tensors in the folder."""
+"""Metadata key of the identifier of the source from which a folder's tensors were made."""
 
 INDEX = "index.json"
-"""Name of the index in Accelerate's offload folder."""
+"""Name of the index file in Accelerate's offload folder."""
 _MOST = 2**60
-"""Upper limit of a tensor's number of elements, so that the number of its bytes does not overflow in torch."""
+"""Upper limit for the number of elements of a tensor, so that the number of bytes does not overflow in torch."""
 Value = TypeVar("Value")
 """Type variable for the values of a mapping."""
 
@@ -49,18 +49,18 @@ def offload_tensors(
     owner: str,
     values: Callable[[], Iterable[tuple[str, torch.Tensor]]],
 ) -> WeightFiles:
-    """Write tensors to an offload folder, and return them mapped from its file.
+    """Write tensors to an offload folder, and return them mapped from the folder's file.
 
-    Tensors that the folder already contains are not rewritten. Only one tensor at a time is in memory.
+    If the folder already contains these tensors, they are not written again. Only one tensor at a time is in memory.
 
     Args:
         folder: Folder to write to. It is created if missing.
         specs: Names, shapes and dtypes of all tensors that `values` yields, in any order.
-        owner: Identifier of the tensors' source. With "", existing values are compared instead.
+        owner: Identifier of the source from which the tensors were made. With "", existing values are compared instead.
         values: Function that yields (name, tensor) pairs, with the dtypes of `specs`.
 
     Raises:
-        ConfigError: If the folder has another model's weights, or is a file.
+        ConfigError: If the folder contains another model's weights, or is a file.
         CheckpointError: If the file could not be written.
     """
     folder = Path(folder)
@@ -86,10 +86,14 @@ def offload_tensors(
 
 
 def find_existing(folder: str | Path | None, specs: Mapping[str, TensorSpec]) -> WeightFiles | None:
-    """Return the tensors that an earlier run has offloaded to the folder. None if there are none.
+    """Return the tensors that an earlier run has written to the offload folder, or None if there are none.
+
+    Args:
+        folder: Offload folder, or None.
+        specs: Expected shape and dtype of each tensor, by name.
 
     Raises:
-        ConfigError: If the folder has the weights of a model with other names, shapes or dtypes.
+        ConfigError: If the folder contains the weights of a model with other names, shapes or dtypes.
     """
     if folder is None or not (Path(folder) / FILE).exists():
         return None
@@ -125,10 +129,10 @@ def offload_weight(
         index: Index to add the tensor's entry to, or None.
 
     Returns:
-        The object that was passed as `index`.
+        The `index` argument, to which the entry has been added, or None.
 
     Raises:
-        ConfigError: If the tensor has no values, or its name is not a file name.
+        ConfigError: If the tensor has no values, or its name cannot be a file name.
     """
     path = _make_path(offload_folder, weight_name)
     if weight.is_meta:
@@ -143,7 +147,9 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, object]) -> torch.Tensor:
-    """Map one `.dat` file. Data is read at its first use, and changes to the tensor never reach the file.
+    """Map the tensor in a `.dat` file into memory, and return it.
+
+    Data is read at its first use. Changes to the tensor never reach the file.
 
     Args:
         weight_file: Path of the file.
@@ -155,7 +161,7 @@ def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, obj
     path, (dtype, shape) = Path(weight_file), _parse_entry(str(weight_file), weight_info)
     num_bytes = math.prod(shape) * dtype.itemsize
     size = path.stat().st_size if path.is_file() else None
-    # numpy cannot map an empty tensor, so programs that write this format with it leave no file or an empty one.
+    # numpy cannot map an empty tensor, so programs that write this format with numpy leave no file or an empty file.
     if num_bytes == 0 and not size:
         return torch.empty(shape, dtype=dtype)
     if size != num_bytes:
@@ -203,7 +209,11 @@ def read_offload_index(offload_folder: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def save_offload_index(index: Mapping[str, Mapping[str, object]] | None, offload_folder: str | Path) -> None:
-    """Add entries to the folder's `index.json` atomically. None or an empty index writes nothing.
+    """Add entries to the folder's `index.json` in one atomic write. If there are no entries, write nothing.
+
+    Args:
+        index: Entries by tensor name, or None.
+        offload_folder: Folder with the tensors' files.
 
     Raises:
         CheckpointError: If the existing index is damaged.
@@ -216,14 +226,17 @@ def save_offload_index(index: Mapping[str, Mapping[str, object]] | None, offload
 
 
 def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write all tensors and the index. Several calls can fill a folder with parts of one model.
+    """Write all tensors of a state dict to an offload folder, and add them to the folder's index.
+
+    Several calls can fill a folder with parts of one model.
 
     Args:
         save_dir: Folder to write to. It is created if missing.
         state_dict: Tensors with values.
 
     Raises:
-        ConfigError: If the folder has a tensor of the same name with another shape or dtype. Nothing is written.
+        ConfigError: If the folder already has a tensor of the same name with another shape or dtype. Nothing is
+            written.
     """
     folder = Path(save_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -242,13 +255,14 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tens
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
-    """Mapping from names to tensors of a state dict and of an offload folder. Tensors in files are mapped, not read.
+    """Mapping from names to the tensors of a state dict and of an offload folder.
 
     Args:
-        state_dict: Tensors in memory, which take precedence.
-        save_folder: Folder as written by offload_state_dict().
+        state_dict: Tensors in memory. They take precedence over those in the folder.
+        save_folder: Folder that offload_state_dict() has written.
         index: Entries of tensors in the folder or in safetensors files, or None for the folder's own index.
-        device: Device for tensors of safetensors files, or None for the CPU.
+        device: Device to which tensors of safetensors files are moved. None: The tensors are mapped from the files, on
+            the CPU.
 
     Raises:
         ConfigError: If `state_dict`, `save_folder` and `index` are all None.
@@ -277,7 +291,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
         Raises:
             KeyError: If the name is unknown.
-            CheckpointError: If its file is missing or does not match its entry.
+            CheckpointError: If the tensor's file is missing or does not match its entry.
+            ConfigError: If the tensor is in a `.dat` file, but no `save_folder` was given.
         """
         if key in self.state_dict:
             return self.state_dict[key]
@@ -325,13 +340,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 
 class PrefixedDataset(Mapping[str, Value]):
-    """View of a mapping that has only the entries whose names start with a prefix.
-
-    The prefix is removed from their names.
+    """View of a mapping that has only the entries whose names start with a prefix, without that prefix.
 
     Args:
         dataset: Mapping to read from.
-        prefix: Prefix that is added to a name before it is looked up in `dataset`.
+        prefix: Prefix that is added to a name before the name is looked up in `dataset`.
     """
 
     def __init__(self, dataset: Mapping[str, Value], prefix: str) -> None:
@@ -351,18 +364,18 @@ class PrefixedDataset(Mapping[str, Value]):
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, object]] | None, offload_folder: str | Path | None
 ) -> None:
-    """Set the model's tensors to the values in an offload folder, mapped from their files.
+    """Set a model's tensors to the values in an offload folder, mapped from their files.
 
     Tied tensors are loaded once.
 
     Args:
-        model: Model on the meta device, or with values, which are replaced.
-        index: Entries to load. None or an empty index loads nothing.
+        model: Model on the meta device, or with values, which are then replaced.
+        index: Entries to load, by tensor name. With None or an empty index, nothing is loaded.
         offload_folder: Folder that contains the files.
 
     Raises:
         CheckpointError: If a file is missing or truncated, or names, shapes or dtypes do not match the model. The model
-            is unchanged.
+            is then unchanged.
     """
     if not index:
         return
@@ -380,7 +393,7 @@ def load_offloaded_weights(
 def fit_value(name: str, wanted: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return an offloaded value in the dtype of the model's tensor.
 
-    It is converted only between floating dtypes.
+    A value is converted only from one floating dtype to another.
 
     Args:
         name: Name of the tensor, for messages.
@@ -388,7 +401,7 @@ def fit_value(name: str, wanted: torch.Tensor, value: torch.Tensor) -> torch.Ten
         value: Offloaded value.
 
     Raises:
-        CheckpointError: If the shape differs, or the conversion would change the meaning of the values.
+        CheckpointError: If the shapes differ, or if the dtypes differ and are not both floating.
     """
     is_near = value.is_floating_point() and wanted.is_floating_point()
     if wanted.shape != value.shape or not (wanted.dtype == value.dtype or is_near):
@@ -400,7 +413,7 @@ def fit_value(name: str, wanted: torch.Tensor, value: torch.Tensor) -> torch.Ten
 
 
 def extract_submodules_state_dict(state_dict: Mapping[str, Value], submodule_names: Iterable[str]) -> dict[str, Value]:
-    """Return the entries of the given modules and their submodules, in the order of the state dict.
+    """Return the entries of the given modules and all of their submodules, in the order of the state dict.
 
     Args:
         state_dict: Values by dotted name.

@@ -1,4 +1,4 @@
-"""Move weights into pinned memory, from which a device copies directly."""
+"""Move weights into pinned memory, from which an accelerator can copy directly."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -19,18 +19,18 @@ from headway.offload.placement.budget import measure_available_memory
 logger = get_logger(__name__)
 
 _SHARE = 0.5
-"""Fraction of the memory that may be pinned."""
+"""Maximum fraction of the memory that is pinned."""
 
 
 def compute_pin_limit(homes: Sequence[torch.Tensor]) -> int:
     """Return the maximum number of bytes to pin: half of the sum of the tensors' memory and this process's free memory.
 
-    The machine's free memory is divided equally among its processes. Pinned memory is not available to other
-    processes, and cannot be swapped out. Tensors in mapped files do not count, because their memory is part of the
-    free memory.
+    The machine's free memory is divided equally among its processes. The limit exists because pinned memory is not
+    available to other processes and cannot be swapped out. Tensors in mapped files do not count, because their memory
+    counts as free.
 
     Args:
-        homes: Tensors that may be pinned.
+        homes: Tensors to be pinned.
     """
     own = sum(home.nbytes for home in homes if not is_mapped(home))
     return int((own + measure_available_memory() // max(1, env.get_local_world_size())) * _SHARE)
@@ -39,8 +39,8 @@ def compute_pin_limit(homes: Sequence[torch.Tensor]) -> int:
 def pin_tensors(homes: Sequence[torch.Tensor], limit: int, allocate: Callable[[int], torch.Tensor]) -> int:
     """Move tensors from host memory into pinned memory, and return the number of bytes moved.
 
-    Several threads pin arenas of 256 MiB at the same time. A tensor's former memory is freed as soon as it has been
-    moved, so each thread needs memory for one arena in addition.
+    Several threads pin arenas (blocks of 256 MiB) at the same time. A tensor's former memory is freed as soon as the
+    tensor has been moved, so each thread needs memory for only one arena in addition.
 
     If not all tensors fit, the first ones are moved. Tensor objects stay the same. Tensors that are not plain and
     contiguous, or that share memory with others, are not moved.
@@ -48,8 +48,8 @@ def pin_tensors(homes: Sequence[torch.Tensor], limit: int, allocate: Callable[[i
     Args:
         homes: Tensors in the order of use.
         limit: Maximum number of bytes to pin.
-        allocate: Function that allocates pinned memory of a given number of bytes, as uint8. Called by several
-            threads. If it raises RuntimeError, a warning is logged and the remaining tensors are not moved.
+        allocate: Function that allocates a given number of bytes of pinned memory, as a uint8 tensor. It is called by
+            several threads. If it raises RuntimeError, a warning is logged and the remaining tensors are not moved.
     """
     unique = {id(home): home for home in homes}
     shared = _find_overlapping(unique.values())
@@ -81,8 +81,8 @@ class _PinProgress:
 
     Attributes:
         num_bytes: Bytes moved so far.
-        error: First error of an allocation. After it, no further blocks are allocated.
-        lock: Lock for changes of the other attributes.
+        error: First error of an allocation, or None. After an error, no further memory is allocated.
+        lock: Lock for changes to the two other attributes.
     """
 
     num_bytes: int = 0
@@ -97,19 +97,19 @@ def _pin_arena(
     device_index: int | None,
     progress: _PinProgress,
 ) -> None:
-    """Move tensors into one pinned arena, a large block of memory. Runs in a thread.
+    """Allocate one pinned arena (a large block of memory), and move tensors into it. Runs in a thread.
 
     Args:
-        num_bytes: Size of the arena.
-        homes: Tensors and their offsets in the arena.
+        num_bytes: Size of the arena in bytes.
+        homes: Pairs of a tensor and its offset in the arena in bytes.
         allocate: Function that allocates pinned memory.
-        device_index: Device of the calling process, or None without an accelerator.
+        device_index: Index of the calling process's device, or None without an accelerator.
         progress: Progress, which is updated.
     """
     if progress.error is not None:
         return
     if device_index is not None:
-        torch.accelerator.set_device_index(device_index)  # a new thread would create a context on device 0
+        torch.accelerator.set_device_index(device_index)  # without this, a new thread creates a context on device 0
     try:
         arena = allocate(num_bytes)
     except RuntimeError as error:
@@ -125,7 +125,7 @@ def _pin_arena(
 
 
 def _find_overlapping(homes: Iterable[torch.Tensor]) -> set[int]:
-    """Return the `id` of each tensor that shares memory with another one."""
+    """Return the `id` of each tensor that shares memory with another of the tensors."""
     found: set[int] = set()
     end, last = 0, None
     for home in sorted(homes, key=lambda home: home.data_ptr()):

@@ -1,4 +1,4 @@
-"""Load a model with quantized linear layers, by torchao or bitsandbytes, and place it on devices."""
+"""Load a model, quantize its linear layers with torchao or bitsandbytes, and place it on devices."""
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping
@@ -20,11 +20,11 @@ from headway.offload.placement.homes import Placement, make_placement
 from headway.offload.placement.sizes import CustomDtype, find_tied_parameters
 
 TORCHAO = "torchao>=0.18"
-"""Required version of torchao, for messages."""
+"""Requirement for torchao's version, for messages."""
 BITSANDBYTES = "bitsandbytes>=0.48"
-"""Required version of bitsandbytes, for messages."""
+"""Requirement for bitsandbytes' version, for messages."""
 _COMPUTE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""Compute dtypes of bitsandbytes, by name."""
+"""Compute dtypes that bitsandbytes accepts, by name."""
 log = get_logger(__name__)
 
 
@@ -34,11 +34,11 @@ class QuantizationOptions:
 
     Args:
         weights: "int8" with one scale per output, or "int4" with one scale per group of inputs.
-        group_size: Number of inputs per scale, for "int4". A layer is not quantized unless its number of inputs is a
-            multiple of this.
-        dtype: Dtype of all other weights, or None for the model's.
-        skip_modules: Names of modules that are not quantized ("lm_head", "layers.0.mlp"). None for the output layer and
-            tied layers.
+        group_size: Number of inputs per scale, for "int4". A layer is quantized only if its number of inputs is a
+            multiple of the group size.
+        dtype: Dtype of all other weights, or None for the model's dtype.
+        skip_modules: Names of modules that are not quantized, such as "lm_head" or "layers.0.mlp". None: the output
+            layer and tied layers.
         keep_in_fp32_modules: Names of modules that stay in float32.
 
     Raises:
@@ -62,7 +62,7 @@ class QuantizationOptions:
         return self.weights == "int8" or layer.in_features % self.group_size == 0
 
     def convert_layers(self, model: nn.Module, names: Iterable[str], device: torch.device) -> None:
-        """Quantize the named layers in place, in the format for `device`, on which they will run."""
+        """Quantize the named layers in place, in the format for the device on which they will run."""
         torchao, wanted = require("torchao.quantization", "QuantizationOptions needs", TORCHAO), set(names)
         if self.weights == "int8":
             how = torchao.Int8WeightOnlyConfig()
@@ -78,17 +78,17 @@ class QuantizationOptions:
 
 @dataclass
 class BnbQuantizationConfig:
-    """Options to replace linear layers by those of bitsandbytes. The arguments are those of Accelerate.
+    """Options to replace linear layers by those of bitsandbytes. Accelerate has the same arguments.
 
     Args:
-        load_in_8bit: Whether to use int8, with outliers of the activations computed separately.
+        load_in_8bit: Whether to use int8. Outliers among the activations are then computed separately.
         llm_int8_threshold: Minimum magnitude of an activation that counts as an outlier.
         load_in_4bit: Whether to use four bits.
         bnb_4bit_quant_type: "fp4" or "nf4".
         bnb_4bit_use_double_quant: Whether the scales are quantized, too.
         bnb_4bit_compute_dtype: "fp32", "fp16", "bf16" or a torch dtype.
-        torch_dtype: Dtype of all other weights, or None for the model's.
-        skip_modules: Names of modules that are not quantized. None for the output layer and tied layers.
+        torch_dtype: Dtype of all other weights, or None for the model's dtype.
+        skip_modules: Names of modules that are not quantized. None: the output layer and tied layers.
         keep_in_fp32_modules: Names of modules that stay in float32.
 
     Attributes:
@@ -131,7 +131,7 @@ class BnbQuantizationConfig:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of all weights that are not quantized, or None for the model's."""
+        """Dtype of all weights that are not quantized, or None for the model's dtype."""
         return self.torch_dtype
 
     def can_quantize(self, layer: nn.Linear) -> bool:
@@ -162,14 +162,14 @@ class BnbQuantizationConfig:
 
 
 Quantization = QuantizationOptions | BnbQuantizationConfig
-"""Options of either quantization library."""
+"""Quantization options for torchao or for bitsandbytes."""
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Return the names of modules that are not quantized by default.
 
-    They are the last module, which is the output layer, and tied modules. Base models, such as those of
-    transformers, have no output layer. So all of their modules are quantized.
+    These are tied modules, and the last module, which is the output layer. The list is empty for a transformers base
+    model without tied modules, because a base model has no output layer.
     """
     tied = {name.rpartition(".")[0]: None for group in find_tied_parameters(model) for name in group}
     prefix = getattr(model, "base_model_prefix", None)
@@ -198,17 +198,18 @@ def load_and_quantize_model(
     """Load a checkpoint, quantize the linear layers one at a time, place the model on devices, and return it.
 
     Args:
-        model: Model built under init_empty_weights(), or with values, which are then quantized in place.
+        model: Model built under init_empty_weights(), or with values. It is quantized in place.
         bnb_quantization_config: QuantizationOptions (torchao) or BnbQuantizationConfig (bitsandbytes).
         weights_location: File, index, folder, or model ID on the Hugging Face Hub. Required if the model has no values.
-        device_map: Name of a placement strategy such as "auto", or devices by module name. None for this process's
-            accelerator, else the CPU. Layers that the map offloads to disk, or to host memory while others are on an
-            accelerator, are not quantized.
-        no_split_module_classes: Classes whose modules stay on one device, or None for those that the model declares.
+        device_map: Name of a placement strategy such as "auto", or devices by module name. None: this process's
+            accelerator, or else the CPU. If a map by module name offloads layers to disk, or to host memory while the
+            model runs on an accelerator, these layers are not quantized.
+        no_split_module_classes: Classes whose modules are not split over devices, or None for the classes that the
+            model declares.
         max_memory: Memory limit of each device, in bytes or as text such as "10GiB". Used if `device_map` is the name
             of a strategy.
         offload_folder: Folder for weights that are placed on "disk" and are not in a mapped file yet.
-        offload_state_dict: No effect, because a checkpoint is mapped and never in memory as a whole.
+        offload_state_dict: No effect, because a checkpoint is mapped and the whole of it is never in memory.
 
     Raises:
         ConfigError: If there is nothing to load, or the model has no linear layer that can be quantized.
@@ -243,16 +244,18 @@ def load_and_quantize_model(
 def _quantize_layers(
     model: nn.Module, config: Quantization, names: list[str], placed: Placement, device_map: object
 ) -> None:
-    """Quantize the named layers, except layers that are offloaded.
-
-    Raise UnsupportedError if an automatic map offloads any of the named layers.
+    """Quantize the named layers in place, except layers that are offloaded.
 
     Args:
         model: Model with values.
         config: Options of the quantization.
         names: Names of the layers.
         placed: Devices of the model's parts.
-        device_map: User's `device_map`.
+        device_map: Value of `device_map` that the user gave.
+
+    Raises:
+        UnsupportedError: If any of the layers is offloaded, unless the user has placed it there by module name.
+        ConfigError: If no layer remains.
     """
     elsewhere = {"disk"} if placed.main.type == "cpu" else {"cpu", "disk"}
     away = {name for name in names if get_device(placed.device_map, name) in elsewhere}

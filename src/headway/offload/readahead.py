@@ -1,4 +1,4 @@
-"""Read weights ahead on the CPU: a thread loads the pages of the next weights while the current ones compute."""
+"""Read weights ahead on the CPU: a thread loads the pages of the next weights while the current ones are used."""
 
 import ctypes
 import mmap
@@ -17,7 +17,7 @@ import torch
 
 from headway.core.weights.names import TensorLocation
 
-# From Linux 5.14 and 5.4. Python's mmap module has no names for them.
+# Arguments of madvise that exist from Linux 5.14 and 5.4 on. Python's mmap module has no names for them.
 _MADV_POPULATE_READ = 22
 _MADV_PAGEOUT = 21
 _STEP = 8 << 20
@@ -27,10 +27,13 @@ _STEP = 8 << 20
 class ReadOrder:
     """Predictor of the order in which weights are used.
 
-    The next unit is predicted to be the one that followed when the last two units were used in this order before. A
-    unit is a group of tensors that are used together. The order may differ from that of a plain forward, as in a
-    decoding loop, an encoder that is called alone, or a module that is used twice. Before any use is observed, the
-    prediction is the order of registration.
+    A unit is a group of tensors that are used together. The next unit is predicted from the last two: it is the unit
+    that followed when these two were last used in this order. The order can differ from that of a plain forward, as in
+    a decoding loop, an encoder that is called alone, or a module that is used twice. Before any use is observed, the
+    predicted order is that of registration.
+
+    Args:
+        num_units: Number of units.
     """
 
     def __init__(self, num_units: int) -> None:
@@ -42,7 +45,7 @@ class ReadOrder:
     def note_use(self, unit: int) -> None:
         """Record that the computation uses a unit, which is a group of tensors that are used together.
 
-        The order of use is learned from these records.
+        Predictions are learned from these records.
 
         Args:
             unit: Index of the unit.
@@ -55,10 +58,12 @@ class ReadOrder:
         self._current = unit
 
     def predict_next(self, after: Sequence[int] = ()) -> Iterator[int]:
-        """Yield the units (groups of tensors) that are predicted to be used next. The iterator does not end.
+        """Yield the units (groups of tensors) that are predicted to be used next, without end.
+
+        Nothing is yielded if no use has been recorded and `after` is empty.
 
         Args:
-            after: Units that are expected to be used before the first one that is yielded.
+            after: Units that are expected to be used before the first unit that is yielded.
         """
         recent = [unit for unit in (*(self._last or (self._current,)), *after[-2:]) if unit is not None][-2:]
         if not recent:
@@ -73,7 +78,7 @@ class ReadOrder:
 
 @cache
 def _load_libc() -> Any:
-    """Return the C library, or None on systems other than Linux. Its functions are called without Python's GIL."""
+    """Return the C library, or None on systems other than Linux. Calls of its functions release Python's GIL."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None, use_errno=True)
@@ -98,7 +103,7 @@ def measure_resident_share(tensor: torch.Tensor) -> float | None:
     pages = ctypes.create_string_buffer(length // mmap.PAGESIZE)
     if libc.mincore(start, length, pages):
         return None
-    # The lowest bit of each byte tells whether the page is resident. The others are reserved.
+    # The lowest bit of each byte is set if the page is resident. The other bits are reserved.
     return sum(map((1).__and__, pages.raw)) / len(pages.raw) if pages.raw.strip(b"\1") else 1.0
 
 
@@ -110,7 +115,7 @@ def is_resident(tensor: torch.Tensor) -> bool:
 def read_pages(tensor: torch.Tensor) -> None:
     """Read a tensor's pages from its file in order, and map them into memory.
 
-    Return when all pages are in memory. Other threads can run meanwhile.
+    The call returns when all pages are in memory. Other Python threads can run during the call.
     """
     libc = _load_libc()
     start, length = _get_page_range(tensor)
@@ -120,18 +125,25 @@ def read_pages(tensor: torch.Tensor) -> None:
 
 
 def _touch_pages(tensor: torch.Tensor, offset: int) -> None:
-    """Read one byte of every page. This is slower, but works on any system."""
+    """Read one byte of every page in a step of `_STEP` bytes, so that the system loads these pages.
+
+    This is slower than `madvise`, but works on any system.
+
+    Args:
+        tensor: Tensor in a mapped file.
+        offset: Offset in bytes at which the step begins.
+    """
     flat = tensor.detach().view(-1).view(torch.uint8)
     flat[offset : offset + _STEP : mmap.PAGESIZE].sum()
 
 
 def release_pages(tensor: torch.Tensor) -> None:
-    """Advise the kernel that the tensor's pages are not needed soon.
+    """Advise the operating system that a tensor's pages are not needed soon.
 
-    Its values are kept, even if they were changed in memory.
+    The tensor's values are kept, even if they were changed in memory.
     """
     libc = _load_libc()
-    # Only whole pages, because the ones at the ends are shared with neighboring tensors.
+    # Only whole pages are released, because the pages at the ends are shared with neighboring tensors.
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
     if libc is not None and end > start:
@@ -140,12 +152,12 @@ def release_pages(tensor: torch.Tensor) -> None:
 
 @dataclass
 class ReadTraffic:
-    """Statistics of transfers of weights: bytes, durations and waiting time.
+    """Statistics of weight transfers: bytes, durations and waiting time.
 
     Attributes:
-        num_bytes: Bytes transferred so far or in progress.
-        timed_bytes: Bytes of transfers whose duration is known.
-        seconds: Total duration of the transfers in `timed_bytes`.
+        num_bytes: Bytes of all transfers that have been started.
+        timed_bytes: Bytes of the transfers whose duration is known.
+        seconds: Total duration of the transfers that `timed_bytes` counts, in seconds.
         waited: Seconds for which the computing thread waited for transfers.
     """
 
@@ -166,7 +178,7 @@ class ReadTraffic:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bandwidth during transfers in bytes per second, or None before the first transfer."""
+        """Bandwidth during transfers in bytes per second, or None if no transfer has been timed."""
         return self.timed_bytes / self.seconds if self.seconds > 0 else None
 
 
@@ -175,11 +187,11 @@ class UnitReader:
 
     Args:
         units: Groups of tensors that are used together, called units.
-        window: Bytes to load ahead of use. At least the size of the largest unit.
+        window: Bytes to load ahead of use. If the largest unit is larger, its size is used instead.
     """
 
     _NOT_COPIED: tuple[str, ...] = ()
-    """Names of attributes that are not copied with the model but created anew.
+    """Names of the attributes that are created anew when the model is copied.
 
     Examples are threads and transfers in progress.
     """
@@ -191,7 +203,7 @@ class UnitReader:
         self.order = ReadOrder(len(units))
 
     def _reset_state(self) -> None:
-        """Create or reset the attributes that copies and pickles of the reader do not contain."""
+        """Create or reset the attributes that are left out when the reader is copied or pickled."""
 
     @property
     def num_bytes(self) -> int:
@@ -202,7 +214,7 @@ class UnitReader:
         return {name: value for name, value in self.__dict__.items() if name not in self._NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # The modules are copied at the same time, so they may not have their tensors yet.
+        # The modules are copied at the same time, so they might not have their tensors yet.
         self.__dict__.update(state)
         self._reset_state()
 
@@ -216,7 +228,7 @@ class ReadAhead(UnitReader):
 
     Args:
         units: Groups of tensors that are used together, called units, in the order of registration.
-        window: Bytes to read ahead.
+        window: Bytes to read ahead of use.
         budget: Bytes of page cache to fill.
     """
 
@@ -241,7 +253,10 @@ class ReadAhead(UnitReader):
     def enter_unit(self, unit: int) -> None:
         """Wait until the tensors of a unit are in memory, and request reads of the next units.
 
-        Called before the computation uses the unit, a group of tensors that are used together.
+        Call it before the computation uses the unit.
+
+        Args:
+            unit: Index of a group of tensors that are used together.
         """
         if self._process != os.getpid():
             self._reset_state()  # a forked child has no reader
@@ -261,9 +276,9 @@ class ReadAhead(UnitReader):
                 self._changed.notify_all()
 
     def _move_window(self, unit: int) -> None:
-        """Advance the read-ahead window past a unit (group of tensors that are used together).
+        """Advance the read-ahead window past a unit, which is a group of tensors that are used together.
 
-        The units that are predicted to be used next are added, up to the size of the window in bytes.
+        The units that are predicted to be used next are added, as long as their bytes fit into the window.
 
         Args:
             unit: Index of the unit that the computation uses now.
@@ -285,13 +300,14 @@ class ReadAhead(UnitReader):
     def _wait_for_unit(self, unit: int) -> None:
         """Put a unit at the front of the reader thread's queue, and wait until its tensors are in memory.
 
-        A unit is a group of tensors that are used together.
+        Args:
+            unit: Index of a group of tensors that are used together.
         """
         start = time.perf_counter()
         self._wanted.appendleft(unit)
         self._start_reader()
         self._changed.notify_all()
-        # Page faults here would slow down the reader, which reads in order at the full speed of the disk.
+        # Page faults of this thread would slow down the reader thread, which reads in order at the disk's full speed.
         while unit not in self._ready and self._thread is not None and self._thread.is_alive():
             self._changed.wait(timeout=1.0)
         if self._wanted and self._wanted[0] == unit:
@@ -309,9 +325,10 @@ class ReadAhead(UnitReader):
             self._thread.start()
 
     def _get_next_task(self) -> tuple[int, bool] | None:
-        """Return the next task of the reader thread: a unit (group of tensors), and whether to read its pages.
+        """Return the reader thread's next task, or None if there is no work.
 
-        False means to release the pages. None if there is no work. The caller must hold the lock.
+        A task is a unit (group of tensors), and whether to read its pages. If False, the pages are released. The caller
+        must hold the lock.
         """
         for unit in self._wanted:
             if unit not in self._ready:
@@ -319,7 +336,7 @@ class ReadAhead(UnitReader):
         return (self._used.popleft(), False) if self._used else None
 
     def _run_task(self, unit: int, is_read: bool) -> None:
-        """Read the pages of a unit's tensors from their files, or release them. The caller must not hold the lock.
+        """Read the pages of a unit's tensors from their files, or release the pages. The caller must not hold the lock.
 
         Args:
             unit: Index of a group of tensors that are used together.
@@ -343,7 +360,12 @@ class ReadAhead(UnitReader):
 
 
 def _choose_kept(sizes: list[int], budget: int) -> set[int]:
-    """Return the indices of the first groups of tensors (units) whose total size fits into the budget."""
+    """Return the indices of the first groups of tensors (units) whose total size fits into a budget.
+
+    Args:
+        sizes: Bytes of each unit, in the order of registration.
+        budget: Available bytes.
+    """
     kept = set()
     for unit, size in enumerate(sizes):
         budget -= size
@@ -354,7 +376,12 @@ def _choose_kept(sizes: list[int], budget: int) -> set[int]:
 
 
 def _run_reader(reference: "weakref.ref[ReadAhead]", changed: threading.Condition) -> None:
-    """Run the loop of the reader thread until the model is garbage-collected."""
+    """Run the loop of the reader thread until the `ReadAhead` object is garbage-collected.
+
+    Args:
+        reference: Weak reference to the `ReadAhead` object.
+        changed: Condition that is notified when there is work.
+    """
     while True:
         ahead = reference()
         if ahead is None:
@@ -363,7 +390,7 @@ def _run_reader(reference: "weakref.ref[ReadAhead]", changed: threading.Conditio
             task = ahead._get_next_task()
             if task is None:
                 del ahead
-                # Woken by the next use. The timeout lets it check whether the model still exists.
+                # The next use of weights wakes the thread. The timeout is for checking whether the model still exists.
                 changed.wait(timeout=5.0)
                 continue
         ahead._run_task(*task)

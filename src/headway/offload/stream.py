@@ -25,9 +25,9 @@ class PendingWeightCopy:
         home: Original tensor.
         version: Version counter of the original when the copy was started.
         tensor: Copy on the device.
-        future: Future of the ticket that the transport returns for the copy.
+        future: Future whose result is the transport's ticket for the copy.
         is_ahead: Whether the copy was started before it was needed.
-        is_awaited: Whether the computation waits for the copy.
+        is_awaited: Whether the computation has been made to wait for the copy.
     """
 
     home: torch.Tensor
@@ -45,11 +45,11 @@ class PendingWeightCopy:
 
 @dataclass
 class WeightUse:
-    """Forward in progress that uses a unit, which is a group of tensors that are used together.
+    """Use of a unit, which is a group of tensors that are used together, by a forward in progress.
 
     Attributes:
         homes: Original tensors of the unit.
-        saving: Context with the hooks on tensors that autograd saves.
+        saving: Context manager with the hooks on tensors that autograd saves, or None without gradients.
     """
 
     homes: list[torch.Tensor]
@@ -59,31 +59,31 @@ class WeightUse:
 class DeviceStream(UnitReader):
     """Stream of weights that are stored in host memory or files and used on a device.
 
-    A unit is a group of tensors that are used together. Its modules have copies of the tensors only while its
-    forward runs. Outside of it they have the original tensors, so a state dict or a save always sees real values.
-    During a forward, the next units are copied, up to `window` bytes. A tensor that several units use is copied once
-    and stays on the device.
+    A unit is a group of tensors that are used together. Its modules have device copies of the tensors only while the
+    unit's forward runs. At other times they have the original tensors, so a state dict or a checkpoint always has real
+    values. During a forward, the next units are copied, up to `window` bytes. A tensor that several units use is copied
+    once and stays on the device.
 
     For backward, autograd does not save the copy of a weight but a reference to the original, which is copied again
-    when backward needs it. A trainable tensor is copied at its use by an operation that autograd records, so that its
-    gradient reaches the original.
+    when backward needs it. A trainable tensor is copied when it is used, by an operation that autograd records, so that
+    its gradient reaches the original.
 
-    The host runs ahead of the device, so the device may still use a copy that the host drops. A new copy reuses the
-    memory of a dropped one in the computation's stream. It is queued behind all work on that memory, so the device
-    waits for it and the host does not. Therefore `active_bytes` is the memory of weights on the device, however far
-    the host is ahead.
+    The host runs ahead of the device, so the device might still use a copy that the host drops. A new copy reuses the
+    memory of a dropped one in the computation's stream. The new copy is queued behind all work on that memory, so the
+    device waits for that work and the host does not. Therefore `active_bytes` is the memory of weights on the device,
+    however far the host is ahead.
 
     Args:
         units: Groups of tensors that are used together, in the order of registration.
         device: Device that uses the tensors.
-        window: Bytes to copy ahead of use. The device has at most these, the unit in use and the shared tensors.
+        window: Bytes to copy ahead of use. Besides them, the device has only the unit in use and the shared tensors.
         transport: Transport of the copies.
 
     Attributes:
-        active_bytes: Bytes of weights on the device: complete copies, copies in progress, and copies dropped before
-            they were complete. What autograd keeps is not included: trainable weights of this step, and weights that
-            backward copies again.
-        peak_bytes: Maximum of `active_bytes`.
+        active_bytes: Bytes of weights on the device: complete copies, copies in progress, and copies that were dropped
+            before they were complete. Weights that autograd keeps are not included: trainable weights of this step, and
+            weights that backward copies again.
+        peak_bytes: Maximum of `active_bytes` so far.
     """
 
     _NOT_COPIED = ("_worker", "_copies", "_leaving", "_uses", "_expected", "_shared")
@@ -108,7 +108,7 @@ class DeviceStream(UnitReader):
         weakref.finalize(self, _abandon_copies, self._copies, self._leaving, self._transport).atexit = False
 
     def _find_shared(self) -> set[int]:
-        """Return the `id` of each tensor that several groups of tensors contain, as with tied weights."""
+        """Return the `id` of each tensor that belongs to several groups of tensors, such as a tied weight."""
         counts = Counter(key for unit in self._units for key in {id(place.tensor) for place in unit})
         return {key for key, count in counts.items() if count > 1}
 
@@ -118,18 +118,18 @@ class DeviceStream(UnitReader):
         return self._transport.traffic
 
     def mark_progress(self) -> Any:
-        """Return the current position in the device's stream, or None if the device computes synchronously."""
+        """Return the current position in the device's compute stream, or None if the device computes synchronously."""
         return self._transport.mark_progress()
 
     def enter_unit(self, unit: int) -> None:
-        """Replace the tensors in the modules of a unit by their device copies, before its forward.
+        """Replace the tensors in the modules of a unit by their device copies. Call it before the unit's forward.
 
         Args:
             unit: Index of a group of tensors that are used together.
         """
         uses = self._uses.setdefault(unit, [])
         if uses:
-            uses.append(WeightUse([], None))  # a nested call of the same unit: its copies are in place
+            uses.append(WeightUse([], None))  # a nested call of the same unit, whose copies are already in the modules
             return
         places = self._units[unit]
         homes = [place.tensor for place in places]
@@ -148,9 +148,9 @@ class DeviceStream(UnitReader):
         self._prefetch_next(unit)
 
     def leave_unit(self, unit: int) -> None:
-        """Restore the original tensors in the modules of a unit, after its forward.
+        """Restore the original tensors in the modules of a unit. Call it after the unit's forward.
 
-        Copies are dropped unless they are shared or needed again soon.
+        Copies are dropped unless they are shared by several units or are expected to be used next.
 
         Args:
             unit: Index of a group of tensors that are used together.
@@ -171,9 +171,12 @@ class DeviceStream(UnitReader):
         return home.requires_grad and torch.is_grad_enabled()
 
     def _get_device_copy(self, home: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's copy on the device, once it is complete.
+        """Return a tensor's copy on the device, and make the computation wait until the copy is complete.
 
         If a copy that was started ahead of use has failed, it is repeated once.
+
+        Args:
+            home: Original tensor.
         """
         if self._is_copied_by_autograd(home):
             return home.to(self.device, copy=True)
@@ -182,11 +185,11 @@ class DeviceStream(UnitReader):
         try:
             ticket = copy.future.result()
         except Exception:
-            # A failed copy must be dropped, because it would raise the same error at every later forward.
+            # A failed copy must be dropped, because it would raise its error again at every later forward.
             self._drop_copies([id(home)])
             if not copy.is_ahead:
                 raise
-            self._start_copies([home])  # the cause, such as too little memory, may be gone
+            self._start_copies([home])  # the cause, such as too little memory, might no longer exist
             return self._get_device_copy(home)
         self.traffic.waited += time.perf_counter() - start
         self._transport.finish_copy(copy.tensor, ticket)
@@ -194,11 +197,11 @@ class DeviceStream(UnitReader):
         return copy.tensor
 
     def _start_copies(self, homes: Iterable[torch.Tensor], is_ahead: bool = False) -> None:
-        """Start copies of tensors that have no copy, or whose copy has failed or is outdated.
+        """Start to copy those tensors that have no copy, or whose copy has failed or is outdated.
 
         Args:
             homes: Original tensors.
-            is_ahead: Whether the copies are started before they are needed.
+            is_ahead: Whether the copies are started before they are needed. Default: False.
         """
         wanted = {id(home): home for home in homes if not self._is_copied_by_autograd(home)}
         for key, home in list(wanted.items()):
@@ -208,7 +211,7 @@ class DeviceStream(UnitReader):
             elif copy is not None:
                 self._drop_copies([key])
         memory = [self._transport.allocate(home) for home in wanted.values()]
-        # Marked after the allocation, so that earlier work on this memory is included.
+        # The position is recorded after the allocation, so that it includes all earlier work on the allocated memory.
         after = self._transport.mark_progress() if memory else None
         for (key, home), tensor in zip(wanted.items(), memory):
             future = self._worker.submit(self._transport.start_copy, home, tensor, after)
@@ -217,9 +220,12 @@ class DeviceStream(UnitReader):
         self.peak_bytes = max(self.peak_bytes, self.active_bytes)
 
     def _drop_copies(self, keys: Iterable[int]) -> None:
-        """Drop copies of tensors, by the tensors' `id`.
+        """Drop the device copies of tensors.
 
-        The memory of a copy in progress is kept until the computation waits for the copy.
+        The memory of a copy in progress is kept until the computation has been made to wait for the copy.
+
+        Args:
+            keys: The `id` of each original tensor.
         """
         for key in keys:
             copy = self._copies.pop(key)
@@ -234,7 +240,9 @@ class DeviceStream(UnitReader):
             self.active_bytes -= copy.tensor.nbytes
 
     def _prefetch_next(self, unit: int) -> None:
-        """Drop copies that are not expected to be used next, and start to copy the tensors that are, within the window.
+        """Start to copy the tensors that are expected to be used next, and drop copies that are not.
+
+        The tensors that are copied ahead fit into the window.
 
         Args:
             unit: Index of the group of tensors that the computation uses now.
@@ -245,7 +253,7 @@ class DeviceStream(UnitReader):
             if following == unit or following in self._expected or self._sizes[following] > room:
                 break
             if self._uses.get(following):
-                continue  # a module that contains this one: its copies are in place
+                continue  # the unit of a module that contains the current one, whose copies are already in use
             room -= self._sizes[following]
             self._expected.append(following)
         self._drop_unexpected()
@@ -258,7 +266,7 @@ class DeviceStream(UnitReader):
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                break  # there may be enough memory at a later unit
+                break  # there might be enough memory when a later unit is entered
 
     def _drop_unexpected(self) -> None:
         wanted = (self._shared or set()) | {
@@ -270,10 +278,10 @@ class DeviceStream(UnitReader):
     def _make_saving_hooks(
         self, homes: list[torch.Tensor], copies: list[torch.Tensor]
     ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """Return the hooks for `saved_tensors_hooks` of a forward that uses device copies of weights.
+        """Return the pair of hooks for `saved_tensors_hooks` in a forward that uses device copies of weights.
 
-        Instead of a copy, autograd saves a reference to the original weight and the layout. Backward copies the
-        weight again.
+        Instead of a copy, autograd saves a reference to the original weight, and the layout. Backward copies the weight
+        again.
 
         Args:
             homes: Original tensors.
@@ -306,9 +314,14 @@ class DeviceStream(UnitReader):
 def _abandon_copies(
     copies: dict[int, PendingWeightCopy], leaving: list[PendingWeightCopy], transport: HostTransport
 ) -> None:
-    """Cancel a stream's copies that have not started. Keep the memory of running copies until they end.
+    """Cancel a stream's copies that have not started, and keep the memory of running copies until they end.
 
-    This is the finalizer of `DeviceStream`. It may run in any thread, even in the copy thread, so it must not wait.
+    This is the finalizer of `DeviceStream`. It can run in any thread, even in the copy thread, so it must not wait.
+
+    Args:
+        copies: Copies that the stream uses, by `id` of the original tensor.
+        leaving: Copies that were dropped before they were complete.
+        transport: Transport of the copies.
     """
     for copy in (*copies.values(), *leaving):
         if not copy.is_awaited and not copy.future.cancel():
@@ -321,6 +334,6 @@ def _drain_transport(transport: HostTransport, kept: torch.Tensor, done: "Future
     Args:
         transport: Transport of the copies.
         kept: Tensor whose memory must not be freed before all copies are complete.
-        done: The future. Not used.
+        done: The future, which is not used.
     """
     transport.drain()

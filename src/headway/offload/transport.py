@@ -16,24 +16,24 @@ from headway.offload.readahead import ReadTraffic
 logger = get_logger(__name__)
 
 RING = 3
-"""Number of pinned buffers that copies rotate through."""
+"""Number of pinned buffers that copies use in turn."""
 CHUNK = 64 << 20
 """Size of a pinned buffer in bytes."""
 
 
 class HostTransport:
-    """Synchronous copies of weights to a device that has no separate copy stream, or within host memory.
+    """Synchronous copies of weights within host memory, or to a device that has no separate copy stream.
 
-    Copies within host memory make it possible to run the streaming logic on a machine without an accelerator.
-    `start_copy` runs in a separate thread. All other methods run in the thread that computes.
+    Copies within host memory serve to run the streaming logic on a machine without an accelerator. `start_copy` runs in
+    a separate thread. All other methods run in the thread that computes.
 
     Args:
-        device: Target device, or None to copy to the device on which the weights are.
+        device: Target device, or None for the device on which the weights already are. Default: None.
 
     Attributes:
         traffic: Statistics of the copies.
-        pinned: Function that allocates pinned memory of a given number of bytes, as uint8. None if memory cannot be
-            pinned.
+        pinned: Function that allocates a given number of bytes of pinned memory, as a uint8 tensor. None if memory
+            cannot be pinned.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -47,9 +47,10 @@ class HostTransport:
             return torch.empty_like(home, device=self._device, requires_grad=False)
 
     def mark_progress(self) -> Any:
-        """Return the current position in the device's compute stream. None if it computes synchronously.
+        """Return the current position in the device's compute stream, or None if the device computes synchronously.
 
-        A copy into newly allocated memory must wait for this position, because earlier work may still use that memory.
+        A copy into newly allocated memory must wait for this position, because earlier work might still use that
+        memory.
         """
         return None
 
@@ -59,7 +60,8 @@ class HostTransport:
         Args:
             home: Original tensor.
             copy: Target tensor.
-            after: Marker from `mark_progress`. The copy begins after the computation that it marks.
+            after: Position in the compute stream from `mark_progress`. The copy begins when the computation has reached
+                it.
         """
         begin = time.perf_counter()
         copy.copy_(home.detach())
@@ -68,11 +70,15 @@ class HostTransport:
     def finish_copy(self, copy: torch.Tensor, ticket: Any) -> None:
         """Make the computation wait for the copy that is identified by `ticket`.
 
-        Must be called before the copy is used, or before it is dropped unused.
+        Call this before the copy is used, or before it is dropped without having been used.
+
+        Args:
+            copy: Target tensor of the copy.
+            ticket: Return value of `start_copy`.
         """
 
     def drain(self) -> None:
-        """Wait until all copies that have been started are complete. May be called from any thread."""
+        """Wait until all copies that have been started are complete. Can be called from any thread."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +95,14 @@ class PendingCopy:
 
 
 class RingTransport(HostTransport):
-    """Asynchronous copies to an accelerator. Pageable memory and mapped files go through pinned buffers.
+    """Asynchronous copies to an accelerator, through pinned buffers unless the weights are already in pinned memory.
 
     While one buffer is copied, the next is filled from the page cache or the disk. Pinned tensors are copied directly.
     If no memory can be pinned, tensors are copied from pageable memory, which is slower.
 
     Args:
         stream: Copy stream of the device.
-        chunk: Size of a buffer in bytes.
+        chunk: Size of a buffer in bytes. Default: `CHUNK`.
     """
 
     def __init__(self, stream: CopyStream, chunk: int = CHUNK) -> None:
@@ -116,7 +122,7 @@ class RingTransport(HostTransport):
         return RingTransport, (self._stream, self._chunk)
 
     def allocate(self, home: torch.Tensor) -> torch.Tensor:
-        """Allocate memory on the device from the allocator's pool for the compute stream."""
+        """Allocate device memory for a copy of `home`, from the allocator's pool for the compute stream."""
         return self._stream.allocate(home)
 
     def mark_progress(self) -> StreamPoint:
@@ -124,9 +130,14 @@ class RingTransport(HostTransport):
         return self._stream.record_position()
 
     def start_copy(self, home: torch.Tensor, copy: torch.Tensor, after: StreamPoint) -> PendingCopy:
-        """Queue a copy that begins once the compute stream has reached `after`.
+        """Queue a copy that begins once the compute stream has reached `after`, and return the ticket of the copy.
 
-        Return when the last buffer of the copy is queued.
+        The call returns when the last buffer of the copy is queued.
+
+        Args:
+            home: Original tensor.
+            copy: Target tensor on the device.
+            after: Position in the compute stream from `mark_progress`.
         """
         self._stream.bind_device()
         self._record_times()
@@ -184,17 +195,22 @@ class RingTransport(HostTransport):
             self._turn = (self._turn + 1) % RING
 
     def finish_copy(self, copy: torch.Tensor, ticket: PendingCopy) -> None:
-        """Make the device wait for the copy. The host does not wait."""
+        """Make the device wait for a copy. The host does not wait.
+
+        Args:
+            copy: Target tensor of the copy.
+            ticket: Return value of `start_copy`.
+        """
         self._stream.order_after_copy(copy, ticket.allocated, ticket.done)
 
     def drain(self) -> None:
         """Wait until the copy stream is empty."""
-        with contextlib.suppress(RuntimeError):  # if the device has failed, it writes nothing any more
+        with contextlib.suppress(RuntimeError):  # a device that has failed no longer writes to memory
             self._stream.drain()
 
 
 def make_transport(device: torch.device) -> HostTransport:
-    """Return the transport to an accelerator: asynchronous if its backend has streams, else synchronous."""
+    """Return the transport of copies to an accelerator: asynchronous if the device has streams, else synchronous."""
     try:
         stream = CopyStream(device)
     except RuntimeError as error:

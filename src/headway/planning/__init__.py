@@ -9,8 +9,8 @@ TASKS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "question_answering": ("AutoModelForQuestionAnswering", (), ("start_positions", "end_positions")),
     "image_classification": ("AutoModelForImageClassification", (), ("labels",)),
 }
-"""Training tasks of transformers models, by the value of `--task`. Dashes in a value are accepted in place of
-underscores.
+"""Training tasks of transformers models, by the value of the command line's option `--task`.
 
-Each task is a tuple: the transformers class, the names of labels per token, and the names of labels per sample.
+On the command line, dashes are accepted in place of underscores. Each task is a tuple: the transformers class, the
+names of labels per token, and the names of labels per sample.
 """

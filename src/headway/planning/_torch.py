@@ -1,4 +1,4 @@
-"""Private names of torch that planning uses, each with the reason for its use and what could replace it.
+"""Private names of torch that planning uses, each with the reason for its use and a possible replacement.
 
 Names that must not be imported early are in `LAZY_NAMES`, as "module:attribute". A test resolves all names.
 """
@@ -16,16 +16,17 @@ from torch.utils._pytree import tree_map as tree_map
 #
 # - FakeTensor, FakeTensorMode, is_fake: a rank's model, optimizer and step without memory. TorchDynamo and torch.export
 #   build on the same module. A public module for fake tensors would replace it.
-# - unset_fake_temporarily keeps tensors real that are not part of the model, such as RNG states, within a fake mode.
+# - unset_fake_temporarily keeps tensors outside of the model, such as RNG states, real within a fake mode.
 # - TorchDispatchMode sees every operation, also those that autograd calls in C++. A torch function mode misses these.
 # - tree_leaves, tree_map walk containers as torch itself does. A public pytree module would replace them.
 
 disable_current_modes = _python_dispatch._disable_current_modes
-"""Context that disables all dispatch modes. There is no public equivalent."""
+"""Context manager that disables all dispatch modes. There is no public equivalent."""
 
 LAZY_NAMES = (
-    # The process group that sends nothing. Its import registers the backend "fake", which no public module does.
+    # The store of the process group that sends nothing. Its import registers the backend "fake", which no public
+    # module does.
     "torch.testing._internal.distributed.fake_pg:FakeStore",
-    # Finds a process group by the name in an operation. `get_process_group_ranks` needs the group itself.
+    # Finds a process group by its name, which is an argument of operations. `get_process_group_ranks` needs the group.
     "torch.distributed.distributed_c10d:_resolve_process_group",
 )

@@ -25,7 +25,7 @@ from headway.planning.layouts import place_rank
 from headway.planning.optimizers import Optimizer, resolve_optimizer
 
 _FITTING = {True: 0, None: 1, False: 2}
-"""Sort order of table rows by the value of `fits`."""
+"""Sort order of table rows, by the value of `Configuration.fits`."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,17 @@ class Configuration:
         recompute: Whether activations are recomputed in backward.
         precision: "no", "bf16" or "fp16".
         optimizer: Name of the optimizer.
-        attention: Name of the attention kernel, or None for the model's default.
+        attention: Attention implementation that is passed to `set_attn_implementation`, or None for the model's
+            default.
         least: Lower bound of the memory in use on the device.
         total: Likely memory in use on the device.
         most: Upper bound of the memory in use on the device.
         fits: True if `most` fits into the budget, False if not even `least` fits, and None if the answer is uncertain.
         cost: Cost of an update relative to the cheapest configuration that fits, or to the cheapest of all if none
-            fits. None if it was not traced. It is no forecast of time; docs/forecast_reference.md explains what it
-            counts.
-        work: Floating point operations and memory traffic of one update, or None if it was not traced.
-        problem: Reason why there is no forecast, or "".
+            fits. None if the configuration was not traced. The cost is no forecast of time. docs/forecast_reference.md
+            explains what it counts.
+        work: Floating point operations and memory traffic of one update, or None if the configuration was not traced.
+        problem: Reason why there is no forecast. Empty if there is one.
     """
 
     micro_batch: int
@@ -65,7 +66,7 @@ class Configuration:
     problem: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields as nested dictionaries that can be written as JSON."""
+        """Return all fields as a dictionary that can be written as JSON. Objects become nested dictionaries."""
         return asdict(self)
 
 
@@ -86,29 +87,31 @@ def cheapest(
     loop: str | Loop = "plain",
     expandable_segments: bool = False,
 ) -> list[Configuration]:
-    """Rank the ways to train with a global batch on a device. The device need not be in this machine.
+    """Rank the configurations that train with a given global batch on a device.
 
-    For each combination of attention, optimizer, precision and recomputation, the search finds the largest
-    micro-batch that fits and divides the global batch. Combinations that fit come first, then uncertain ones, then
-    those that do not fit, and last those that cannot be traced. Within each of these groups, rows are sorted by
-    relative cost, then by memory.
+    The device need not be in this machine. For each combination of attention, optimizer, precision and recomputation,
+    the search finds the largest micro-batch that fits and divides the global batch. Combinations that fit come first,
+    then uncertain ones, then those that do not fit, and last those that cannot be traced. Within each group, rows are
+    sorted by relative cost, then by memory.
 
     Args:
-        model_fn, batch_fn, loss, device, budget, max_norm, loop, expandable_segments: As for `headway.forecast`.
+        model_fn, batch_fn, loss, device, budget, max_norm, loop, expandable_segments: See `headway.forecast`.
         global_batch_size: Samples per update.
         optimizers: Names of optimizers, or functions that make an optimizer from parameters.
         precisions: Precisions to try, out of "no", "bf16" and "fp16".
-        recompute: Settings of activation checkpointing to try. Each is like `recompute` of `headway.forecast`.
-        attention: Names to pass to a transformers model's `set_attn_implementation`. None keeps the model's own.
+        recompute: Settings of activation checkpointing to try. Each has a form that `headway.forecast` accepts as
+            `recompute`.
+        attention: Names to pass to a transformers model's `set_attn_implementation`. None keeps the model's default.
         micro_batches: Allowed micro-batch sizes, or None for all that divide the global batch.
 
     Returns:
-        One row for each combination. If nothing fits, the rows show the smallest micro-batch, with `fits=False`.
+        One row for each combination. If no micro-batch fits, the row shows the smallest one.
 
     Raises:
         ConfigError: If an argument is wrong, or no allowed micro-batch divides the global batch.
-        LossError: If there is no loss, or it has no gradient.
-        UnsupportedError: If no combination can be traced. If only some cannot, their rows contain the reason.
+        LossError: If there is no loss, or the loss has no gradient.
+        UnsupportedError: If no combination can be traced. If only some combinations cannot be traced, their rows
+            contain the reason.
     """
     target = find_device(device)
     limit = resolve_budget(target, budget)
@@ -163,9 +166,9 @@ def cheapest(
 
 
 def _fill_row(blank: Configuration, step: StepForecaster, limit: int, allowed: list[int]) -> Configuration:
-    """Return a copy of `blank` with the memory of the largest allowed micro-batch that fits.
+    """Return a copy of `blank` with the memory and cost of the largest allowed micro-batch that fits.
 
-    If none fits, the smallest one is described.
+    If none fits, the row describes the smallest allowed micro-batch.
 
     Args:
         blank: Row of the table, without sizes and costs.
@@ -175,7 +178,7 @@ def _fill_row(blank: Configuration, step: StepForecaster, limit: int, allowed: l
     """
     whole = blank.micro_batch * blank.accumulation
     capacity = compute_allocator_limit(step.device, limit)
-    # Gradients live while the next micro-batch runs. More than two micro-batches need no more memory than two.
+    # Gradients exist while the next micro-batch runs, so two micro-batches are traced. More need no additional memory.
     window = replace(step, recipe=replace(step.recipe, accumulation=2))
     sketched = dict(window.compute_curve(allowed))
     if allowed[0] == whole and (len(allowed) == 1 or sketched.get(whole, 0) - _count_weight_bytes(window) <= capacity):
@@ -193,7 +196,7 @@ def _fill_row(blank: Configuration, step: StepForecaster, limit: int, allowed: l
 
 
 def _count_weight_bytes(step: StepForecaster) -> int:
-    """Return the bytes of the model's weights. Their gradients have the same size."""
+    """Return the bytes of the model's weights. The gradients of all weights have the same size."""
     return sum(event.num_bytes for event in step.trace(PROBE).events if event.kind == "weights" and event.num_bytes > 0)
 
 
@@ -206,7 +209,7 @@ def _make_row(blank: Configuration, step: StepForecaster, size: int, limit: int)
 
 
 def _compute_update_work(traced: Trace, accumulated: int, accumulation: int) -> StepWork:
-    """Return the work of an update, extrapolated from a traced step.
+    """Return the work (floating point operations and memory traffic) of an update, extrapolated from a traced step.
 
     Args:
         traced: Trace of the step.
@@ -272,7 +275,7 @@ def _name_optimizer(optimizer: Optimizer) -> str:
 
 
 def format_table(rows: Sequence[Configuration]) -> str:
-    """Return the rows as a table for the terminal, in the given order."""
+    """Return the configurations as a table for the terminal, in the given order."""
     head = ["", "cost", "micro-batch", "x", "precision", "optimizer", "recompute", "attention", "memory", "range"]
     shown = {True: "fits", None: "may fit", False: "does not fit"}
     lines = [head]

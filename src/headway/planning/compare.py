@@ -1,6 +1,6 @@
-"""Plan several layouts of one run and compare them, as a table or as JSON in bytes, seconds and FLOPs.
+"""Plan several layouts of one run and compare them, as a table or as JSON.
 
-The cheapest layout that fits is listed first.
+JSON has bytes, seconds and FLOPs without rounding. The cheapest layout that fits is listed first.
 """
 
 import logging
@@ -34,7 +34,7 @@ from headway.planning.outcome import Cost, Plan, RankShare, build_plan, count_by
 logger = logging.getLogger(__name__)
 
 _CARD = replace(DEVICES["h100"], cublas=0)
-"""Device whose kernels' scratch memory is part of a plan.
+"""Device that a plan assumes when it adds the scratch memory of kernels.
 
 cuBLAS's workspace is left out, because it is equal for all models.
 """
@@ -48,7 +48,7 @@ class ComparedPlan:
         strategy: Name of the layout as the user gave it.
         plan: Plan of the layout, or None if the layout is not possible.
         cost: Lower bound of the time of an update, or None if no step was planned.
-        reason: Reason why the layout is not possible or does not fit, or "".
+        reason: Reason why the layout is not possible or does not fit. Empty if it fits.
     """
 
     strategy: str
@@ -62,9 +62,9 @@ class PlanComparison:
     """Comparison of several layouts of one run.
 
     Attributes:
-        rows: Layouts that fit, sorted by cost, then layouts that do not fit, sorted by memory, then layouts that are
-            not possible.
-        cluster: Bandwidths, speed and memory that were assumed for the comparison.
+        rows: Plans of the layouts: first those that fit, by cost, then those that do not fit, by memory, then those
+            that are not possible.
+        cluster: Bandwidths, computing rate and memory that were assumed for the comparison.
     """
 
     rows: tuple[ComparedPlan, ...]
@@ -72,7 +72,7 @@ class PlanComparison:
 
     @property
     def best(self) -> ComparedPlan | None:
-        """Cheapest layout that fits, or None if none fits."""
+        """Plan of the cheapest layout that fits, or None if none fits."""
         return next((row for row in self.rows if not row.reason), None)
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ def plan(
 ) -> Plan:
     """Plan the memory, communication and checkpoint size of each rank of a run.
 
-    The plan prepares the model as the run would, but without allocating memory and without starting processes.
+    The model is prepared as in the run, but without allocating memory and without starting processes.
 
     Args:
         make: Function that makes the model. It is called within `init_empty_weights()`, where parameters take no
@@ -104,11 +104,11 @@ def plan(
             but no values. With None, the plan does not count communication, computation and activations.
         optimizer: Name of an optimizer, or a function that makes a torch optimizer from parameters. "none" plans
             without an update.
-        precision: "no", "bf16" or "fp16", as the Accelerator's `mixed_precision`.
+        precision: "no", "bf16" or "fp16", like the Accelerator's `mixed_precision`.
         tokens: Tokens in the batch of one data shard, used to compute tokens per second. 0 if unknown.
-        kwargs_handlers: Options as for the Accelerator's `kwargs_handlers`: ShardingOptions, TensorParallelOptions,
-            PipelineOptions, TorchContextParallelConfig, ActivationCheckpointing.
-        machine_ranks: Ranks per machine.
+        kwargs_handlers: Options that the Accelerator accepts as `kwargs_handlers`: ShardingOptions,
+            TensorParallelOptions, PipelineOptions, TorchContextParallelConfig, ActivationCheckpointing.
+        machine_ranks: Ranks per machine. Default: 8.
 
     Raises:
         ConfigError: If the layout does not divide the ranks, or another argument is wrong.
@@ -153,7 +153,7 @@ def compare_layouts(
     Args:
         plan_layout: Function that plans one layout, such as `partial(plan, make, num_ranks=8)`.
         strategies: Layouts to compare.
-        cluster: Bandwidths, speed and memory to assume for the comparison, or None for the defaults.
+        cluster: Bandwidths, computing rate and memory to assume for the comparison, or None for the defaults.
 
     Raises:
         StateError: If this process has joined a process group.
@@ -183,7 +183,7 @@ def _resolve_layout(strategy: str, num_ranks: int, machine_ranks: int) -> Layout
 
 
 def list_candidates(num_ranks: int, machine_ranks: int, has_plan: bool = False) -> Sequence[str]:
-    """Return the layouts that are compared by default.
+    """Return the names of the layouts that are compared by default.
 
     Args:
         num_ranks: World size of the run.
@@ -199,7 +199,7 @@ def list_candidates(num_ranks: int, machine_ranks: int, has_plan: bool = False) 
 
 
 def _explain_misfit(found: Plan, cluster: ClusterRates) -> str:
-    """Return text about how much memory a plan lacks and what uses most of it. "" if the plan fits."""
+    """Return text about how much memory a plan lacks and what uses most of its memory, or "" if the plan fits."""
     if cluster.memory is None or found.peak <= cluster.memory:
         return ""
     share = found.shares.find_fullest()
@@ -228,7 +228,7 @@ def _rank_row(row: ComparedPlan) -> tuple[int, float]:
 
 
 def comparison_as_dict(comparison: PlanComparison) -> dict[str, Any]:
-    """Return a comparison as nested dictionaries that can be written as JSON, with its rows in order."""
+    """Return a comparison as nested dictionaries that can be written as JSON. Rows keep their order."""
     return {"cluster": asdict(comparison.cluster), "layouts": [_row_as_dict(row) for row in comparison.rows]}
 
 
@@ -280,7 +280,7 @@ def _exchange_as_dict(exchange: MeteredCollective, volume: Volume) -> dict[str, 
 
 
 def tabulate(comparison: PlanComparison) -> list[str]:
-    """Return the comparison as lines of text: a table of the layouts, then the reasons why some do not fit."""
+    """Return the comparison as lines of text: a table of the layouts, the reasons why some do not fit, and a legend."""
     head = [
         "strategy", "weights", "gradients", "optimizer", "activations", "gathered", "total", "peak", "sent", "update", "waits for",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Compute a lower bound for the time of an update from the rates of devices and links, and find its bottleneck.
+"""Compute a lower bound for the time of an update from the rates of devices and links, and find the bottleneck.
 
 For a pipeline, the events of each rank are simulated in order, including the time that ranks wait for each other.
 """
@@ -14,7 +14,7 @@ from headway.planning.dry_run.meter import PlanEvent
 from headway.planning.outcome import Cost, Plan
 
 _IN_THE_WAY = frozenset({"tp", "cp", "ep", "pp"})
-"""Axes whose communication blocks the computation. Communication along other axes overlaps with it."""
+"""Axes whose communication blocks the computation. Communication along all other axes overlaps with computation."""
 
 
 @dataclass
@@ -24,10 +24,10 @@ class StageTraffic:
     Times are in seconds since the start of the update.
 
     Attributes:
-        ranks: Simulated ranks. The simulation does not wait for other ranks.
-        sent: Arrival times of messages in order, by (sender, receiver).
-        met: Time at which each rank reaches a collective. The key is a pair of the participating ranks and the index of
-            the collective in their group.
+        ranks: Simulated ranks. The simulation does not wait for any other rank.
+        sent: Arrival times of the messages in order, by (sender, receiver).
+        met: Time at which each rank reaches a collective, by rank, for each collective. The key of a collective is a
+            pair of the participating ranks and the index of the collective in their group.
     """
 
     ranks: frozenset[int]
@@ -41,10 +41,10 @@ class StageTimeline:
 
     Attributes:
         events: Events of the rank in order.
-        rank: Rank in the whole run.
-        clock: Seconds since the start of the update.
+        rank: Number of the rank in the whole run.
+        clock: Simulated time of the rank, in seconds since the start of the update.
         busy: Seconds spent computing.
-        num_done: Number of events that are done.
+        num_done: Number of events that have been simulated.
     """
 
     events: Sequence[PlanEvent]
@@ -54,7 +54,7 @@ class StageTimeline:
     num_done: int = 0
 
     def replay_events(self, traffic: StageTraffic, seconds: Callable[[PlanEvent], float]) -> Iterator[bool]:
-        """Simulate all events of the rank. Yield True whenever it must wait for another rank.
+        """Simulate all events of the rank. Yield True whenever the rank must wait for another rank.
 
         Args:
             traffic: Messages and collectives of all simulated ranks.
@@ -83,7 +83,7 @@ class StageTimeline:
 
 
 def simulate_stages(lanes: Sequence[StageTimeline], seconds: Callable[[PlanEvent], float]) -> float:
-    """Simulate all ranks of a pipeline, and return the time at which the last one is done.
+    """Simulate all ranks of a pipeline, and return the time in seconds at which the last rank is done.
 
     Args:
         lanes: Timelines of the ranks to simulate.
@@ -104,13 +104,13 @@ def simulate_stages(lanes: Sequence[StageTimeline], seconds: Callable[[PlanEvent
 
 @dataclass(frozen=True)
 class ClusterRates:
-    """Bandwidths, speed and memory of the machines of a run.
+    """Bandwidths, computing rate and memory of the machines of a run.
 
     Attributes:
         machine_ranks: Ranks per machine.
-        intra: Bandwidth of a rank's sends within its machine, in bytes per second.
-        inter: Bandwidth of a rank's sends to other machines through its own network card, in bytes per second.
-        flops: Floating point operations per second and rank that are reached in practice, not the advertised peak.
+        intra: Bandwidth in bytes per second at which a rank sends within its machine.
+        inter: Bandwidth in bytes per second at which a rank sends to other machines through its own network card.
+        flops: Floating point operations per second of each rank, as reached in practice, not the advertised peak.
         memory: Bytes of memory per device, or None for no limit.
     """
 
@@ -135,11 +135,12 @@ class ClusterRates:
         return span < self.machine_ranks and (self.machine_ranks % block == 0 or layout.num_ranks <= self.machine_ranks)
 
     def get_rate(self, axis: str, layout: Layout) -> float:
-        """Return the bandwidth in bytes per second at which a rank sends along an axis.
+        """Return the bandwidth in bytes per second at which a rank sends along an axis of a layout.
 
-        NCCL sends through the network cards of all ranks of the group on a machine. So if eight neighboring ranks
-        are in one group, each can send eight times as much as with one card, up to the bandwidth of the links within
-        the machine. A rank whose peers are all on other machines has only its own card.
+        Within a group, NCCL sends through the network cards of all of the group's ranks on a machine. So if eight
+        neighboring ranks are in one group, each can send eight times as much as with one card. The result is at most
+        the bandwidth of the links within the machine. A rank whose peers are all on other machines has only its own
+        card.
         """
         if self.is_within_machine(axis, layout):
             return self.intra
@@ -152,7 +153,7 @@ class ClusterRates:
 def _list_strides(axis: str, layout: Layout) -> Iterator[tuple[int, int]]:
     """Yield a pair of (size, stride in ranks) for each axis in a joined name such as "shardxtp".
 
-    If the layout has none of these axes, pairs for all axes of the layout are yielded.
+    If the layout has none of the named axes, pairs for all axes of the layout are yielded.
     """
     named = set(axis.replace("_", "x").split("x")) & layout.sizes.keys() or set(layout.sizes)
     stride = layout.num_ranks
@@ -201,7 +202,7 @@ def compute_cost(plan: Plan, cluster: ClusterRates) -> Cost | None:
 def _simulate_plan(plan: Plan, cluster: ClusterRates) -> float:
     """Return the duration of a pipeline's update in seconds, from a simulation of one rank per stage.
 
-    A rank computes nothing during communication, except while it sends a message to another stage.
+    A rank computes nothing while it communicates, except while it sends a message to another stage.
     """
     rates = {axis: cluster.get_rate(axis, plan.layout) for axis in plan.layout.sizes}
 

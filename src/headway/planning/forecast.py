@@ -53,16 +53,16 @@ def forecast(
     kwargs_handlers: Sequence[Any] = (),
     machine_ranks: int = 8,
 ) -> Forecast:
-    """Forecast the memory that a training step needs on a device. The device need not be in this machine.
+    """Forecast the memory that a training step needs on a device, which need not be in this machine.
 
     Two training steps are traced on tensors without values, which takes seconds. Their allocations are replayed by a
     model of CUDA's caching allocator. The model is called as `model(**batch)` if the batch is a mapping, as
     `model(batch[0])` if it is a tuple or list of inputs and targets, and as `model(batch)` otherwise.
 
     Args:
-        model_fn: Function that makes the model. It is called where parameters take no memory.
-        batch_fn: Function that makes a micro-batch of a given number of samples, as `batch_fn(batch_size)`. Its values
-            do not matter.
+        model_fn: Function that makes the model. It is called in a context in which parameters take no memory.
+        batch_fn: Function that makes a micro-batch of a given number of samples, as `batch_fn(batch_size)`. The values
+            of the micro-batch do not matter.
         batch_size: Samples per micro-batch.
         optimizer: Name of an optimizer ("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "adafactor",
             "adafactor_transformers", "adamw8bit", "adamw8bit_bnb", "muon", "none"), or a function that makes an
@@ -71,7 +71,8 @@ def forecast(
             object with a `loss` attribute.
         device: Name of a device, as listed in docs/forecast.md.
         budget: Bytes that the whole process may use, or text such as "24GiB". None for all memory of the device.
-        precision: "no", "bf16" or "fp16", applied by autocast. For a model in another dtype, let `model_fn` return one.
+        precision: "no", "bf16" or "fp16", applied by autocast. For a model in another dtype, return such a model from
+            `model_fn`.
         recompute: Activation checkpointing: True, the options that `checkpoint_activations` accepts, or a function that
             is called with the model.
         accumulation: Micro-batches per update.
@@ -80,29 +81,30 @@ def forecast(
             `outputs` and `loss`, live until they are assigned again, and gradients are cleared after the update.
             "zero_grad_before_backward" is like "plain", but gradients are cleared between forward and backward. With
             "loss_function", a function computes the loss, and the outputs are freed when it returns. A function is
-            called as the loop itself, `loop(model, batches, optimizer)`; `loss` is then not used.
-        lengths: Sequence lengths that vary, one per micro-batch in this order. `batch_fn(batch_size, length)` makes the
-            batches, and all of their updates are traced. So the forecast includes the memory that torch's allocator
-            loses between blocks of unequal sizes. Some tens of lengths sampled from a data set are enough. Empty if all
+            called as the loop itself, `loop(model, batches, optimizer)`. In that case, `loss` is not used.
+        lengths: Sequence length of each micro-batch, if lengths vary. `batch_fn(batch_size, length)` makes the batches,
+            and all of their updates are traced. So the forecast includes the memory that torch's allocator loses
+            between blocks of unequal sizes. A few dozen lengths sampled from a data set are enough. Empty if all
             micro-batches have the same size.
         expandable_segments: Whether to assume `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
         largest: Whether to search for the largest batch within the budget.
         longest: Options of the search for the longest sequence within the budget at `batch_size`, or None for no
             search.
-        strategy: Layout as for the Accelerator: "ddp", "fsdp", "hsdp=8", "tp", "fsdp+tp=2". None for one process. The
-            forecast is for rank 0, which needs the most memory. Batch sizes are per rank.
+        strategy: Layout in the form that the Accelerator accepts: "ddp", "fsdp", "hsdp=8", "tp" or "fsdp+tp=2". None
+            for one process. The forecast is for rank 0, which needs the most memory. Batch sizes are per rank.
         ranks: World size. Required with `strategy`.
-        kwargs_handlers: Handlers of the Accelerator: ShardingOptions, TensorParallelOptions,
-            DistributedDataParallelKwargs, ActivationCheckpointing, AutocastKwargs(half_residual=True).
+        kwargs_handlers: Options that the Accelerator accepts as `kwargs_handlers`: ShardingOptions,
+            TensorParallelOptions, DistributedDataParallelKwargs, ActivationCheckpointing,
+            AutocastKwargs(half_residual=True).
         machine_ranks: Ranks per machine, for "hsdp".
 
     Raises:
         ConfigError: If an argument is wrong.
-        LossError: If there is no loss, or it has no gradient.
+        LossError: If there is no loss, or the loss has no gradient.
         PrepareError: If the model cannot be sharded.
         StateError: If a strategy is given and this process has joined a process group.
-        UnsupportedError: If the step cannot be traced or the layout cannot be forecast. For a step, the message names
-            the operation and the line.
+        UnsupportedError: If the step cannot be traced or the layout cannot be forecast. If an operation of the step
+            cannot be traced, the message names the operation and the user's line.
     """
     check_count(batch_size=batch_size)
     target = find_device(device)
@@ -139,18 +141,18 @@ def forecast_script(
     budget: int | str | None = None,
     expandable_segments: bool = False,
 ) -> Forecast:
-    """Forecast the memory of a user's script: run it on tensors without values up to its second update, in one process.
+    """Forecast the memory of a user's script by running it on tensors without values up to its second update.
 
-    The script runs as `__main__` with its own arguments, so call this in a process that does nothing else.
+    The script runs as `__main__` in this process, so call this function in a process that does nothing else.
 
     Args:
         script: Path of a Python file whose loop uses an Accelerator.
         arguments: Arguments of the script.
-        device, budget, expandable_segments: Same as for `forecast`.
+        device, budget, expandable_segments: See `forecast`.
 
     Raises:
-        ConfigError: If the script does not exist or makes no update.
-        UnsupportedError: If the step cannot be traced. The message names the operation and the line.
+        ConfigError: If the script does not exist, makes no update, or ends with an error code before its second update.
+        UnsupportedError: If the step cannot be traced. The message names the operation and the user's line.
     """
     began = time.perf_counter()
     target = find_device(device)
@@ -160,10 +162,10 @@ def forecast_script(
 
 
 def make_model(model_fn: Callable[[], nn.Module], batch: Any) -> nn.Module:
-    """Return the model in the form in which it is traced with a batch.
+    """Make the model, and return it in the form in which a batch is traced.
 
-    If the batch has position IDs, it may contain packed sequences. transformers then masks their documents from each
-    other, so its mask is kept.
+    If the batch has position IDs, its rows might be packed sequences. Then transformers masks the documents of a row
+    from each other, so its mask is kept. Otherwise it builds no mask.
 
     Args:
         model_fn: Function that makes the model.
@@ -186,9 +188,16 @@ def make_model(model_fn: Callable[[], nn.Module], batch: Any) -> nn.Module:
 def make_preparation(
     recompute: Recompute, options: EngineOptions
 ) -> tuple[EngineOptions, Callable[[nn.Module], object] | None]:
-    """Return the engine options with activation checkpointing, and a function that prepares the model or None.
+    """Return the engine options with activation checkpointing, and a function that changes the model, or None.
 
-    The second item is `recompute` itself if it is a function, which is then called with the model.
+    The function is `recompute` itself if that is a function.
+
+    Args:
+        recompute: Setting of activation checkpointing.
+        options: Engine options to start from.
+
+    Raises:
+        ConfigError: If `recompute` and `options` both request activation checkpointing.
     """
     if recompute is False:
         return options, None
@@ -216,7 +225,7 @@ def _make_rank(
 def _make_first_batch(batch_fn: Callable[..., Any], asked: tuple[int, ...]) -> Any:
     try:
         signature = inspect.signature(batch_fn)
-    except ValueError:  # functions written in C may have no signature
+    except ValueError:  # some functions written in C have no signature
         return batch_fn(*asked)
     try:
         signature.bind(*asked)

@@ -1,4 +1,4 @@
-"""Report what a model needs for inference: memory, placement on this machine, and the speed that bandwidths allow."""
+"""Report what a model needs for inference: its memory, its placement on this machine, and the speed that bandwidths allow."""
 
 import inspect
 from collections import Counter
@@ -22,15 +22,15 @@ from headway.offload.placement.workload import Workload, measure_cache_and_outpu
 from headway.planning.sources import load_meta_model
 
 DTYPES = ("float32", "bfloat16", "int8", "int4")
-"""Dtypes that the report compares."""
+"""Names of the dtypes that the report compares."""
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names under which transformers' configs store the number of experts."""
 
 _WORTH_SAYING = 1024
-"""Minimum size, in bytes per sample, of the part of a cache that does not grow with the length, for it to be reported.
+"""Minimum bytes per sample for the report to mention the part of a cache that does not grow with the length.
 
-Smaller parts are only bookkeeping.
+Smaller parts contain only bookkeeping.
 """
 
 
@@ -44,8 +44,8 @@ class ModelSizes:
         largest: Bytes of the largest layer.
         largest_name: Name of the largest layer.
         device_map: Result of `device_map="auto"` on this machine, or None if the largest layer fits on no device.
-        reason: Reason why there is no device map, or "".
-        traffic: Bytes of weights that a forward reads, by the device that stores them.
+        reason: Reason why there is no device map. Empty if there is one.
+        traffic: Bytes of weights that a forward of one token reads, by the device that stores the weights.
     """
 
     dtype: str
@@ -64,16 +64,17 @@ class ModelSizes:
 
 
 class Bandwidths:
-    """Bandwidths of this machine's memories, links and disk. Each is measured when it is first needed.
+    """Bandwidths of this machine's memories, links and disk. Each is measured when it is first requested.
 
     Args:
         files: Files of the checkpoint, which are read to measure the disk.
         measure_memory: Function that returns the memory bandwidth of a device in bytes per second.
         measure_copy: Function that returns the bandwidth from main memory to an accelerator in bytes per second.
-        measure_disk: Function that returns the bandwidth of reading the files in bytes per second.
+        measure_disk: Function that returns the bandwidth in bytes per second at which the files are read, or None if it
+            cannot be measured.
 
     Attributes:
-        known: Measured bandwidths by name. None means that the measurement is not possible.
+        known: Measured bandwidths in bytes per second, by name. None means that the measurement is not possible.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Bandwidths:
     def get_disk_rate(self) -> float | None:
         """Return the bandwidth in bytes per second of the disk that stores the weights.
 
-        None if there are no weights or it cannot be measured.
+        Return None if there are no stored weights, or if the bandwidth cannot be measured.
         """
         return self._measure_once("disk", lambda: self._measure_disk(self._files)) if self._files else None
 
@@ -123,10 +124,10 @@ def _get_torch_device(device: Device) -> torch.device:
 
 
 def open_stored_weights(folder: str | Path) -> WeightFiles | None:
-    """Open the checkpoint in a folder and read its headers. None if there is no checkpoint.
+    """Open the checkpoint in a folder and read the headers of its files. Return None if there is no checkpoint.
 
     Raises:
-        CheckpointError: If the checkpoint is damaged, or there are several.
+        CheckpointError: If the checkpoint is damaged, or if there are several.
     """
     patterns = ("*.safetensors", "*.bin", "*.index.json")
     if not any(any(Path(folder).glob(pattern)) for pattern in patterns):
@@ -135,7 +136,12 @@ def open_stored_weights(folder: str | Path) -> WeightFiles | None:
 
 
 def measure_sizes(model: nn.Module, dtype: Dtype, workload: Workload | None = None) -> ModelSizes:
-    """Return the sizes, placement and traffic of a model in one dtype on this machine.
+    """Return a model's sizes in one dtype, its placement on this machine, and the weights that a forward reads.
+
+    Args:
+        model: Model on the meta device.
+        dtype: Dtype of the weights.
+        workload: Batch size and length whose activations and caches must fit as well, or None. Default: None.
 
     Raises:
         DeviceMapError: If the workload cannot be measured.
@@ -165,10 +171,16 @@ def measure_sizes(model: nn.Module, dtype: Dtype, workload: Workload | None = No
 
 
 def count_traffic(model: nn.Module, device_map: DeviceMap, dtype: Dtype) -> dict[Device, int]:
-    """Return the minimum bytes of weights that a forward of one token reads, by the device that stores them.
+    """Return the minimum bytes of weights that a forward of one token reads, by the device that stores the weights.
 
     Every weight counts once. The input embedding does not count unless it is tied to the output, because only one row
-    is read. In a mixture of experts, only the fraction of the experts that computes the token counts.
+    of it is read. In a mixture of experts, the bytes of the experts are multiplied by the fraction of experts that
+    computes each token.
+
+    Args:
+        model: Model on the meta device.
+        device_map: Placement of the model.
+        dtype: Dtype of the weights.
     """
     price, share = TensorSizes(dtype), get_expert_share(model)
     skipped = _find_input_embedding(model)
@@ -181,7 +193,7 @@ def count_traffic(model: nn.Module, device_map: DeviceMap, dtype: Dtype) -> dict
 
 
 def get_expert_share(model: nn.Module) -> float:
-    """Return the fraction of the experts of a mixture of experts that computes each token, or 1 for other models."""
+    """Return the fraction of a model's experts that computes each token, or 1 for a model without experts."""
     config = getattr(model, "config", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     total = next((n for n in (getattr(config, name, None) for name in _NUM_EXPERTS) if n), None)
@@ -189,9 +201,9 @@ def get_expert_share(model: nn.Module) -> float:
 
 
 def _find_input_embedding(model: nn.Module) -> torch.Tensor | None:
-    """Return the weight of the input embedding.
+    """Return the weight of the input embedding, or None if the weight is also used elsewhere or there is none.
 
-    None if it is also used elsewhere, such as in a tied output layer.
+    A tied output layer is an example of another use.
     """
     try:
         table = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
@@ -206,11 +218,15 @@ def compute_ceiling(sizing: ModelSizes, bandwidths: Bandwidths) -> float | None:
     """Return the maximum number of forwards per second that the bandwidths of memory, links and disk allow.
 
     Accelerators work one after the other, each at its memory bandwidth. Transfers of offloaded weights overlap with
-    computation, so the slowest of memory, link and disk determines the time. Main memory that the placement leaves
-    free may cache weights from the disk. Cached weights are not read again.
+    computation, so the slowest of memory, link and disk determines the time. The part of main memory that the placement
+    leaves free is assumed to cache weights from the disk, which are not read again.
+
+    Args:
+        sizing: Sizes and placement of the model.
+        bandwidths: Bandwidths of this machine.
 
     Returns:
-        Forwards per second, or None without a placement or if the disk cannot be measured.
+        Forwards per second. None if there is no placement, or if the disk must be measured and cannot be.
     """
     if sizing.device_map is None:
         return None
@@ -246,8 +262,8 @@ class Generation:
         per_token: Growth of the cache per token and sample, as long as no attention window is full.
         cache: Size of the cache for the given workload, or None without a workload.
         logits: Size of the logits of all tokens of the workload, or None without a workload.
-        last_logits: Size of the logits of one token per sample. None without a workload, or if the model cannot return
-            these alone, as transformers' generate() requests.
+        last_logits: Size of the logits of one token per sample, which are those that transformers' `generate()`
+            requests. None without a workload, or if the model cannot return these alone.
     """
 
     per_sample: int
@@ -258,7 +274,7 @@ class Generation:
 
 
 def measure_generation(model: nn.Module, dtype: Dtype, workload: Workload | None = None) -> Generation | None:
-    """Measure the cache and the logits with forwards on the meta device. None if the model does not run there.
+    """Measure the cache and the logits with forwards on the meta device. Return None if the model does not run there.
 
     Args:
         model: Model on the meta device.
@@ -293,7 +309,7 @@ def tabulate(folder: Path, dtype: str | None, batch_size: int, num_tokens: int |
 
     Args:
         folder: Folder with a transformers config, and possibly weights.
-        dtype: Name of the dtype in which the model is placed, or None for the config's.
+        dtype: Name of the dtype in which the model is placed, or None for the dtype in the config.
         batch_size: Samples per forward.
         num_tokens: Tokens per sample, or None to leave out caches and logits.
     """
@@ -359,9 +375,9 @@ def _describe_placement(sizing: ModelSizes, unit: str) -> list[str]:
 
 
 def _describe_generation(model: nn.Module, dtype: str, workload: Workload | None, unit: str) -> list[str]:
-    """Return lines about the memory that generation needs in addition to the weights.
+    """Return lines of text about the memory that generation needs in addition to the weights.
 
-    It consists of a growing cache and temporary logits.
+    This memory consists of a growing cache and temporary logits.
     """
     found = measure_generation(model, dtype, workload) if unit == "tokens/s" else None
     if found is None:

@@ -1,9 +1,7 @@
-"""Trace a training step as one rank of a layout, for a forecast.
+"""Trace a training step as one rank of a layout, for a memory forecast.
 
-The model is prepared as in a run, but on a process group that sends nothing.
-
-Activations that are offloaded to host memory do not count as memory of the traced device, except for the copy in
-progress.
+The model is prepared as in a run, but on a process group that sends nothing. Activations that are offloaded to host
+memory do not count as memory of the traced device, except for the one that is being copied.
 """
 
 import weakref
@@ -41,8 +39,8 @@ _OFFLOADED = (
 class TracedLane(CopyLane):
     """Replacement of `CopyLane`, which copies activations between device and host, for fake tensors in a trace.
 
-    A copied tensor stays on the device until the next copy starts or a tensor is copied back. Host tensors are
-    created outside of the trace, so they do not count.
+    A tensor that is copied to the host stays on the device until the next copy starts or a tensor is copied back. Host
+    tensors are created outside of the trace, so they do not count.
 
     Args:
         device: CPU device that represents the GPU in the trace.
@@ -53,7 +51,7 @@ class TracedLane(CopyLane):
         self._under_way: torch.Tensor | None = None
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return a host tensor of the same shape, which takes no memory on the device."""
+        """Return a host tensor with the shape of the given one. In the trace, it takes no memory on the device."""
         assert isinstance(tensor, FakeTensor)
         with disable_current_modes(), tensor.fake_mode:
             host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -68,10 +66,10 @@ class TracedLane(CopyLane):
 
 
 class TracedNumbers(StorageNumbers):
-    """Source of unique numbers for storages, by which offloaded activations are identified during a trace.
+    """Source of unique numbers for storages, which identify offloaded activations during a trace.
 
-    The real implementation keeps a reference to a storage, so that its address stays unique. In a trace, a reference
-    would hide that the storage was freed.
+    The real implementation keeps a reference to a storage, so that its address stays unique. In a trace, such a
+    reference would keep the storage from being recorded as freed.
     """
 
     def __init__(self) -> None:
@@ -95,7 +93,7 @@ def move_to_host() -> AbstractContextManager[None]:
 
 
 class ShardedEngine(StepEngine):
-    """Engine that traces a step of a model whose parameters are sharded over ranks.
+    """Engine that traces the steps of a model whose parameters are sharded over ranks.
 
     Args:
         model: Prepared model.
@@ -141,7 +139,7 @@ class ShardedEngine(StepEngine):
 
 @dataclass(frozen=True)
 class FakeRank:
-    """Rank 0 of a layout, as which a step is traced for a forecast.
+    """Rank 0 of a layout, on which a step is traced for a forecast.
 
     No other rank needs more memory, because uneven sharding gives the last ranks smaller shards.
 
@@ -165,7 +163,7 @@ class FakeRank:
     def __call__(self, model: nn.Module) -> Iterator[StepEngine]:
         """Return a context in which the model is distributed over the ranks.
 
-        It yields the engine that runs the model's steps.
+        The context yields the engine that runs the model's steps.
         """
         if self.layout.num_ranks > 1:
             refuse_compiled(model)
@@ -216,7 +214,7 @@ class FakeRank:
 def place_rank(
     strategy: str, num_ranks: int, options: EngineOptions, precision: str, machine_ranks: int, computes_on: str
 ) -> FakeRank:
-    """Return rank 0 of a layout for a forecast.
+    """Return rank 0 of a layout, on which a step is traced for a forecast.
 
     Args:
         strategy: Layout, such as "fsdp" or "hsdp=8".
@@ -227,7 +225,7 @@ def place_rank(
         computes_on: Type of the device to forecast for.
 
     Raises:
-        ConfigError: If the layout does not divide the ranks, or a number is wrong.
+        ConfigError: If the layout's sizes do not divide the ranks, or a number is invalid.
         UnsupportedError: If the layout cannot be forecast.
     """
     check_count(ranks=num_ranks, machine_ranks=machine_ranks)

@@ -1,4 +1,4 @@
-"""Check a model's name before torch is imported, so that the command line reports a wrong name at once."""
+"""Check a model's name before torch is imported, so that the command line reports a wrong name without delay."""
 
 import importlib.util
 import re
@@ -8,22 +8,22 @@ from headway.core.config.values import suggest_word
 from headway.errors import ConfigError
 
 _TABLES = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py")
-"""Files of transformers that contain the table of model types. The first one exists from version 5 on."""
+"""Files of transformers that contain the table of model types. The first file exists only from version 5 on."""
 
 _ENTRY = re.compile(r"""\(?["']([\w.-]+)["'][,:] ?["']\w+Config["']""")
-"""Pattern of a table's row, which contains a model type and the name of its class."""
+"""Pattern of a table row, which contains a model type and the name of the type's config class."""
 
 
 def check_model_name(text: str) -> None:
-    """Raise an error if a text certainly names neither a local model, a function nor a model type of transformers.
+    """Raise an error if a text certainly names neither a local model, nor a function, nor a model type of transformers.
 
-    Unlike `find_source`, this imports neither torch nor transformers. It accepts a name in case of doubt.
+    Unlike `find_source`, this function imports neither torch nor transformers. It accepts a name in case of doubt.
 
     Args:
         text: Folder, config file, model type or "module:function".
 
     Raises:
-        ConfigError: If the name has none of these forms. The message suggests a similar model type.
+        ConfigError: If the text certainly has none of these forms. The message suggests a similar model type.
     """
     if ":" in text or Path(text).exists():
         return
@@ -50,7 +50,7 @@ def check_model_folder(folder: Path) -> None:
     """Raise an error if a folder does not exist or contains no transformers config.
 
     Raises:
-        ConfigError: If there is no such folder or config.
+        ConfigError: If the folder or its `config.json` does not exist.
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(

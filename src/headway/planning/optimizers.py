@@ -1,9 +1,8 @@
 """Make the optimizers that a plan or a forecast supports by name.
 
 The memory of their state is traced, not computed: `headway.forecasting` runs each optimizer's `step` on fake tensors.
-
-Some optimizers cannot update tensors without values. They are replaced by versions that can. On real tensors these
-versions compute the same results as the originals.
+Optimizers that cannot update tensors without values are replaced by versions that can. On real tensors, these versions
+compute the same results as the originals.
 """
 
 from collections.abc import Iterable
@@ -32,13 +31,13 @@ _CAVEATS = {
     "adamw8bit_bnb": "the kernel of bitsandbytes' AdamW8bit is assumed to need no scratch memory on a GPU, as in its source code; "
     "this was not measured",
 }
-"""Sentences about the assumptions of a forecast, by optimizer name."""
+"""Assumption of a forecast with an optimizer, as a sentence, by the optimizer's name."""
 
 
 class _ReadAsOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode in which every read of a fake tensor's value returns 1.
 
-    This is harmless if the value only scales an update, because it does not affect memory.
+    This is harmless if the value only scales an update, because such a value does not affect memory.
     """
 
     def __torch_dispatch__(
@@ -74,19 +73,19 @@ def make_transformers_adafactor(parameters: Iterable[nn.Parameter]) -> optim.Opt
 
 
 def make_torchao_adamw(parameters: Iterable[nn.Parameter], name: str = "AdamW8bit") -> optim.Optimizer:
-    """Make an AdamW of torchao with low-bit states, and with an update that runs on tensors without values.
+    """Make a torchao AdamW with low-bit states, whose update also runs on tensors without values.
 
-    torchao compiles the update of each parameter, which fake tensors do not support. The replacement only allocates the
-    memory that the compiled update needs on a CPU: both moments of the parameter in float32.
+    torchao compiles the update of each parameter, which fake tensors do not support. For fake tensors, the replacement
+    only allocates the memory that the compiled update needs on a CPU: both moments of the parameter in float32.
 
     Args:
         parameters: Parameters of the optimizer.
-        name: Class of torchao: "AdamW8bit", "AdamW4bit" or "AdamWFp8".
+        name: Name of torchao's class: "AdamW8bit", "AdamW4bit" or "AdamWFp8".
     """
     found = require("torchao.optim", f"optimizer={name.lower()!r} needs", "torchao")
     from torchao.optim import subclass_4bit, subclass_8bit
 
-    with disable_current_modes():  # torchao caches these tables of codes and reads their values
+    with disable_current_modes():  # torchao caches these quantization tables and reads their values
         for module in (subclass_4bit, subclass_8bit):
             module.get_qmap_signed()
             module.get_qmap_unsigned()
@@ -120,14 +119,14 @@ def make_bitsandbytes_adamw(parameters: Iterable[nn.Parameter]) -> optim.Optimiz
 
     class TabulatedAdamW8bit(bitsandbytes.optim.AdamW8bit):  # type: ignore[name-defined]
         def fill_qmap(self) -> None:
-            with disable_current_modes():  # bitsandbytes computes these tables of codes value by value
+            with disable_current_modes():  # bitsandbytes computes these quantization tables value by value
                 super().fill_qmap()
 
     return TabulatedAdamW8bit(list(parameters))
 
 
 class MuonAndAdamW(optim.Optimizer):
-    """Optimizer that uses torch's Muon for matrices, the only tensors it accepts, and AdamW for all others."""
+    """Optimizer that uses torch's Muon for matrices, and AdamW for all other parameters, which Muon does not accept."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         own = list(parameters)
@@ -135,7 +134,7 @@ class MuonAndAdamW(optim.Optimizer):
         matrices, others = [each for each in own if each.dim() == 2], [each for each in own if each.dim() != 2]
         self.parts: list[optim.Optimizer] = [optim.Muon(matrices)] if matrices else []
         self.parts += [optim.AdamW(others)] if others else []
-        # Shares the groups of both optimizers, so that changes to a group reach the optimizer that owns it.
+        # The groups are those of the inner optimizers, so that changes to a group reach the optimizer that uses it.
         self.param_groups = list(chain.from_iterable(part.param_groups for part in self.parts))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -160,11 +159,17 @@ _MAKERS: dict[str, MakeOptimizer] = {
     "adamw8bit_bnb": make_bitsandbytes_adamw,
     "muon": MuonAndAdamW,
 }
-"""Functions that make each optimizer, by name. They use default learning rates, which do not affect the memory."""
+"""Functions that make each optimizer from parameters, by name.
+
+They use default learning rates, which do not affect the memory.
+"""
 
 
 def resolve_optimizer(optimizer: Optimizer) -> MakeOptimizer | None:
-    """Return the function that makes the optimizer from parameters. None for "none".
+    """Return the function that makes the optimizer from parameters, or None for "none".
+
+    Args:
+        optimizer: Name of an optimizer, or a function, which is returned unchanged.
 
     Raises:
         ConfigError: If the name is unknown.

@@ -13,7 +13,7 @@ from headway.planning.dry_run.meter import MeteredCollective, PlanEvent, Volume
 from headway.planning.dry_run.trial import RankGroups, StateBytes, StepDryRun, TensorShare
 
 NOT_COUNTED = "not counted"
-"""Text for a number that was not counted."""
+"""Text in place of a number that was not counted."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class RankShare:
     """Memory of one rank between two updates, in bytes.
 
     Attributes:
-        rank: Rank.
+        rank: Number of the rank.
         weights: Parameters with their padding, and buffers.
         gradients: Gradients with their padding.
         optimizer_state: Optimizer state of the elements on this rank.
@@ -42,12 +42,12 @@ class RankShare:
 
 @dataclass(frozen=True)
 class CheckpointSize:
-    """Size of a checkpoint of model and optimizer.
+    """Size of a checkpoint of the model and the optimizer.
 
     Attributes:
         num_files: Number of files, one for each rank that writes data.
         num_bytes: Bytes of all files.
-        per_rank: Maximum number of bytes that one rank writes. Ranks with the same data divide the work.
+        per_rank: Maximum number of bytes that one rank writes. Ranks that have the same data write equal parts of it.
     """
 
     num_files: int
@@ -63,12 +63,12 @@ class RankShares:
         cut: Parameters of the model, and how they are sharded.
         states: Optimizer state of each parameter. Empty without an optimizer.
         buffers: Bytes of buffers at each pipeline stage.
-        at_peak: Further bytes that each pipeline stage needs at its peak. They are only used to determine the rank that
+        at_peak: Additional bytes that each pipeline stage needs at its peak. They only serve to determine which rank
             needs the most memory.
 
     Attributes:
         num_empty: Number of ranks that have no element of any parameter.
-        num_with_gaps: Number of parameters of which at least one rank has no element.
+        num_with_gaps: Number of parameters that have no element on at least one rank.
         thinnest: Smallest number of ranks over which a parameter is sharded, and the parameter's name. None if all
             ranks have a shard of all parameters.
         saved: Size of a checkpoint, which contains each element once.
@@ -113,7 +113,12 @@ class RankShares:
         self.saved = CheckpointSize(int((written > 0).sum()), round(float(written.sum())), round(float(written.max())))
 
     def _count_written(self, piece: TensorShare, num_bytes: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of a parameter that each rank writes to a checkpoint, as a tensor of shape (num_ranks,)."""
+        """Return the bytes of a parameter that each rank writes to a checkpoint, as a tensor of shape (num_ranks,).
+
+        Args:
+            piece: Description of the parameter.
+            num_bytes: Bytes of the parameter and its optimizer state on each rank.
+        """
         layout = self._layout
         if piece.stages is not None and len(piece.stages) < layout.pp:
             # The first rank that has the parameter, or a shard of it, writes it.
@@ -134,10 +139,7 @@ class RankShares:
         )
 
     def find_fullest(self) -> RankShare:
-        """Return the memory of the rank that needs the most memory.
-
-        If several ranks need equally much, the first one is used.
-        """
+        """Return the memory of the rank that needs the most. If several ranks tie, the first one is used."""
         return self.get_share(int((self._weights + self._gradients + self._state + self._at_peak).argmax()))
 
 
@@ -148,7 +150,7 @@ class Stage:
     Attributes:
         share: Memory of the first rank of the stage.
         activations: Peak bytes that autograd keeps for the micro-batches in progress, or None if no step was planned.
-        exchanges: Number of calls and bytes of each kind of collective in one update.
+        exchanges: Number of calls and bytes of each kind of collective in one update, as on the stage's first rank.
         flops: Floating point operations of one update.
         events: Computation and communication in order.
     """
@@ -179,17 +181,17 @@ class Plan:
         layout: Layout with the sizes of its axes.
         num_parameters: Number of parameters of the whole model.
         shares: Memory of every rank.
-        exchanges: Collectives of a rank in one update, or None if no step was planned. For a pipeline, those of the
-            rank that sends the most.
-        flops: Floating point operations of a rank in one update, or None if no step was planned. For a pipeline, those
-            of the rank that computes the most.
-        activations: Bytes that autograd keeps from forward to backward, without temporaries, or None if no step was
-            planned. For a pipeline, those of the rank that needs the most memory.
+        exchanges: Number of calls and bytes of each kind of collective on a rank in one update. None if no step was
+            planned. For a pipeline, those of the rank that sends the most.
+        flops: Floating point operations of a rank in one update, or None if no step was planned. For a pipeline, the
+            number of the rank that computes the most.
+        activations: Bytes that autograd keeps from forward to backward, without temporaries. None if no step was
+            planned. For a pipeline, the bytes on the rank that needs the most memory.
         gathered: Estimated peak bytes of gathered parameters and of gradients in transit.
         tokens: Tokens of one data shard in one update, or 0 if unknown.
         stages: Plans by stage, or empty without a pipeline.
-        traced: Traced peak bytes of tensors, with temporaries, on rank 0 or on the rank of a pipeline that needs the
-            most. None if no step was planned.
+        traced: Traced peak bytes of tensors, including temporaries, on rank 0. For a pipeline, those of the rank with
+            the highest peak. None if no step was planned.
     """
 
     strategy: str
@@ -226,18 +228,24 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Peak bytes of tensors on a rank, as traced; without a trace, it is `total`, which excludes temporaries."""
+        """Peak bytes of tensors on a rank, including temporaries, as traced.
+
+        Without a trace, it is `total`, which does not include temporaries.
+        """
         return self.total if self.traced is None else self.traced
 
     @property
     def total(self) -> int:
-        """Bytes on the rank that needs the most, with gathered parameters and activations, without temporaries."""
+        """Bytes on the rank that needs the most memory, including gathered parameters and activations.
+
+        Temporaries are not included.
+        """
         return self.shares.find_fullest().num_bytes + self.gathered + (self.activations or 0)
 
     def sent(self) -> dict[tuple[str, str], int]:
         """Return the bytes that a rank sends in one update, by (axis of the layout, name of the collective).
 
-        Collectives are assumed to use rings.
+        Collectives are assumed to send along rings of ranks.
         """
         found: Counter[tuple[str, str]] = Counter()
         for exchange, volume in (self.exchanges or {}).items():
@@ -254,7 +262,7 @@ def build_plan(strategy: str, layout: Layout, trials: Sequence[StepDryRun], toke
     Args:
         strategy: Name of the layout as the user gave it.
         layout: Layout of the run.
-        trials: Dry runs of the first replica, by stage of the pipeline. Without a pipeline, the dry run of rank 0.
+        trials: Dry runs of the first replica, one for each pipeline stage. Without a pipeline, the dry run of rank 0.
         tokens: Tokens of one data shard in one update, or 0 if unknown.
     """
     cut, states = _join_trials(layout, trials)
@@ -290,7 +298,11 @@ def build_plan(strategy: str, layout: Layout, trials: Sequence[StepDryRun], toke
 def _join_trials(
     layout: Layout, trials: Sequence[StepDryRun]
 ) -> tuple[tuple[TensorShare, ...], tuple[StateBytes, ...]]:
-    """Merge the parameters of all stages' dry runs.
+    """Merge the parameters of all pipeline stages' dry runs.
+
+    Args:
+        layout: Layout of the run.
+        trials: Dry runs, one for each pipeline stage.
 
     Returns:
         The parameters, each with the stages that have it, and the optimizer state of each parameter.
@@ -310,8 +322,8 @@ def _join_trials(
 def _estimate_gathered(volumes: dict[MeteredCollective, Volume], is_pipeline: bool) -> int:
     """Return an estimate of the peak bytes of gathered parameters and their gradients.
 
-    With FSDP, it is the sum of the FSDP unit that computes, the prefetched unit, the root unit, which stays
-    gathered, and the gradients of one unit. In a pipeline, it is the sum of all parameters of a stage and their
+    With FSDP, it is the sum for the FSDP unit that computes, the prefetched unit, the root unit and the gradients of
+    one unit. The root unit stays gathered. In a pipeline, it is the sum of all parameters of a stage and their
     gradients.
 
     Args:
@@ -336,8 +348,9 @@ class Cost:
         by_axis: Seconds of communication, by axis of the layout.
         seconds: Seconds of the update if everything that can overlap does overlap.
         bottleneck: "compute", "bubble", or the axis whose communication takes the longest.
-        tokens_per_second: Rate of all ranks together, or 0 if the tokens of an update are unknown.
-        per_unit: Rank-seconds per token, or per batch of a data shard. This is the value by which layouts are sorted.
+        tokens_per_second: Tokens per second of all ranks together, or 0 if the tokens of an update are unknown.
+        per_unit: Seconds of an update times ranks, per token, or per data shard if the tokens are unknown. Layouts are
+            sorted by this value.
         bubble: Seconds for which the pipeline rank that computes the most waits for others.
     """
 
@@ -440,5 +453,5 @@ def format_size(size: float | None) -> str:
 
 
 def format_duration(value: float) -> str:
-    """Return a duration as text with three digits, in seconds or milliseconds."""
+    """Return a duration as text with three significant digits, in seconds or milliseconds."""
     return f"{format_number(value)} s" if value >= 1 else f"{format_number(value * 1000)} ms"

@@ -24,14 +24,14 @@ from headway.planning.model_types import check_model_folder, make_unknown_model_
 _KINDS = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
 """transformers' Auto classes to try in order for a config that names no class.
 
-Encoders are also registered as causal models, so the classes that are more specific are tried first.
+Encoders are also registered as causal models, so more specific classes are tried first.
 """
 _LEARNS_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
-"""Endings of the names of classes that take one label per token."""
+"""Endings of the names of model classes that take one label per token."""
 _SEQUENCE = 4096
-"""Default sequence length, if the model allows it."""
+"""Default number of tokens per sample, unless the model allows only fewer."""
 _ENDLESS = 1 << 20
-"""Maximum number of tokens that is assumed for a model without a limit."""
+"""Number of tokens that is taken as the limit of a model that has none."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Source:
     Attributes:
         title: Description of the model for the user.
         make: Function that makes the model.
-        step: Function from the model to the loss of one data shard's batch, or None if it is unknown how to call the
-            model.
+        step: Function that takes the model and returns the loss of one data shard's batch. None if it is unknown how to
+            call the model.
         tokens: Tokens in the batch of `step`, or 0 if unknown.
         batch: Description of the batch for the user.
-        has_plan: Whether the model defines how tensor parallelism splits it.
+        has_plan: Whether the model defines how tensor parallelism splits its weights.
     """
 
     title: str
@@ -57,13 +57,13 @@ class Source:
 
 
 def find_source(text: str, batch: int = 1, sequence: int | None = None, task: str | None = None) -> Source:
-    """Find the model that a text identifies.
+    """Return the model that a text identifies.
 
     Args:
         text: Folder with a transformers config.json, path of such a file, model type ("llama"), or "module:function".
         batch: Samples of one data shard.
         sequence: Tokens per sample, or None for the largest number that the model allows, up to 4096.
-        task: One of `TASKS`, or None for the task of the config's architecture or of the model type.
+        task: One of `TASKS`, or None for the task of the config's architecture or else of the model type.
 
     Raises:
         ConfigError: If the text has none of these forms, or cannot be read.
@@ -85,7 +85,9 @@ def find_source(text: str, batch: int = 1, sequence: int | None = None, task: st
 
 
 def load_meta_model(folder: str | Path) -> nn.Module:
-    """Make the model that the `config.json` in a local folder describes, without memory. Code in the folder is not run.
+    """Make the model that the `config.json` in a local folder describes, on the meta device.
+
+    Code in the folder is not run.
 
     Raises:
         ConfigError: If there is no such folder or config, or transformers cannot build a model from it.
@@ -100,7 +102,7 @@ def read_config(folder: str | Path) -> Any:
     """Read a transformers config from a local folder, or from a file such as config.json.
 
     Raises:
-        ConfigError: If transformers cannot read it.
+        ConfigError: If transformers cannot read the config.
         OptionalDependencyMissing: If transformers is not installed.
     """
     transformers = require("transformers", "building a model from its config.json needs", "transformers")
@@ -113,13 +115,13 @@ def read_config(folder: str | Path) -> Any:
 def build_meta_model(
     config: Any, where: str, kinds: Sequence[str] = ("AutoModel",), include_buffers: bool = False
 ) -> nn.Module:
-    """Build the model of a transformers config without memory.
+    """Build the model of a transformers config, with parameters that take no memory.
 
     Args:
         config: The transformers config.
         where: Origin of the config, for messages.
         kinds: transformers' Auto classes to try in order if the config does not name a class.
-        include_buffers: Whether buffers take no memory, too, as for `init_empty_weights`.
+        include_buffers: Whether buffers take no memory either (see `init_empty_weights`).
 
     Raises:
         ConfigError: If transformers cannot build the model.
@@ -150,13 +152,13 @@ def make_config_source(
         where: Origin of the config, for messages.
         batch: Samples of one data shard.
         sequence: Tokens per sample, or None for the largest number that the model allows, up to 4096.
-        task: One of `TASKS`, or None for the task of the config's architecture or of the model type.
+        task: One of `TASKS`, or None for the task of the config's architecture or else of the model type.
 
     Raises:
         ConfigError: If transformers cannot build the model, or the sequence is longer than the model allows.
     """
     if hasattr(config, "use_cache"):
-        config.use_cache = False  # training needs no cache for a next token
+        config.use_cache = False  # training generates no tokens, so it needs no cache
     kinds: tuple[str, ...] = _KINDS
     if task is not None:
         config.architectures, kinds = None, (TASKS[task][0],)
@@ -175,7 +177,7 @@ def make_config_source(
 def _make_step(
     model: nn.Module, where: str, batch: int, sequence: int | None, task: str | None
 ) -> tuple[Step | None, int, str]:
-    """Return the training step of a transformers model, with the number of tokens and a description of its batch.
+    """Return the training step of a transformers model, the number of tokens in its batch, and the batch's description.
 
     The step is None if it is unknown how to call the model.
     """
@@ -203,9 +205,9 @@ def _make_step(
 
 
 def _name_second_input(model: nn.Module) -> tuple[str, ...]:
-    """Return a tuple with the name of the second argument that receives the tokens: "labels" or "decoder_input_ids".
+    """Return the name of the second argument that receives the tokens: "labels" or "decoder_input_ids".
 
-    The tuple is empty if the model needs no such argument.
+    The result is a tuple. It is empty if the model needs no such argument.
     """
     is_of_tokens = type(model).__name__.endswith(_LEARNS_TOKENS)
     if is_of_tokens and "labels" in inspect.signature(model.forward).parameters:
@@ -219,7 +221,7 @@ class BatchOfModel:
 
     Attributes:
         batch: Number of samples.
-        shape: Shape of a sample: tokens, or channels, height and width.
+        shape: Shape of a sample: number of tokens, or channels, height and width.
         names: Arguments of the model that receive the batch.
         longest: Maximum number of tokens that the model allows, or 0 if its inputs are not tokens.
         per_sample: Arguments of the model that receive one label per sample.
@@ -238,7 +240,7 @@ class BatchOfModel:
         return dict.fromkeys(self.names, torch.zeros(self.batch, *self.shape, dtype=dtype)) | labels
 
     def loss(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        """Return the loss of the model for these inputs."""
+        """Return the loss of the model for the given inputs."""
         return get_loss(model(**inputs))
 
     def __call__(self, model: nn.Module) -> torch.Tensor:
@@ -247,7 +249,7 @@ class BatchOfModel:
 
 
 def get_loss(outputs: Any) -> torch.Tensor:
-    """Return the loss in a model's outputs. If there is none, return the mean of the first output instead."""
+    """Return the loss in a model's outputs, or the mean of the first output if there is no loss."""
     found = getattr(outputs, "loss", None)
     first: torch.Tensor = outputs[0]
     return first.float().mean() if found is None else found
@@ -272,18 +274,19 @@ def make_trainable(
     lora: int | None = None,
     is_packed: bool = False,
 ) -> tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch.Tensor]], Callable[[Any, Any], torch.Tensor]]:
-    """Return three functions: to make the model, to make a batch of a given size, and to compute the loss of outputs.
+    """Return three functions that make the model, make a batch of a given size, and compute the loss of outputs.
 
     Args:
         source: Source of a transformers model.
-        attention: Attention kernel "eager" or "sdpa", or None for the model's own.
-        dtype: Name of the weights' dtype, or None for float32. With `lora` also "int4", for QLoRA.
-        lora: Rank of PEFT's LoRA, whose matrices are then the only trainable ones. With None, all weights are trained.
+        attention: Attention kernel "eager" or "sdpa", or None for the model's default.
+        dtype: Name of the weights' dtype, or None for float32. With `lora`, also "int4", for QLoRA.
+        lora: Rank of the matrices that PEFT's LoRA adds, which are then the only trainable weights. With None, all
+            weights are trained.
         is_packed: Whether each sequence contains several documents, so that the model builds a mask from their
             positions.
 
     Raises:
-        ConfigError: If it is unknown how to call the model, if `is_packed` is true and the model takes no position IDs,
+        ConfigError: If it is unknown how to call the model, if `is_packed` is True and the model takes no position IDs,
             or if PEFT does not know which layers of the model to adapt.
         OptionalDependencyMissing: If PEFT, or bitsandbytes for int4, is not installed.
     """
@@ -299,7 +302,7 @@ def make_trainable(
         if not step.longest or POSITIONS not in parameters:
             raise ConfigError(f"{source.title}: its forward takes no {POSITIONS}, so documents cannot be packed")
         step = replace(step, names=(*step.names, POSITIONS))
-        attention = attention or "sdpa"  # the mask, which other forecasts leave to the kernel
+        attention = attention or "sdpa"  # selects an attention for which transformers builds the mask
 
     def make() -> nn.Module:
         model = source.make()
@@ -317,8 +320,8 @@ def make_trainable(
 def _quantize_to_four_bits(model: nn.Module) -> nn.Module:
     """Quantize a model to four bits as in QLoRA: NF4 weights with double quantization, and bfloat16 compute.
 
-    All other parameters are float32. Source: T. Dettmers et al., QLoRA, 2023, https://arxiv.org/abs/2305.14314. The
-    steps are those of transformers and PEFT.
+    All other parameters are in float32. The steps are those of transformers and PEFT. Source: T. Dettmers et al.,
+    QLoRA, 2023, https://arxiv.org/abs/2305.14314.
     """
     peft, transformers = (require(name, "--dtype int4 needs", name) for name in ("peft", "transformers"))
     require("bitsandbytes", "--dtype int4 needs", "bitsandbytes")
@@ -332,7 +335,7 @@ def _quantize_to_four_bits(model: nn.Module) -> nn.Module:
     quantizer.preprocess_model(model, device_map=None)
     nn.Module.to(
         model, torch.bfloat16
-    )  # dtype of the checkpoint to quantize; Module.to, as transformers refuses to cast such models
+    )  # the usual dtype of a checkpoint. Module.to is called directly, because transformers' `to` refuses such models.
     quantizer.postprocess_model(model)
     prepared: nn.Module = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return prepared
@@ -349,9 +352,12 @@ def _add_lora(model: nn.Module, rank: int) -> nn.Module:
 
 
 def make_length_search(source: Source) -> LongestSequence:
-    """Return the options of a search for the longest sequence of a transformers model.
+    """Return the options of a search for the longest sequence that a transformers model can train with.
 
-    The search is limited by the model's number of positions.
+    The search ends at the model's number of positions.
+
+    Args:
+        source: Source of the model.
 
     Raises:
         ConfigError: If the model's inputs are not tokens.
@@ -385,7 +391,13 @@ def _load_function_source(module: str, name: str, text: str) -> Source:
 
 
 def make_function_source(function: Callable[[], Any], text: str) -> Source:
-    """Make the source of a model from a function that returns the model, or the model and a step (model -> loss).
+    """Make the source of a model from a function that returns the model, or a pair of the model and a training step.
+
+    The step takes the model and returns the loss.
+
+    Args:
+        function: Function to call.
+        text: Text that the user gave, for messages.
 
     Raises:
         ConfigError: If the function returns anything else.

@@ -1,4 +1,4 @@
-"""Checks of the training arguments: names (including transformers' names), types and ranges."""
+"""Checks of the types and ranges of training arguments."""
 
 import math
 import os
@@ -49,7 +49,7 @@ class Range(NamedTuple):
     meaning: str = ""
 
     def is_allowed(self, value: float) -> bool:
-        """Whether the range contains a value."""
+        """Whether a value is in the range or equal to `also`."""
         return self.low <= value < self.below or value == self.also
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ def _convert(value: Any, kind: type) -> tuple[bool, Any]:
     """Convert a value to an expected type.
 
     Returns:
-        Whether the value has this type, and the converted value.
+        Pair of (whether the value fits this type, converted value).
     """
     if isinstance(value, numpy.generic):
         value = value.item()

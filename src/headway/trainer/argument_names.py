@@ -86,12 +86,12 @@ def _explain_unknown(name: str, known: Collection[str]) -> str:
 
 
 def translate_arguments(given: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return the arguments of a call under Headway's names.
+    """Return the keyword arguments of a call under Headway's names.
 
     Unsupported arguments of transformers are removed if their values have no effect.
 
     Args:
-        given: Arguments of the call.
+        given: Keyword arguments of the call by name, which may be an alternative name.
         known: Names of Headway's arguments.
 
     Raises:
@@ -119,9 +119,9 @@ def translate_arguments(given: dict[str, Any], known: Collection[str]) -> dict[s
 
 
 def accept_other_names(kind: Class) -> Class:
-    """Decorate a dataclass so that its constructor accepts alternative names of arguments.
+    """Make a dataclass's constructor accept alternative names of arguments. Used as a decorator.
 
-    Unknown names raise ConfigError with a hint.
+    The constructor raises ConfigError with a hint if a name is unknown.
     """
     generated: Callable[..., None] = vars(kind)["__init__"]
 

@@ -337,7 +337,7 @@ class TrainingArguments(UnknownMembers):
 
     @property
     def wanted_metric(self) -> str | None:
-        """Name of the metric for the best model in the results of an evaluation.
+        """Name that the metric for the best model has in the results of an evaluation.
 
         It is `metric_for_best_model` with the prefix "eval_", or None if `metric_for_best_model` is not set.
         """
@@ -378,7 +378,7 @@ class TrainingArguments(UnknownMembers):
 
         Args:
             name: "logging_steps", "eval_steps" or "save_steps".
-            num_updates: Number of updates of the training run. An interval below 1 is a fraction of it.
+            num_updates: Number of updates of the training run. An interval below 1 is a fraction of this number.
         """
         value = self.logging_steps if name == "eval_steps" and self.eval_steps is None else getattr(self, name)
         return int(value) if value >= 1 else max(1, math.ceil(value * num_updates))
@@ -392,7 +392,7 @@ class TrainingArguments(UnknownMembers):
         return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(self.warmup_steps * num_training_steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all arguments as a JSON object. The Hub token is replaced by a placeholder."""
+        """Return all arguments as a dict for JSON. The Hub token is replaced by a placeholder."""
         found = asdict(self) if self.accelerator_config is None else asdict(_replace_objects_by_text(self))
         found["hub_token"] = found["hub_token"] and "<HUB_TOKEN>"  # this dict is written to logs and files
         return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
@@ -452,7 +452,7 @@ class TrainingArguments(UnknownMembers):
     def train_batch_size(self) -> int | str:
         """Number of samples per micro-batch on this process.
 
-        It is "largest" until a search for the largest size that fits has finished.
+        It is "largest" if the Trainer searches for the largest size. `TrainerState.train_batch_size` has the result.
         """
         return self.per_device_train_batch_size
 

@@ -19,12 +19,12 @@ log = get_logger(__name__)
 _NUM_TRIAL_UPDATES = 2
 _NUM_MEASURED_ROWS = 512
 _FIRST_SIZE = 8
-"""Number of rows of the first trial if memory cannot be forecast.
+"""Number of rows in the first batch that the search for the largest batch tries if memory cannot be forecast.
 
-Also the number of rows in the batch of a forecast.
+It is also the largest number of rows in the batch from which memory is forecast.
 """
 _TOLERANCE = 0.05
-"""Fraction by which the batch size that the search finds may be smaller than the largest one that fits.
+"""Fraction by which the batch size found by a search may be smaller than the largest batch size that fits.
 
 Searching for the last 5 % would take half of all trials.
 """
@@ -160,7 +160,7 @@ def release_model(args: TrainingArguments, accelerator: Accelerator, model: torc
 
 
 def create_average(args: TrainingArguments, model: torch.nn.Module) -> ExponentialMovingAverage | None:
-    """Return the average of the model's weights that the arguments ask for, or None.
+    """Create the exponential moving average of the model's weights. Return None if the arguments request none.
 
     Args:
         args: Training arguments.

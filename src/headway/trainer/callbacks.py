@@ -27,7 +27,7 @@ class TrainerState:
         log_history: All logged values, each entry with its `step`.
         best_metric: Metric of the best evaluation so far.
         best_global_step: Number of updates before the best evaluation.
-        best_model_checkpoint: Path of the checkpoint of the best evaluation.
+        best_model_checkpoint: Path of the checkpoint that was saved after the best evaluation.
         is_world_process_zero: Whether this process is rank 0.
         is_local_process_zero: Whether this process is the first one on its machine.
         owes_epoch_end: Whether an epoch has started and its `on_epoch_end` has not been called yet.
@@ -100,12 +100,13 @@ Answer = TrainerControl | None
 
 
 class TrainerCallback:
-    """Base class of callbacks. It has a method for each event of a training run, which does nothing.
+    """Base class of callbacks. For each event of a training run, it has a method that does nothing.
 
-    Every event receives the `TrainingArguments`, the `TrainerState` and the `TrainerControl`, and as keyword arguments:
-    model, processing_class, optimizer, lr_scheduler, train_dataloader, eval_dataloader. In addition, on_log receives
-    `logs`, and on_evaluate and on_predict receive `metrics`. A callback with `state_dict` and `load_state_dict` is
-    saved with each checkpoint. The Trainer's docstring shows when each event occurs::
+    Every method receives the `TrainingArguments`, the `TrainerState` and the `TrainerControl`, and as keyword
+    arguments: model, processing_class, optimizer, lr_scheduler and train_dataloader. In addition, on_log receives
+    `logs`, on_evaluate and on_predict receive `metrics`, and on_prediction_step receives `eval_dataloader`. A callback
+    with `state_dict` and `load_state_dict` is saved with each checkpoint. The Trainer's docstring shows when each event
+    occurs::
 
         on_init_end             The Trainer has been created.
         on_train_begin          Everything is prepared, and resumed if requested.
@@ -238,7 +239,7 @@ class Events:
     def load_state_dict(self, states: Sequence[tuple[str, Any]]) -> None:
         """Restore the states of the callbacks.
 
-        They are matched by class name, and by order if several have one class.
+        States and callbacks are matched by class name, and by order if several callbacks have the same class.
         """
         waiting = [each for each in self.all if _has_state(each)]
         for name, state in states:

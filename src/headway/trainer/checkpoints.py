@@ -71,7 +71,7 @@ class TrainerRecord:
             "state": events.state.state_dict(),
             "losses": self.losses.state_dict(),
             "callbacks": events.state_dict(),
-            # Not empty if the run was preempted in an evaluation, for example. The resumed run must repeat it.
+            # A flag is set if, for example, the run was preempted during an evaluation. The resumed run must repeat it.
             "owed": events.control.flags()[2:],
             "settings": self.settings,
         }
@@ -111,15 +111,19 @@ def _describe_value(value: Any) -> str:
 
 
 def list_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return a text "name before -> now" for each setting whose value differs between two runs.
+    """Return a text such as "seed 1 -> 2" for each setting whose value differs between two runs.
 
     Settings that only one of the runs has are left out.
+
+    Args:
+        before: Settings of the earlier run, by name.
+        now: Settings of the later run, by name.
     """
     return [f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
 
 
 def find_next_number(output_dir: str | Path) -> int:
-    """Return the number of the next checkpoint in the folder, after those of earlier runs."""
+    """Return the number of the next checkpoint in an output folder: one more than the highest existing number, or 0."""
     folder = to_path(output_dir) / FOLDER
     numbers = [parse_number(path) for path in list_committed(folder)]
     return max((number for number in numbers if number is not None), default=-1) + 1
@@ -131,7 +135,12 @@ def make_checkpoint_path(output_dir: str | Path, number: int) -> Path:
 
 
 def record_if_best(state: TrainerState, args: TrainingArguments, metrics: Metrics) -> bool:
-    """Record the evaluation in `state` if it is the best so far. Return whether it is.
+    """Record an evaluation in the state if it is the best so far. Return whether it is.
+
+    Args:
+        state: Progress of the training run, which is changed.
+        args: Training arguments that name the metric for the best model.
+        metrics: Metrics of the evaluation.
 
     Raises:
         ConfigError: If the metric for the best model is missing or not a number.
@@ -219,7 +228,7 @@ def count_training(output_dir: str | Path) -> int:
 
 
 def read_marker(output_dir: str | Path) -> PreemptionMarker | None:
-    """Return the preemption marker in the folder, or None if there is none or it cannot be read."""
+    """Return the preemption marker in an output folder, or None if there is no marker or it cannot be read."""
     path = to_path(output_dir) / FILE
     try:
         return PreemptionMarker(**parse_json(path.read_text()))
@@ -301,7 +310,7 @@ class Continuation:
         if self._asked is False:
             log.warning("the next start is from the beginning, because of resume_from_checkpoint=False; True resumes")
         elif accelerator.is_local_main_process and (run := read_run_id(to_path(checkpoint))) is not None:
-            # Where it is None, this machine's disk does not hold the checkpoint.
+            # `read_run_id` returns None if this machine's disk does not have the checkpoint.
             asked = None if self._asked is None or isinstance(self._asked, bool) else str(self._asked)
             mark, path = PreemptionMarker(run, self.training, asked, update), to_path(self._folder) / FILE
             try:

@@ -44,8 +44,8 @@ class Collator:
     """Collate function for rows that are dicts of values. All other rows are collated by torch's default_collate.
 
     `label` and `label_ids` are renamed to `labels`. Sequences of different lengths are padded at the end. The
-    processing class (a tokenizer) pads them if there is one. Otherwise known names, such as `labels`, have default
-    padding values.
+    processing class (a tokenizer) pads them if there is one. Otherwise columns with known names, such as `labels`, are
+    padded with default values.
 
     Args:
         processing_class: Object with `pad(rows, return_tensors=...)`, or None.
@@ -147,11 +147,11 @@ class LoaderCollator:
     Attributes:
         collate: The user's collate function, or a `Collator`.
         kept: Columns to keep. None: all.
-        count: Function that returns the number of labels in each row of a batch that are not ignored. None: the loss is
-            a mean over samples.
+        count: Function from a batch to the number of labels in each row that are not ignored. None: the loss is a mean
+            over samples.
         labels: Names of the label columns.
-        collate_sources: Function from rows to the sources of their tokens or rows, which the batch gets under the key
-            `SOURCES`. None: the batch has none.
+        collate_sources: Function that returns the source dataset of each row or token. The batch contains its result
+            under the key `SOURCES`. None: the batch contains no sources.
     """
 
     collate: Collate
@@ -187,7 +187,7 @@ class LoaderCollator:
 
 @dataclass(frozen=True)
 class LabelCount:
-    """Callable that counts the labels of a batch over which its loss is averaged: integers other than -100.
+    """Callable that counts, in each row of a batch, the labels over which the loss is averaged: integers except -100.
 
     Attributes:
         is_shifted: Whether the model predicts each label from the tokens before it. The first label of each row is then

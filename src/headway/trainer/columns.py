@@ -1,4 +1,4 @@
-"""Columns of a dataset that the model's forward accepts. The others are dropped."""
+"""Selection of the dataset columns that the model's forward accepts. Other columns are dropped."""
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +15,7 @@ LABEL_NAMES = ("label", "label_ids", "labels")
 
 
 def list_forward_parameters(model: torch.nn.Module) -> list[str] | None:
-    """Return the parameter names of the model's forward, or None if it accepts any."""
+    """Return the parameter names of the model's forward, or None if it accepts only arbitrary keyword arguments."""
     parameters = inspect.signature(model.forward).parameters.values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -23,7 +23,7 @@ def list_forward_parameters(model: torch.nn.Module) -> list[str] | None:
 
 
 def find_label_names(model: torch.nn.Module) -> list[str]:
-    """Return those parameters of the model's forward that are labels; ["labels"] if there are none."""
+    """Return the names of the forward's parameters that are labels; ["labels"] if the forward has no such parameter."""
     names = list_forward_parameters(model) or []
     found = [name for name in names if "label" in name]
     if "start_positions" in names and "end_positions" in names:
@@ -64,7 +64,7 @@ def drop_columns(dataset: Any, kept: set[str] | None, labels: Collection[str] = 
         check_remaining_columns(columns, kept, labels)
     if unused:
         warn_of_dropped_columns(unused)
-    # The collator leaves those of a list out.
+    # The collator drops the unused columns of a list of rows.
     return dataset.remove_columns(unused) if unused and not is_list else dataset
 
 

@@ -33,10 +33,10 @@ class IndexedRows(Protocol):
 
 
 Data = IndexedRows | Dataset[Any]
-"""Dataset of a Trainer: rows, or a dataset of torch, including streams."""
+"""Dataset of a Trainer: rows with random access, or a torch dataset, which may be an iterable dataset."""
 
 EvalData = Data | dict[str, Data]
-"""Evaluation dataset, or several by name."""
+"""Evaluation dataset, or a dict of several evaluation datasets by name."""
 
 
 class LengthGroupedSampler(Sampler[int]):
@@ -115,8 +115,8 @@ def make_train_sampler(dataset: Data, args: TrainingArguments, batch_size: int) 
         return None
     if args.train_sampling_strategy == "group_by_length":
         return LengthGroupedSampler(find_lengths(dataset, args.length_column_name), batch_size)
-    assert isinstance(dataset, Sized)  # `check_dataset` has seen to it
-    # A dataset with an order of its own, such as a Mixture, has shuffled its sources.
+    assert isinstance(dataset, Sized)  # `check_dataset` ensures it
+    # A dataset with its own order, such as a Mixture, has already shuffled its sources.
     is_ordered = args.train_sampling_strategy == "sequential" or getattr(dataset, "orders_samples", False)
     return (SequentialSampler if is_ordered else RandomSampler)(dataset)
 

@@ -49,7 +49,7 @@ class ProgressCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show the progress bar. In a resumed run it starts at the number of updates that were already made."""
         if state.is_world_process_zero:
-            # One more than the number of updates, so that the bar still exists for values that are logged after the last.
+            # One more step than updates, so that the bar still exists when values are logged after the last update.
             steps = range(state.global_step, max(state.max_steps, state.global_step) + 1)
             self._bar = track(steps, description="training", total=state.max_steps, initial=state.global_step)
             self._steps = iter(self._bar)

@@ -74,7 +74,7 @@ class Evaluation:
         self._weight = 0.0
 
     def iterate_batches(self) -> Iterator[tuple[Tree, Tree]]:
-        """Yield a pair of (predictions, labels) of all ranks for each batch. Missing parts are None."""
+        """Yield a pair of (predictions, labels) for each batch, gathered from all ranks. Missing parts are None."""
         for batch in self._loader:
             batch, num_items = split_label_count(batch)
             loss, predictions, labels = self._step(batch)
@@ -102,7 +102,7 @@ class Evaluation:
     def compute_mean_loss(self) -> float | None:
         """Return the mean loss over all ranks: per sample, or per label if labels were counted.
 
-        Every rank must call it. None if no batch had a loss.
+        Every rank must call it. Return None if no batch had a loss.
         """
         total = 0.0 if self._loss is None else self._loss.item()
         mean = self._accelerator.reduce_mean(total, self._weight).item()
@@ -110,7 +110,7 @@ class Evaluation:
 
 
 class Session:
-    """Model of an evaluation or prediction in progress, and number of rows of its current batch.
+    """Evaluation or prediction in progress: its model, and the number of rows in its current batch.
 
     Attributes:
         model: Model in evaluation mode.
@@ -200,7 +200,7 @@ class Evaluator:
         try:
             yield session
         finally:
-            self._sessions.remove(session)  # a generator may be closed after one that began later
+            self._sessions.remove(session)  # a session inside a generator can end after one that began later
 
     def num_rows(self) -> int | None:
         """Return the number of rows of the current batch, or None if unknown."""
@@ -213,9 +213,9 @@ class Evaluator:
         return made
 
     def get_own_loader(self, name: str, make: Callable[[], DataLoader[Any]]) -> PreparedLoader:
-        """Return the prepared loader of the Trainer's own data.
+        """Return the prepared loader of one of the Trainer's own datasets.
 
-        During training each loader is created and prepared only once.
+        During training, each loader is created and prepared only once.
 
         Args:
             name: Key of the loader in the cache.
@@ -271,7 +271,7 @@ class Evaluator:
     def collect(
         self, session: Session, loader: PreparedLoader, measure: Measure, ignored: list[str] | None, prefix: str
     ) -> EvalLoopOutput:
-        """Run one pass and return all predictions in host memory. Metrics are computed from them at the end.
+        """Run one pass, and return all predictions in host memory and the metrics computed from them at the end.
 
         Args:
             session: Session with the model.
@@ -294,7 +294,9 @@ class Evaluator:
     def iterate_predictions(
         self, session: Session, loader: PreparedLoader, measure: Measure, ignored: list[str] | None
     ) -> Iterator[tuple[Tree, Tree]]:
-        """Return an iterator over pairs of (predictions, labels), one pair per batch, of all ranks and on the device.
+        """Return an iterator over pairs of (predictions, labels), one pair per batch.
+
+        The values are gathered from all ranks and are on the device.
 
         Args:
             session: Session with the model.
@@ -319,10 +321,10 @@ def count_rows(loader: PreparedLoader) -> int | None:
 
 
 def select_per_sample(values: Tree, num_rows: int | None) -> Tree:
-    """Return the values that have one row per sample; None if there are none.
+    """Return the tensors that have one row per sample; None if there are none.
 
     Args:
-        values: One value, or a tuple of values. Those without one row per sample are left out.
+        values: Tensor, or tuple of tensors. Tensors without one row per sample are left out.
         num_rows: Number of samples, or None if unknown.
     """
     if isinstance(values, torch.Tensor):
@@ -361,8 +363,8 @@ def spread_rows(num_rows: int, batch_size: int, num_batches: int) -> list[list[i
 def read_rows(loader: PreparedLoader, num_batches: int) -> Iterator[tuple[Batch, int]] | None:
     """Return an iterator over pairs of (batch, number of rows), read directly from the dataset of a loader.
 
-    The loader itself is not used. None for an iterable dataset or a custom batch sampler, which cannot be read
-    without side effects.
+    The loader itself is not iterated over. Return None for an iterable dataset or a custom batch sampler, which cannot
+    be read without side effects.
 
     Args:
         loader: Prepared loader.

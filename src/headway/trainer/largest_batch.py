@@ -96,7 +96,7 @@ class LargestBatch:
         accelerator.stop_watching()
         try:
             if accelerator.device.type == "cpu" and read_free_address_space() is None:
-                found = None  # nothing limits it, so that there is nothing to look for
+                found = None  # the memory has no limit from which a batch size could be forecast
             else:
                 checkpoint_activations(self.args, accelerator, self.model)
                 found = self._forecast_size(accelerator, rows[: min(_FIRST_SIZE, most)])

@@ -37,19 +37,19 @@ class FileMethods:
     state: TrainerState
 
     def _get_output_folder(self, given: str | Path | None = None) -> Path:
-        """Return the given folder, or `output_dir` of the arguments if None. The main process creates the folder."""
+        """Return the given folder; if None, the `output_dir` of the arguments. The main process creates the folder."""
         folder = to_path(given) if given else self.args.folder
         if self.accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """Write the model's files, when `save_model` is called.
+        """Write the files of the model, the processing class and the arguments. `save_model` calls it.
 
         If a subclass overrides this method, only rank 0 calls it.
 
         Args:
-            output_dir: Folder to write to. None: `output_dir` of the arguments.
+            output_dir: Folder to write to. None: the `output_dir` of the TrainingArguments.
             state_dict: State dict to save instead of the model's own, if the model has `save_pretrained`.
         """
         folder = to_path(output_dir) if output_dir else self.args.folder
@@ -68,7 +68,7 @@ class FileMethods:
     def save_state(self) -> None:
         """Write the progress of training and all logged values to `trainer_state.json`.
 
-        Checkpoints contain the other state.
+        Weights, optimizer state and other state are not written. Checkpoints contain them.
         """
         if self.accelerator.is_main_process:
             _write_json(self._get_output_folder() / "trainer_state.json", asdict(self.state))
@@ -79,7 +79,7 @@ class FileMethods:
         Args:
             split: "train", "eval", "test" or "all".
             metrics: Values by name.
-            combined: Whether to add them to `all_results.json` too.
+            combined: Whether to add the metrics to `all_results.json` too.
         """
         if not self.accelerator.is_main_process:
             return
@@ -134,7 +134,7 @@ class Log:
         self.accelerator.init_trackers(name, config=args.to_dict())
 
     def write_values(self, values: Metrics) -> None:
-        """Write values to the history, the callbacks, the run's log and its trackers. The epoch is added to them.
+        """Write values and the epoch to the history, the callbacks, the run's log and its trackers.
 
         The run's log and the trackers are used only if at least one update has been made.
         """
@@ -151,9 +151,12 @@ class Log:
         self.events.call_event("on_log", logs=values)
 
     def measure_phase(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context manager without effect.
+        """Return a context manager that does nothing.
 
-        During training, `TrainingLog` measures the peak memory of the phase.
+        In the subclass `TrainingLog`, it measures the peak memory of a phase.
+
+        Args:
+            name: Name of the phase, such as "evaluation".
         """
         return nullcontext()
 
@@ -174,7 +177,7 @@ class TrainingLog(Log):
     def write_values(self, values: Metrics) -> None:
         """Log values together with the memory use.
 
-        If they include a loss, add the throughput since the last such entry.
+        If the values include a loss, also log the throughput since the last entry with a loss.
         """
         self._add_to_history(values)
         peaks = self.list_peaks("memory_peak", "memory/")

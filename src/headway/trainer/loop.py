@@ -119,12 +119,12 @@ class Training:
         prepared: Prepared model, optimizer, scheduler and loader.
         events: Dispatcher of the events, with state and control.
         log: Log of the run.
-        losses: Recorder of the losses of the updates.
+        losses: Recorder of the training losses.
         steps: Trainer, whose methods a subclass may override.
         ignored: Names of model outputs that are not predictions. None: those that the model's config names.
 
     Attributes:
-        newest: Path of the newest checkpoint of this training run; empty before the first.
+        newest: Path of the newest checkpoint of this training run; "" before the first checkpoint.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Training:
                 events.state.owes_epoch_end = True
                 events.call_event("on_epoch_begin")
                 self._train_epoch(epoch)
-                if self._loader.is_stopped:  # stopped by the guard against non-finite losses, or from outside
+                if self._loader.is_stopped:  # stopped early, for example by the guard against non-finite losses
                     break
                 self._end_epoch()
                 if events.control.should_training_stop:
@@ -263,7 +263,7 @@ class Training:
         """
         accelerator, events = self._accelerator, self._events
         if accelerator.num_processes > 1 and events.has_foreign:
-            # Reduce on the host, without a wait for the device.
+            # Reduce on the host, so that the host does not wait for the device.
             flags = accelerator.collectives.reduce_numbers([float(flag) for flag in events.control.flags()], "max")
             events.control.set_flags([flag > 0 for flag in flags])
 
@@ -286,7 +286,7 @@ class Training:
             self._save_checkpoint(metrics)
 
     def _evaluate(self) -> Metrics:
-        # Pass it only if it is set, because an override may not accept it.
+        # Pass `ignore_keys` only if it is set, because a subclass's `evaluate` might not accept it.
         metrics = self._steps.evaluate() if self._ignored is None else self._steps.evaluate(ignore_keys=self._ignored)
         control = self._events.control
         is_best = record_if_best(self._events.state, self._args, metrics)

@@ -1,4 +1,4 @@
-"""Loss of a batch: the call of the model, the loss among its outputs, and the number of labels that are not ignored."""
+"""Computation of a batch's loss: calls the model, finds the loss in its outputs, and splits labels from inputs."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -18,9 +18,9 @@ from headway.trainer.source_losses import SourceBook
 LossFunction = Callable[..., torch.Tensor]
 
 _MOST_WAITING = 512
-"""Maximum number of accumulation windows whose losses stay on the device.
+"""Largest number of accumulation windows whose losses stay on the device until they are read.
 
-Reading them makes the host wait for the device.
+Reading losses makes the host wait for the device.
 """
 
 
@@ -41,7 +41,7 @@ class LossOf:
         label_names: Keys of the batch that are labels.
 
     Attributes:
-        by_source: Recorder of the losses by source. None: no training run on a mixture is in progress.
+        by_source: Recorder of the loss of each source of a mixture. None: no training run on a mixture is in progress.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class LossOf:
         return self.function(outputs, labels, **more), outputs
 
     def split_labels(self, inputs: Batch) -> tuple[Batch, Tree]:
-        """Split a batch into the inputs of the model and the labels. Labels that are missing are None."""
+        """Split a batch into the inputs of the model and the labels. The labels are None if the batch has none."""
         if isinstance(inputs, Mapping):
             names = [name for name in self.label_names if name in inputs] or [
                 n for n in ("labels", "label") if n in inputs
@@ -123,10 +123,11 @@ class LossOf:
 
 
 def split_label_count(batch: Batch) -> tuple[Batch, int | None]:
-    """Split a batch into the values for the model and the number of its labels that are not ignored.
+    """Split a batch into the values for the model and the number of the batch's labels that are not ignored.
 
-    `LoaderCollator` has added the number to the batch. The given batch is not modified, because it needs the entry
-    again if it is repeated after an out-of-memory error. The number is None if there is no such entry.
+    The number is computed from the entry `NUM_ITEMS`, which `LoaderCollator` has added; None if there is no such entry.
+    The given batch is not modified, because its entry is needed again if the batch is repeated after an out-of-memory
+    error.
     """
     if isinstance(batch, Mapping) and NUM_ITEMS in batch:
         rest = copy(batch)
@@ -150,7 +151,7 @@ def call_model(model: torch.nn.Module, inputs: Batch) -> Tree:
 def check_call(model: torch.nn.Module, inputs: Batch) -> None:
     """Raise an error if the model's forward does not accept a batch that includes labels.
 
-    Without them, the model cannot compute its own loss.
+    Without labels, the model cannot compute its own loss.
 
     Raises:
         LossError: If the forward does not accept the contents of the batch.
@@ -212,7 +213,7 @@ def find_loss(outputs: Tree, model: torch.nn.Module) -> torch.Tensor:
 def drop_loss(outputs: Tree, has_loss: bool, ignored: list[str]) -> Tree:
     """Return the model's outputs without the loss, as predictions.
 
-    Several outputs are returned as a tuple, and a single output without a tuple. None if there is only the loss.
+    Several outputs are returned as a tuple, and a single output without a tuple. Return None if there is only the loss.
 
     Args:
         outputs: Outputs of the model.

@@ -1,4 +1,4 @@
-"""Losses of the updates of a training run, from which the logged averages are computed."""
+"""`LossBook`: recorder of a training run's losses, which computes the logged means."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from headway.trainer.source_losses import SourceBook
 
 
 class LossBook:
-    """Recorder of the losses of a training run, from which the logged averages are computed.
+    """Recorder of a training run's losses, which computes the logged means.
 
-    For each accumulation window it computes the exact mean over all micro-batches and ranks. It waits for the device
-    only when a value is requested, or when 512 accumulation windows have not been read yet.
+    For each accumulation window, it computes the exact mean over all micro-batches and ranks. It waits for the device
+    only when a value is requested, or when the losses of 512 accumulation windows have not been read yet.
 
     Args:
         accelerator: Accelerator whose ranks compute the losses.
 
     Attributes:
-        by_source: Recorder of the losses of a mixture's sources. None: the training data is not a mixture.
+        by_source: Recorder of the loss of each source of a mixture. None: the training data is not a mixture.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -47,8 +47,8 @@ class LossBook:
     def end_batch(self, num_rows: int) -> None:
         """Record that a batch is complete.
 
-        Some rows may have been run again after memory ran out. Of the recorded parts, only the last ones are kept,
-        which together have `num_rows` rows.
+        If memory ran out, some rows were run again, so they were recorded twice. Only the last recorded parts are kept,
+        as many as are needed for `num_rows` rows.
 
         Args:
             num_rows: Number of rows in the batch.

@@ -48,7 +48,7 @@ An override of such a method would silently have no effect.
 
 
 def list_overridden(kind: type, names: Iterable[str]) -> list[str]:
-    """Return those method names among `names` that a subclass of the Trainer overrides.
+    """Return the sorted names of those of the given methods that a subclass of the Trainer overrides.
 
     Args:
         kind: Subclass of the Trainer.
@@ -150,8 +150,10 @@ class LegacyMembers(FileMethods, UnknownMembers):
     def get_optimizer_group(self, param: torch.Tensor | None = None) -> Any:
         """Return the optimizer's parameter groups, or the group that contains a given parameter.
 
+        Return None if no group contains the given parameter.
+
         Args:
-            param: Parameter to find. None: return all groups as a list.
+            param: Parameter whose group is returned. None: return all groups as a list.
 
         Raises:
             ConfigError: If there is no optimizer yet.
@@ -164,7 +166,7 @@ class LegacyMembers(FileMethods, UnknownMembers):
         return next((group for group in groups if any(param is each for each in group["params"])), None)
 
     def is_world_process_zero(self) -> bool:
-        """Whether this process is rank 0 of all machines."""
+        """Whether this process has global rank 0."""
         return self.accelerator.is_main_process
 
     def is_local_process_zero(self) -> bool:
@@ -346,7 +348,7 @@ class EvaluationMethods(LegacyMembers):
         if dataset is None:
             raise DataError("the Trainer was given no eval_dataset; give one to it or to evaluate()")
         rows = check_dataset(dataset)
-        if self.compute_metrics is None:  # which may read a row as one sample
+        if self.compute_metrics is None:  # a metric may treat each row as one sample
             rows = self._pack(rows, is_training=False)
         return self._make_loader(rows, self.args.per_device_eval_batch_size, self._get_eval_sampler(rows))
 
@@ -445,9 +447,9 @@ class EvaluationMethods(LegacyMembers):
 
         `train` calls it if the training run includes evaluations. It does not affect training:
         `headway.trainer.evaluation` describes what is restored. Iterable datasets are skipped, because the check
-        would consume them. There is no check if a subclass overrides `evaluate` or `evaluation_loop`, with
-        `eval_sanity_check=False`, or during a forecast by `headway estimate --script`, in which tensors have no
-        values.
+        would consume them. There is no check with `eval_sanity_check=False`, or if a subclass overrides `evaluate` or
+        `evaluation_loop`. There is none during a forecast by `headway estimate --script` either, because its tensors
+        have no values.
 
         Raises:
             MetricError: If `compute_metrics` raises.
@@ -535,7 +537,7 @@ class EvaluationMethods(LegacyMembers):
     ) -> results.PredictionOutput:
         """Return predictions for a dataset as arrays, in the order of the dataset.
 
-        Every rank must call it, and all get them.
+        Every rank must call it, and each gets the predictions of all ranks.
 
         All predictions are in host memory at once. `iterate_predictions` yields them batch by batch instead.
 
@@ -555,9 +557,9 @@ class EvaluationMethods(LegacyMembers):
     def iterate_predictions(
         self, test_dataset: Data, ignore_keys: list[str] | None = None
     ) -> Iterator[tuple[Tree, Tree]]:
-        """Yield pairs of (predictions, labels), one pair per batch, of all ranks and on the device.
+        """Yield pairs of (predictions, labels), one pair per batch.
 
-        Every rank must iterate to the end.
+        The values are gathered from all ranks and are on the device. Every rank must iterate to the end.
 
         Args:
             test_dataset: Dataset with or without labels.

@@ -26,8 +26,8 @@ _LARGE = 1 << 30
 class StreamingMetric(Protocol):
     """Interface of a metric that is updated batch by batch, so that predictions need not be kept.
 
-    The objects of torchmetrics implement it. Every rank receives the rows of all ranks, each once and in the order
-    of the data. `reset()`, if it exists, is called before an evaluation.
+    The metric objects of torchmetrics implement it. On every rank, the metric receives the rows of all ranks, each row
+    once and in the order of the dataset. `reset()`, if it exists, is called before an evaluation.
     """
 
     def update(self, predictions: Tree, labels: Tree) -> Any:
@@ -77,7 +77,7 @@ class Accumulated:
         return EvalPrediction(_join_batches(self._predictions), _join_batches(self._labels))
 
     def compute(self) -> Mapping[str, Any]:
-        """Return the function's result for all predictions; {} without a function."""
+        """Return the function's result for all predictions; {} if there is no function."""
         return {} if self.function is None else self.function(self.join_all())
 
 

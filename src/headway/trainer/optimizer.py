@@ -31,7 +31,7 @@ _OF_ADAMS_KIND = (torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.
 
 
 def list_decaying_names(model: torch.nn.Module) -> list[str]:
-    """Return the names of the parameters with weight decay: all except biases and parameters of norms."""
+    """Return the names of the parameters that get weight decay: all except biases and the parameters of norms."""
     return [
         f"{place}.{name}" if place else name
         for place, module in model.named_modules()

@@ -71,7 +71,7 @@ class Packer:
                 seed=seed if is_shuffled else None,
                 pad_token_id=self._find_pad_token(model),
             )
-            self._packed[id(dataset)] = (dataset, made)  # the dataset, so that no other object gets its id
+            self._packed[id(dataset)] = (dataset, made)  # the dataset is kept, so that no other object gets its id
         return self._packed[id(dataset)][1]
 
     def _measure(self, dataset: Any) -> Any:

@@ -27,7 +27,7 @@ _NEVER_OF_THE_DATA = (NameError, ImportError)
 
 @dataclass(frozen=True)
 class EvaluationSanityCheck:
-    """Trial run, on a few rows, of the evaluations that a training run includes.
+    """Trial of a training run's evaluations on a few rows.
 
     Attributes:
         args: Training arguments, which name the metric for the best model.
@@ -87,7 +87,7 @@ class EvaluationSanityCheck:
     def _check_one(self, loader: PreparedLoader, prefix: str, wanted: str | None) -> Metrics | None:
         """Run one evaluation on a few rows and return its metrics; None if they cannot be computed.
 
-        If the metric raises an error or lacks the wanted name, more rows are tried.
+        If the metric raises an error or does not return the wanted name, more rows are tried.
 
         Args:
             loader: Prepared loader of the evaluation.
@@ -145,7 +145,7 @@ class EvaluationSanityCheck:
 
 @contextmanager
 def _explain_failure(num_rows: int) -> Iterator[None]:
-    """Return a context manager that converts errors of the user's metric to a MetricError with advice.
+    """Return a context manager that converts errors raised by the user's metric to a MetricError with advice.
 
     Args:
         num_rows: Number of rows on which the metric is tried.

@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from headway.errors import ConfigError
 from headway.trainer.arguments import TrainingArguments
 
-# Each schedule is a function of the completed updates that returns a factor on the learning rate. `Factor` adds the
-# warm-up. `num_training_steps` is a keyword of that name because a prepared schedule reads its length from it.
+# Each schedule is a function of the number of completed updates that returns a factor on the learning rate. `Factor`
+# adds the warm-up. `num_training_steps` must have this name: a prepared scheduler reads its length from it.
 
 _WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
 
@@ -98,7 +98,7 @@ None: the schedule depends on a metric.
 class Factor:
     """Callable that returns the factor on the learning rate after a number of updates, including the warm-up.
 
-    It is an object instead of a function so that a scheduler saves its settings in its state dict.
+    It is an object instead of a function, so that the state dict of a scheduler contains these settings.
 
     Args:
         function: Function of the number of completed updates, called after the warm-up.
@@ -130,7 +130,7 @@ def create_schedule(optimizer: torch.optim.Optimizer, args: TrainingArguments, n
     """Create the learning-rate schedule whose name is in the arguments. It must be stepped once per update.
 
     Args:
-        optimizer: Optimizer whose learning rates it sets.
+        optimizer: Optimizer whose learning rates the schedule sets.
         args: Training arguments with the schedule's name and settings.
         num_updates: Number of updates of the training run.
 
@@ -156,7 +156,7 @@ def stretch_schedule(schedule: Any, args: TrainingArguments, num_updates: int) -
 
     Args:
         schedule: Schedule to change.
-        args: Arguments that define its warm-up.
+        args: Training arguments that define the schedule's warm-up.
         num_updates: New number of updates of the training run.
     """
     for each in getattr(schedule, "lr_lambdas", ()):

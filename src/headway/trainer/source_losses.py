@@ -1,6 +1,7 @@
-"""Losses by source in the Trainer: the source of each label, and the mean loss of each source since the last log entry.
+"""Losses of a mixture's sources in the Trainer: mean loss of each source dataset since the last log entry.
 
-The losses are the cross entropies of the model's logits. The model's own loss is one number, so it cannot be divided.
+The losses are the cross entropies of the model's logits. The model's own loss is one number, so it cannot be divided
+by source.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ _NOT_LOGGED = (
 def find_mixture(dataset: object) -> Mixture | None:
     """Return the training data's mixture: the dataset itself, or the dataset that a `PackedDataset` packs.
 
-    Return None if it is not a `Mixture`, or one that does not add `source` to its samples.
+    Return None if there is no `Mixture`, or if the mixture does not add `source` to its samples.
 
     Args:
         dataset: Training data.
@@ -47,7 +48,7 @@ def collate_sources(rows: Sequence[Any]) -> torch.Tensor | None:
     Return None if a row has no source.
 
     Args:
-        rows: Rows of a mixture, or packed sequences of them.
+        rows: Rows of a mixture, or sequences into which such rows are packed.
     """
     sources = [row.get(SOURCE_KEY) if isinstance(row, Mapping) else None for row in rows]
     if all(isinstance(source, int) for source in sources):
@@ -92,7 +93,7 @@ class SourceBook:
         """Start recording a batch, or a part of it if the batch was split because memory ran out.
 
         Args:
-            sources: Sources of its rows or tokens, from `collate_sources`. None: no losses are recorded.
+            sources: Sources of the part's rows or tokens, from `collate_sources`. None: no losses are recorded.
         """
         self._sources = sources
         self._of_piece = None
@@ -153,8 +154,8 @@ class SourceBook:
     def end_batch(self, num_rows: int) -> None:
         """Record that the batch is complete.
 
-        Some rows may have been run again after memory ran out. Of the recorded parts, only the last ones are kept,
-        which together have `num_rows` rows.
+        If memory ran out, some rows were run again, so they were recorded twice. Only the last recorded parts are kept,
+        as many as are needed for `num_rows` rows.
 
         Args:
             num_rows: Number of rows in the batch.
@@ -169,18 +170,16 @@ class SourceBook:
         self._pieces.clear()
 
     def _reduce(self) -> list[list[float]]:
-        """Return the sums and numbers of losses over all ranks."""
+        """Return two lists with one value per source, over all ranks: the sums and the numbers of the losses."""
         sums = self._sums.flatten().tolist()
         if self._accelerator.num_processes > 1:
             sums = self._accelerator.collectives.reduce_numbers(sums)
         return [sums[: len(self.names)], sums[len(self.names) :]]
 
     def pop_means(self) -> dict[str, float]:
-        """Return the mean loss of each source since the last call, by name, and reset the sums.
+        """Return each source's mean loss since the last call, under names such as "loss/web", and reset the sums.
 
-        Every rank must call it.
-
-        A source without losses is left out.
+        Every rank must call it. Sources without losses are left out.
         """
         sums, counts = self._reduce()
         self._sums = torch.zeros_like(self._sums)
@@ -194,12 +193,12 @@ class SourceBook:
         return {"names": list(self.names), "sums": self._reduce()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the sums and numbers of losses that had not been logged when the state was saved.
+        """Restore the sums and numbers of the losses that had not been logged when the state was saved.
 
-        They are discarded if the sources have changed.
+        They are discarded if the names of the sources have changed.
         """
         sums = torch.tensor(state["sums"], dtype=torch.float64)
-        # The sums are those of all ranks, so only one of them continues with them.
+        # The saved sums are over all ranks, so only one rank continues from them.
         is_same = list(self.names) == state["names"] and self._accelerator.is_main_process
         self._sums = sums if is_same else torch.zeros_like(self._sums)
 

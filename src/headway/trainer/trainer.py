@@ -47,7 +47,7 @@ log = get_logger(__name__)
 
 @report_unknown_keywords
 class Trainer(EvaluationMethods):
-    """Trainer of a model, configured by `TrainingArguments`. It also evaluates and predicts.
+    """Training loop for a model, configured by `TrainingArguments`. It also evaluates and predicts.
 
     The whole loop, with the point at which each callback event fires::
 
@@ -80,20 +80,21 @@ class Trainer(EvaluationMethods):
     Args:
         model: A transformers model, or any module; see `loss_function`.
         args: Arguments of the training. None: the defaults.
-        data_collator: Function that makes a batch from a list of rows. None: stacks and pads.
+        data_collator: Function that makes a batch from a list of rows. None: rows are padded and stacked.
         train_dataset: Training data: a dataset of the datasets library or of torch, or a list of rows.
-        eval_dataset: Evaluation data of the same kinds, or a dict of several datasets.
+        eval_dataset: Evaluation data, in any form that training data may have, or a dict of several datasets by name.
         processing_class: Tokenizer or similar object, which pads rows and is saved with the model.
         model_init: Function that creates a new model for each training run, to be used instead of `model`.
         compute_loss_func: Alternative name of `loss_function`.
         compute_metrics: Function of an `EvalPrediction`, or an object with `update(predictions, labels)` and
             `compute()`, which does not keep all predictions in memory.
         callbacks: Callbacks as objects or classes.
-        optimizers: Your own (optimizer, schedule). None for either: created from the arguments.
+        optimizers: Pair of (optimizer, schedule). If one of them is None, it is created from the arguments.
         optimizer_cls_and_kwargs: Class of the optimizer and its keyword arguments.
         preprocess_logits_for_metrics: Function of (predictions, labels) that returns the part of the predictions to
             keep.
-        loss_function: `f(outputs, labels)`, a mean over the batch. None: the model's forward returns the loss.
+        loss_function: Function `f(outputs, labels)` that returns a mean over the batch. None: the model's forward
+            returns the loss.
         tokenizer: Older name of `processing_class`.
 
     Attributes:
@@ -199,7 +200,7 @@ class Trainer(EvaluationMethods):
                 beginning if there is none. A folder: resume from it. False: start from the beginning. None: use the
                 value in the arguments. If that is None too, resume if this command was preempted (exit code 75),
                 otherwise start from the beginning.
-            trial: Trial of a hyperparameter search, which is not supported.
+            trial: Must be None, because hyperparameter search is not supported.
             ignore_keys_for_eval: Names of model outputs that are not predictions, for evaluations during training.
 
         Returns:
@@ -259,7 +260,7 @@ class Trainer(EvaluationMethods):
             set_seed(args.seed)
 
     def _prepare_training(self, losses: LossBook) -> PreparedTraining:
-        """Prepare all objects in a fixed order, because a resumed run identifies them by their position.
+        """Prepare all objects of a training run in a fixed order, by which a resumed run identifies them.
 
         Args:
             losses: Recorder of the losses.
@@ -339,7 +340,7 @@ class Trainer(EvaluationMethods):
         self.optimizer, self.lr_scheduler = both
 
     def _log_to(self, run_log: Log) -> None:
-        """Use another log from now on, and create an evaluator for the current Accelerator.
+        """Replace the log, and create a new evaluator for the current Accelerator.
 
         Args:
             run_log: Log of a training run, or of values outside of a training run.
@@ -425,7 +426,7 @@ class Trainer(EvaluationMethods):
         return create_optimizer(chosen, self.args, self._optimizer_cls_and_kwargs, decaying)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
-        """Return the names of the parameters with weight decay: all except biases and parameters of norms."""
+        """Return the names of the parameters that get weight decay: all except biases and the parameters of norms."""
         return list_decaying_names(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -433,7 +434,7 @@ class Trainer(EvaluationMethods):
 
         Args:
             num_training_steps: Number of updates of the training run.
-            optimizer: Optimizer whose learning rates it sets. None: the Trainer's.
+            optimizer: Optimizer whose learning rates the schedule sets. None: the Trainer's.
         """
         return create_schedule(self.optimizer if optimizer is None else optimizer, self.args, num_training_steps)
 

@@ -1,4 +1,4 @@
-"""Process of `headway verify`: reads its options as JSON, runs the script, and prints the results of the proofs.
+"""Main process of `headway verify`: reads options as JSON, runs the script, and prints the results of all proofs.
 
 The command line starts this module in a separate process, so that `headway` itself does not import numpy.
 """
@@ -36,7 +36,7 @@ _DESCRIPTIONS = {
 
 
 def main() -> None:
-    """Verify the script that the JSON in the first argument describes, and exit with 0 only if no proof failed."""
+    """Verify the script that the JSON options in `sys.argv[1]` describe. Exit with 0 only if no proof failed."""
     given: dict[str, Any] = json.loads(sys.argv[1])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = read_options(given)
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def read_options(given: dict[str, Any]) -> Options:
-    """Return the options from the values that the command line passes as JSON."""
+    """Return the options of a verification, made from the parsed JSON that the command line passes."""
     return Options(
         orders={
             name: LaunchOrder(

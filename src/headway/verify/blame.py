@@ -1,8 +1,8 @@
-"""Find the first torch call whose result differs between two runs, in the records of `CallTrace`. Imports no torch.
+"""Search of two runs' `CallTrace` records for the first torch call whose results differ. Imports no torch.
 
-A loss on one process is compared with the losses of its parts: one per rank, or one per micro-batch of a split batch. A
-result with one row per sample must consist of the rows of all parts. A result without such rows must be equal on all
-parts, or the mean or the sum of those of the parts.
+The loss of a batch on one process is compared with the losses of the batch's parts. A part is the share of one rank, or
+one micro-batch. If a torch call's result has one row per sample, it must consist of the rows of all parts. A result
+without such rows must be equal on all parts, or it must be the mean or the sum of the parts' results.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from headway.verify.random_calls import RANDOM_CALLS
 
 Call = dict[str, Any]
 Losses = Sequence[dict[str, Any]]
-"""Entries of `CallTrace` for one update, one per loss."""
+"""`CallTrace` entries for one update: one dict per loss."""
 
 _LOOSE = 2e-3
 """Largest relative difference between two sums that count as equal."""
@@ -22,7 +22,7 @@ _CONSTRUCTED = frozenset(
     ("arange", "zeros", "ones", "full", "eye", "tensor", "linspace", "empty", "zeros_like", "ones_like", "full_like")
     + ("new_zeros", "new_ones", "new_full", "new_tensor", "as_tensor", "triu", "tril", "new_empty", "empty_like")
 )
-"""Functions whose results do not depend on data. The sizes of their results may differ between ranks."""
+"""Names of torch functions whose results do not depend on data. The sizes of these results can differ between ranks."""
 _SELECTIONS = frozenset(("topk", "sort", "argsort", "kthvalue", "median", "quantile", "argmax", "argmin", "max", "min"))
 _PRODUCTS = frozenset(("matmul", "mm", "bmm", "einsum", "cdist", "__matmul__", "__rmatmul__", "addmm", "linear"))
 _NORMS = frozenset(("batch_norm", "_native_batch_norm_legit", "native_batch_norm"))
@@ -49,7 +49,7 @@ class Blame:
     """First torch call whose result differs between two runs, and what it reveals about the cause.
 
     Attributes:
-        kind: Kind of the cause: a key of the texts in `causes.py`.
+        kind: Key of the text in `causes.py` that explains the cause, such as "sum".
         line: Line of the script, such as "train.py:12 in main"; "" if it is unknown.
         call: Name of the function, such as "cross_entropy".
         name: Name of the variable, the tensor or the module that differs; "" if it is unknown.
@@ -67,7 +67,9 @@ class Blame:
 
 
 def blame_parts(whole: Losses, parts: Sequence[Losses], *, loose: float = _LOOSE) -> Blame | None:
-    """Return the first torch call of an update whose result does not match those of the batch's parts, or None.
+    """Return the first torch call whose result on a whole batch does not match its results on the batch's parts.
+
+    Return None if the results of all torch calls in the update match.
 
     Args:
         whole: Losses of the update on one process, which computes the whole batch.
@@ -87,11 +89,11 @@ def blame_parts(whole: Losses, parts: Sequence[Losses], *, loose: float = _LOOSE
 
 
 class _PartComparison:
-    """Comparison of the torch calls that led to one loss of a whole batch with the calls that led to its parts' losses.
+    """Comparison of the torch calls behind a batch's loss with the torch calls behind the losses of the batch's parts.
 
     Args:
-        whole: Entry of `CallTrace` for the loss of the whole batch.
-        parts: Entry of `CallTrace` for the loss of each part.
+        whole: `CallTrace` entry for the loss of the whole batch.
+        parts: `CallTrace` entry for the loss of each part.
         loose: Largest relative difference that is attributed to rounding.
     """
 
@@ -105,7 +107,10 @@ class _PartComparison:
         self._weights = [float(each or 0) for each in weights] if all(each is not None for each in weights) else None
 
     def run(self) -> Blame | None:
-        """Return the first torch call on the way to the loss whose results on the parts do not match, or None."""
+        """Return the first torch call behind the loss whose results on the parts do not match that on the whole batch.
+
+        Return None if all results match.
+        """
         needed = find_needed(self._calls, self._whole["loss"])
         for index, theirs in _align(self._calls, [each["calls"] for each in self._parts]):
             call = self._calls[index]
@@ -152,7 +157,7 @@ class _PartComparison:
         if num == ours[0] and all(shape[1:] == ours[1:] for shape in shapes):
             return "rows" if self._has_rows(call, theirs) else "differs"
         if num == ours[0] and len(ours) == 2 and all(s[1] * ours[0] == ours[1] * s[0] for s in shapes):
-            return "mixes"  # a square result: each row is combined with the others of its part
+            return "mixes"  # a square result: each row is combined with the other rows of its part
         if sum(_count(shape) for shape in shapes) == _count(ours):
             return "rows" if self._is_close(_total(call), _add_totals(theirs)) else "differs"
         return "unknown"
@@ -173,7 +178,7 @@ class _PartComparison:
         return "other"
 
     def _share_weights(self) -> list[float]:
-        """Return each part's loss weight as a fraction of their sum; an empty list if the script passed no weights."""
+        """Return the parts' loss weights as fractions of their sum; an empty list if the script passed no weights."""
         weights: list[float] = self._weights or []
         total: float = sum(weights)
         return [each / total for each in weights] if total else []
@@ -194,8 +199,8 @@ class _PartComparison:
         The tolerance is relative to the sum of absolute values.
 
         Args:
-            ours: Three sums of one row.
-            theirs: Three sums of the other row.
+            ours: Sums of one row: of its values, of their absolute values, and of the values weighted by position.
+            theirs: Sums of the other row.
         """
         size = max(abs(ours[1]), abs(theirs[1]), 1e-12)
         return all(abs(one - other) <= self._loose * size for one, other in zip(ours, theirs, strict=True))
@@ -203,7 +208,7 @@ class _PartComparison:
     # ---------------------------------------------------------------- causes
 
     def _find_other_path(self, call: Call, theirs: Sequence[Call]) -> Blame | None:
-        """Return a `Blame` if a part computes an input of the call by another function or at another line.
+        """Return a `Blame` if a part computes an input of a call with a different function or at a different line.
 
         Return None otherwise.
 
@@ -245,7 +250,7 @@ class _PartComparison:
         kind = next((each for each, applies in kinds.items() if applies), "")
         if kind:
             return Blame(kind, line, func, call.get("part", "") if kind == "norm" else "")
-        for each in call["in"]:  # a row is combined with a value over all rows of its part
+        for each in call["in"]:  # look for an input that is a statistic over all rows of a part
             source = self._calls[each] if 0 <= each < index else None
             if source is not None and self._states.get(each) in ("mean", "sum", "other"):
                 return Blame("statistic", source["line"], source["func"])
@@ -288,7 +293,7 @@ class _PartComparison:
         return None
 
     def _find_reducer(self) -> Call:
-        """Return the last call on the way to the loss that takes rows and returns a value without rows.
+        """Return the last torch call behind the loss that reduces a tensor to a scalar.
 
         Return an empty dict if there is no such call.
         """
@@ -302,7 +307,7 @@ class _PartComparison:
 
 
 def _find_number(call: Call, theirs: Sequence[Call]) -> tuple[str, tuple[str, ...]] | None:
-    """Return the name and the values of a number that is passed to a call but differs on a part, or None.
+    """Return the name and both values of a number argument that differs between a whole batch and a part, or None.
 
     Args:
         call: Call on the whole batch.
@@ -322,7 +327,7 @@ def find_needed(calls: Sequence[Call], loss: int) -> set[int]:
 
     Args:
         calls: Recorded calls.
-        loss: Index of the call that returned the loss; negative if it is unknown, which returns all indices.
+        loss: Index of the call that returned the loss. If it is unknown, pass -1: all indices are then returned.
     """
     if loss < 0:
         return set(range(len(calls)))
@@ -336,13 +341,14 @@ def find_needed(calls: Sequence[Call], loss: int) -> set[int]:
 
 
 def _align(calls: Sequence[Call], others: Sequence[Sequence[Call]]) -> list[tuple[int, list[Call] | None]]:
-    """Return a pair for each call: its index, and the call of each other record that corresponds to it.
+    """Return, for each call of one record, a pair of its index and its corresponding calls in other records.
 
-    Corresponding calls have the same line and function. The second item is None if any record has no such call.
+    Corresponding calls have the same script line and function. The second item of a pair is None if any other record
+    has no corresponding call.
 
     Args:
-        calls: Recorded calls.
-        others: Records of other runs or parts.
+        calls: Calls of the record.
+        others: Calls of each other record, which belongs to another run or to a part of the batch.
     """
     keys = [_key(each) for each in calls]
     places: list[dict[int, int]] = []
@@ -368,10 +374,10 @@ def _key(call: Call) -> tuple[str, str, str]:
 
 
 def _combine(rows: Sequence[Any], factors: Sequence[float]) -> list[list[float]]:
-    """Return a weighted sum of the rows of all parts.
+    """Return the weighted sum of all parts' recorded sums, separately for each row.
 
     Args:
-        rows: Rows of each part.
+        rows: For each part, the three recorded sums of each row.
         factors: Weight of each part.
     """
     return [
@@ -400,13 +406,12 @@ def _count(shape: Sequence[int]) -> int:
 
 
 def blame_repeat(ours: Losses, theirs: Losses, is_saved: Callable[[str], bool] = lambda name: False) -> Blame | None:
-    """Return the first call whose result differs between two runs that should be equal bit by bit, or None.
+    """Return the first torch call whose result differs between two runs that should be equal bit by bit, or None.
 
     Args:
-        ours: Losses of an update.
+        ours: Losses of an update in one run.
         theirs: Losses of this update in the other run.
-        is_saved: Function that returns whether the checkpoint contains a tensor, by its name. By default, it contains
-            none.
+        is_saved: Not used.
     """
     for one, other in zip(ours, theirs, strict=False):
         needed = find_needed(one["calls"], one["loss"])
@@ -436,5 +441,5 @@ def blame_repeat(ours: Losses, theirs: Losses, is_saved: Callable[[str], bool] =
 
 
 def _is_size(call: Call, there: Call) -> bool:
-    """Whether a number argument that differs follows the shape of the call's result, as that of `arange` does."""
+    """Whether the results of two calls differ in shape. If so, a number argument that differs is probably a size."""
     return bool(call.get("shape") != there.get("shape"))

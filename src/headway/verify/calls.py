@@ -1,4 +1,4 @@
-"""`CallTrace`: records the torch calls from which each loss is computed, with the script's line of each call.
+"""`CallTrace`: records the torch calls behind each loss, and the line of the script that makes each call.
 
 If two runs differ, `blame.py` compares these records and finds the first call whose result differs. Only a summary of
 each result is recorded: three sums for each row.
@@ -27,27 +27,25 @@ _MOST_ROWS = 128
 _MOST_SUMMED = 1 << 20
 """Largest number of values from which a summary is computed. Larger tensors are sampled at regular intervals."""
 _MOST_STACK = 120
-"""Largest number of frames that are searched for the script's line."""
+"""Largest number of stack frames that are searched for a line of the script."""
 _MOST_KEPT = 20_000
-"""Largest number of tensors for which it is checked whether they stay alive."""
+"""Largest number of tensors that are watched in order to find those that stay alive."""
 _OWN_CALLS = ("forward", "__call__", "run")
-"""Names of Headway's functions that may be on the stack between the script and a torch call of its model."""
+"""Names of Headway functions that can be on the stack between the script and a torch call of the script's model."""
 _STEPS = ("torch/optim/", "torch/nn/utils/clip_grad")
-"""Parts of file names whose calls belong to the optimizer's step."""
+"""Parts of the paths of torch's source files whose torch calls belong to the optimizer step."""
 
 _SCALINGS = frozenset(
     ("mul", "rmul", "div", "truediv", "rtruediv", "true_divide", "add", "radd", "sub", "rsub", "pow", "rpow")
 )
-"""Functions whose number arguments are looked up among the script's variables."""
+"""Functions whose number arguments are looked up among the script's variables, so that a report can name them."""
 _IN_PLACE = frozenset(
     ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__iand__", "__ior__")
 )
-"""Operators that change their first argument."""
+"""Operator methods that change their first argument in place."""
 
 Names = Callable[[], tuple[dict[int, str], dict[int, str]]]
-"""Function that returns the names of prepared models' parameters and buffers: one dict by the `id` of the tensor, and
-one by the address of its memory.
-"""
+"""Function that returns two dicts of prepared models' tensor names: by the tensor's `id`, and by its memory address."""
 
 
 class CallTrace:
@@ -55,8 +53,8 @@ class CallTrace:
 
     Args:
         path: File to which records are appended, one JSON line per loss.
-        list_names: Function that returns the names of the prepared models' parameters and buffers by the `id` of the
-            tensor, and by the address of its memory.
+        list_names: Function that returns the names of the prepared models' parameters and buffers as two dicts: by the
+            tensor's `id`, and by the address of its memory.
         is_enabled: Whether calls may be recorded. A run that measures memory must not keep summaries of tensors.
             Default: True.
 
@@ -103,7 +101,7 @@ class CallTrace:
         self.is_on = self._is_enabled
 
     def close(self, loss: torch.Tensor, weight: float | None, reduction: str) -> None:
-        """Write the recorded calls that led to a loss to the file, discard them, and stop recording.
+        """Append the record of the calls behind a loss to the file, discard the calls, and stop recording.
 
         Args:
             loss: Loss whose backward pass is about to run.
@@ -126,14 +124,14 @@ class CallTrace:
         self._calls, self._known, self._inputs, self._input_calls = [], {}, [], []
 
     def void(self) -> None:
-        """Mark the last loss as one whose backward pass failed. It is not part of the update."""
+        """Mark the last recorded loss as void, because its backward pass failed. It is then not part of the update."""
         with self._path.open("a") as file:
             file.write(json.dumps({"update": self.update, "is_void": True}) + "\n")
 
     # ---------------------------------------------------------------- calls
 
     def note_inputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Store a model's inputs, in order to recognize a loss whose target is the input shifted by one step.
+        """Store a model's inputs, in order to recognize a loss whose target is an input shifted by one step.
 
         Args:
             args: Positional arguments of the model.
@@ -147,9 +145,9 @@ class CallTrace:
             self._input_calls = [self._find_call(each) for each in floats[:4] if each.numel() <= _MOST_SUMMED]
 
     def _find_predicted(self, target: torch.Tensor) -> int:
-        """Return the index of the call that made the model input that a loss's target continues, or -1.
+        """Find the model input that equals a loss's target if it is shifted by one step along the last dimension.
 
-        A target continues an input if it is the input shifted by one step.
+        Return the index of the torch call that made this input; -1 if there is no such input.
 
         Args:
             target: Target of the loss.
@@ -162,7 +160,7 @@ class CallTrace:
         return -1
 
     def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Record one call.
+        """Record one torch call while recording is on. In-place changes of parameters and buffers are always recorded.
 
         Args:
             func: Function that was called.
@@ -206,7 +204,7 @@ class CallTrace:
         return self._names.get(id(tensor)) or self._storages.get(get_address(tensor), "")
 
     def learn_names(self) -> None:
-        """Update the names of parameters and buffers. Must be called when models were prepared or replaced."""
+        """Update the names of parameters and buffers. Must be called after models are prepared or replaced."""
         self._names, self._storages = self._list_names()
 
     def _note_call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
@@ -248,9 +246,14 @@ class CallTrace:
             self._keep(each, line)
 
     def _describe_loss(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return whether a loss call uses class weights or ignored labels, and which model input its target continues.
+        """Return entries that describe the call of a loss function, for the record of this call.
 
-        A target continues an input if it is the input shifted by one step.
+        They are "weighted" (whether class weights are passed), "ignores" (whether a label is ignored), and "predicts".
+        "predicts" is the index of the call that made a model input, if the target is this input shifted by one step.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
         """
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
         weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
@@ -271,7 +274,7 @@ class CallTrace:
             self._kept.append((self.update, line, reference))
 
     def list_alive(self, update: int) -> list[tuple[int, str, torch.Tensor]]:
-        """Return the tensors of earlier updates that are still alive, as (update, line that made it, tensor).
+        """Return the tensors of earlier updates that are still alive, as (update, script line that made it, tensor).
 
         Args:
             update: Number of the current update, whose tensors are left out.
@@ -295,7 +298,7 @@ class CallTrace:
             tensor: Tensor to look up.
             line: Line of the script that uses the tensor. With "", an unknown tensor is not recorded, and -1 is
                 returned. Default: "".
-            frame: Frame of this line, in which the name of the variable is looked up. Default: None.
+            frame: Stack frame of this line, whose variables are searched for the tensor's name. Default: None.
             module: Module that uses the tensor. Default: None.
         """
         known = self._known.get(id(tensor))
@@ -307,7 +310,7 @@ class CallTrace:
         about: dict[str, Any] = {"line": line, "func": "input", "module": "", "in": []}
         if name:
             about["own"] = name
-            # Parameters are compared elsewhere. Buffers may differ between ranks.
+            # `compare.py` compares the values of parameters. Buffers are summarized, as they can differ between ranks.
             about |= {"shape": list(tensor.shape)} if tensor.requires_grad else self._summarize(tensor)
         else:
             about |= self._summarize(tensor)
@@ -317,7 +320,11 @@ class CallTrace:
         return len(self._calls) - 1
 
     def _find_place(self) -> tuple[FrameType | None, torch.nn.Module | None]:
-        """Return the innermost frame of the script, and the innermost module whose forward is running."""
+        """Return the innermost stack frame of the script, and the innermost module whose forward is running.
+
+        The frame is None if an optimizer step, Headway or a library made the current torch call. The module is None if
+        no forward is running.
+        """
         module = None
         for depth, frame in enumerate(walk_stack()):
             code = frame.f_code
@@ -338,8 +345,8 @@ class CallTrace:
     def _summarize(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Return the shape of a tensor and three sums for each of its rows.
 
-        They are the sum of the values, the sum of their absolute values, and the sum of the values weighted by
-        position.
+        The three sums are the sum of the values, the sum of their absolute values, and the sum of the values weighted
+        by position. Sparse, quantized, nested, meta and distributed tensors get only their shape.
         """
         shape = list(tensor.shape)
         if is_dtensor(tensor) or tensor.is_sparse or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
@@ -366,7 +373,7 @@ class CallTrace:
 
 
 def get_function_name(func: Any) -> str:
-    """Return the name of a function that was passed to a torch function mode, or of the property that it reads."""
+    """Return the name of a function that a torch function mode intercepts, or of the property that it gets or sets."""
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         name = getattr(getattr(func, "__self__", None), "__name__", name)
@@ -408,7 +415,7 @@ def _list_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[float]:
 def find_script_frame() -> FrameType | None:
     """Return the innermost stack frame of the script.
 
-    None if the call was made by an optimizer's step, by Headway or by a library.
+    Return None if an optimizer step, Headway or a library made the current torch call.
     """
     for depth, frame in enumerate(walk_stack()):
         file = frame.f_code.co_filename

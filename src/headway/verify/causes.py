@@ -109,7 +109,7 @@ def explain_parts(blame: Blame, parts: str) -> Cause:
 
 
 def explain_repeat(blame: Blame) -> str:
-    """Return one line about where two runs first differ that should be equal."""
+    """Return one line of text about the first difference between two runs that should be equal."""
     at = f" at {blame.line}" if blame.line else ""
     name = f" {blame.name}" if blame.name else ""
     values = f" is {blame.values[1]} instead of {blame.values[0]}" if blame.values else " differs"

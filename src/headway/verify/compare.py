@@ -1,7 +1,8 @@
 """Comparison of two runs: how much gradients and parameters differ in each update, and where they first differ.
 
-Differences are relative to the gradients, and to the distance that parameters have moved since the start. The tolerance
-comes from a run that reverses the rows of each batch, which usually changes only the order of summation.
+Differences of gradients are relative to the gradients. Differences of parameters are relative to the distance that the
+parameters have moved since the start. The tolerance comes from a run that reverses the rows of each batch, which
+usually changes only the order of summation.
 """
 
 from collections import Counter
@@ -16,16 +17,16 @@ from headway.verify.records import RunRecord
 FLOOR = 2e-4
 """Smallest tolerance for differences relative to a gradient."""
 _ROUNDING = {"bf16": 1e-2, "fp16": 2e-3, "fp8": 1e-1, "bfloat16": 1e-2, "float16": 2e-3}
-"""Smallest tolerance for gradients that are computed in a lower precision, or for parameters of a lower precision.
+"""Smallest tolerance by number format, for gradients or parameters in a precision lower than float32.
 
 Each process rounds the gradient of its rows. Two units in the last place of the format are allowed.
 """
 _DRIFT = 3.0
 """Growth of the rounding tolerance with each update, as a multiple of the tolerance in the first update."""
 _MARGIN = 20.0
-"""Ratio of the tolerance to the difference that another order of summation causes."""
+"""Ratio of the tolerance to the difference that is caused by a changed order of summation."""
 _CEILING = 0.25
-"""Largest tolerance that is estimated from the order of summation."""
+"""Upper limit of the tolerance that is estimated from a changed order of summation."""
 _MOST_ROUNDING = 1e-3
 """Largest relative difference of gradients that is attributed to rounding, without mixed precision."""
 _PROPORTIONAL = 0.02
@@ -42,9 +43,9 @@ class Difference:
         movement: Norm of the difference of all parameters, relative to the distance that they have moved so far.
         by_name: Difference of each parameter's gradient, relative to the norm of that gradient, by parameter name.
         values_by_name: Difference of each parameter's value, relative to the distance that it has moved so far, by
-            name.
-        factor: Factor by which the reference's gradients must be multiplied to fit the other run's best (least
-            squares).
+            parameter name.
+        factor: Factor by which the reference's gradients must be multiplied to fit the other run's gradients best, by
+            least squares.
         residual: Relative difference that remains between the multiplied gradients and the other run's gradients.
         one_sided: Names of the parameters that have a gradient in only one of the runs.
     """
@@ -125,11 +126,12 @@ class Tolerance:
 
 
 def estimate_tolerance(reference: RunRecord, reordered: RunRecord | None, update: int) -> Tolerance:
-    """Return the tolerance for an update, from a run with another order of summation.
+    """Estimate the tolerance for an update from the differences that a changed order of summation causes.
 
     Args:
         reference: Run that is assumed to be correct.
-        reordered: Run that differs from `reference` only by reversed rows in each batch, or None if it was not made.
+        reordered: Run that differs from `reference` only by reversed rows in each batch. None: a default tolerance is
+            returned.
         update: Number of the update.
     """
     rounding = max(_ROUNDING.get(each, 0.0) for each in _list_formats(reference))
@@ -155,8 +157,8 @@ def _list_formats(reference: RunRecord) -> list[str]:
 def _is_order_meaningful(reference: RunRecord, reordered: RunRecord) -> bool:
     """Whether reversing the rows of a batch changes more than the order of summation.
 
-    It does if the script combines rows with values that were not reversed. With lower precision the result is always
-    False, because rounding errors can then be as large as such a change.
+    This happens if the script combines rows with values that were not reversed. With mixed or lower precision, the
+    result is always False, because rounding errors can then be as large as such a change.
     """
     if any(each in _ROUNDING for each in _list_formats(reference)):
         return False
@@ -191,15 +193,17 @@ class RunDifference:
 def find_first_difference(
     reference: RunRecord, other: RunRecord, reordered: RunRecord | None, first: int = 1
 ) -> tuple[RunDifference | None, int, float]:
-    """Return the first difference beyond the tolerance or None, the number of compared updates, and the largest value.
-
-    The largest value is the largest relative difference that was found in any update.
+    """Find the first difference between two runs that exceeds the tolerance.
 
     Args:
         reference: Run that is assumed to be correct.
         other: Run to compare with it.
-        reordered: Run with another order of summation, from which the tolerance is estimated, or None.
+        reordered: Run with a changed order of summation, from which the tolerance is estimated, or None.
         first: Number of the first update to compare. Default: 1.
+
+    Returns:
+        Tuple of (first difference or None, number of compared updates, largest relative difference in these updates).
+        No update after the first difference is compared.
     """
     largest, num = 0.0, 0
     for update in sorted(set(reference.first) & set(other.first)):
@@ -211,7 +215,7 @@ def find_first_difference(
         largest = max(largest, found.gradient, found.movement)
         if found.one_sided:
             return RunDifference(found, allowed, found.one_sided[0], found.one_sided, True), num, largest
-        if not found.gradient <= allowed.gradient:  # also if it is NaN, because gradients are not finite
+        if not found.gradient <= allowed.gradient:  # also true for NaN, the difference of gradients that are not finite
             bad = [name for name, value in found.by_name.items() if not value <= _get_tolerance(allowed, name)]
             return RunDifference(found, allowed, bad[0] if bad else "", tuple(bad), True), num, largest
         if found.movement > allowed.movement and found.movement > 50 * found.gradient:

@@ -1,9 +1,9 @@
 """`SharedDraws`: makes the random numbers of a training loop independent of the number of processes.
 
 On n processes, each rank draws its own noise, dropout masks and timesteps. They differ from those of a run on one
-process, so the two runs could not be compared. If this mode shares draws, each draw with one row per sample is made for
-the global batch, and each rank uses the rows of its own samples. Dropout is turned off. Other draws are unchanged, and
-are recorded.
+process, so the two runs cannot be compared. If this mode shares draws, each draw with one row per sample is made for
+the global batch, and each rank uses the rows of its own samples. Dropout is turned off. Other draws are unchanged, but
+recorded.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,10 @@ from headway.verify.calls import CallTrace
 from headway.verify.random_calls import INTEGER, NORMAL, OTHERS, RANDOM_CALLS
 
 Place = Callable[[], tuple[int, int, int, int] | None]
-"""Function that returns (rows of this rank, rows of all ranks, first row of this rank, seed), or None outside a batch."""
+"""Function that returns (row count of this rank, row count of all ranks, first row of this rank, seed).
+
+It returns None outside of a batch.
+"""
 
 _DROPOUTS = (
     "dropout",
@@ -37,11 +40,11 @@ class SharedDraws(TorchFunctionMode):
         shares: Whether to make draws for the global batch and to turn off dropout. If False, draws are only recorded.
         reverses: Whether to reverse the rows of a draw, for runs that reverse the rows of each batch.
         find_place: Function that returns the position of this rank's rows in the global batch, and a seed.
-        trace: Record of all torch calls, to which each call is added.
+        trace: Recorder to which each torch call is passed.
 
     Attributes:
         num_dropped: Number of calls with active dropout. Calls whose dropout this mode turned off are included.
-        seen: Function that drew random numbers, by the line of code that called it, in order of the first call.
+        seen: Names of the functions that drew random numbers, by the script line that called each of them.
         unshared: Entries of `seen` whose draws could not be made for the global batch.
     """
 

@@ -1,4 +1,4 @@
-"""Hashes and samples of tensors and of the rows of batches, small enough to be recorded for each update."""
+"""Hashes and samples of tensors, and hashes of batch rows, small enough to be recorded for each update."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,13 +9,13 @@ import numpy
 import torch
 
 MOST_VALUES = 4096
-"""Largest number of values that are recorded of a tensor. Larger tensors are sampled at regular intervals."""
+"""Largest number of values that are recorded per tensor. Larger tensors are sampled at regular intervals."""
 _PADDING = (0, 1, -100)
 """Integers that count as padding in a row of tokens or labels."""
 
 
 def hash_bytes(*parts: bytes) -> str:
-    """Return a hash of bytes as 16 hexadecimal digits."""
+    """Return a hash of the concatenated parts as 16 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part)
@@ -36,7 +36,7 @@ def hash_tensor(tensor: torch.Tensor) -> str:
 def sample_values(tensor: torch.Tensor) -> "numpy.ndarray[Any, Any]":
     """Return the values of a tensor as a float32 array. Tensors with more than `MOST_VALUES` values are sampled.
 
-    A sample is followed by the norm and the sum of all values, so that changes of other values are noticed.
+    A sample is followed by the norm and the sum of all values, so that changes outside of the sample are noticed.
     """
     flat = tensor.detach().reshape(-1)
     if flat.dtype.is_complex:
@@ -102,8 +102,8 @@ def _strip_padding(row: torch.Tensor) -> torch.Tensor:
     for value in _PADDING:
         kept &= row != value
     rest = row[kept]
-    # An unusual padding value repeats at the end. The usual ones are removed first, so that a row which ends with equal
-    # tokens is the same with and without them.
+    # A padding value that is not in `_PADDING` repeats at the end of the row. The values in `_PADDING` are removed
+    # first, so that a row whose last tokens are equal gets the same hash with and without padding.
     if len(rest) > 1 and rest[-1] == rest[-2]:
         others = (rest != rest[-1]).nonzero()
         rest = rest[: int(others[-1]) + 1] if len(others) else rest[:0]
@@ -127,7 +127,7 @@ def reverse_rows(tree: Any, num_rows: int) -> Any:
 
 
 def _rebuild_tree(tree: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
-    """Return a mapping of the type of `tree`, such as a `BatchEncoding`, with the values of `changed`."""
+    """Return a mapping with the type of `tree`, such as `BatchEncoding`, and the values of `changed`."""
     if type(tree) is dict:
         return changed
     try:

@@ -1,4 +1,4 @@
-"""Forecasts of a script's memory for `headway verify`: `headway estimate --script` as one more run."""
+"""Reads the memory forecast that `headway estimate --script` prints when `headway verify` runs it."""
 
 import json
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 from headway.verify.records import RunRecord
 
 _MOST_REASON = 200
-"""Largest number of characters of the reason why there is no forecast."""
+"""Largest length, in characters, of the text that explains why there is no forecast."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class MemoryForecast:
         least: Lower bound of the memory of the whole process on the device.
         total: Likely memory of the whole process on the device.
         most: Upper bound of the memory of the whole process on the device.
-        fits: True if `most` fits, False if not even `least` fits, and None if the answer is uncertain.
-        caveats: Assumptions and known gaps.
+        fits: Whether the script fits on the device: True if `most` fits, False if `least` does not fit, else None.
+        caveats: Assumptions and known gaps of the forecast.
     """
 
     device: str

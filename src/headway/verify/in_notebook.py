@@ -1,7 +1,7 @@
 """`headway verify` for a function instead of a script: `accelerator.verify` in a notebook.
 
-The function is pickled as for `notebook_launcher`, and each run calls it in new processes. The results of cells that
-ran before do not influence the runs.
+The function is pickled, as `notebook_launcher` does, and each run calls it in new processes. The results of earlier
+notebook cells do not influence the runs.
 """
 
 import os
@@ -48,15 +48,15 @@ class FunctionProofs:
 
     @property
     def statuses(self) -> dict[str, str]:
-        """Return "PASS", "FAIL" or "NOT CHECKED" for each proof, by its key, such as "resume"."""
+        """Status of each proof ("PASS", "FAIL" or "NOT CHECKED"), by the key of the proof, such as "resume"."""
         return {each.key: each.status for each in self.verdicts}
 
     def describe(self) -> str:
-        """Return the table of proofs, and the details of the failed ones, as text."""
+        """Return the table of proofs, and the details of the failed proofs, as text."""
         return f"{format_table(self.verdicts)}\n\n{format_summary(self.verdicts, self.seconds)}"
 
     def __repr__(self) -> str:
-        # A notebook shows this below the table that has been printed.
+        # A notebook shows this text below the table, which `verify_function` has printed.
         return f"<{format_summary(self.verdicts, self.seconds)}>"
 
 
@@ -80,8 +80,8 @@ def verify_function(
         run: Run of the Accelerator in the notebook.
         function: Function that creates its own Accelerator and trains.
         args: Positional arguments of the function.
-        num_processes: Number of processes of the runs that are compared with the run on one process. Default: 2.
-        strategy: Additional layout to compare with one process, or None. Default: None.
+        num_processes: Number of processes in each run that is compared with the run on one process. Default: 2.
+        strategy: Additional layout, such as "fsdp", whose run is compared with the run on one process. Default: None.
         only: Keys of the proofs to make, or None for all. Default: None.
         skip: Keys of the proofs to leave out. Default: ().
         updates: Number of updates of each run. Default: 6.

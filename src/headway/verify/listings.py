@@ -1,8 +1,9 @@
 """Reversed folder listings, which reveal scripts whose data depends on the order of files in a folder.
 
-`os.listdir` and `os.scandir` return files in an order that depends on the file system and on the order of writing. It
-rarely changes between two runs on one machine, but differs on another machine. The repeated run of `headway verify`
-therefore gets the reverse order when the user's code lists a folder. Both functions are patched in that process only.
+`os.listdir` and `os.scandir` return files in an order that depends on the file system and on the order in which the
+files were written. This order rarely changes between two runs on one machine, but can differ on another machine. In the
+repeated run of `headway verify`, the user's code therefore gets the reverse order when it lists a folder. Both
+functions are patched only in that run's process.
 """
 
 import os
@@ -17,10 +18,10 @@ _HELPERS = ("glob.py", "pathlib.py", "_local.py", "fnmatch.py", "os.py", "__init
 
 
 class ReversedListings:
-    """Replacement of `os.listdir` and `os.scandir` that returns a folder's files in reverse order to the user's code.
+    """Replacement for `os.listdir` and `os.scandir` that returns a folder's files in reverse order to the user's code.
 
     Attributes:
-        lines: Lines of the user's code that got several files in reverse order, as keys in order of the first call.
+        lines: Lines of the user's code that got several files in reverse order, as keys in the order of the first call.
     """
 
     def __init__(self) -> None:
@@ -46,10 +47,10 @@ class ReversedListings:
     def _is_user_call(self, num_files: int) -> bool:
         """Whether the user's code lists the folder, directly or through Python's glob or pathlib.
 
-        If it does, its line is recorded.
+        If so, the calling line of the user's code is recorded, provided that the folder has at least two files.
 
         Args:
-            num_files: Number of files in the folder. The line is only recorded if there are at least two.
+            num_files: Number of files in the folder.
         """
         for frame in walk_stack():
             name = frame.f_code.co_filename
@@ -63,7 +64,7 @@ class ReversedListings:
 
 
 class _Entries:
-    """Replacement of the iterator that `os.scandir` returns.
+    """Replacement for the iterator that `os.scandir` returns.
 
     Args:
         entries: Entries of the folder.
@@ -85,7 +86,7 @@ class _Entries:
         self.close()
 
     def close(self) -> None:
-        """Do nothing, because the folder was closed after its entries had been read."""
+        """Do nothing. The folder was already closed after its entries had been read."""
 
 
 def reverse_listings_if_asked() -> None:

@@ -18,21 +18,23 @@ from headway.verify.fingerprints import walk_tensors
 _MOST_CALLS = 2000
 """Largest number of torch calls that are searched for the origin of a leak."""
 _LOOSE = 1e-3
-"""Largest difference of outputs that count as equal, relative to their largest absolute value."""
+"""Largest difference between outputs that count as equal, relative to the largest absolute output."""
 
 
 class LeakProbe:
-    """Search for leaks between parts of a batch (rows, documents, padding, later tokens) in one model.
+    """Test of one model for leaks: outputs that depend on parts of a batch on which they must not depend.
+
+    Such parts are other rows, other documents in a packed row, padding, and later tokens.
 
     Args:
         model: Model that the script calls.
         args: Positional arguments of the script's call.
         kwargs: Keyword arguments of the script's call.
-        batch: Batch from the loader, which may contain labels that the model does not get; None if there is no loader.
+        batch: Batch from the loader, which can contain labels that the model does not get; None if there is no loader.
 
     Attributes:
         findings: One dict for each kind of leak that could be tested: "kind", "leaks" (whether the model leaks), and
-            "where" (description of the leak, with the first torch call that leaks; "" without a leak).
+            "where" (description of the leak, with the first torch call that leaks; "" if there is no leak).
         changing: Names of the persistent buffers whose values change when the model is called in evaluation mode.
     """
 
@@ -81,7 +83,7 @@ class LeakProbe:
                 self._probe_future(tokens)
 
     def _is_own_of_torch(self, name: str) -> bool:
-        """Whether a buffer belongs to a module of torch, such as an observer, which may change in evaluation by design."""
+        """Whether a buffer belongs to one of torch's modules, some of which change buffers in evaluation mode."""
         owner = self._model.get_submodule(name.rpartition(".")[0])
         return type(owner).__module__.startswith("torch.")
 
@@ -145,7 +147,10 @@ class LeakProbe:
         self._add("rows", leaked is not None, f"changing row 0 changes the output of row {leaked}", place)
 
     def _probe_future(self, tokens: torch.Tensor) -> None:
-        """Change the last quarter of the tokens, and check that outputs of earlier positions do not change."""
+        """Change the last quarter of the tokens, and check that outputs at earlier positions do not change.
+
+        Nothing is checked if the model is not trained to predict the next token.
+        """
         if not self._predicts_next(tokens):
             return
         length = tokens.shape[1]
@@ -165,7 +170,10 @@ class LeakProbe:
             self._add("future", leaks, where, self._locate_position(tokens, changed_tokens, leaks, 0, place))
 
     def _probe_documents(self, tokens: torch.Tensor, inputs: list[torch.Tensor]) -> None:
-        """Change the first document of a packed row, and check that outputs of the next ones do not change."""
+        """Change the first document of a packed row, and check that outputs of the row's next documents do not change.
+
+        Nothing is checked if there is no tensor of positions that shows where documents start.
+        """
         positions = next((each for each in (*inputs, *self._batch) if _is_positions(each, tokens)), None)
         if positions is None:
             return
@@ -188,7 +196,9 @@ class LeakProbe:
             self._add("documents", changes, where, self._locate_position(tokens, changed_tokens, changes, second, None))
 
     def _does_loss_change(self, tokens: torch.Tensor, place: tuple[Any, ...], kept: torch.Tensor) -> bool | None:
-        """Return whether a change of tokens changes the loss at other positions. None if the model returns no loss.
+        """Return whether a change of tokens changes the loss at other positions.
+
+        Return None if the model returns no loss, or if no label can be compared.
 
         Args:
             tokens: Input tokens of the model.
@@ -254,9 +264,10 @@ class LeakProbe:
         return None
 
     def _predicts_next(self, tokens: torch.Tensor) -> bool:
-        """Whether the model is trained to predict the next token, according to the batch and the names of its classes.
+        """Whether the model is trained to predict the next token.
 
-        Labels in the batch may be the next tokens, or the tokens themselves for models that shift their labels.
+        This is inferred from the labels in the batch and from the class names of the model's modules. The labels can be
+        the next tokens, or, for models that shift their labels, the tokens themselves.
         """
         length = tokens.shape[1]
         for each in self._batch:
@@ -290,12 +301,12 @@ class LeakProbe:
     def _locate_position(
         self, tokens: torch.Tensor, changed: torch.Tensor, leaks: object, first: int, last: int | None
     ) -> str:
-        """Return the first torch call whose result changes at positions that must not change, or "" without a leak.
+        """Return the first torch call whose result changes at positions that must not change, or "" if there is none.
 
         Args:
             tokens: Input tokens of the model.
-            changed: Tokens that replace them.
-            leaks: Whether there is a leak. If not, no call is searched.
+            changed: Tokens that replace the input tokens.
+            leaks: Whether the model's outputs leak. If false, no search is made, and "" is returned.
             first: First position that must not change.
             last: Position after the last one that must not change; None for the end.
         """
@@ -315,12 +326,13 @@ class LeakProbe:
         return self._locate(args, kwargs, does_leak)
 
     def _locate(self, args: Any, kwargs: Any, does_leak: Callable[[torch.Tensor, torch.Tensor], bool]) -> str:
-        """Return the first torch call of the model whose results leak, as "softmax() at train.py:12", or "".
+        """Return the model's first torch call that leaks, such as "softmax() at train.py:12"; "" if it is unknown.
 
         Args:
             args: Changed positional arguments of the model.
             kwargs: Changed keyword arguments of the model.
-            does_leak: Function that returns whether a call leaks, from its result before and after the change.
+            does_leak: Function that takes a torch call's results before and after the change, and returns whether they
+                differ where they must be equal.
         """
         before, after = self._record_calls(self._args, self._kwargs), self._record_calls(args, kwargs)
         for (name, line, one), (_, _, other) in zip(before, after, strict=False):
@@ -379,9 +391,10 @@ def _preserve(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _change(tensor: torch.Tensor, place: tuple[Any, ...]) -> torch.Tensor:
-    """Return a copy of a tensor with other values at one index.
+    """Return a copy of a tensor whose values at one index are changed.
 
-    Integers change by 1 and stay in the tensor's range of values.
+    Integers change by 1 and stay in the tensor's range of values. Negative integers are unchanged, because labels with
+    the value -100 are ignored.
 
     Args:
         tensor: Tensor to copy.
@@ -434,7 +447,7 @@ def _is_mask(tensor: torch.Tensor) -> bool:
 
 
 def _is_positions(tensor: torch.Tensor, tokens: torch.Tensor) -> bool:
-    """Whether a tensor has the shape of `tokens` and counts positions, from 0 in each document."""
+    """Whether a tensor has the shape of `tokens` and contains positions that count up from 0 in each document."""
     if tensor.shape != tokens.shape or tensor.is_floating_point() or tensor.ndim != 2 or tensor.shape[1] < 2:
         return False
     steps = tensor[:, 1:] - tensor[:, :-1]

@@ -1,8 +1,8 @@
-"""Names of the functions of torch that draw random numbers, by distribution."""
+"""Names of the torch functions that draw random numbers, grouped by distribution."""
 
 UNIFORM = ("rand", "rand_like", "uniform_")
 NORMAL = ("randn", "randn_like", "normal_")
 INTEGER = ("randint", "randint_like", "random_")
 OTHERS = ("multinomial", "randperm", "exponential_", "log_normal_", "geometric_", "cauchy_", "poisson", "normal")
 RANDOM_CALLS = frozenset((*UNIFORM, *NORMAL, *INTEGER, *OTHERS, "bernoulli", "bernoulli_"))
-"""Names of the functions of torch that draw random numbers."""
+"""Names of all torch functions that draw random numbers."""

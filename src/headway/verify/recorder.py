@@ -1,4 +1,4 @@
-"""`RunRecorder`: records each update of a run for `headway verify`, and ends the run after the last one.
+"""`RunRecorder`: records each update of a run for `headway verify`, and ends the run after the last requested update.
 
 Each rank writes one JSON line per update. Rank 0 also writes an `.npz` file with values of gradients and parameters.
 The recorder uses the hooks of the run and wraps a few methods of the Accelerator, so that the script runs unchanged.
@@ -61,7 +61,7 @@ _NORMALIZED = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 def redirect_settings(settings: Settings) -> Settings:
     """Return an Accelerator's settings with output in the scratch folder, and without trackers and preemption handling.
 
-    If the process's `RunRequest` asks for it, set the global seed, and let loaders shuffle with a seeded sampler.
+    If the process's `RunRequest` asks for it, also set the global seed, and make loaders shuffle with a seeded sampler.
     """
     request = read_request()
     assert request is not None
@@ -88,7 +88,7 @@ def record_run(run: Run) -> "RunRecorder | None":
     """Start to record a run, and return its recorder.
 
     Return None if `headway verify` did not start this process, if its request asks for no records, or if an earlier
-    Accelerator of the process is recorded.
+    Accelerator of this process is already recorded.
     """
     request = read_request()
     if request is None or not request.is_recorded or scope.has(_FirstRun):
@@ -119,7 +119,7 @@ class _RecordingGuard:
 
 
 class RunRecorder:
-    """Recorder of one run in one process.
+    """Recorder of the updates of one run in one process.
 
     Args:
         run: Run of the Accelerator.
@@ -132,7 +132,7 @@ class RunRecorder:
         self._rank = run.runtime.rank
         self._folder = Path(request.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        # The server limits the time until here. From here on, `_watch_progress` does.
+        # Until here, the server's timer limits how long the script may run. From here on, `_watch_progress` does.
         faulthandler.cancel_dump_traceback_later()
         self._accelerator: Any = None
         self._checkpoints: Any = None
@@ -207,9 +207,9 @@ class RunRecorder:
         self._write_facts()
 
     def _share_batches(self, preparation: Any) -> None:
-        """Split each loader's batches over all processes.
+        """Make the Accelerator split the batches of each loader over all processes, if the request asks for it.
 
-        Loaders are unchanged if the script has already divided the batch size by the number of processes.
+        A loader is unchanged if the script has already divided its batch size by the number of processes.
         """
         self._facts["orders_apart"] = type(preparation.behavior.loading_rules) is not LoadingRules
         request, count = self._request, self._run.strategy.data_shard.count
@@ -277,7 +277,7 @@ class RunRecorder:
             return input_dir
 
         def load_state_from_scratch(input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-            # Under Accelerate's name, this method looks at the folder before it calls `load`.
+            # In a script that uses Headway as `accelerate`, this method checks the folder before it calls `load`.
             return load_state(find_copy(input_dir), *args, **kwargs)
 
         def load_from_scratch(input_dir: Any, *args: Any, **kwargs: Any) -> Any:
@@ -369,7 +369,8 @@ class RunRecorder:
     def _find_place(self) -> tuple[int, int, int, int] | None:
         """Return the position of this rank's rows in the current global batch, and a seed for its random numbers.
 
-        The value is (rows of this rank, rows of all ranks, first row of this rank, seed), or None outside of a batch.
+        The value is (row count of this rank, row count of all ranks, first row of this rank, seed). Return None outside
+        of a batch.
         """
         run = self._run
         active = run.events.active
@@ -403,7 +404,7 @@ class RunRecorder:
         self._end_if_due()
 
     def _probe(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Test the model for leaks with its first batch, and store two cross entropies to compare with its loss."""
+        """Test the model for leaks with its first batch, and store two cross entropies for a test of the first loss."""
         self._facts["leaks"] = []
         self._trace.pause()
         probe = LeakProbe(model, args, kwargs, self._last_batch)
@@ -499,7 +500,7 @@ class RunRecorder:
         return [name for name, p in self._list_tensors("named_parameters") if id(p) in held]
 
     def _describe_optimizers(self) -> list[dict[str, Any]]:
-        """Return the type, the line of creation and the parameters of each prepared optimizer."""
+        """Return, for each prepared optimizer, its type, the script line that created it, and its parameters' names."""
         names = {id(p): name for name, p in self._list_tensors("named_parameters")}
         return [
             {
@@ -526,7 +527,7 @@ class RunRecorder:
         return step_and_record
 
     def _trace_losses(self, step: Any) -> None:
-        """Make the training step write the torch calls that led to each loss, before the backward pass of the loss."""
+        """Make the training step write the record of the torch calls behind each loss before it runs backward."""
         backward = step.backward
 
         def trace_and_backward(loss: Any, weight: Any = None, reduction: str = "mean", **kwargs: Any) -> Any:
@@ -542,9 +543,9 @@ class RunRecorder:
         return sum(len(each.optimizer.state) for each in self._run.prepared.optimizers)
 
     def _name_tensors(self) -> tuple[dict[int, str], dict[int, str]]:
-        """Return the names of parameters and buffers by the `id` of the tensor, and by the address of its memory.
+        """Return two dicts with the names of parameters and buffers: by the tensor's `id`, and by its memory address.
 
-        Sharded parameters are not gathered, because this function is called in the middle of a forward.
+        Sharded parameters are not gathered, because this function is called during a forward pass.
         """
         models = self._run.prepared.models
         kinds = ("named_parameters", "named_buffers")
@@ -662,7 +663,10 @@ class RunRecorder:
     # ---------------------------------------------------------------- the end
 
     def _save_if_due(self, loader: PreparedLoader) -> None:
-        """Save a checkpoint once the requested number of updates is reached, where `resume("latest")` finds it."""
+        """Save an automatic checkpoint once the requested number of updates is reached.
+
+        The script's `resume("latest")` can find it.
+        """
         request = self._request
         if self._has_saved or not request.saves_after or self._closed < request.saves_after or self._is_done:
             return
@@ -690,7 +694,11 @@ class RunRecorder:
             self._finish(0)
 
     def _finish(self, code: int) -> None:
-        """End this process immediately, so that the script does not continue after the last update."""
+        """End this process immediately, so that the script does not continue after the last update.
+
+        Args:
+            code: Exit code of the process.
+        """
         self._leave()
         if self._run.runtime.world_size > 1 and code == 0:
             self._run.collectives.barrier()
@@ -699,7 +707,10 @@ class RunRecorder:
         os._exit(code)
 
     def _watch_progress(self) -> None:
-        """End the run if one of its ranks makes no progress for too long. Each rank writes its stack first."""
+        """Wait until a rank makes no progress for too long, then write this rank's stack and end this process.
+
+        This method runs in a separate thread of each rank.
+        """
         patience = self._request.patience
         while time.monotonic() - self._progressed < patience and not is_any_stuck(self._folder):
             time.sleep(min(1.0, patience / 4))
@@ -767,7 +778,7 @@ class RunRecorder:
         return states
 
     def _measure_resident(self) -> int:
-        """Return the memory in use at present, in bytes: on the GPU, or of the process on a CPU."""
+        """Return the memory in use at present, in bytes: allocated on the GPU, or resident in this process on a CPU."""
         device = self._run.runtime.device
         return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else _read_resident()
 
@@ -783,7 +794,7 @@ class RunRecorder:
 def _list_indices(indices: Any) -> list[int]:
     """Return the dataset indices that a rank fetches, or an empty list if they are not integers.
 
-    A slice is read, because some loaders pass a list that seeds generators while it is iterated over.
+    A slice is read because some loaders pass a kind of list that seeds generators while it is iterated over.
     """
     plain = indices[:] if isinstance(indices, list) else []
     return plain if all(isinstance(each, int) for each in plain) else []

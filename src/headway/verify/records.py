@@ -1,4 +1,4 @@
-"""`RunRecord`: records of one run that `RunRecorder` has written, read by the proofs. This module imports no torch."""
+"""`RunRecord`: what `RunRecorder` has written about one run, for the proofs to read. This module imports no torch."""
 
 import json
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ import numpy
 from headway.verify.request import RunRequest
 
 Arrays = dict[str, Any]
-"""Recorded values by tensor name. Only a sample is recorded of a large tensor."""
+"""Recorded values by tensor name. For a large tensor, only a sample of its values is recorded."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Update:
         number: Number of the update in the run, from 1.
         batches: Batches from which the update was computed: {"rows": fingerprints, "indices": dataset indices, ...}.
         losses: Value of each loss, in order.
-        norms: Norm of the gradient of each parameter, as the optimizer received it.
+        norms: Norm of each parameter's gradient, as the optimizer received it.
         hashes: Hash of each parameter after the update.
         buffers: Hash of each buffer after the update.
         rates: Learning rates of all parameter groups.
@@ -33,7 +33,7 @@ class Update:
         written: Lines of the script that changed a parameter or buffer in place, by the name of the tensor.
         rate_lines: Lines of the script that set a learning rate.
         others: Hash of each model that was not passed to `prepare`, by a description of the model.
-        busy: CPU time of the main thread in seconds.
+        busy: CPU time that the main thread spent on the update, in seconds.
     """
 
     number: int
@@ -68,8 +68,8 @@ class RunRecord:
         code: Exit code of the run; None if it was ended because it took too long.
         output: Last lines that the run printed.
         seconds: Duration of the run.
-        facts: Facts about the run by rank, as `RunRecorder` wrote them.
-        updates: Updates by rank and number.
+        facts: One dict per rank with the rank's recorded data that is not about a single update.
+        updates: One dict per rank with the rank's updates, by number.
         note: Remark about how the run was started, such as "on the CPU".
     """
 
@@ -89,7 +89,7 @@ class RunRecord:
 
     @property
     def fact(self) -> dict[str, Any]:
-        """Recorded facts of rank 0; empty if there are none."""
+        """Entry of `facts` for rank 0; empty if rank 0 has recorded nothing."""
         return self.facts[0] if self.facts else {}
 
     @property
@@ -122,7 +122,7 @@ class RunRecord:
         return {name[2:]: value for name, value in arrays.items() if name.startswith("p:")}
 
     def trace(self, rank: int, update: int) -> list[dict[str, Any]]:
-        """Return the calls that led to each loss of an update on one rank, as `CallTrace` wrote them."""
+        """Return the torch calls behind each loss of an update on one rank: one `CallTrace` entry per loss."""
         known = self.__dict__.setdefault("_traces", {})
         if rank not in known:
             path = Path(self.request.folder, f"trace{rank}.jsonl")

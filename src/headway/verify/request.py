@@ -18,8 +18,8 @@ class RunRequest:
         folder: Folder for the records of the run.
         output: Folder that replaces the project folder and other output folders of the script.
         num_updates: Number of updates after which the run ends.
-        splits_batches: Whether each batch of one process is split over all processes. A loader whose batch size is
-            already divided by the number of processes is not changed.
+        splits_batches: Whether each batch of the script's loaders is split over all processes. A loader whose batch
+            size the script has already divided by the number of processes is not changed.
         batch_sizes: Batch size of each loader on one process, by loader number.
         shares_order: Whether loaders shuffle with a seeded sampler, so that the order does not depend on the number of
             processes.
@@ -36,7 +36,7 @@ class RunRequest:
         probes_leaks: Whether to call the model with changed parts of its first batch, to find outputs that depend on
             other rows, documents, padding or later tokens.
         measures_tensors: Whether to measure the peak memory of tensors. Gradients are not recorded in such a run.
-        is_recorded: Whether updates are recorded. If not, only the output of the script is redirected.
+        is_recorded: Whether updates are recorded. If False, only the output of the script is redirected.
     """
 
     name: str

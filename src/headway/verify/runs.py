@@ -26,7 +26,7 @@ _LAST_LINES = 30
 _MOST_LINKS = 5000
 """Largest number of entries of the current folder that are linked into a run's working directory."""
 _COPIED_BYTES = 1 << 20
-"""Largest size in bytes of a file that is copied instead of linked, so that a script that writes it changes the copy."""
+"""Largest size in bytes of a file that is copied instead of linked. A script that writes it then changes the copy."""
 _OUTPUT_FOLDERS = frozenset(
     "runs run output outputs out checkpoints checkpoint ckpt ckpts results logs wandb mlruns lightning_logs".split()  # noqa: SIM905
 )
@@ -104,8 +104,8 @@ def mirror_working_folder(request: RunRequest) -> None:
     """Fill a run's working directory with the current folder's entries, so that relative paths work.
 
     Small files are copied. Folders and larger files are linked, and `EscapeWatch` reports writes through the links.
-    Folders with names that are common for output, such as "runs", are not linked. So the run creates new ones, and does
-    not find checkpoints of earlier runs.
+    Folders with names that are common for output, such as "runs", are not linked. The run creates new folders instead,
+    so that it does not find checkpoints of earlier runs.
     """
     folder = get_working_folder(request)
     if folder.exists():
@@ -151,10 +151,10 @@ class ForkServer:
                 each.set_exception(VerifyError(_SERVER_ENDED))
 
     def start(self, order: dict[str, Any]) -> tuple[int, "Future[int]"]:
-        """Start a run as soon as the server has imported torch, and return its ID and the future of its exit code.
+        """Start a run as soon as the server has imported torch. Return the run's ID and a future of its exit code.
 
         Args:
-            order: Order for `server.py`, without an ID.
+            order: Order to start a run, as described in `server.py`, without an ID.
 
         Raises:
             VerifyError: If the server has ended.

@@ -88,7 +88,7 @@ def _follow(order: dict[str, Any], runs: dict[int, ForkedRun]) -> None:
     """Execute an order: start or end a run.
 
     Args:
-        order: Order, as described at the top of this module.
+        order: Order, as described in the docstring of this module.
         runs: Runs that have not ended, by ID.
     """
     if order.get("end"):

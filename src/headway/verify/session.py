@@ -20,7 +20,7 @@ _SEED = 1234
 _CLOCK_STEP = 1.1
 """Seconds between the starts of the first run and its repetition, so that seeds from the clock differ."""
 _MEASURED_UPDATES = 2
-"""Updates whose memory is measured: those that `headway estimate --script` traces."""
+"""Number of updates whose memory is measured, equal to the number that `headway estimate --script` traces."""
 _ON_FIRST_SERVER = ("first", "reference", "several", "layout", "replayed", "reordered")
 
 
@@ -30,8 +30,8 @@ class Options:
 
     Attributes:
         orders: Commands that start the script: on one process ("one"), on several processes ("several"), and under the
-            layout that was given on the command line ("layout"). Also the commands that forecast its memory, on the
-            device of the runs ("forecast") and on the device of the full run ("full").
+            layout that was given on the command line ("layout"). Also the commands that forecast the script's memory:
+            on the device of the runs ("forecast") and on the device of the full run ("full").
         is_forked: Whether runs are forked from a process that has imported torch. Only runs on the CPU can be forked.
         num_processes: Number of processes of the runs that are compared with a run on one process.
         layout_name: Name of the layout that was given on the command line; "" if there is none.
@@ -130,7 +130,8 @@ class VerifySession:
 
         Args:
             runs: Records of the first run and its repetition. The other records are added.
-            start: Function that starts a run with a request on a number of processes.
+            start: Function that takes a request and a number of processes, starts the run, and returns a future of its
+                record.
         """
         options, first, repeat = self._options, runs.first, runs.repeat
         is_seeded = repeat is None or repeat.fact.get("initial") == first.fact.get("initial")
@@ -174,7 +175,7 @@ class VerifySession:
             setattr(runs, name, future.result())
 
     def _measure_memory(self, start: Callable[..., "Future[RunRecord]"]) -> "dict[str, Future[RunRecord]]":
-        """Start the runs that measure and forecast the memory of the script, and return the futures of their records."""
+        """Start the runs that measure and forecast the script's memory, and return the futures of their records."""
         measure = replace(self._request("measured"), num_updates=_MEASURED_UPDATES, measures_tensors=True)
         waiting = {"measured": start(measure, 1)}
         for name in ("forecast", "full"):

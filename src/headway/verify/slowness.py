@@ -40,15 +40,15 @@ class SlowLines:
                 self._samples[_describe(frame)] += 1
 
     def list_lines(self) -> list[list[object]]:
-        """Return lists of [number of samples, kind, function of the script], at most five, the most frequent first.
+        """Return the script's most frequently sampled functions, at most five, as [number of samples, kind, function].
 
-        The kind names the loader's call in which the function ran: "collate" or "item".
+        The kind is the loader's call in which the function ran: "collate", or "item" for reading a sample.
         """
         return [[count, kind, name] for (kind, name), count in self._samples.most_common(5) if name]
 
 
 def _describe(frame: FrameType) -> tuple[str, str]:
-    """Return the kind of the loader's call, and the script's function that runs in it.
+    """Return the loader's call ("collate" or "item") and the script's function that runs in it; "" if unknown.
 
     Args:
         frame: Innermost frame of the main thread.

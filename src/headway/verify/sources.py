@@ -1,8 +1,8 @@
 """`SourceWatch`: records where the script creates optimizers, loaders or models, or reads clocks or random values.
 
-A proof that fails can then name the line. Functions of Python and numpy, and the constructors of three classes of
-torch, are replaced by wrappers that call them unchanged. Torch has no hook that is called when such an object is
-created. All replacements are made only in the processes of `headway verify`.
+A failed proof can then name the line. Functions of Python and numpy, and the constructors of three torch classes, are
+replaced by wrappers that call them unchanged. The constructors are wrapped because torch calls no hook when it creates
+an optimizer, loader or module. All replacements are made only in the processes of `headway verify`.
 """
 
 import random
@@ -38,13 +38,14 @@ _MOST_LINES = 20
 
 
 class SourceWatch:
-    """Record of the script's lines that create certain objects, or read values that may differ between runs.
+    """Record of the script's lines that create certain objects, or read values that can differ between runs.
 
     Attributes:
-        clocks: Name of the function that reads the clock, by the line of the script.
-        unseeded: Generator that was created without a seed, by the line of the script.
-        draws: Function that draws from a global generator of Python or numpy, by the line of the script.
-        seeds: Seed that the script passed to `random.seed`, directly or through `set_seed`, by the line of the script.
+        clocks: Names of functions that read the clock or create a UUID, by the script line that calls them.
+        unseeded: Generators that were created without a seed, by the script line that creates them.
+        draws: Names of functions that draw from Python's or numpy's global generator, by the script line that calls
+            them.
+        seeds: Seeds that the script passed to `random.seed`, directly or through `set_seed`, by the script line.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class SourceWatch:
         return line if reference is not None and reference() is thing else ""
 
     def list_facts(self) -> dict[str, dict[str, str]]:
-        """Return the recorded lines by kind, as part of the run's recorded facts."""
+        """Return the attributes `clocks`, `unseeded`, `draws` and `seeds` as a dict, for the record of the run."""
         return {"clocks": self.clocks, "unseeded": self.unseeded, "draws": self.draws, "seeds": self.seeds}
 
     # ---------------------------------------------------------------- replacements
@@ -117,7 +118,7 @@ class SourceWatch:
         setattr(module, name, create_and_record)
 
     def _watch_own_generators(self) -> None:
-        """Record objects of `random.Random` that are created without a seed."""
+        """Record `random.Random` objects that are created without a seed."""
         original = random.Random.__init__
 
         @wraps(original)
@@ -155,7 +156,10 @@ class SourceWatch:
 
 
 def _find_caller() -> str:
-    """Return the innermost line of the script on the stack that is not a constructor, or "" if there is none."""
+    """Return the innermost script line on the stack that is not in a constructor.
+
+    If all script lines on the stack are in constructors, return the innermost one; "" if there is no script line.
+    """
     inside = ""
     for frame in walk_stack():
         if is_user_file(frame.f_code.co_filename):

@@ -1,4 +1,4 @@
-"""Stacks of the ranks of a run that makes no progress. Each rank writes its stack, and the report names the lines."""
+"""Python stacks of a run that makes no progress. Each rank writes its stack, and the report names the script lines."""
 
 import faulthandler
 import re
@@ -46,18 +46,18 @@ def is_any_stuck(folder: Path) -> bool:
 
 
 def read_stacks(folder: Path, num_processes: int) -> list[StuckRank]:
-    """Return the ranks that have written their stacks."""
+    """Return a `StuckRank` for each rank that has written its stack."""
     found = []
     for rank in range(num_processes):
         path = get_stack_file(folder, rank)
-        # A rank whose time limit is over in a stuck interpreter writes no frames.
+        # The file is empty if the server has prepared it, but the rank has not reached its time limit.
         if path.exists() and (text := path.read_text("utf-8", "replace")):
             found.append(_read_stack(rank, text))
     return found
 
 
 def _read_stack(rank: int, text: str) -> StuckRank:
-    # The main thread is the last one. The others are those that watch it, and those of libraries.
+    # faulthandler prints the main thread last, after the recorder's threads and those of libraries.
     main = text.rpartition("hread 0x")[2]
     frames = [match for line in main.splitlines() if (match := _FRAME.match(line))]
     own = next((each for each in frames if not any(part in each["file"] for part in _FOREIGN)), None)

@@ -11,11 +11,11 @@ import torch
 
 
 class TensorPeak:
-    """Measurement of the largest number of bytes in tensors, from its creation to `stop`.
+    """Measurement of the largest number of bytes in tensors, from the creation of this object until `stop` is called.
 
     Args:
         device: Device of the run: a CUDA device or a CPU.
-        existing: Tensors that exist at the start.
+        existing: Tensors that exist before the measurement.
     """
 
     def __init__(self, device: torch.device, existing: Iterable[torch.Tensor]) -> None:

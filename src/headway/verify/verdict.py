@@ -14,11 +14,11 @@ Status = Literal["PASS", "FAIL", "NOT CHECKED"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one proof.
+    """Result of one proof, which is a check of `headway verify`.
 
     Attributes:
         key: Word that selects the proof on the command line.
-        title: Title in the table.
+        title: Title of the proof in the printed table.
         status: "PASS", "FAIL" or "NOT CHECKED".
         reason: Result in one line.
         details: Lines that describe where a difference was found.

@@ -1,4 +1,4 @@
-"""Watches that help to name a cause: of learning rates, of models that are not prepared, and of tensors kept alive."""
+"""Watches of learning rates, unprepared models and tensors kept alive, so that a failed proof can name a cause."""
 
 import gc
 import sys
@@ -14,15 +14,15 @@ from headway.verify.fingerprints import hash_bytes, to_bytes
 from headway.verify.sources import watch_sources
 
 _MOST_HASHED = 1 << 24
-"""Largest number of values in a model outside of the checkpoint for which the model is hashed after each update."""
+"""Largest number of parameter values of an unprepared model that is hashed after each update."""
 _REFERENCES = 3
-"""Number of references to a parameter group that only its optimizer refers to: the list, a variable and an argument."""
+"""Reference count of a parameter group to which only its optimizer refers: the list, a variable and an argument."""
 _MOST_NODES = 5000
 """Largest number of nodes that are visited in the autograd graph of a tensor."""
 
 
 class _WatchedGroup(dict[str, Any]):
-    """Parameter group of an optimizer that records which lines set its learning rate."""
+    """Optimizer parameter group that records which lines of the script set its learning rate."""
 
     lines: list[str]
 
@@ -49,7 +49,7 @@ def _find_scheduler() -> str:
 
 
 class RateWatch:
-    """Record of the script's lines that set a learning rate, directly or by a scheduler."""
+    """Record of the script's lines that set a learning rate, directly or through a scheduler."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -60,13 +60,13 @@ class RateWatch:
             groups = each.optimizer.param_groups
             for index in range(len(groups)):
                 group = groups[index]
-                # A script that keeps a reference of its own would go on to write into the replaced group.
+                # A script with its own reference to the group would continue to write to the group, not to its copy.
                 if type(group) is dict and sys.getrefcount(group) <= _REFERENCES:
                     groups[index] = _WatchedGroup(group)
                     groups[index].lines = self._lines
 
     def take_lines(self) -> list[str]:
-        """Return the lines that set a learning rate since the last call."""
+        """Return the script lines that have set a learning rate since the last call of this method."""
         lines, self._lines[:] = list(self._lines), []
         return lines
 
@@ -85,7 +85,7 @@ class OtherModules:
         """
         known = {id(each) for model in prepared for each in model.modules()}
         own = {id(p) for model in prepared for p in model.parameters()}
-        # Any object may define `__class__`, so the type is compared.
+        # `isinstance` would read `__class__`, which any object may override, so the type is compared.
         found = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module) and id(each) not in known]
         parts = {id(part) for each in found for part in each.modules() if part is not each}
         for each in found:
@@ -122,8 +122,8 @@ class GraphSizes:
     def list_lines(self) -> list[dict[str, Any]]:
         """Return one dict per line of the script: the line, and the updates and bytes of the tensors that it made.
 
-        "bytes" counts tensors without an autograd graph. "graph" counts tensors with one, including all memory that
-        the graph keeps. Memory that several graphs keep is counted once, for the last tensor.
+        "bytes" is the memory of tensors without an autograd graph. "graph" is the memory of tensors with one, including
+        all memory that the graph keeps. Memory that several graphs keep is counted once, for the last tensor.
         """
         lines: dict[str, dict[str, Any]] = {}
         seen = set(self._known)
@@ -163,7 +163,7 @@ def _measure_graph(tensor: torch.Tensor, seen: set[int], visited: set[Any]) -> i
                 continue
             try:
                 saved = getattr(node, name)
-            except RuntimeError:  # backward has freed it
+            except RuntimeError:  # backward has freed the saved tensors
                 break
             for each in saved if isinstance(saved, list | tuple) else (saved,):
                 if isinstance(each, torch.Tensor) and not isinstance(each, torch.nn.Parameter):

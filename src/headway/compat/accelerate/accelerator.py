@@ -1,8 +1,8 @@
 """The `Accelerator` class that `import accelerate` provides when Headway replaces Accelerate.
 
-Scripts and libraries written for Accelerate rely on two of its rules: each loss is divided by the number of
-accumulation steps, and model outputs are float32. This class follows both. `headway.Accelerator` itself weights
-losses and leaves outputs unchanged.
+Scripts and libraries written for Accelerate rely on two rules: losses are divided by the number of accumulation steps,
+and model outputs are float32. This class follows both rules. `headway.Accelerator` instead weights losses by their
+number of samples and leaves outputs unchanged.
 """
 
 import warnings
@@ -52,9 +52,9 @@ _UNSET: Any = object()
 _ACCELERATE_PREFIX = "ACCELERATE_"
 """Prefix of the environment variables with which Accelerate's launcher passes settings to its workers."""
 PREEMPTION = "HEADWAY_PREEMPTION"
-"""Name of the environment variable that enables saving a checkpoint on a preemption signal or deadline.
+"""Name of the environment variable that makes the run save a checkpoint at a preemption signal or deadline.
 
-It is for scripts that call only `load_state` when they restart.
+Set it for scripts that only call `load_state` to resume.
 """
 _HANDLERS = {
     "autocast": ("AutocastKwargs",),
@@ -67,7 +67,7 @@ _HANDLERS = {
     "msamp_recipe": ("MSAMPRecipeKwargs",),
     "ao_recipe": ("AORecipeKwargs", "Float8Options"),
 }
-"""Class names of the objects in `kwargs_handlers` that the attributes `accelerator.NAME_handler` return, by NAME."""
+"""Class names by prefix: the attribute `PREFIX_handler` returns the object in `kwargs_handlers` of such a class."""
 ACCELERATES_BEHAVIOR = Behavior(
     loss_policy=ConstantDivision(),
     windows=CountedWindows,
@@ -77,32 +77,32 @@ ACCELERATES_BEHAVIOR = Behavior(
     scheduler=AcceleratedScheduler,
     loading_rules=AccelerateRules(),
     keeps_precision=True,
-    # Accelerate does not compare ranks, so its scripts continue.
+    # Accelerate does not compare parameters between ranks, so its scripts continue if they differ.
     refuses_drift=False,
     # Scripts count epochs themselves and restart each loader.
     repeats_evaluations=False,
     resume_method="load_state",
 )
-"""Rules for losses, accumulation windows, gradient clipping and data loaders that match Accelerate's behavior."""
+"""Accelerate's rules for losses, accumulation windows, gradient clipping, data loaders and checkpoints."""
 _SHARDED = ("FSDP", "DEEPSPEED", "TP", "MEGATRON_LM")
 _REPLICATED = frozenset(each for each in DistributedType if each.name not in _SHARDED)
 
 
 def _drop_adjust_scheduler(plugin: Any) -> Any:
-    # In Accelerate, `adjust_scheduler` changes a counter that schedulers do not read. They step once per update in any case.
+    # In Accelerate, `adjust_scheduler` changes a counter that schedulers do not read. They step once per update anyway.
     return replace(plugin, adjust_scheduler=False) if isinstance(plugin, GradientAccumulationPlugin) else plugin
 
 
 def _read_setting(name: str) -> str | None:
     """Return the value of the environment variable `ACCELERATE_<name>`.
 
-    None if it is not set, or if `HEADWAY_<name>` is set.
+    None if the variable is not set, or if `HEADWAY_<name>` is set, which takes precedence.
     """
     return None if env.get(f"{env.PREFIX}{name}") else env.get(f"{_ACCELERATE_PREFIX}{name}")
 
 
 def _convert_outputs(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
-    """Forward hook that returns a module's outputs with float16 and bfloat16 tensors converted to float32.
+    """Convert float16 and bfloat16 tensors in a module's outputs to float32. It is used as a forward hook.
 
     It is a module-level function, so that a model with the hook can be pickled.
     """
@@ -110,7 +110,7 @@ def _convert_outputs(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
 
 
 class _LiveSettings(KwargsHandler):
-    """Mixin for a settings object whose assigned fields take effect immediately in the Accelerator.
+    """Mixin for settings classes that passes each assignment to a field on to the Accelerator immediately.
 
     In a class definition, list this mixin before the settings class.
 
@@ -130,24 +130,24 @@ class _LiveSettings(KwargsHandler):
 
 
 class LiveDataLoaderConfiguration(_LiveSettings, DataLoaderConfiguration):
-    """Settings for splitting, padding and moving batches. Assignments apply to loaders that are prepared later.
+    """Settings for splitting, padding and moving batches. Assigned fields apply to loaders that are prepared later.
 
-    Its fields are those of `DataLoaderConfiguration`.
+    The fields are those of `DataLoaderConfiguration`.
     """
 
 
 class LiveProjectConfiguration(_LiveSettings, ProjectConfiguration):
-    """Directories of the run's files and checkpoint naming. Assignments take effect immediately.
+    """Settings for the directories of the run's files and for checkpoint names. Assigned fields apply immediately.
 
-    Its fields are those of `ProjectConfiguration`.
+    The fields are those of `ProjectConfiguration`.
     """
 
 
 class AccelerateAccelerator(AccelerateMembers, Accelerator):
     """Headway's Accelerator with Accelerate's arguments and arithmetic.
 
-    Each loss is divided by the number of accumulation steps, and all ranks have equal weight, even if their
-    micro-batches have different numbers of samples. Under mixed precision, model outputs are float32.
+    Each loss is divided by the number of accumulation steps. All ranks have equal weight, even if their micro-batches
+    have different numbers of samples. Under mixed precision, model outputs are float32.
 
     Args:
         split_batches: Ignored, as in Accelerate. Set it in `dataloader_config`.
@@ -178,7 +178,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
-        # Arguments that `__reduce__` passes when the object is pickled.
+        # Arguments with which an unpickled object is constructed (`__reduce__`).
         self._given = {
             "device_placement": device_placement, "mixed_precision": mixed_precision, "cpu": cpu, "rng_types": rng_types,
             "gradient_accumulation_steps": gradient_accumulation_steps, "dataloader_config": dataloader_config,
@@ -215,7 +215,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
             log_with=kept, project_dir=project_dir, project_config=project_config,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer, dynamo_backend=dynamo_backend, dynamo_plugin=dynamo_plugin,
             kwargs_handlers=check_handlers(kwargs_handlers),
-            # An automatic checkpoint would be the newest one, but lack files that the script adds to its own checkpoints.
+            # A checkpoint saved at preemption would be the newest, but lack files that the script adds to its own ones.
             preemption=None if env.get_bool(PREEMPTION) else False,
         )  # fmt: skip
         self._set_compatible_attributes(rng_types, log_with, kwargs_handlers)
@@ -249,7 +249,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         self.has_fp8_handler = getattr(self, "ao_recipe_handler", None) is not None
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
-        """Start a run and its trackers. Trackers that `log_with` names are instances of Accelerate's classes.
+        """Start a run and its trackers. For names in `log_with`, Accelerate's tracker classes are used.
 
         Args:
             project_name: Name of the run's directory, and of the project or experiment in the trackers.
@@ -266,7 +266,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
 
         Args:
             name: Name of the tracker, as in `log_with`.
-            unwrap: Whether to return the object of the tracker's package, such as its run. Default: False.
+            unwrap: Whether to return the package's own object instead, such as W&B's run. Default: False.
         """
         return super().get_tracker(name, unwrap) if self.trackers or self._asked_trackers else BlankTracker()
 
@@ -275,7 +275,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
     ) -> Any:
         """Prepare objects for this run and return them in the given order.
 
-        Under mixed precision, models return float32.
+        Under mixed precision, prepared models return float32 outputs.
 
         Args:
             objects: Models, optimizers, DataLoaders and schedulers, in any order.
@@ -291,7 +291,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Prepare one model and return it. Under mixed precision, the model returns float32.
+        """Prepare one model and return it. Under mixed precision, the model returns float32 outputs.
 
         Args:
             model: Model to prepare.
@@ -304,7 +304,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
 
     @property
     def step(self) -> int:
-        """Number of micro-batches since the last DataLoader was exhausted. Can be assigned."""
+        """Number of micro-batches since a DataLoader was last exhausted. Can be assigned."""
         return self._counted.step
 
     @step.setter
@@ -317,10 +317,10 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Gradient scaler under fp16, else None. Assigning a different scaler is an error.
+        """Gradient scaler under fp16, else None. Only the current value can be assigned.
 
         Raises:
-            ConfigError: If another scaler is assigned.
+            ConfigError: If a different value is assigned.
         """
         return super().scaler
 
@@ -341,23 +341,22 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         self._preparation.places = value
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
-        """Run backward on a loss divided by the number of accumulation steps, and accumulate gradients.
+        """Divide a loss by the number of accumulation steps and run its backward, which accumulates gradients.
 
         Args:
-            loss: Scalar loss, or a tensor of any shape with the keyword `gradient`.
-            kwargs: Keyword arguments of `torch.Tensor.backward`. `gradient` is the gradient with respect to a loss that
-                is not a scalar.
+            loss: Scalar loss, or with `gradient` a tensor of any shape.
+            kwargs: Keyword arguments of `torch.Tensor.backward`. `gradient` is the gradient with respect to `loss`.
         """
         gradient = kwargs.pop("gradient", None)
         super().backward(loss if gradient is None else (loss * gradient).sum(), **kwargs)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Return a context manager for training on prepared loaders whose ranks hold different amounts of data.
+        """Return a context manager for training on data that cannot be divided evenly among ranks.
 
         Args:
             joinables: Ignored. Objects that are not prepared are accepted too.
-            even_batches: Value of `even_batches` within the context; None to keep the current one. No effect on CPUs,
+            even_batches: Value of `even_batches` within the context. None: unchanged. It has no effect in runs on CPUs,
                 as in Accelerate.
         """
         if even_batches is not None and self.num_processes > 1 and self.device.type == "cpu":
@@ -369,10 +368,10 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
             yield
 
     def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
-        """Return the context manager for one micro-batch. All models share one counter and one accumulation window.
+        """Return a context manager for one micro-batch. All models share one counter and one accumulation window.
 
         Args:
-            models: Accepted for compatibility. The accumulation window does not depend on them.
+            models: Ignored, because the accumulation window does not depend on the models.
         """
         return super().accumulate()
 
@@ -422,10 +421,10 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
     def gather_for_metrics(
         self, input_data: Tree, use_gather_object: bool = False, loader: PreparedLoader | None = None
     ) -> Tree:
-        """Return the results of all ranks, concatenated, without the samples that were repeated to fill the last batch.
+        """Return the concatenated results of all ranks, without samples that were repeated to fill the last batch.
 
-        Values that do not have one entry per sample are concatenated too. In the last batch they are truncated to
-        the number of remaining samples, as in Accelerate.
+        Values that do not have one entry per sample are concatenated too. After the last batch of a loader, they are
+        truncated to the number of that batch's samples, as in Accelerate.
 
         Args:
             input_data: Tensors, arrays or lists in nested containers, usually with one entry per sample.
@@ -444,7 +443,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
     # ---------------------------------------------------------------- checkpoints
 
     def _choose_last_save_hook(self) -> Writer | None:
-        """Return the save hook that writes Accelerate's files. None if this run's checkpoints do not contain them."""
+        """Return the save hook that writes Accelerate's files, or None if checkpoints of this run do not need them."""
         asked = env.get_bool("HEADWAY_ACCELERATE_FILES")
         is_replicated = self.distributed_type in _REPLICATED
         is_one_machine = self.runtime.local_world_size == self.num_processes
@@ -461,14 +460,16 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
     ) -> Path:
         """Save a checkpoint of all prepared and registered objects, with Accelerate's files in the same directory.
 
-        Accelerate's files are left out if models are sharded, on several machines, or with HEADWAY_ACCELERATE_FILES=0.
+        Accelerate's files are left out if models are sharded, if the run uses several machines, or if the environment
+        variable HEADWAY_ACCELERATE_FILES is 0.
 
         Args:
             output_dir: Directory of the checkpoint. Ignored with automatic naming.
             safe_serialization: Whether Accelerate's weight files are safetensors. Otherwise they are written by
                 torch.save. Default: True.
             blocking: Whether to wait until the checkpoint is on disk. Default: True.
-            metric: Metric of this state, by which `ProjectConfiguration(keep_best=...)` selects checkpoints.
+            metric: Value of the metric for this state, by which `ProjectConfiguration(keep_best=...)` selects
+                checkpoints.
             save_model_func_kwargs: Keyword arguments as in `headway.Accelerator.save_state`.
 
         Returns:
@@ -488,18 +489,19 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
     ) -> Restored:
         """Load a checkpoint that Headway or Accelerate wrote.
 
-        Loaders keep the order of the interrupted epoch. As with Accelerate, the script decides where in this epoch to
-        continue, for example by `skip_first_batches`. Only a stateful loader continues by itself.
+        Loaders use the sample order of the interrupted epoch again, from its first batch. As with Accelerate, the
+        script skips the finished batches, for example by `skip_first_batches`. Only stateful loaders restore their
+        position.
 
         Args:
-            input_dir: Directory of the checkpoint. Default: the newest one, with automatic naming.
+            input_dir: Directory of the checkpoint. None: the newest checkpoint, which requires automatic naming.
             load_kwargs: Ignored, as in `headway.Accelerator.load_state`.
-            strict: Whether a checkpoint with another world size, batch size, precision or version is an error. Default:
-                False.
-            changed: Differences from the checkpoint that are intended, as in `headway.Accelerator.load_state`. None
-                (the default): only warn if the data or the schedules differ.
-            load_model_func_kwargs: `strict=False` accepts weights with missing or unknown names in Accelerate's
-                checkpoints.
+            strict: Whether to refuse a checkpoint saved with a different world size, batch size, precision or version.
+                Default: False.
+            changed: Intended differences from the checkpoint, as in `headway.Accelerator.load_state`. None (the
+                default): only warn if data or schedules differ.
+            load_model_func_kwargs: Further keyword arguments. With `strict=False`, a checkpoint of Accelerate may lack
+                weights of the model or contain unknown ones.
 
         Returns:
             Description of what was restored.
@@ -539,7 +541,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """Settings for splitting, padding and moving batches. Assignments apply to loaders that are prepared later."""
+        """Settings for splitting, padding and moving batches. Assigned fields apply to loaders prepared later."""
         return LiveDataLoaderConfiguration(
             self._preparation.loading, lambda fields: self._preparation.set_loading(DataLoaderConfiguration(**fields))
         )
@@ -550,7 +552,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """Directories of the run's files.
+        """Settings for the directories of the run's files and for checkpoint names.
 
         Fields can be assigned, including `iteration`, the number of the next checkpoint.
         """

@@ -1,8 +1,8 @@
 """Accelerate's checkpoint files: written in addition to Headway's own, and read from Accelerate's checkpoints.
 
-In scripts that import Headway as `accelerate`, a checkpoint has both formats: Headway's tensors and manifest, which
-`load_state` uses, and the files that scripts and Accelerate itself expect. All files are written into one staging
-directory, hashed in the manifest, and committed by one rename. Accelerate's pickle files are only read with
+In scripts that import Headway as `accelerate`, a checkpoint has both formats. `load_state` uses Headway's tensors and
+manifest; scripts and Accelerate itself use the files in Accelerate's format. All files are written into one staging
+directory and committed by one rename. The manifest contains their hashes. Accelerate's pickle files are only read with
 `weights_only=True`.
 """
 
@@ -53,7 +53,7 @@ def get_file_name(name: str, index: int) -> str:
 def is_accelerate_checkpoint(folder: Path) -> bool:
     """Whether a directory is a checkpoint that Accelerate wrote.
 
-    False for Headway's checkpoints, and for files left by an interrupted Headway save, whose names start with a dot.
+    False for Headway's checkpoints, and for the staging directories of its saves, whose names start with a dot.
     """
     if (folder / MANIFEST).is_file() or not folder.is_dir() or folder.name.startswith("."):
         return False
@@ -62,10 +62,7 @@ def is_accelerate_checkpoint(folder: Path) -> bool:
 
 
 def find_newest(parent: Path) -> Path | None:
-    """Return the checkpoint directory with the highest number in `parent` if Accelerate wrote it.
-
-    Otherwise return None.
-    """
+    """Return the checkpoint directory with the highest number in `parent`, or None if Accelerate did not write it."""
     names = parent.iterdir() if parent.is_dir() else ()
     found = [path for path in names if parse_number(path) is not None and not path.name.startswith(".")]
     newest = max(found, key=lambda path: parse_number(path) or 0, default=None)
@@ -92,8 +89,7 @@ class Writer:
 
         Args:
             models: Models of the checkpoint.
-            weights: State dicts of the models. A save hook that ran earlier may have written some of them itself and
-                removed them from this list.
+            weights: State dicts of the models. An earlier save hook may have removed those that it wrote itself.
             folder: Staging directory of the checkpoint.
         """
         accelerator, place = self._accelerator, Path(folder)
@@ -135,13 +131,11 @@ class Writer:
 def _restore_tied_names(
     models: list[torch.nn.Module], weights: list[dict[str, torch.Tensor]]
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Yield each model's state dict as Accelerate writes it, in which a tied tensor occurs under each of its names.
-
-    Headway stores a tied tensor only once.
+    """Yield each model's state dict in Accelerate's format, in which a tied tensor occurs under each of its names.
 
     Args:
         models: Models of the checkpoint.
-        weights: State dicts of the models.
+        weights: State dicts of the models in Headway's format, which contains a tied tensor only once.
     """
     left = list(models)
     for entry in weights:
@@ -154,7 +148,7 @@ def _restore_tied_names(
 
 
 class Reader:
-    """Reader of a checkpoint directory that Accelerate wrote. It restores the Accelerator's objects from the files.
+    """Reader that restores the Accelerator's objects from a checkpoint directory that Accelerate wrote.
 
     Args:
         accelerator: Accelerator to load the checkpoint into.
@@ -168,15 +162,16 @@ class Reader:
     def restore(self, models: list[torch.nn.Module], strict: bool = True) -> Restored:
         """Read all files, restore the objects, and return a summary of what was restored.
 
-        All ranks report their errors before any weights change. If any rank fails, changes to other objects are undone.
+        All ranks exchange their errors before any weights change. If any rank fails, all ranks undo their changes to
+        other objects.
 
         Args:
-            models: Models to load. Those that the user's load hooks have loaded already are not among them.
+            models: Models to load, without those that the user's load hooks have already loaded.
             strict: Whether all weight names must match. Default: True.
 
         Raises:
-            CheckpointError: On every rank, if a file is missing, does not fit this run, or contains objects that
-                Headway does not read.
+            CheckpointError: On every rank, if on any rank a file is missing, does not fit this run, or contains objects
+                that Headway refuses to unpickle.
         """
         undo, failure, cause, weights = LoadRollback(), None, None, []
         try:
@@ -198,12 +193,14 @@ class Reader:
         return Restored(self._folder, {"num_updates": self._accelerator.num_updates, "epoch": 0})
 
     def _restore_objects(self, undo: LoadRollback, problems: list[str]) -> None:
-        """Restore all objects except the weights, and record how to undo it.
+        """Restore optimizers, schedulers, custom objects and the gradient scaler, and record how to undo each change.
 
         Args:
             undo: Rollback to which an undo step per object is added.
-            problems: Descriptions of weights that do not fit the models. They are reported before any object is
-                changed.
+            problems: Reasons why the weights do not fit the models. If there are any, no object is changed.
+
+        Raises:
+            CheckpointError: If there are problems with the weights, or if a file is missing or does not fit.
         """
         if problems:
             raise CheckpointError(
@@ -272,9 +269,9 @@ def _convert_to_tuples(value: Any) -> Any:
 
 
 def _match_names(state: Mapping[str, torch.Tensor], model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """Return a state dict under the model's own names.
+    """Return a state dict with its keys renamed to the model's own names.
 
-    Prefixes of DDP and `torch.compile` are removed, unless the model itself has them.
+    The prefixes that DDP and `torch.compile` add are removed, unless the model's own names contain them.
     """
     own = {name: name for name in model.state_dict()}
     prefix = "module." if not any(name.startswith("module.") for name in own) else ""
@@ -287,12 +284,12 @@ def _match_names(state: Mapping[str, torch.Tensor], model: torch.nn.Module) -> M
 def _find_misfits(model: torch.nn.Module, state: Mapping[str, torch.Tensor], strict: bool) -> list[str]:
     """Return the reasons why a state dict cannot be loaded into a model, one line per reason.
 
-    torch itself would raise an error only after it has changed a part of the model.
+    torch itself would raise an error only after changing some of the model's tensors.
 
     Args:
         model: Model to load.
         state: Weights by name.
-        strict: Whether missing and unknown names are reasons.
+        strict: Whether missing and unknown names count as reasons.
     """
     own = model.state_dict()
     present = {own[name].data_ptr() for name in state if name in own}
@@ -307,7 +304,7 @@ def _find_misfits(model: torch.nn.Module, state: Mapping[str, torch.Tensor], str
 
 def _put(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     own = model.state_dict()
-    # torch refuses to copy into tensors that expand() made, because several elements share memory.
+    # torch refuses to copy into a tensor that expand() created, because several of its elements share memory.
     expanded = {name for name in state if name in own and 0 in own[name].stride()}
     model.load_state_dict({name: value for name, value in state.items() if name not in expanded}, strict=False)
     with torch.no_grad():

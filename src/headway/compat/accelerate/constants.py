@@ -73,10 +73,10 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 
 
 class DistributedType(str, Enum):
-    """Type of distribution of a run over processes.
+    """Way in which a run is distributed over processes, as Accelerate names it.
 
-    Headway uses NO, FSDP, DEEPSPEED, and the members MULTI_* for the device types. MULTI_GPU is also used for device
-    types that have no member.
+    Headway uses NO, FSDP, DEEPSPEED, and the MULTI_* member of the device type. For device types without such a member,
+    it uses MULTI_GPU.
     """
 
     NO = "NO"
@@ -106,7 +106,7 @@ class PrecisionType(StringEnum):
 
 
 class RNGType(StringEnum):
-    """Names of random number generators that `rng_types` can list for synchronization over ranks."""
+    """Names of random number generators that `rng_types` can contain, to synchronize them across ranks."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -126,8 +126,8 @@ def distributed_type(runtime: ProcessRuntime, chosen: ResolvedLayout | None = No
 
     Args:
         runtime: Runtime of this process.
-        chosen: Layout of the run. If it has several shards, the result is FSDP or DEEPSPEED. Default: determine the
-            type by the world size and device only.
+        chosen: Layout of the run. If it has several shards, the result is FSDP or DEEPSPEED. None: only the world size
+            and the device determine the type.
     """
     if runtime.world_size == 1:
         return DistributedType.NO
@@ -138,7 +138,7 @@ def distributed_type(runtime: ProcessRuntime, chosen: ResolvedLayout | None = No
 
 
 class EnumWithContains(EnumMeta):
-    """Metaclass for enumerations in which `value in Kind` is true if `value` is the value of a member."""
+    """Metaclass for enumerations `E` in which `x in E` is true if `x` is the value of a member."""
 
     def __contains__(cls, item: object) -> bool:
         try:
@@ -161,14 +161,14 @@ class BaseEnum(Enum, metaclass=EnumWithContains):
 
 
 class ComputeEnvironment(str, Enum):
-    """Environment in which a script runs. Headway uses only LOCAL_MACHINE; it does not start jobs through SageMaker."""
+    """Environment in which a script runs. Headway uses only LOCAL_MACHINE, because it starts no jobs on SageMaker."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class SageMakerDistributedType(str, Enum):
-    """Modes of distributed training of Amazon SageMaker. Headway supports none of them."""
+    """Amazon SageMaker's modes of distributed training. Headway supports none of them."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
@@ -185,4 +185,4 @@ class FP8BackendType(str, Enum):
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Warning about nested tensors that are not padded by `pad_across_processes`."""
+    """Warning that `pad_across_processes` does not pad nested tensors."""

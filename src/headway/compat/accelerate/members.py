@@ -1,4 +1,4 @@
-"""Members of Accelerate's Accelerator that Headway's own class lacks: states, plugins and ranks along mesh axes."""
+"""Members that only Accelerate's Accelerator has, such as its states, its plugins and the ranks along mesh axes."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ log = get_logger(__name__)
 
 
 def _make_axis_rank(axis: str, doc: str) -> property:
-    """Return a property with the process's coordinate along one axis of the device mesh.
+    """Return a property whose value is the process's coordinate along one axis of the device mesh.
 
     Args:
         axis: Name of the axis, such as "tp".
@@ -54,10 +54,10 @@ class _Reread:
 
 
 class AccelerateMembers(RankAware):
-    """Mixin with the members of Accelerate's Accelerator that Headway's own class lacks.
+    """Mixin with the members that Accelerate's Accelerator has and Headway's own class lacks.
 
-    `headway.Accelerator` also provides them, for scripts that only changed their imports. It calls `read_member`,
-    which it finds through the registry of extensions, because this module must not import `headway.Accelerator`.
+    `headway.Accelerator` also provides these members, for scripts in which only the imports were changed. It loads
+    `read_member` through the registry of extensions, because `headway.accelerator` must not import `headway.compat`.
 
     Attributes:
         mixed_precision: "no", "bf16", "fp16" or "fp8".
@@ -72,15 +72,15 @@ class AccelerateMembers(RankAware):
 
     @cached_property
     def state(self) -> AcceleratorState:
-        """State of this process, with the settings of the run."""
+        """Accelerate's `AcceleratorState`: the state of this process and the settings of the run."""
         return AcceleratorState(_run=self._facts)
 
     @cached_property
     def gradient_state(self) -> GradientState:
-        """State of the accumulation windows, as Accelerate's `GradientState`."""
+        """Accelerate's `GradientState`: the state of the accumulation windows."""
         return GradientState(_run=self._facts)
 
-    # ---------------------------------------------------------------- surroundings
+    # ---------------------------------------------------------------- processes and layout
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -99,7 +99,7 @@ class AccelerateMembers(RankAware):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """Number of processes along each axis of the run's layout.
+        """`ParallelismConfig` with the number of processes along each axis of the run's layout.
 
         None if the script gave no ParallelismConfig and each process holds a full replica of the model.
         """
@@ -137,9 +137,9 @@ class AccelerateMembers(RankAware):
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this is the first process of its machine, which should write files in a script.
+        """Whether a script should write files on this process, which is the first one of its machine.
 
-        `save_model` itself must be called on all processes.
+        In contrast, all processes must call `save_model`.
         """
         return self.is_local_main_process
 
@@ -164,12 +164,12 @@ class AccelerateMembers(RankAware):
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Collection[torch.Tensor] | None = None,
     ) -> Iterator[None]:
-        """Return a context manager without effect. A prepared model splits its own input sequences.
+        """Return a context manager without effect, because a prepared model splits its own input sequences.
 
         Args:
-            buffers: Tensors that Accelerate would split along the sequence. They are only checked.
+            buffers: Tensors that Accelerate would split along their sequence dimensions. They are only checked.
             buffer_seq_dims: Sequence dimension of each buffer.
-            no_restore_buffers: Buffers that Accelerate would leave split. They are only checked.
+            no_restore_buffers: Buffers that Accelerate would not restore afterwards. They are only checked.
 
         Raises:
             ConfigError: If there is not one valid dimension per buffer, or if `no_restore_buffers` contains a tensor
@@ -194,7 +194,7 @@ class AccelerateMembers(RankAware):
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> NoReturn:
         """Raise `UnsupportedError`, because the LOMO optimizer updates parameters inside backward.
 
-        Accumulation windows, clipping and skipped updates could then have no effect.
+        Accumulation, clipping and the skipping of updates cannot be applied to such updates.
 
         Raises:
             UnsupportedError: Always.
@@ -205,7 +205,7 @@ class AccelerateMembers(RankAware):
         )
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Whether the model, or a module inside it, has a device map with several devices."""
+        """Whether the model or one of its submodules has a device map with several devices."""
         return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
     # ---------------------------------------------------------------- prepared objects
@@ -218,12 +218,12 @@ class AccelerateMembers(RankAware):
 
 
 def list_members() -> list[str]:
-    """Return the names of the members that `headway.Accelerator` lacks."""
+    """Return the names of the members that only Accelerate's Accelerator has."""
     return [name for name in vars(AccelerateMembers) if not name.startswith("__")]
 
 
 def read_member(accelerator: Any, name: str) -> Any:
-    """Return an attribute that Headway's Accelerator lacks and `AccelerateMembers` defines.
+    """Return the value of an attribute that Headway's Accelerator lacks and `AccelerateMembers` defines.
 
     Args:
         accelerator: Accelerator that has no such attribute itself.

@@ -1,6 +1,6 @@
-"""Accelerate's dataclasses for layouts and sharding, with its fields and checks.
+"""Accelerate's dataclasses for layouts and sharding, with Accelerate's fields and checks.
 
-Each of them is translated to a request for a layout of Headway.
+The Accelerator translates each of them to one of Headway's layouts.
 """
 
 import warnings
@@ -25,7 +25,7 @@ _OF_VERSION_1 = ("use_orig_params", "sync_module_states", "forward_prefetch")
 _TRUTHS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
 _VARIABLES = {"cpu_offload": "FSDP_OFFLOAD_PARAMS", "transformer_cls_names_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
 _POLICIES = {"transformer_cls_names_to_wrap": "TRANSFORMER_BASED_WRAP", "min_num_params": "SIZE_BASED_WRAP"}
-"""Name of the only wrapping policy for which a field is read from the environment, by field."""
+"""Wrapping policies by field. Such a field is read from the environment only if the plugin has this policy."""
 _DTYPES = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -35,20 +35,20 @@ class FullyShardedDataParallelPlugin:
 
     Options of FSDP1 and FSDP2 are accepted, but FSDP2 is always used.
 
-    Fields become torch's enumerations and policies, as in Accelerate. A field that is None takes the value of
-    `FSDP_<NAME>` in the environment. If neither is set, the launcher's flags or the config file determine the
-    option, or else Headway's default.
+    Values of fields are converted to torch's enumerations and policies, as in Accelerate. A field that is None takes
+    the value of the environment variable `FSDP_<NAME>`. An option for which neither is set is determined by the
+    launcher's flags, else by the config file, else by Headway's default.
 
     Attributes:
-        fsdp_version: 1 (default) or 2: the version whose rules determine how the other fields are read. It becomes 2
-            when an Accelerator uses the plugin.
+        fsdp_version: FSDP version whose rules apply to the other fields: 1 (the default) or 2. It becomes 2 when an
+            Accelerator uses the plugin.
         sharding_strategy: FSDP1's "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD" or "HYBRID_SHARD_ZERO2".
         reshard_after_forward: Whether to free a block's unsharded parameters between forward and backward, or one of
             FSDP1's sharding strategies.
-        cpu_offload: Whether shards, gradients and optimizer state are in host memory.
+        cpu_offload: Whether to keep parameter shards, gradients and optimizer state in host memory.
         auto_wrap_policy: "transformer_based_wrap", "size_based_wrap", "no_wrap", or one of torch's policies.
         transformer_cls_names_to_wrap: Class names of the blocks that are sharded separately.
-        min_num_params: Minimum number of parameters of a module that is sharded separately.
+        min_num_params: Number of parameters from which a module is sharded separately.
         mixed_precision_policy: "bf16", "fp16", "fp32", a dict of dtypes, or torch's MixedPrecisionPolicy.
         activation_checkpointing: Whether to recompute the blocks' activations in backward.
         activation_checkpointing_offload: Whether to keep the inputs of checkpointed blocks in host memory.
@@ -56,8 +56,8 @@ class FullyShardedDataParallelPlugin:
             `save_model`, which writes full weights.
         state_dict_config, optim_state_dict_config: No effect.
         backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params, sync_module_states,
-            cpu_ram_efficient_loading: No effect, because FSDP2 and prepare() always do what they request.
-        ignored_modules, param_init_fn: Not supported; the Accelerator raises an error.
+            cpu_ram_efficient_loading: No effect, because FSDP2 or prepare() always provides the requested behavior.
+        ignored_modules, param_init_fn: Not supported. The Accelerator raises an error if one of them is set.
 
     Raises:
         ConfigError: If a field has an invalid value.
@@ -124,7 +124,7 @@ class FullyShardedDataParallelPlugin:
     def request_layout(self, request: LayoutRequest) -> None:
         """Add the options of this plugin to a layout request, and convert the plugin's own fields to those of FSDP2.
 
-        The options come from all fields that were passed to the constructor or assigned later.
+        The options are all fields that were passed to the constructor, read from the environment or assigned later.
 
         Args:
             request: Layout request to change.
@@ -135,10 +135,10 @@ class FullyShardedDataParallelPlugin:
         self._convert_fields(2)
 
     def _read(self, name: str, into: LayoutRequest) -> LayoutRequest:
-        """Add the options of all fields that were set on this plugin to a layout request, and return the request.
+        """Add all options that are set on this plugin to a layout request, and return the request.
 
         Args:
-            name: Name of the plugin, used as a prefix of field names in messages.
+            name: Name of the plugin, which precedes the field names in messages.
             into: Layout request to change.
         """
         into.use_shards(name)
@@ -147,10 +147,10 @@ class FullyShardedDataParallelPlugin:
         return into
 
     def _convert_fields(self, version: int) -> None:
-        """Convert the fields to torch's enumerations and policies, by the rules of one FSDP version.
+        """Convert the fields to torch's enumerations and policies for one FSDP version.
 
         Args:
-            version: 1 or 2.
+            version: FSDP version, 1 or 2.
         """
         settings = self._read(type(self).__name__, LayoutRequest()).settings
         offloads = bool(settings.get("fsdp_offload_params", (False, ""))[0])
@@ -198,8 +198,8 @@ class FullyShardedDataParallelPlugin:
         """Set the state dict type and its configs. Headway's own checkpoints stay sharded.
 
         Args:
-            state_dict_type: Name or member of torch's `StateDictType`. If None, keep the current type; if it is unset,
-                use the default of `fsdp_version`.
+            state_dict_type: Name or member of torch's `StateDictType`. None: the current type, else the default type of
+                `fsdp_version`.
         """
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         kind = _find_member(fsdp.StateDictType, state_dict_type or self.state_dict_type or default)
@@ -211,7 +211,7 @@ class FullyShardedDataParallelPlugin:
             self.optim_state_dict_config = getattr(configs, f"{word}OptimStateDictConfig")(**options)
 
     def set_auto_wrap_policy(self, model: Any) -> None:
-        """Do nothing. The blocks that are sharded separately are determined when a model is prepared."""
+        """Do nothing. Which blocks are sharded separately is determined when a model is prepared."""
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Set the mixed-precision policy. Call it before the Accelerator is created.
@@ -219,7 +219,7 @@ class FullyShardedDataParallelPlugin:
         Args:
             mixed_precision: "bf16", "fp16", "fp32" or a dtype.
             buffer_autocast: Whether buffers are float32 (FSDP1 only). Default: False.
-            override: Whether to replace a policy that is already set. If False, such a policy is kept. Default: False.
+            override: Whether to replace a policy that is already set. Default: False.
         """
         if override or self.mixed_precision_policy is None:
             dtype = _dtype(mixed_precision)
@@ -233,9 +233,9 @@ def _dtype(given: Any) -> Any:
 
 
 def _find_member(kind: Any, value: Any) -> Any:
-    """Return the member of an enumeration with the given name or number.
+    """Return the member of a torch enumeration with the given name or number.
 
-    None for "NO_PREFETCH", for which torch has no member.
+    None for None, and for the backward prefetch "NO_PREFETCH", for which torch has no member.
 
     Raises:
         ConfigError: If there is no such member.
@@ -297,13 +297,13 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """Options of DeepSpeed's sequence parallelism.
+    """Options of DeepSpeed's sequence parallelism, which Headway does not support.
 
-    It is not supported: the Accelerator raises an error if `sp_size` is above 1.
+    An Accelerator raises an error if `sp_size` is above 1.
 
     Attributes:
-        sp_seq_length: Length of the sequences. Required if it is not variable.
-        sp_seq_length_is_variable: Whether the length may vary. Default: True.
+        sp_seq_length: Length of the sequences. Required if `sp_seq_length_is_variable` is False.
+        sp_seq_length_is_variable: Whether the length may vary between batches. Default: True.
         sp_attn_implementation: Name of the attention implementation. Stored without effect.
     """
 
@@ -328,9 +328,9 @@ def _axes(doc: str, *kinds: str) -> property:
 
 @dataclass
 class ParallelismConfig:
-    """Number of processes for each kind of parallelism; 1 disables it. The short form is `strategy="fsdp=4+tp=2"`.
+    """Number of processes for each kind of parallelism; 1 disables a kind. The short form is `strategy="fsdp=4+tp=2"`.
 
-    A size that is None takes the value of its environment variable, such as PARALLELISM_CONFIG_TP_SIZE, or 1.
+    A size that is None takes the value of its environment variable, such as PARALLELISM_CONFIG_TP_SIZE, else 1.
 
     Attributes:
         dp_replicate_size: Number of replicas of the model.
@@ -338,8 +338,8 @@ class ParallelismConfig:
         tp_size: Number of processes over which each weight matrix is sharded.
         cp_size: Number of processes over which each sequence is split.
         sp_size: Size of DeepSpeed's sequence parallelism. The Accelerator raises an error for a value above 1.
-        cp_backend: Backend of context parallelism. Only "torch".
-        sp_backend: Backend of sequence parallelism. Only "deepspeed".
+        cp_backend: Backend of context parallelism. Only "torch" is allowed.
+        sp_backend: Backend of sequence parallelism. Only "deepspeed" is allowed.
         tp_handler, cp_handler, sp_handler: Options of tensor, context and sequence parallelism.
 
     Raises:
@@ -392,11 +392,11 @@ class ParallelismConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of processes for each kind of parallelism, by its short name, such as "tp"."""
+        """Dict from kinds of parallelism, such as "tp" or "dp_shard", to their numbers of processes."""
         return {kind: int(getattr(self, f"{kind}_size")) for kind in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
 
     def request_layout(self, request: LayoutRequest) -> None:
-        """Add the number of ranks of each axis, such as `tp_size`, to a layout request."""
+        """Add the sizes of this config, such as `tp_size`, to a layout request."""
         for name, size in self.sizes.items():
             if size > 1:
                 read_size(request, f"{name}_size", size, f"parallelism_config.{name}_size")
@@ -404,12 +404,12 @@ class ParallelismConfig:
 
     @property
     def total_size(self) -> int:
-        """Number of all processes, which is the product of the sizes."""
+        """Total number of processes, which is the product of all sizes."""
         return prod(self.sizes.values())
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Number of processes that read equal data and together train one replica.
+        """Number of processes that read equal data, because they compute on the same batches together.
 
         It is the product of the sizes of tensor, context and sequence parallelism.
         """
@@ -449,7 +449,9 @@ class ParallelismConfig:
         return tuple(zip(*((name, self.sizes[name]) for name in names)))
 
     def build_device_mesh(self, device_type: str) -> Any:
-        """Return a new device mesh with the sizes of this config, including flattened axes. All processes must call it.
+        """Return a new device mesh with the sizes of this config. All processes must call it.
+
+        Groups of data-parallel axes are flattened to additional axes, such as "dp_shard_cp".
 
         Args:
             device_type: Device type, such as "cuda".
@@ -467,13 +469,13 @@ class ParallelismConfig:
         return made
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
-        """Return the device mesh of this config, which is created on the first call.
+        """Return the device mesh of this config, which the first call creates.
 
         Args:
             device_type: Device type, such as "cuda". Required on the first call.
 
         Raises:
-            ConfigError: If the mesh exists for another device type, or if the first call has no device type.
+            ConfigError: If the mesh was created for another device type, or if the first call passes no device type.
         """
         if self._mesh is None and device_type is None:
             raise ConfigError(
@@ -497,9 +499,9 @@ class ParallelismConfig:
 
 
 def get_parallelism_config(run: ResolvedLayout) -> ParallelismConfig | None:
-    """Return the run's ParallelismConfig with the actual sizes.
+    """Return a ParallelismConfig with the sizes of the run's layout.
 
-    None if the script gave none and each rank has a full replica.
+    None if the script passed no ParallelismConfig and the run uses DeepSpeed or a full replica on each rank.
     """
     given = run.plugins.get(ParallelismConfig.argument)
     if given is None and (run.layout.is_replicas_only or run.is_deepspeed):

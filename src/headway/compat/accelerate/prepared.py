@@ -1,4 +1,4 @@
-"""Accumulation windows, optimizers and schedulers that count micro-batches and scheduler steps as Accelerate does."""
+"""Accumulation windows and wrappers of optimizers and schedulers that count steps as Accelerate does."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from headway.errors import ConfigError
 
 
 class CountedWindows(AccumulationWindows):
-    """Accumulation windows whose ends are determined by one counter of all micro-batches, as in Accelerate.
+    """Accumulation windows that end whenever a counter of all micro-batches requires it, as in Accelerate.
 
     Attributes:
-        step: Number of micro-batches since the last DataLoader was exhausted or the run began. Can be assigned.
+        step: Number of micro-batches since a DataLoader was last exhausted, or since the run began. Can be assigned.
     """
 
     step: int = 0
@@ -28,8 +28,7 @@ class CountedWindows(AccumulationWindows):
     def begin_lone_window(self) -> AccumulationWindow:
         """Return a new accumulation window for a backward outside of a `with accelerator.accumulate()` block.
 
-        If `optimizer.step()` would have had no effect after the previous micro-batch, it has none in this window
-        either.
+        `optimizer.step()` has an effect in this window only if it would have had one after the previous micro-batch.
         """
         is_due = self.is_due
         window = super().begin_lone_window()
@@ -39,7 +38,7 @@ class CountedWindows(AccumulationWindows):
     def set_due(self, is_due: bool) -> None:
         """Set whether `optimizer.step()` and `zero_grad()` take effect. If False, both do nothing.
 
-        Inside a `with accelerator.accumulate()` block, True also makes the current micro-batch the last one of its
+        Inside a `with accelerator.accumulate()` block, True also makes the current micro-batch the last one of the
         accumulation window.
         """
         super().set_due(is_due)
@@ -53,7 +52,7 @@ class CountedWindows(AccumulationWindows):
 
 
 class _AccelerateAttributes:
-    """Mixin with the attributes that all of Accelerate's wrapper classes have."""
+    """Mixin with the attributes that all of Accelerate's wrapper classes share."""
 
     _is_accelerate_prepared = True
 
@@ -83,10 +82,10 @@ class AcceleratedOptimizer(_AccelerateAttributes, PreparedOptimizer):
 
     @property
     def scaler(self) -> Any:
-        """Gradient scaler under fp16, else None. Assigning a different scaler is an error.
+        """Gradient scaler under fp16, else None. Only the current value can be assigned.
 
         Raises:
-            ConfigError: If another scaler is assigned.
+            ConfigError: If a different value is assigned.
         """
         return self._step.precision.scaler
 
@@ -95,9 +94,9 @@ class AcceleratedOptimizer(_AccelerateAttributes, PreparedOptimizer):
         check_scaler(value, self.scaler)
 
     def check_owned(self, known: set[int]) -> None:
-        """Raise `PrepareError` if a parameter belongs to no prepared model and there are several processes.
+        """Raise an error if a parameter belongs to no prepared model and there are several processes.
 
-        On one process, other parameters can be trained too. On several processes their values would diverge.
+        On one process, such parameters can be trained. On several processes, their values would diverge.
 
         Args:
             known: IDs of the parameters of prepared models.
@@ -110,16 +109,16 @@ class AcceleratedOptimizer(_AccelerateAttributes, PreparedOptimizer):
 
 
 def check_scaler(value: Any, known: Any) -> None:
-    """Raise `ConfigError` if an assigned gradient scaler differs from the current one.
+    """Raise an error if an assigned gradient scaler is not the current one.
 
-    Some scripts assign the current scaler (None without gradient scaling), which is allowed.
+    Some scripts assign the current scaler again (None without gradient scaling), which is allowed.
 
     Args:
         value: Assigned value.
         known: Current gradient scaler, or None.
 
     Raises:
-        ConfigError: If `value` is another scaler.
+        ConfigError: If `value` is not `known`.
     """
     if value is not known:
         raise ConfigError(
@@ -129,16 +128,16 @@ def check_scaler(value: Any, known: Any) -> None:
 
 
 class AcceleratedScheduler(_AccelerateAttributes, PreparedScheduler):
-    """Prepared scheduler that counts steps as Accelerate does: one per process each time gradients are synchronized.
+    """Prepared scheduler that counts steps as Accelerate does: an update counts once per process.
 
     Args:
         scheduler: Object with step() and state_dict().
-        optimizers: One or more optimizers. If one of them skipped its step, a call of step() does nothing.
-        step_with_optimizer: Whether to step only when the optimizers do. False: every call is one scheduler step.
-            Default: True.
-        split_batches: Whether each call is one scheduler step on any number of processes. Default: False.
-        rule, follows_optimizer, step: Components of the run that prepares the scheduler. None: those of the Accelerator
-            that was created last.
+        optimizers: One or more optimizers. If one of them skipped its step, step() of the scheduler does nothing.
+        step_with_optimizer: Whether to step only when the optimizers do. False: each call of step() advances the
+            schedule once. Default: True.
+        split_batches: Whether an update counts once, whatever the number of processes. Default: False.
+        rule, follows_optimizer, step: Components that the Accelerator passes when it prepares the scheduler. None:
+            determined by the other arguments and by the Accelerator that was created last.
     """
 
     needs_optimizer = False
@@ -161,9 +160,9 @@ class AcceleratedScheduler(_AccelerateAttributes, PreparedScheduler):
 
     @staticmethod
     def wraps(obj: Any) -> bool:
-        """Whether an object is one of torch's schedulers.
+        """Whether `prepare` wraps an object in this class, because it is one of torch's schedulers.
 
-        `prepare` returns other schedulers unwrapped, as in Accelerate.
+        As in Accelerate, other schedulers are returned unwrapped.
         """
         return isinstance(obj, LRScheduler)
 
@@ -174,23 +173,23 @@ class AcceleratedScheduler(_AccelerateAttributes, PreparedScheduler):
 
     @property
     def split_batches(self) -> bool:
-        """Whether one call of step() advances the schedule once, instead of once per process."""
+        """Whether a call of step() advances the schedule by one step instead of one step per process."""
         return self.rule.ticks(1) < self.accelerator_state.num_processes
 
     def _count_updates(self) -> int:
         return 0
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return a function and its arguments for pickling.
+        """Return the class and its constructor arguments, for pickling.
 
         The unpickled scheduler belongs to no run, and follows the optimizers that are pickled with it.
         """
         return type(self), (self.scheduler, list(self.optimizers), self.follows_optimizer, self.split_batches)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the scheduler if the current micro-batch completes an update, by one step per process.
+        """Advance the schedule by one step per process if the current micro-batch ends its accumulation window.
 
-        Without `step_with_optimizer`, advance it by one step in any case.
+        Do nothing if an optimizer skipped its step. Without `step_with_optimizer`, advance by one step in any case.
         """
         if not self.follows_optimizer:
             self.scheduler.step(*args, **kwargs)

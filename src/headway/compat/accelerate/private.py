@@ -1,4 +1,4 @@
-"""Private functions and tables of Accelerate that other projects import, under their names in Accelerate."""
+"""Accelerate's private functions and constants that other projects import, under their names in Accelerate."""
 
 import argparse
 import importlib.util
@@ -29,10 +29,11 @@ _TRUTHS = {"True": True, "False": False}
 
 
 def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, None, bool]:
-    """Return the arguments for `launch_command` unchanged. `headway launch` validates them and reads the config file.
+    """Return the arguments of `launch_command` unchanged, because `headway launch` validates them.
 
     Returns:
-        The arguments, None instead of the config file's values, and False because no precision was read from the file.
+        The arguments; None, because `headway launch` reads the config file itself; and False, because no precision was
+        read from that file.
     """
     return args, None, False
 
@@ -40,7 +41,7 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
 def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
     """Return script arguments of the form `--name value` as a dict.
 
-    Numbers and booleans are converted to Python values.
+    Texts that are numbers or booleans are converted to Python numbers and booleans.
 
     Raises:
         ConfigError: If an option has no value.
@@ -68,14 +69,13 @@ def _convert_number(text: str) -> float | int | str:
 def _filter_args(
     args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Sequence[str] = ()
 ) -> argparse.Namespace:
-    """Return a namespace with those arguments that a parser knows.
-
-    Arguments of the parser that `args` does not contain get the parser's defaults.
+    """Return a namespace with the arguments that a parser defines, with values from `args` where it contains them.
 
     Args:
-        args: Arguments by name.
-        parser: Parser that knows some of them.
-        default_args: Command line that the parser parses for the other arguments. Default: ().
+        args: Namespace whose values are used. Arguments that the parser does not define are left out.
+        parser: Parser that defines the arguments of the result.
+        default_args: Command line from which the parser takes values that `args` lacks. Default: (), the parser's
+            defaults.
     """
     kept, _ = parser.parse_known_args(list(default_args))
     for name in vars(kept).keys() & vars(args).keys():
@@ -84,22 +84,24 @@ def _filter_args(
 
 
 def _is_package_available(pkg_name: str, metadata_name: str | None = None) -> bool:
-    """Whether a package is installed and can be imported. A directory with the package's name is not sufficient."""
+    """Whether a package is installed and can be found by an import. A directory without metadata is not sufficient."""
     if importlib.util.find_spec(pkg_name) is None:
         return False
     return any(metadata.distributions(name=metadata_name or pkg_name))
 
 
 def _get_proper_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return the dtype with a name such as "torch.float16" or "float16". A dtype is returned unchanged."""
+    """Return the dtype for a name such as "torch.float16" or "float16". A dtype is returned unchanged."""
     return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
 
 
 def _get_param_device(param: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device of a parameter: the entry for the longest prefix of its name in the device map.
+    """Return the device of a parameter according to a device map.
+
+    It is the entry for the parameter itself, or for the innermost module with an entry that contains the parameter.
 
     Raises:
-        ConfigError: If the map has no such entry.
+        ConfigError: If there is no such entry.
     """
     name = param
     while name not in device_map:
@@ -115,12 +117,12 @@ def _gpu_gather(tensor: Tree) -> Tree:
 
 
 def _gpu_gather_object(object: Any) -> Any:  # noqa: A002 - its name in Accelerate
-    """Return the objects of all processes, joined into one list."""
+    """Return the objects of all processes in one list, in rank order."""
     return gather_object(object)
 
 
 def _gpu_broadcast(data: Tree, src: int = 0) -> Tree:
-    """Copy the tensors of process `src` into the tensors of all processes, in place, and return them."""
+    """Copy the values of process `src` into the tensors of all processes, in place, and return the tensors."""
     return broadcast(data, src)
 
 
@@ -149,7 +151,7 @@ def _get_model_state_dict(model: torch.nn.Module, adapter_only: bool = False, sd
 def _set_model_state_dict(
     model: torch.nn.Module, state_dict: dict[str, Any], adapter_only: bool = False, sd_options: Any = None
 ) -> Any:
-    """Load a state dict into a model or only into its PEFT adapter. Return the missing and unexpected keys.
+    """Load a state dict into a model, or only into its PEFT adapter, and return the missing and unexpected keys.
 
     Args:
         model: Model to load the state dict into.

@@ -11,15 +11,15 @@ from headway.errors import ConfigError, UnsupportedError
 class _Engine(KwargsHandler):
     """Base class of settings for float8 libraries that Headway does not support.
 
-    An Accelerator that gets them raises an error.
+    An Accelerator that gets such settings raises an error.
     """
 
 
 def check_handlers(handlers: list[Any] | None) -> list[Any] | None:
-    """Return the `kwargs_handlers` unchanged, or raise an error if Headway does not support one of them.
+    """Return the argument `kwargs_handlers` of an Accelerator unchanged if Headway supports all its items.
 
     Raises:
-        UnsupportedError: If one of them configures Transformer Engine or MS-AMP.
+        UnsupportedError: If an item configures Transformer Engine or MS-AMP.
     """
     for each in handlers or ():
         if isinstance(each, _Engine):
@@ -40,7 +40,7 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
 class TERecipeKwargs(_Engine):
     """Settings of Transformer Engine, which Headway does not support. An Accelerator that gets them raises an error.
 
-    The fields have Transformer Engine's meaning. They are stored without effect.
+    The fields are those of Accelerate's class. They are stored without effect.
     """
 
     use_autocast_during_eval: bool = False
@@ -63,7 +63,7 @@ class MSAMPRecipeKwargs(_Engine):
     """Settings of MS-AMP, which Headway does not support. An Accelerator that gets them raises an error.
 
     Attributes:
-        opt_level: MS-AMP's optimization level: "O1" or "O2". Stored without effect.
+        opt_level: Optimization level of MS-AMP, "O1" or "O2". Stored without effect.
     """
 
     opt_level: str = "O2"
@@ -77,7 +77,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """Deprecated settings of Transformer Engine or MS-AMP. An Accelerator that gets them raises an error.
 
     Attributes:
-        backend: "TE" or "MSAMP": the library that the settings are for.
+        backend: Library that the settings are for: "TE" (Transformer Engine) or "MSAMP".
     """
 
     backend: str = "TE"
@@ -95,10 +95,12 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
 
 class MegatronLMPlugin:
-    """Settings of Megatron-LM, stored as given. An Accelerator that gets them raises an error.
+    """Settings of Megatron-LM, which Headway does not support. An Accelerator that gets them raises an error.
 
     Args:
-        options: Fields of Accelerate's class by name.
+        args: Values of up to five fields of Accelerate's class: tp_degree, pp_degree, num_micro_batches,
+            gradient_clipping and sequence_parallelism.
+        options: Values of further fields by name. All values are stored as given.
     """
 
     tp_degree = pp_degree = num_micro_batches = 1

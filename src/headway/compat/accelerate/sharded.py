@@ -1,8 +1,8 @@
 """Checkpoint functions for sharded models and optimizers in Accelerate's file formats.
 
-A format is either a directory with one file per rank, or one file of full tensors. Libraries that write their own
-checkpoints, such as transformers' Trainer, call these functions; `save_state` does not use them. The plugin's
-`state_dict_type` selects the format to save. The format to load is detected.
+There are two formats: a directory with one file per rank, and one file with full tensors. The FSDP plugin's
+`state_dict_type` selects the format to save, and the format to load is detected. Libraries that write their own
+checkpoints, such as transformers' Trainer, call these functions. `save_state` does not use them.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def fsdp2_prepare_model(accelerator: Any, model: torch.nn.Module) -> Any:
-    """Shard a model in place by preparing it, and return it. A sharded model is returned unchanged.
+    """Shard a model in place by preparing it, and return the model. A sharded model is returned unchanged.
 
     Args:
         accelerator: Accelerator of a run with a sharded layout.
@@ -53,15 +53,15 @@ def save_fsdp_model(
     """Write a prepared model's weights into `output_dir`. All ranks must call it.
 
     Args:
-        fsdp_plugin: Plugin whose `state_dict_type` selects the format. "FULL_STATE_DICT": rank 0 writes full tensors
-            into `pytorch_model_fsdp.bin`. Otherwise each rank writes its shards into the directory
-            `pytorch_model_fsdp_N`.
+        fsdp_plugin: Plugin whose `state_dict_type` selects the format. With "FULL_STATE_DICT", rank 0 writes full
+            tensors into `pytorch_model_fsdp.bin`, or `pytorch_model_fsdp_N.bin` if N > 0. Otherwise each rank writes
+            its shards into the directory `pytorch_model_fsdp_N`.
         accelerator: Accelerator that prepared the model.
         model: Prepared model with sharded parameters.
         output_dir: Directory of the checkpoint.
-        model_index: Number N in the file name. Default: 0.
-        adapter_only: Whether to write only the trained weights of a PEFT model. Sharded files then contain the active
-            adapter under PEFT's names. Default: False.
+        model_index: Number N in the name of the file or directory. Default: 0.
+        adapter_only: Whether to write only the trained weights of a PEFT model. In the sharded format, these are the
+            weights of the active adapter under PEFT's names. Default: False.
         use_dcp: Ignored. Shards are always written by torch.distributed.checkpoint.
     """
     is_whole = _is_whole(fsdp_plugin)
@@ -82,16 +82,16 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Load weights that `save_fsdp_model` of Headway or Accelerate wrote into a prepared model. All ranks must call it.
+    """Load a prepared model's weights that `save_fsdp_model` of Headway or Accelerate wrote. All ranks must call it.
 
-    The number of ranks may differ from the number at the save.
+    The number of ranks can differ from the number when the weights were saved.
 
     Args:
         fsdp_plugin: Ignored. The format is detected.
         accelerator: Accelerator that prepared the model.
         model: Prepared model.
         input_dir: Directory of the checkpoint.
-        model_index: Number in the file name. Default: 0.
+        model_index: Number in the name of the file or directory. Default: 0.
         adapter_only: Whether the file contains only the trained weights of a PEFT model. Default: False.
         use_dcp: Ignored.
 
@@ -99,7 +99,7 @@ def load_fsdp_model(
         The missing and unexpected keys, as from `load_state_dict`.
 
     Raises:
-        CheckpointError: If neither format is found.
+        CheckpointError: If `input_dir` contains neither a file nor a directory with the weights.
     """
     accelerator.wait_for_everyone()
     is_adapter = adapter_only and is_peft_model(model)
@@ -128,13 +128,14 @@ def save_fsdp_optimizer(
     """Write a prepared optimizer's state into `output_dir`. All ranks must call it.
 
     Args:
-        fsdp_plugin: Plugin whose `state_dict_type` selects the format. "FULL_STATE_DICT": rank 0 writes full tensors
-            into `optimizer.bin`. Otherwise each rank writes its shards into the directory `optimizer_N`.
+        fsdp_plugin: Plugin whose `state_dict_type` selects the format. With "FULL_STATE_DICT", rank 0 writes full
+            tensors into `optimizer.bin`, or `optimizer_N.bin` if N > 0. Otherwise each rank writes its shards into the
+            directory `optimizer_N`.
         accelerator: Accelerator that prepared the optimizer.
         optimizer: Prepared optimizer.
         model: Prepared model whose parameters the optimizer updates.
         output_dir: Directory of the checkpoint.
-        optimizer_index: Number N in the file name. Default: 0.
+        optimizer_index: Number N in the name of the file or directory. Default: 0.
         use_dcp: Ignored. Shards are always written by torch.distributed.checkpoint.
     """
     is_whole = _is_whole(fsdp_plugin)
@@ -154,7 +155,7 @@ def load_fsdp_optimizer(
 ) -> None:
     """Load optimizer state that `save_fsdp_optimizer` of Headway or Accelerate wrote. All ranks must call it.
 
-    The number of ranks may differ from the number at the save.
+    The number of ranks can differ from the number when the state was saved.
 
     Args:
         fsdp_plugin: Ignored. The format is detected.
@@ -162,11 +163,11 @@ def load_fsdp_optimizer(
         optimizer: Prepared optimizer.
         model: Prepared model whose parameters the optimizer updates.
         input_dir: Directory of the checkpoint.
-        optimizer_index: Number in the file name. Default: 0.
+        optimizer_index: Number in the name of the file or directory. Default: 0.
         adapter_only, use_dcp: Ignored.
 
     Raises:
-        CheckpointError: If neither format is found.
+        CheckpointError: If `input_dir` contains neither a file nor a directory with the state.
     """
     accelerator.wait_for_everyone()
     inner = _torch_optimizer(optimizer)
@@ -193,8 +194,8 @@ def _find_saved_state(root: Any, word: str, index: int) -> tuple[Path, bool]:
 
     Args:
         root: Directory of the checkpoint.
-        word: File name without number and suffix, such as "optimizer".
-        index: Number in the file name.
+        word: Name of the file or directory without number and suffix, such as "optimizer".
+        index: Number in the name.
 
     Raises:
         CheckpointError: If neither a directory nor a file exists.
@@ -220,9 +221,9 @@ def _write(key: str, state: Any, root: Any, word: str, index: int, is_whole: boo
 
 
 def _read_first(file: Path, accelerator: Any) -> Any:
-    """Return the contents of a file on rank 0, and an empty dict on other ranks.
+    """Return the contents of a file on rank 0, and an empty dict on all other ranks.
 
-    torch then broadcasts rank 0's values to the other ranks.
+    torch's state dict functions then broadcast rank 0's values to the other ranks.
     """
     return torch.load(file, map_location="cpu", weights_only=True) if accelerator.process_index == 0 else {}
 
@@ -247,11 +248,11 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 def get_parameters_from_modules(
     modules: Iterable[torch.nn.Module] | str | None, model: torch.nn.Module, device: Any
 ) -> set[torch.nn.Parameter]:
-    """Move some modules to a device and return their parameters. Used for FSDP's `ignored_modules`.
+    """Move modules of a model to a device and return their parameters, as for FSDP's `ignored_modules`.
 
     Args:
         modules: Modules, or a regular expression that must match their full names. None: no modules.
-        model: Model that contains them.
+        model: Model that contains the modules.
         device: Device to move the modules to.
     """
     import re

@@ -1,8 +1,8 @@
 """Accelerate's state classes: PartialState, AcceleratorState and GradientState.
 
 They describe this process, the settings of the run, and its accumulation windows. Each class reads the process runtime
-and the Accelerator that was created last. Accelerate's states are singletons whose instances share one dict. Instances
-of these classes store nothing, so they cannot differ either.
+and the Accelerator that was created last. In Accelerate, all instances of such a class share one dict. Here, instances
+always agree because they read the same objects.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,18 +35,18 @@ from headway.layouts.deepspeed.plugin import DeepSpeedPlugin
 
 
 def collectives() -> Collectives:
-    """Return the collectives of the Accelerator that was created last.
+    """Return the `Collectives` of the Accelerator that was created last.
 
-    If there is no Accelerator for the current runtime, return new collectives.
+    If there is no Accelerator for the current runtime, return a new object.
     """
     runtime, latest = process.current(), AcceleratorFacts.latest
     return latest.collectives if latest is not None and latest.collectives.runtime is runtime else Collectives(runtime)
 
 
 def _start_runtime(options: Mapping[str, Any]) -> Collectives:
-    """Start the process runtime if needed, and return its collectives.
+    """Start the process runtime if needed, and return its `Collectives`.
 
-    Reading a property after the end of a run does not start the runtime again.
+    After the end of a run, the runtime is not started again: the result then is the object of the last Accelerator.
     """
     latest = AcceleratorFacts.latest
     if not process.is_started() and latest is not None and latest.answers_after_end and not options:
@@ -56,7 +56,7 @@ def _start_runtime(options: Mapping[str, Any]) -> Collectives:
 
 
 class _SharedState:
-    """Descriptor for `_shared_state`, which scripts compare with {} to check whether a state is initialized."""
+    """Descriptor for the attribute `_shared_state`, which scripts compare with {} to detect an uninitialized state."""
 
     def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
         self._read = read
@@ -104,11 +104,8 @@ class PartialState(RankAware):
         "_cpu", "_mixed_precision", "_shared_state", "backend", "debug", "device", "distributed_type", "fork_launched",
         "local_process_index", "num_processes", "process_index",
     ]  # fmt: skip
-    """Attribute names for which an AttributeError suggests that the state was reset, as in Accelerate.
-
-    Scripts match its text.
-    """
-    debug: bool = False  # settable without effect, because every collective is checked in any case
+    """Names of attributes whose AttributeError says that the state was reset. Scripts match this text of Accelerate."""
+    debug: bool = False  # assignments have no effect, because every collective is checked in any case
 
     def __init__(
         self,
@@ -129,7 +126,7 @@ class PartialState(RankAware):
         super().__init__(way.runtime, way)
 
     def __getattr__(self, name: str) -> Any:
-        # Also called for a property whose getter needs the runtime after it has ended.
+        # Python also calls this for a property whose getter raises AttributeError, because the runtime has ended.
         kind = type(self).__name__
         if name not in self._known_attrs:
             raise AttributeError(f"{kind!r} object has no attribute {name!r}")
@@ -143,7 +140,7 @@ class PartialState(RankAware):
         return type(self), ()
 
     def __setstate__(self, state: object) -> None:
-        # Pickles of the real Accelerate contain values. They are ignored in favor of live ones.
+        # Pickles that the real Accelerate wrote contain values. They are ignored, because the current values apply.
         self.__init__()  # type: ignore[misc]
 
     @staticmethod
@@ -173,29 +170,29 @@ class PartialState(RankAware):
 
     @property
     def backend(self) -> str | None:
-        """Backend of the process group for this process's device, such as "gloo" or "nccl". None on one process."""
+        """Backend of the process group for this device, such as "nccl". None on one process or without a group."""
         if self.num_processes == 1:
             return None
         return find_engine(self.device) if dist.is_initialized() else None
 
     @property
     def default_device(self) -> torch.device:
-        """Device of the accelerator type that torch detects on this machine, or the CPU."""
+        """Device of the accelerator type that torch detects on this machine, else the CPU."""
         return torch.device(detect_hardware().kind)
 
     @property
     def fork_launched(self) -> bool:
-        """Always False, because `notebook_launcher` ends its processes itself."""
+        """Whether `notebook_launcher` forked this process. Always False, because it ends its processes itself."""
         return False
 
     def set_device(self) -> None:
-        """Do nothing. The device was made the current one when the runtime started."""
+        """Do nothing, because the runtime made its device the current one when it started."""
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Destroy a process group.
 
         Args:
-            group: Group to destroy. Default: end the runtime together with the default process group.
+            group: Group to destroy. None: end the runtime together with the default process group.
         """
         if group is not None:
             dist.destroy_process_group(group)
@@ -221,7 +218,7 @@ class AcceleratorState(PartialState):
         cpu: Whether to compute on the CPU even if an accelerator is available.
 
     Raises:
-        ConfigError: If the precision differs from the Accelerator's.
+        ConfigError: If `mixed_precision` differs from the Accelerator's.
     """
 
     _shared_state = _SharedState(_run_facts)
@@ -274,7 +271,7 @@ class AcceleratorState(PartialState):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """Number of processes along each axis of the run's layout.
+        """`ParallelismConfig` with the number of processes along each axis of the run's layout.
 
         None if the script gave no ParallelismConfig and each process holds a full replica of the model.
         """
@@ -334,10 +331,10 @@ class AcceleratorState(PartialState):
 class GradientState:
     """State of the accumulation windows of the Accelerator that was created last.
 
-    If there is no Accelerator, its properties have the values from before the first micro-batch.
+    Without an Accelerator, the properties of this object have their initial values, those before the first micro-batch.
 
     Args:
-        gradient_accumulation_plugin: Accepted only if an Accelerator exists. It has no effect.
+        gradient_accumulation_plugin: Ignored if an Accelerator exists, else an error.
 
     Raises:
         UnsupportedError: If a plugin is given and there is no Accelerator.
@@ -408,7 +405,7 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """Accumulation settings: `num_steps`, and others that differ from their defaults."""
+        """Accumulation settings by name: `num_steps`, and those other settings that differ from their defaults."""
         kwargs: dict[str, Any] = {"num_steps": self.num_steps}
         if not self.sync_with_dataloader:
             kwargs["sync_with_dataloader"] = False
@@ -428,7 +425,7 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:
-        """List of None followed by all prepared loaders that are being iterated, innermost last."""
+        """List that contains None and all prepared loaders that are being iterated, with the innermost loader last."""
         return [None, *self._windows.active]
 
     @property
@@ -438,16 +435,16 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Number of samples in the active loader's last global batch if it is incomplete, without padding.
+        """Number of samples in the active loader's last global batch if that batch is incomplete, not counting padding.
 
-        0 if it is complete, -1 if unknown.
+        0 if the last global batch is complete, -1 if the number is unknown.
         """
         loader = self._loader
         return -1 if loader is None else remainder(loader)
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Always False, because Headway does not use XLA."""
+        """Whether XLA has synchronized the gradients. Always False, because Headway does not use XLA."""
         return False
 
     def __repr__(self) -> str:
@@ -458,10 +455,10 @@ class GradientState:
 
 
 def remainder(loader: PreparedLoader) -> int:
-    """Return the number of samples in a loader's last global batch if it is incomplete, without padding.
+    """Return the number of samples in a loader's last global batch, not counting padding, if that batch is incomplete.
 
     Returns:
-        0 if the last global batch is complete, -1 if the number is unknown.
+        The number of samples. 0 if the last global batch is complete, -1 if the number is unknown.
     """
     size, counts = loader.total_batch_size, loader.valid_counts
     if not size:

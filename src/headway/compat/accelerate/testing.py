@@ -74,14 +74,14 @@ def _needs(condition: bool, what: str) -> Callable[[Test], Test]:
 
 
 def run_first(test_case: Test) -> Test:
-    """Decorate a test so that pytest-order runs it before others."""
+    """Decorate a test so that the plugin pytest-order runs it before other tests."""
     import pytest
 
     return pytest.mark.order(1)(test_case)
 
 
 def require_torch_min_version(test_case: Test = None, version: str | None = None) -> Test:
-    """Decorate a test so that it runs only with a minimum version of torch. Usable with or without arguments.
+    """Decorate a test so that it runs only with a minimum version of torch. Use it with or without parentheses.
 
     Args:
         test_case: Test to decorate. None: return a decorator.
@@ -99,7 +99,7 @@ def _has_several_devices(kind: str | None) -> bool:
 def _conditions() -> dict[str, tuple[bool, str]]:
     """Return the conditions of all `require_*` decorators, by name without "require_".
 
-    Each value is a pair of (whether tests with this decorator run, description of the requirement).
+    Each condition is a pair of (whether tests with the decorator run, description of the requirement).
     """
     kinds = ("cuda", "xpu", "mps", "npu", "mlu", "sdaa", "musa", "neuron")
     found = {kind: (torch_device == kind, kind.upper()) for kind in ("cpu", *kinds)}
@@ -178,13 +178,13 @@ class AccelerateTestCase(unittest.TestCase):
 
 
 class MockingTestCase(unittest.TestCase):
-    """Test case with mocks that `add_mocks` starts. After each test they are stopped."""
+    """Test case with mocks that `add_mocks` starts and that are stopped after each test."""
 
     def add_mocks(self, mocks: Any) -> None:
         """Start mocks for the current test.
 
         Args:
-            mocks: One or more mocks.
+            mocks: One or more patchers with `start` and `stop`, as created by `unittest.mock.patch`.
         """
         for each in mocks if isinstance(mocks, list | tuple) else [mocks]:
             each.start()
@@ -202,12 +202,12 @@ def are_the_same_tensors(tensor: torch.Tensor) -> bool:
 
 
 class SubprocessCallException(HeadwayError):
-    """Raised if a command fails. The message contains its output."""
+    """Raised if a command fails. The message contains the command's output."""
 
 
 @dataclass
 class RunOutput:
-    """Result of a command.
+    """Exit code and output of a command that was run.
 
     Attributes:
         returncode: Exit code.
@@ -234,7 +234,7 @@ def execute_subprocess_async(
         echo: Whether to print the command. Default: True.
 
     Raises:
-        LaunchError: If the command fails. The message ends with its standard error.
+        LaunchError: If the command fails. The message ends with the command's standard error.
     """
     line = [str(each) for each in cmd]
     if echo:
@@ -249,7 +249,7 @@ def execute_subprocess_async(
 
 
 def run_command(command: Sequence[str], return_stdout: bool = False, env: Any = None) -> str | None:
-    """Run a command and wait for it. Return its output if `return_stdout` is True, else None.
+    """Run a command to its end, and return its output if `return_stdout` is True, else None.
 
     Raises:
         SubprocessCallException: If the command fails.
@@ -275,20 +275,20 @@ def get_torch_dist_unique_port() -> int:
 
 
 def path_in_accelerate_package(*components: str) -> Path:
-    """Return a path inside the package `accelerate` that Headway puts on `sys.path`."""
+    """Return a path inside the package `accelerate` that Headway puts on `sys.path` to replace Accelerate."""
     return FOLDER.joinpath("accelerate", *components)
 
 
 @contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
-    """Return a context manager that raises `AssertionError` unless its block raises an exception of the given class.
+    """Return a context manager that raises `AssertionError` unless the block raises an exception of the given class.
 
     Args:
         exception_class: Class of the expected exception.
         msg: Text that the exception's message must contain. None: any message.
 
     Raises:
-        AssertionError: If nothing is raised or the message does not contain the text.
+        AssertionError: If the block raises no exception, or one whose message does not contain `msg`.
     """
     try:
         yield
@@ -300,7 +300,7 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Call a function, and return the text that it prints.
+    """Call a function, and return the text that it prints to standard output.
 
     Args:
         func: Function to call.
@@ -312,7 +312,7 @@ def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return said.getvalue()
 
 
-# -------------------------------------------------------------------- a regression
+# -------------------------------------------------------------------- a model and a dataset
 
 
 class RegressionDataset:
@@ -340,7 +340,7 @@ class RegressionDataset:
 
 
 class RegressionModel(torch.nn.Module):
-    """Model of the line a * x + b with two parameters.
+    """Model with two parameters that predicts y = a * x + b.
 
     Args:
         a: Initial slope. Default: 0.

@@ -31,10 +31,10 @@ class GeneralTracker(Tracker):
     """Base class of a script's own trackers. Subclasses must define `name`, `requires_logging_directory` and `tracker`.
 
     Args:
-        _blank: Whether to skip the check that these three attributes exist. Default: False.
+        _blank: Whether to skip the check that the three attributes are defined. Default: False.
 
     Raises:
-        NotImplementedError: If one of the three attributes is missing.
+        NotImplementedError: If one of the three attributes is not defined.
     """
 
     takes = "given"
@@ -47,17 +47,16 @@ class GeneralTracker(Tracker):
             raise NotImplementedError(f"the tracker {type(self).__name__} does not define {', '.join(missing)}")
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the run's configuration. Does nothing unless overridden."""
+        """Store the run's configuration. The base class does nothing."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log the values of one step. Does nothing unless overridden."""
+        """Log the values of one step. The base class does nothing."""
 
 
 class _Named(Tracker if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Mixin that gives Headway's trackers Accelerate's interface.
+    """Mixin that gives Headway's trackers the interface of Accelerate's trackers.
 
-    The run's name is passed to the constructor, not to `start`. The methods do nothing on processes other than the main
-    process.
+    The run's name is passed to the constructor, not to `start`. The methods only have an effect on the main process.
     """
 
     run_name: str | None = None
@@ -65,16 +64,16 @@ class _Named(Tracker if TYPE_CHECKING else object):  # type: ignore[misc]
 
     @on_main_process
     def start(self) -> None:
-        """Start the tracker's run under the name that was passed to the constructor, without an Accelerator."""
+        """Start a run in the tracker under the name that was passed to the constructor, without an Accelerator."""
         self.begin(TrackedRun(self.run_name or ""))
 
     def begin(self, run: TrackedRun) -> None:
-        """Start a run under the name and logging directory that were passed to the constructor.
+        """Start a run in the tracker, with the name and the logging directory that were passed to the constructor.
 
-        A value that was not passed is taken from the Accelerator.
+        If one of the two was not passed, the Accelerator's value is used.
 
         Args:
-            run: Name, directory and settings from the Accelerator.
+            run: Name, directory and settings of the run, as the Accelerator defines them.
         """
         project = self.run_name or run.project
         folder = run.folder if self.logging_dir is None else Path(self.logging_dir).absolute() / project
@@ -92,7 +91,7 @@ class _Named(Tracker if TYPE_CHECKING else object):  # type: ignore[misc]
 
     @on_main_process
     def log_images(self, values: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Log images by name (arrays or PIL images), on the main process only."""
+        """Log images, a mapping from names to arrays or PIL images, on the main process only."""
         super().log_images(values, step, **kwargs)
 
     @on_main_process
@@ -106,7 +105,7 @@ class _OfProject(_Named):
 
     Args:
         run_name: Name of the run or project.
-        kwargs: Arguments of the tracker's own constructor.
+        kwargs: Keyword arguments of the next constructor in the method resolution order.
     """
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
@@ -117,7 +116,7 @@ class _OfProject(_Named):
 class TensorBoardTracker(_OfProject, TensorBoardAdapter, GeneralTracker):
     """TensorBoard tracker that writes to the folder `logging_dir/run_name`.
 
-    Other arguments are passed to SummaryWriter.
+    Further arguments are passed to SummaryWriter.
     """
 
     def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
@@ -168,13 +167,16 @@ class AimTracker(_OfProject, AimAdapter, GeneralTracker):
 
 
 class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
-    """MLflow tracker. MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN override arguments.
+    """MLflow tracker.
+
+    The environment variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN override the
+    corresponding arguments.
 
     Args:
         experiment_name: Name of the experiment.
         logging_dir: Location of artifacts for a new experiment. None: MLflow's setting.
         run_id: ID of a run to continue.
-        tags: Tags of the run, as a dict or its JSON.
+        tags: Tags of the run, as a dict or as JSON text.
         nested_run: Whether the run is nested in the active run. Default: False.
         run_name: Name of a new run.
         description: Description of the run.
@@ -209,7 +211,7 @@ class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
         self._artifacts = logging_dir
 
     def begin(self, run: TrackedRun) -> None:
-        """Start a run. If the experiment does not exist, create it with the given artifact location."""
+        """Start a run in MLflow. If the experiment does not exist, create it with the given artifact location."""
         if self._artifacts is not None and self._experiment:
             if self._uri is not None:
                 self._package.set_tracking_uri(str(self._uri))
@@ -225,9 +227,10 @@ class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
 
         Args:
             local_path: Path of the file.
-            artifact_path: Directory in the run. None: its root.
-            step: Only `Accelerator.log_artifact` passes it. In that case `artifact_path` is the artifact's name.
-            kwargs: Further arguments from `Accelerator.log_artifact`.
+            artifact_path: Directory in the run. None: the root of the run's artifacts.
+            step: Number of the step. Only `Accelerator.log_artifact` passes it, with the artifact's name in
+                `artifact_path`.
+            kwargs: Further arguments that `Accelerator.log_artifact` passes.
         """
         if step is not _UNSET:  # called by Accelerator.log_artifact, which passes the artifact's name
             super().log_artifact(Path(local_path), artifact_path or Path(local_path).name, step, **kwargs)
@@ -241,14 +244,14 @@ class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Upload a figure of matplotlib or plotly to the run as the file `artifact_file`."""
+        """Upload a matplotlib or plotly figure to the run as the file `artifact_file`."""
         self._package.log_figure(figure, artifact_file, **save_kwargs)
 
 
 class ClearMLTracker(_Named, ClearMLAdapter, GeneralTracker):
-    """ClearML tracker. By default, project and task are named `run_name`.
+    """ClearML tracker. By default, the project and the task are both named `run_name`.
 
-    Other arguments are passed to `Task.init`.
+    Further arguments are passed to `Task.init`.
     """
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
@@ -313,10 +316,10 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[Any]] = {
 def register_tracker_class(tracker_class: type[Any]) -> None:
     """Register a tracker class under its `name`, so that `log_with` can refer to it.
 
-    Instances are created with the project's name, and with the logging directory if the class requires one.
+    The Accelerator creates instances with the project's name, and with the logging directory if the class requires one.
 
     Raises:
-        ConfigError: If it is not a tracker class, or has no name or `requires_logging_directory`.
+        ConfigError: If `tracker_class` is not a subclass of `Tracker`, or lacks `name` or `requires_logging_directory`.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, Tracker)):
         raise ConfigError(f"register_tracker_class({tracker_class!r}): a subclass of GeneralTracker is needed")
@@ -342,11 +345,11 @@ def get_available_trackers() -> list[LoggerType]:
 
 
 def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
-    """Return the usable trackers of `log_with`, without duplicates.
+    """Return those trackers of `log_with` whose packages are installed, without duplicates.
 
     Args:
-        log_with: One or more trackers: names of installed or registered trackers, "all", or instances.
-        logging_dir: Logging directory. None: trackers that require one are an error.
+        log_with: One or more trackers: names of built-in or registered trackers, "all", or instances.
+        logging_dir: Logging directory. None: a tracker that requires one is an error.
 
     Raises:
         ConfigError: If a name is unknown, or if a tracker requires a logging directory that is not given.
@@ -373,14 +376,14 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
 
 
 def replace_tracker_names(log_with: Any, project: Callable[[], str], logging_dir: Callable[[], Any]) -> Any:
-    """Return `log_with` with each tracker name replaced by a factory of Accelerate's tracker class.
+    """Return the items of `log_with`, with each name replaced by a factory for Accelerate's tracker class of this name.
 
-    The factory creates the tracker when a run begins.
+    Names of trackers that are not installed are left out. A factory creates its tracker when a run begins.
 
     Args:
         log_with: Trackers, as passed to the Accelerator.
-        project: Function that returns the project's name once a run begins.
-        logging_dir: Function that returns the logging directory.
+        project: Function that returns the project's name. It is called when a run begins.
+        logging_dir: Function that returns the logging directory. It is called when a run begins.
     """
     if log_with is None:
         return None

@@ -1,4 +1,4 @@
-"""Private names of torch that checkpoints use, each with the reason and a possible replacement.
+"""Private torch names that checkpoints use, each with the reason for its use and a possible replacement.
 
 A test checks that all names exist in the installed torch. `Module._buffers` and `Module._parameters` are used directly,
 without a name in this module. Subclasses and hooks of torch's own packages rely on these dicts, and only they can
@@ -15,11 +15,14 @@ torch's public functions would quantize the values again, and could round differ
 """
 
 foreach_copy_ = torch._foreach_copy_
-"""Function that copies many tensors with one kernel per group. There is no public function on lists of tensors."""
+"""Function that copies a list of tensors with few kernels. torch has no public function that copies such lists."""
 
 
 def read_version(tensor: torch.Tensor) -> int:
-    """Return the tensor's version counter, which increases with each in-place change. There is no public counter."""
+    """Return the tensor's version counter, which increases with each in-place change.
+
+    torch has no public function for it.
+    """
     return tensor._version
 
 

@@ -49,7 +49,7 @@ def commit_checkpoint(staging: Path, final: Path, manifest: Manifest) -> None:
         manifest: Manifest that lists the files.
 
     Raises:
-        OSError, CheckpointError: If the commit fails. A checkpoint that was at `final` before is unchanged.
+        OSError, CheckpointError: If the commit fails. An existing checkpoint at `final` is then unchanged.
     """
     find_store(final).commit(staging, manifest, partial(scope.own(Locks).ensure_held, final))
 
@@ -131,10 +131,10 @@ class Locks:
         atexit.register(self.release)
 
     def get_start_id(self, folder: Path) -> str:
-        """Return the launch ID (`LockOwner.start`) with which this process has locked a folder, or "".
+        """Return the launch ID (`LockOwner.start`) with which this process locked a folder, or "" if it has not.
 
         Args:
-            folder: Folder of checkpoints. The result is "" if this process has not locked it.
+            folder: Folder of checkpoints.
         """
         known = self._held.get(folder)
         return "" if known is None else known.start

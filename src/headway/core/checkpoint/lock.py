@@ -1,8 +1,9 @@
 """Lock that lets only one run write to a checkpoint directory, with a record of its owner.
 
-A process that finds a lock asks the kernel whether the owner is alive. This works only if both are on one machine that
-has not been restarted since. Otherwise the process waits to see whether the lock's modification time changes. A living
-owner touches the lock every few seconds. An owner that does not counts as dead. Reading a checkpoint needs no lock.
+A process that finds a lock asks the kernel whether the owner is alive. This works only if the owner was started on the
+same machine, and the machine has not been restarted since. Otherwise the process waits to see whether the lock's
+modification time changes. A living owner touches the lock every few seconds. An owner that does not do this counts as
+dead. Reading a checkpoint needs no lock.
 
 `stores.folder_lock` implements the lock as a file on a disk. In an object store, the lock is an object that is created
 and changed only by conditional requests (`headway.integrations.object_store.lock`).
@@ -43,8 +44,8 @@ class LockOwner:
         start: ID of this launch of the run. It is the same on all machines. Each resume has a new one.
         script: Name of the script that the process runs.
         host: Host name.
-        machine: Boot ID plus PID namespace, unique per machine; "" if unknown.
-        pid: Process ID in that PID namespace.
+        machine: Boot ID plus PID namespace, which identify a machine. "" if unknown.
+        pid: Process ID in the PID namespace of `machine`.
         born: Start time of the process in the kernel's clock ticks.
         since: UTC time at which the process took the lock.
     """
@@ -78,7 +79,7 @@ class LockOwner:
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether the owner's process is alive. None if this is unknown, because it may run on another machine.
+        """Whether the owner's process is alive. None if this is unknown, because it might run on another machine.
 
         If it is unknown, only further touches of the lock show that the owner is alive.
         """
@@ -133,7 +134,10 @@ class PlaceLock(ABC):
         """Remove the lock file or object if it still belongs to this run."""
 
     def _is_own(self, text: bytes) -> bool:
-        """Whether a lock's content has the ID of this launch of the run. Any machine of the run may have written it."""
+        """Whether a lock's content has the ID of this launch of the run.
+
+        Any machine of the run can have written the content.
+        """
         holder = read_holder(text)
         return holder is not None and holder.start == self.start
 
@@ -166,7 +170,7 @@ def read_holder(text: bytes) -> LockOwner | None:
 def is_holder_alive(text: bytes) -> bool | None:
     """Whether the owner recorded in a lock's content is alive and is not this process.
 
-    None if this is unknown, because the owner may run on another machine or the content is not readable.
+    None if this is unknown, because the owner might run on another machine, or the content is not readable.
     """
     holder = read_holder(text)
     return None if holder is None else holder.is_alive and not holder.is_here

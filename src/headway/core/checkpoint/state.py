@@ -44,7 +44,7 @@ from headway.errors import CheckpointError
 ROWS = "rows/"
 """Name prefix of tensors with one row per rank.
 
-The rest is the name of the tensor whose values differ between ranks.
+The rest of the name is that of the tensor whose values differ between ranks.
 """
 
 
@@ -73,9 +73,9 @@ class StatefulObjects:
         export: Function that yields the (name, value) pairs of a model's state dict.
         left_out: Indices in `models` of models that are neither compared with a checkpoint nor loaded from it.
         part_of: Function that returns this rank's part of a parameter: the parameter itself or a shard.
-        exposed: Function that returns a context manager for an optimizer. Within it, the optimizer holds its state, for
-            engines that otherwise keep the state elsewhere.
-        settle: Function called after a load, so that engines continue from the loaded values.
+        exposed: Function that returns a context manager for an optimizer. Within it, the optimizer holds its state,
+            which some training backends otherwise keep elsewhere.
+        settle: Function called after a load, so that training backends continue from the loaded values.
     """
 
     models: Sequence[torch.nn.Module]
@@ -243,7 +243,7 @@ def describe_row(shape: tuple[int, ...], rank: int) -> ShardPiece:
 def list_parameter_keys(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
     """Return the names of an optimizer's parameters, as one list per parameter group.
 
-    A parameter that belongs to no model gets a name from the indices of its group and of the parameter in it.
+    A parameter that belongs to no model is named after the index of its group and its index within the group.
 
     Args:
         optimizer: Optimizer with the parameter groups.
@@ -264,7 +264,7 @@ def collect_optimizer(
         optimizer: Optimizer whose state is collected.
         names: Names under which parameters are saved, by parameter `id`.
         index: Index of the optimizer.
-        tensors: Mapping by logical name to which the state's tensors are added.
+        tensors: Dict to which the state's tensors are added, by logical name.
 
     Raises:
         CheckpointError: If the state holds something that only pickle could store, or belongs to a tensor in no
@@ -306,8 +306,9 @@ def collect_optimizer(
 
 
 def get_state_exporter(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
-    """Return a function that converts the low-bit state of one parameter to float32 values. It returns any other state
-    unchanged.
+    """Return a function that converts the low-bit state of one parameter to float32 values.
+
+    The function returns any other state unchanged.
     """
     low_bit = load_low_bit_extension()
     return partial(low_bit.export_state, optimizer) if low_bit is not None else lambda entry: entry
@@ -316,7 +317,7 @@ def get_state_exporter(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]
 def has_torch_form(optimizer: torch.optim.Optimizer, saved: Any) -> bool:
     """Whether an optimizer's state dict has torch's format: states by parameter number, and the parameter groups.
 
-    A wrapper may use another format, such as its inner optimizer's state dict under another key.
+    A wrapper can use another format, such as its inner optimizer's state dict under another key.
 
     Args:
         optimizer: Optimizer to which the state dict belongs.
@@ -361,9 +362,9 @@ def _collect_whole(
 
 
 def _encode_by_key(values: Any, prefix: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Encode a value as `values.encode_value` does.
+    """Encode a value in the same way as `values.encode_value`.
 
-    If the value is a dict, the name of each tensor in it is `prefix`, a slash, and the tensor's key.
+    If the value is a dict, each tensor in it is named by `prefix`, a slash, and the tensor's key.
     """
     if type(values) is dict and is_object(values):
         return {key: encode_value(value, f"{prefix}/{key}", tensors) for key, value in values.items()}
@@ -421,7 +422,9 @@ def find_optimizer_misfits(
 
 
 def has_saved_groups(parts: StatefulObjects, found: CollectedState) -> bool:
-    """Whether the parameter groups of all optimizers contain the same parameters as the saved ones, in the same order.
+    """Whether each parameter group of all optimizers contains the same parameters as the saved group.
+
+    The order of the parameters in a group matters only if the optimizer's state was saved as one value.
 
     Args:
         parts: Objects that should load the state.
@@ -432,7 +435,7 @@ def has_saved_groups(parts: StatefulObjects, found: CollectedState) -> bool:
 
 
 def _is_grouped_alike(keys: list[list[str]], entry: Any) -> bool:
-    if "whole" in entry:  # the state dict of a wrapper may depend on the order of the parameters
+    if "whole" in entry:  # the state dict of a wrapper might depend on the order of the parameters
         return bool(keys == entry["params"])
     return [set(each) for each in keys] == [set(each) for each in entry["params"]]
 
@@ -526,7 +529,7 @@ def _wrap_opaque_values(value: Any) -> Any:
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a state dict into an optimizer without casts.
 
-    torch's `load_state_dict` would cast floating-point state to its parameter's dtype, also in containers.
+    torch's `load_state_dict` would cast floating-point state to the parameter's dtype, even inside containers.
 
     Args:
         optimizer: Optimizer that loads the state.
@@ -561,7 +564,7 @@ def _restore_dtypes(wanted: Any, loaded: Any, device: torch.device) -> Any:
 
     Args:
         wanted: Saved state, with the original dtypes.
-        loaded: State after torch's `load_state_dict`, which may have cast it.
+        loaded: State after torch's `load_state_dict`, which might have cast it.
         device: Device of the parameter.
     """
     if isinstance(loaded, _OpaqueValue):

@@ -1,4 +1,4 @@
-"""Options of activation checkpointing. This module imports no torch."""
+"""Options of activation checkpointing. This module does not import torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from headway.errors import ConfigError
 @report_unknown_keywords
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """Options of activation checkpointing: which blocks recompute their activations, and which tensors stay saved.
+    """Options of activation checkpointing: which blocks recompute their activations, and which tensors are saved.
 
     Attributes:
-        every: Interval at which blocks are checkpointed: every n-th block. 1: all blocks.
+        every: Number n such that every n-th block is checkpointed. 1: all blocks.
         policy: One of the following, or a policy function for torch's create_selective_checkpoint_contexts.
             "recompute": save only a block's inputs. "keep_matmul": also save outputs of matrix products, convolutions
-            and fused attention. "keep_attention": also save outputs of fused attention. "keep_all": recompute nothing
-            (for `offload`).
+            and fused attention. "keep_attention": also save outputs of fused attention. "keep_all": recompute nothing,
+            which is allowed only with `offload`.
         offload: Whether to move saved activations to host memory until backward.
         blocks: Classes, class names or module names of the blocks. Empty: the repeated blocks of the model.
 

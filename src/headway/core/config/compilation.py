@@ -1,4 +1,4 @@
-"""Options of torch.compile, from the script and the launcher. This module imports no torch."""
+"""Options of torch.compile, from the script and the launcher. This module does not import torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ class TorchDynamoPlugin:
             compilation.
         mode: Inductor's mode: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
         fullgraph: Whether a graph break is an error. If False, code that cannot be compiled runs eagerly.
-        dynamic: Whether to compile with dynamic shapes. True: from the start. False: never, recompile for each shape.
-            None: after the first change of shape.
+        dynamic: Whether to compile with dynamic shapes. True: from the start. False: never, so code is recompiled for
+            each new shape. None: after the first change of shape.
         options: Options of the backend. Cannot be combined with `mode`.
         disable: Whether to turn compilation off.
-        use_regional_compilation: Whether to compile one of the model's repeated blocks and reuse it, instead of the
-            whole model.
+        use_regional_compilation: Whether to compile one of the model's repeated blocks and reuse the result for the
+            others, instead of compiling the whole model.
 
     Raises:
         ConfigError: If the backend or mode is unknown, or settings contradict each other.
@@ -106,7 +106,7 @@ class TorchDynamoPlugin:
 
 
 def parse_dynamo_backend(name: DynamoBackend | str | None) -> DynamoBackend:
-    """Return the backend with the given name, ignoring case. None means NO.
+    """Return the backend with the given name, ignoring case. The name None gives `DynamoBackend.NO`.
 
     Raises:
         ConfigError: If the name is unknown.

@@ -17,7 +17,7 @@ class EnginePlugin(Protocol):
 
     @property
     def num_steps(self) -> int | None:
-        """Number of micro-batches per update that the engine's configuration sets, or None."""
+        """Number of micro-batches per update that the engine's configuration sets, or None if it sets none."""
 
     def build_strategy(self, collectives: Any, options: Any, number_format: str, is_deferred: bool) -> Any:
         """Return the strategy that trains with the engine.

@@ -27,11 +27,9 @@ from headway.errors import ConfigError
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options that the script passes as `kwargs_handlers`, with one field per class.
+    """Options that the script passes as `kwargs_handlers`, with one field per class of options.
 
-    They are for DDP, autocast, GradScaler, layouts and others.
-
-    At most one object of each class may be given. For a class without an object, the defaults apply.
+    The script may give at most one object of each class. If it gives none, the defaults of the class apply.
 
     Attributes:
         ddp: Options of DistributedDataParallel.
@@ -67,7 +65,7 @@ class EngineOptions:
 def collect_options(handlers: list[Any] | None) -> EngineOptions:
     """Return the objects in `kwargs_handlers` as fields of `EngineOptions`.
 
-    An instance of a subclass counts as its parent class.
+    An instance of a subclass is assigned to the field of its parent class.
 
     Args:
         handlers: Argument `kwargs_handlers` of the Accelerator.

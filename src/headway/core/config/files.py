@@ -1,4 +1,4 @@
-"""Find, read and write the config file of `headway config`. Its settings are one of the sources of a launch."""
+"""Find, read and write the config file that `headway config` creates and `headway launch` reads settings from."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -23,13 +23,13 @@ _DEEPEST = 18
 
 
 _LONGEST = 1000
-"""Maximum number of characters of an unquoted value. Python refuses to convert longer integers."""
+"""Maximum number of characters in an unquoted value. Python refuses to convert integers with more than 4300 digits."""
 
 
 def find_default_file(environment: Mapping[str, str]) -> Path:
-    """Return the path to which `headway config` writes.
+    """Return the path of the default config file, to which `headway config` writes.
 
-    It is in the first folder that is known: $HEADWAY_HOME, $XDG_CONFIG_HOME/headway, or ~/.config/headway.
+    Its folder is $HEADWAY_HOME, else $XDG_CONFIG_HOME/headway, else ~/.config/headway.
     """
     if environment.get("HEADWAY_HOME"):
         folder = Path(environment["HEADWAY_HOME"])
@@ -63,7 +63,7 @@ def read_file_layer(
             value.
     """
     path = Path(named) if named is not None else find_default_file(environment)
-    if named is None and not os.path.exists(path):  # a name that is too long does not exist either
+    if named is None and not os.path.exists(path):  # os.path.exists is False, not an error, if the path is too long
         return {}
     content = read_config(path)
     return parse_config(content, _name_of_original(content) or str(path), explain)
@@ -94,7 +94,7 @@ def read_config(path: Path) -> bytes:
 
 
 def load_mapping(content: bytes, name: str) -> dict[str, Any]:
-    """Parse YAML or JSON to a mapping.
+    """Parse YAML or JSON into a mapping.
 
     Raises:
         ConfigError: If the content is neither YAML nor JSON, or is not a mapping with string keys.
@@ -121,9 +121,9 @@ def load_mapping(content: bytes, name: str) -> dict[str, Any]:
 
 
 def _check_shape(events: Iterable[Any], name: str) -> None:
-    """Raise an error for YAML that would exhaust the stack, memory or time when it is parsed.
+    """Raise an error for YAML that would exhaust the stack or memory, or take very long to parse.
 
-    This applies to deep nesting, aliases and huge numbers.
+    Such YAML contains deep nesting, aliases or huge numbers.
 
     Raises:
         ConfigError: If the content contains such YAML.
@@ -177,7 +177,7 @@ def read_settings(mapping: Mapping[str, Any], name: str, explain: Explain = _exp
         if key not in KEYS:
             hint = explain(key) or suggest_word(key, list(KEYS)) or f"; there are {', '.join(KEYS)}"
             raise ConfigError(f"{key} ({origin}) is not a setting{hint}")
-        if value is not None:  # `key:` without a value sets nothing
+        if value is not None:  # `key:` without a value does not set the key
             layer[key] = Value(check_file_value(SETTINGS[key], value, origin), origin)
     return layer
 

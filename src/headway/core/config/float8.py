@@ -1,6 +1,6 @@
 """Options of float8 training: Headway's `Float8Options`, and Accelerate's `AORecipeKwargs`.
 
-This module imports no torch.
+This module does not import torch.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ class Float8Options:
     """Options of float8 training, for `mixed_precision="fp8"`.
 
     Attributes:
-        recipe: torchao's name for how scales are computed. "tensorwise": one scale per tensor, the fastest. "rowwise":
-            one per row. "rowwise_with_gw_hp": one per row, with weight gradients computed in bfloat16, the most
-            accurate.
+        recipe: torchao's name of the way in which scales are computed. "tensorwise": one scale per tensor, which is
+            fastest. "rowwise": one scale per row. "rowwise_with_gw_hp": one scale per row, with weight gradients
+            computed in bfloat16, which is most accurate.
         fsdp_all_gather: Whether sharded layouts all-gather weights in float8 instead of bfloat16 (tensorwise only).
             None: yes, if recipe and sharding allow it.
         pad_inner_dim: Whether to pad the inner dim of matrix products to multiples of 16, as the hardware requires.
@@ -30,11 +30,11 @@ class Float8Options:
         emulate: Whether to compute in float32 with values rounded to float8. This is slow, but runs on any device, so
             that float8 can be tried out.
         keeps: Classes, class names or module names. Linear layers inside these modules stay in bfloat16.
-        keeps_first_and_last: Whether the model's first and last linear layer, the most sensitive ones, stay in
-            bfloat16.
+        keeps_first_and_last: Whether the model's first and last linear layers stay in bfloat16. These layers are the
+            most sensitive ones.
         module_filter: Function that is called with each linear layer and its name, and returns False to keep the layer
             in bfloat16. It replaces `keeps` and `keeps_first_and_last`.
-        config: torchao's Float8LinearConfig, in place of recipe, fsdp_all_gather, pad_inner_dim and emulate.
+        config: torchao's Float8LinearConfig. It replaces recipe, fsdp_all_gather, pad_inner_dim and emulate.
 
     Raises:
         ConfigError: If the recipe is unknown, or options contradict each other.
@@ -90,14 +90,14 @@ class Float8Options:
 
     @property
     def description(self) -> str:
-        """Description of the recipe for log lines."""
+        """Short description of the recipe for log messages, such as "tensorwise, emulated"."""
         recipe = self.recipe if self.config is None else "a configuration of your own"
         return f"{recipe}, emulated" if self.is_emulated else recipe
 
 
 @dataclass(frozen=True)
 class AORecipeKwargs:
-    """Options of float8 training under Accelerate's name. `Float8Options` has these options and more.
+    """Options of float8 training, with the names that Accelerate uses. `Float8Options` has these options and more.
 
     Attributes:
         config: torchao's Float8LinearConfig. None: dynamic scales, one per tensor.
@@ -116,7 +116,7 @@ class AORecipeKwargs:
 
     @property
     def options(self) -> Float8Options:
-        """These options as `Float8Options`.
+        """The float8 options of this object as a `Float8Options`.
 
         Raises:
             ConfigError: If `config` and an option that it contains are both given.

@@ -1,4 +1,4 @@
-"""Names that other training libraries use for arguments and values, with Headway's replacements, for error messages."""
+"""Names of arguments and values in other training libraries, with Headway's replacements, which error messages show."""
 
 from collections.abc import Collection
 
@@ -21,7 +21,7 @@ ARGUMENTS = {
     "monitor": "pass the metric itself: stopping.update(loss), save_state(metric=loss)",
     "zero_stage": "use strategy='zero2' or 'fsdp'",
 }
-"""Advice on what to use in Headway, by the name of a constructor argument of another training library."""
+"""Advice on what to use in Headway. The keys are constructor arguments of other training libraries."""
 
 PRECISIONS = {
     **dict.fromkeys(("fp32", "float32", "f32", "32", "32-true", "full", "none", "off", "false"), "no"),
@@ -29,11 +29,11 @@ PRECISIONS = {
     **dict.fromkeys(("float16", "half", "16", "16-mixed", "16-true", "f16"), "fp16"),
     **dict.fromkeys(("float8", "8bit"), "fp8"),
 }
-"""Value of `mixed_precision` in Headway, by another library's name for the precision."""
+"""Values of Headway's `mixed_precision`. The keys are names of precisions in other libraries."""
 
 
 def explain_precision(word: object, allowed: Collection[str]) -> str:
-    """Return a hint for an unknown value of `mixed_precision`, such as "; fp32 is called no", or "".
+    """Return a hint for an unknown value of `mixed_precision`, such as "; fp32 is called no", or "" if there is none.
 
     Args:
         word: Value that was given.

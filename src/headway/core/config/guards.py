@@ -13,13 +13,14 @@ class NonFinitePolicy:
     """Policy for updates whose loss or gradients are not finite.
 
     Attributes:
-        action: "skip": skip the update on all ranks and continue. "stop": skip it, and end the training loaders after
-            the current batch on all ranks. "raise": raise NonFiniteError on all ranks, before the update. "explain": as
-            "raise", but first run the accumulation window again with every operation checked; the error names the
-            operation that produced the value.
-        max_in_row: Maximum number of consecutive updates that are skipped. If another one follows, an error is raised.
+        action: "skip": skip the update on all ranks and continue. "stop": skip the update, and end the training loaders
+            after the current batch on all ranks. "raise": raise NonFiniteError on all ranks, before the update.
+            "explain": as "raise", but first run the accumulation window again and check every operation. The error then
+            names the operation that produced the value.
+        max_in_row: Maximum number of consecutive updates that are skipped. If the next update is not finite either, an
+            error is raised.
         explains: Whether to find the operation that produced the first non-finite value, also for actions other than
-            "explain". The accumulation window is run again for that.
+            "explain". To find it, the accumulation window is run again.
     """
 
     action: str = "skip"
@@ -40,9 +41,9 @@ class SpikePolicy:
     """Policy for updates whose loss or gradient norm far exceeds those of recent updates (a spike).
 
     Attributes:
-        action: "skip": skip the update on all ranks and continue. "go_back": skip it, and undo at least `updates` and
-            fewer than twice as many updates, but not beyond the start of this pass over the data. The batches of undone
-            updates are not used again.
+        action: "skip": skip the update on all ranks and continue. "go_back": skip the update, and undo at least
+            `updates` and fewer than twice as many earlier updates, but none before the start of this pass over the
+            data. The batches of undone updates are not used again.
         fence: Number of interquartile ranges by which a loss must exceed the upper quartile of recent losses to be a
             spike. If all recent losses are positive, their logarithms are compared.
         norm_fence: Number of interquartile ranges by which a gradient norm must exceed the upper quartile of recent
@@ -52,8 +53,8 @@ class SpikePolicy:
         warm_up: Number of losses or norms that must be recorded before one can be a spike.
         updates: Number of updates to go back. The state is copied to host memory every `updates` updates, and two
             copies are kept.
-        max_in_row: Maximum number of spikes that are skipped or undone in a row. Two spikes are in a row if fewer than
-            `updates` updates lie between them. If another one follows, SpikeError is raised.
+        max_in_row: Maximum number of spikes that are skipped or undone in a row. Two spikes are in a row if there are
+            fewer than `updates` updates between them. If yet another spike follows, SpikeError is raised.
     """
 
     action: str = "skip"

@@ -17,7 +17,7 @@ from headway.core.config.spelled import DynamoBackend
 
 
 class Unset(Enum):
-    """Type of UNSET, which marks a setting without a value. None cannot mark it, because it can be a valid value."""
+    """Type of UNSET, which marks a setting without a value. None is not used for this, because it can be a value."""
 
     UNSET = "unset"
 
@@ -47,16 +47,16 @@ class LaunchSetting:
         name: Name of the field.
         kind: "integer", "number", "text", "choice", "switch" (flag without a value) or "truth" (flag with true or
             false).
-        group: Heading in the help.
+        group: Heading under which the help lists the setting.
         text: Help text.
-        default: Description of the default.
-        short: One-letter flag.
+        default: Description of the default, for the help.
+        short: Alternative flag, usually with one letter, such as "-n".
         choices: Allowed values of a "choice".
         minimum: Smallest allowed number.
         maximum: Largest allowed number.
         is_for_workers: Whether the launcher passes the setting to the workers.
-        is_for_files: Whether it may appear in a config file and in the environment.
-        is_usual: Whether the short help lists it.
+        is_for_files: Whether the setting may appear in a config file and in the environment.
+        is_usual: Whether the short help lists the setting.
         read: Function that validates and normalizes the value of a "text" setting. Raises ConfigError.
     """
 
@@ -91,8 +91,9 @@ EARLIER_NAMES = {
     "fsdp_activation_checkpointing": "activation_checkpointing",
     "fsdp_activation_checkpointing_offload": "activation_checkpointing_offload",
 }
-"""Earlier names of settings, each with its current name. They are accepted until the next release, but not shown in the
-help.
+"""Mapping from earlier names of settings to their current names.
+
+Earlier names are accepted until the next release, but the help does not show them.
 """
 
 DEFAULT_TIMEOUT = 600.0
@@ -141,11 +142,11 @@ def _setting(
     """Return a dataclass field whose metadata contains the arguments of a `LaunchSetting`.
 
     Args:
-        group: Heading in the help.
+        group: Heading under which the help lists the setting.
         text: Help text.
         takes_value: Whether a bool is given as "true" or "false" instead of as a flag without a value.
-        is_for_workers: Whether the launcher passes the setting to the workers. Default: True in the groups for training
-            and for the layout.
+        is_for_workers: Whether the launcher passes the setting to the workers. None: True in the groups for training
+            and for the layout, False in the other groups.
         more: Other attributes of the `LaunchSetting`.
     """
     reads = group in (_TRAINING, _LAYOUT) if is_for_workers is None else is_for_workers

@@ -9,8 +9,8 @@ A run that continues on fewer ranks keeps the requested sizes if they fit. If th
     replicas, shards  use the remaining ranks: as many replicas as possible without a larger part of the model per
         rank
 
-All remaining ranks take part. `fsdp+tp=2` of 8 ranks becomes 3 x 2 on 6 and fsdp=7 on 7; `hsdp=2` of 4 becomes
-fsdp=3 on 3. This module does not import torch.
+All remaining ranks take part. For example, `fsdp+tp=2` on 8 ranks becomes `fsdp=3+tp=2` on 6 ranks and `fsdp=7` on 7
+ranks, and `hsdp=2` on 4 ranks becomes `fsdp=3` on 3 ranks. This module does not import torch.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,8 +38,9 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 _INNER = ("tp", "cp", "ep", "pp")
-"""Axes that split a fixed number of items (such as heads). After ranks were lost, earlier axes get their ranks
-first.
+"""Axes that split a fixed number of items, such as heads.
+
+If a run has lost ranks, the remaining ranks are distributed to the axes in this order.
 """
 
 
@@ -193,11 +194,11 @@ class ResolvedLayout:
 
 
 class RequestedLayout:
-    """Layout that the script requests by its arguments and plugins.
+    """Layout that the script requests with its arguments and plugins.
 
     Args:
         strategy: Argument `strategy` of the Accelerator.
-        origin: Description of the script's line, for errors.
+        origin: Description of the script's line, for error messages.
         fsdp_plugin, parallelism_config, torch_tp_plugin, megatron_lm_plugin: Arguments of the Accelerator.
         deepspeed_plugin: `deepspeed_plugin` or `deepspeed_plugins` of the Accelerator.
 
@@ -286,10 +287,14 @@ class RequestedLayout:
     # ---------------------------------------------------------------- the layout
 
     def choose_layout(self, num_ranks: int, ranks_on_machine: int) -> tuple[str, Layout]:
-        """Return the layout as the user wrote it, and the layout on `num_ranks` ranks.
+        """Return a pair of (layout as written by the user, layout on this run's ranks).
+
+        Args:
+            num_ranks: Number of ranks over all machines.
+            ranks_on_machine: Number of ranks on this machine.
 
         Raises:
-            ConfigError: If it does not fit the ranks, or the script contradicts the command line.
+            ConfigError: If the layout does not fit the ranks, or the script contradicts the command line.
         """
 
         def resolve(text: str) -> Layout:
@@ -313,7 +318,7 @@ class RequestedLayout:
             raise ConfigError(f"{error} ({found_by})") from None
 
     def _find_script_strategy(self, resolve: Callable[[str], Layout]) -> str | None:
-        """Return the strategy that the script requests by `strategy` and plugins, or None.
+        """Return the strategy that the script requests with `strategy` or plugins, or None if it requests none.
 
         Raises:
             ConfigError: If `strategy` contradicts a plugin.
@@ -338,11 +343,14 @@ class RequestedLayout:
         return self._strategy
 
     def _match_launched(self, said: str, launched: str, told_by: str, resolve: Callable[[str], Layout]) -> str:
-        """Return the launcher's strategy if it gives the layout of the script's strategy, else the script's strategy.
+        """Return the launcher's strategy if it agrees with the script's strategy, else the script's strategy.
+
+        They agree if they give the same layout on this run's ranks. They also agree if the script requests only a
+        sharded layout without sizes, or DeepSpeed without a stage, and the launcher requests it in more detail.
 
         Args:
-            said: Strategy of the script.
-            launched: Strategy of the launcher.
+            said: Strategy that the script requests.
+            launched: Strategy that the launcher requests.
             told_by: Origin of the launcher's strategy.
             resolve: Function that returns the layout of a strategy on this run's ranks.
         """
@@ -363,7 +371,9 @@ class RequestedLayout:
     # ---------------------------------------------------------------- options
 
     def choose_options(self, given: EngineOptions, layout: Layout) -> EngineOptions:
-        """Return the options, completed with those of plugins and launcher for sharding and activation checkpointing.
+        """Return the script's options, completed with options that plugins and the launcher set.
+
+        These are options for sharding, activation checkpointing and context parallelism.
 
         Args:
             given: Options from the script's `kwargs_handlers`.
@@ -385,7 +395,7 @@ class RequestedLayout:
         )
 
     def _build_context(self, given: TorchContextParallelConfig | None) -> TorchContextParallelConfig:
-        """Return the options of context parallelism, from `kwargs_handlers` or from the ParallelismConfig."""
+        """Return the options of context parallelism, from `kwargs_handlers`, the ParallelismConfig and the launcher."""
         handler = self.request.context
         if given is not None and handler is not None and given != handler:
             raise ConfigError(
@@ -422,7 +432,7 @@ class RequestedLayout:
         return chosen
 
     def _choose_units(self, given: ShardingOptions) -> tuple[tuple[Any, ...], int]:
-        """Return the FSDP units: class or module names, and the minimum number of parameters."""
+        """Return the FSDP units as a pair of (classes or names of units, minimum number of parameters of a unit)."""
         says_itself = bool(given.units or given.min_num_params)
         policy = self._decide_setting("fsdp_auto_wrap_policy")
         names = self._decide_setting(
@@ -482,7 +492,7 @@ def list_inapplicable_options(text: str, layout: Layout) -> Iterator[tuple[str, 
         layout: Layout of this run.
 
     Yields:
-        Setting, the layout that it requires, and the flag that requests that layout.
+        Tuple of (name of the setting, kind of layout that it requires, flag that requests such a layout).
     """
     is_deepspeed = text in mesh.ENGINES
     for names, fits, what, remedy in (

@@ -1,7 +1,7 @@
 """Merge sources of settings (layers). Precedence: code > command line > HEADWAY_* > config file > detected.
 
-Each value is recorded with its origin. The launcher merges the layers and passes the settings that workers need as one
-JSON payload. `resolve_run_setting` reads it in a worker.
+Each value is recorded with its origin. The launcher merges the layers, and passes the settings that workers need as one
+JSON payload. In a worker, `resolve_run_setting` reads this payload.
 """
 
 import json
@@ -20,7 +20,7 @@ from headway.errors import ConfigError
 COMMAND_LINE = "command line"
 VERSION = 1
 
-# Variables of Headway that are not settings of a launch.
+# Environment variables with the prefix HEADWAY_ that are not settings of a launch.
 _OTHER_VARIABLES = tuple(
     """
     HEADWAY_RUN HEADWAY_HOME HEADWAY_DEVICE HEADWAY_LOG_LEVEL HEADWAY_CONFIG_FILE HEADWAY_CONTROL HEADWAY_MEMORY HEADWAY_PULSE
@@ -35,8 +35,8 @@ class Value:
     """Value of a setting, with its origin.
 
     Attributes:
-        value: The value.
-        origin: Where it was set, such as "environment: HEADWAY_NUM_PROCESSES".
+        value: Value of the setting.
+        origin: Place where the value was set, such as "environment: HEADWAY_NUM_PROCESSES".
     """
 
     value: Any
@@ -51,7 +51,7 @@ class Resolved:
     """Settings of a launch, merged from all sources, each with its origin.
 
     Attributes:
-        config: The settings. A setting without a value is UNSET.
+        config: Merged settings. A setting without a value is UNSET.
         origins: Origin of each setting that is set.
         force: Whether the command line may overrule the code.
     """
@@ -65,7 +65,7 @@ class Resolved:
 
         Args:
             name: Name of the setting.
-            default: Value to return if it is not set. Default: None.
+            default: Value to return if the setting is not set. Default: None.
         """
         value = getattr(self.config, name)
         return default if isinstance(value, Unset) else value
@@ -73,7 +73,7 @@ class Resolved:
     def origin(self, name: str) -> str:
         """Return the origin of a setting, such as "environment: HEADWAY_NUM_PROCESSES".
 
-        Return "default" if it is not set.
+        Return "default" if the setting is not set.
 
         Args:
             name: Name of the setting.
@@ -82,11 +82,11 @@ class Resolved:
 
 
 def resolve(layers: Sequence[Layer], *, force: bool = False) -> Resolved:
-    """Merge layers of settings.
+    """Merge layers of settings, and return the merged settings with the origin of each value.
 
     Args:
         layers: Layers in descending precedence. Each contains only the settings that it sets.
-        force: Whether the command line may overrule the code. Passed on to the workers.
+        force: Whether the command line may overrule the code. This is passed on to the workers. Default: False.
 
     Raises:
         ConfigError: If a layer contains an unknown setting.
@@ -141,8 +141,8 @@ def encode_payload(
         resolved: Merged configuration.
         num_processes: Number of processes over all machines.
         min_processes: Smallest number of processes with which the run may continue after losing machines. None: all.
-        device: torch device type whose devices were counted to choose this machine's number of workers. None: not
-            counted.
+        device: torch device type whose devices were counted to choose this machine's number of workers. None: devices
+            were not counted.
         ranks_per_machine: Number of ranks on each machine, for layouts whose shards span one machine ("hsdp"). None:
             there is only one machine.
     """
@@ -191,7 +191,9 @@ def _is_payload(content: Any) -> bool:
 
 
 def read_requested_num_processes() -> range | None:
-    """Return the range of allowed numbers of processes, as passed by `headway launch`. None without the launcher.
+    """Return the range of allowed numbers of processes, which `headway launch` passes to its workers.
+
+    Return None if the script was not started by the launcher.
 
     Raises:
         ConfigError: If the payload cannot be read.
@@ -213,7 +215,10 @@ def read_promised_device() -> str | None:
 
 
 def read_ranks_per_machine() -> int | None:
-    """Return the number of processes on each machine. None: there is a single machine, or no launcher."""
+    """Return the number of processes on each machine.
+
+    Return None if there is a single machine, or if the script was not started by the launcher.
+    """
     found = (_read_payload() or {}).get("ranks_per_machine")
     return None if found is None else int(found)
 
@@ -231,15 +236,18 @@ def resolve_run_setting(
     Args:
         name: Name of the setting, such as "mixed_precision".
         code_value: Value that the script gives; UNSET or None if it gives none.
-        default: Value if no source sets it.
-        code_origin: Description of the script's line for errors: "Accelerator(mixed_precision='fp16') at train.py:12".
-        parse: Function that parses HEADWAY_<NAME> for a setting that the launcher does not know.
+        default: Value to return if no source sets the setting.
+        code_origin: Description of the script's line for error messages, such as "Accelerator(mixed_precision='fp16')
+            at train.py:12".
+        parse: Function that parses the environment variable HEADWAY_<NAME>, for a setting that the launcher does not
+            know.
 
     Returns:
         Pair of (value, origin).
 
     Raises:
-        ConfigError: If the script contradicts the command line without `--force`, or the variable's text is invalid.
+        ConfigError: If the script contradicts the command line without `--force`, or the text of the environment
+            variable is invalid.
     """
     is_said = not (isinstance(code_value, Unset) or code_value is None)
     content = _read_payload()

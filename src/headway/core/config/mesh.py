@@ -1,4 +1,4 @@
-"""Layouts such as `fsdp+tp=2`: the axes along which model and data are split, and the number of ranks of each.
+"""Layouts such as `fsdp+tp=2`: the axes along which model and data are split, and the number of ranks along each axis.
 
 ::
 
@@ -10,7 +10,7 @@
     fsdp+tp=2         pairs of ranks split matrices, and parameters are sharded over the pairs
     fsdp+ep=2         pairs of ranks split the experts; all other parameters are sharded over all ranks
     ddp=2+fsdp=4+tp=2 all sizes given: 16 ranks
-    zero3             DeepSpeed's engine; also zero1, zero2, deepspeed
+    zero3             DeepSpeed's engine with ZeRO stage 3; also zero1, zero2, deepspeed
 
 Other packages can register strategies as entry points of the group `headway.strategies`::
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 AXES = ("pp", "replicate", "shard", "ep", "cp", "tp")
 """Axes from outermost to innermost. Consecutive ranks are neighbors along the last axis."""
 ENGINES = ("deepspeed", "zero1", "zero2", "zero3")
-"""Layouts that cannot be combined with others: DeepSpeed's engine and its stages."""
+"""Names of layouts that cannot be combined with others: DeepSpeed's engine and its ZeRO stages."""
 _LONGEST = 200
 """Maximum number of characters in a layout."""
 
@@ -73,12 +73,13 @@ class Layout:
     """Sizes of a device mesh: the number of ranks along each axis. An axis that is not used has size 1.
 
     Attributes:
-        pp: Pipeline stages.
-        replicate: Copies of the full model.
-        shard: Ranks over which each parameter is sharded along dim 0 (FSDP).
-        ep: Ranks over which experts are distributed. Other parameters are sharded over `ep` together with `shard`.
-        cp: Ranks over which each sequence is split. Parameters are sharded over `cp` together with `shard`.
-        tp: Ranks over which each layer's matrices are split.
+        pp: Number of pipeline stages.
+        replicate: Number of replicas.
+        shard: Number of ranks over which each parameter is sharded along dim 0 (FSDP).
+        ep: Number of ranks over which experts are distributed. Other parameters are sharded over `ep` together with
+            `shard`.
+        cp: Number of ranks over which each sequence is split. Parameters are sharded over `cp` together with `shard`.
+        tp: Number of ranks over which each layer's matrices are split.
     """
 
     pp: int = 1
@@ -110,9 +111,9 @@ class Layout:
 
     @property
     def data_groups(self) -> list[list[int]]:
-        """Groups of ranks that have the same part of the model but read different data.
+        """Groups of ranks that hold the same part of the model but read different data.
 
-        Each group is in the order of the data shards.
+        The ranks of a group are in the order of the data shards that they read.
         """
         outer, inner = self.pp, self.cp * self.tp
         shards = self.num_data_shards
@@ -237,7 +238,7 @@ def _suggest_sizes(sizes: Mapping[str, int | None], known: int, num_ranks: int, 
     Args:
         sizes: Size of each axis. None: the axis uses all ranks that the other axes do not use.
         known: Product of the sizes that are given.
-        num_ranks: Number of ranks of the run.
+        num_ranks: Number of ranks in the run.
         is_open: Whether some axis has no size and therefore uses the remaining ranks.
     """
     fits = []
@@ -259,7 +260,10 @@ def _suggest_sizes(sizes: Mapping[str, int | None], known: int, num_ranks: int, 
 
 
 def format_sizes(sizes: Mapping[str, int | None]) -> str:
-    """Format sizes as a layout: "ddp=2+fsdp=4+tp=2". An axis whose size is None gets no "="."""
+    """Return the sizes of axes as the text of a layout, such as "ddp=2+fsdp=4+tp=2".
+
+    A size of None is left out, as in "fsdp+tp=2".
+    """
     names = {axis: term for term, axis in _TERMS.items()}
     sizes = {axis: size for axis, size in sizes.items() if size != 1} or {"replicate": None}
     terms = []
@@ -391,7 +395,10 @@ def find_entry_point(text: str) -> "EntryPoint | None":
 
 
 def normalize_strategy(text: str) -> str:
-    """Return the canonical spelling: a layout in lower case without spaces, or a registered name unchanged.
+    """Return the canonical spelling of a strategy.
+
+    A layout is converted to lower case without spaces. From a name that another package registered, only spaces at the
+    ends are removed.
 
     Raises:
         ConfigError: If `text` is neither a layout nor a registered name.

@@ -1,4 +1,4 @@
-"""Options of pipeline, sharded, tensor and context parallelism, and requests for them from plugins and files.
+"""Options of pipeline, sharded, tensor and context parallelism, and a collector of what plugins and files request.
 
 This module does not import torch.
 """
@@ -13,8 +13,9 @@ from headway.core.config.values import report_unknown_keywords
 from headway.errors import ConfigError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
-"""Pipeline schedules as implemented by torch: GPipe, 1F1B, interleaved 1F1B, interleaved zero bubble, and zero bubble
-with V-shaped placement.
+"""Names of pipeline schedules that torch implements.
+
+They stand for GPipe, 1F1B, interleaved 1F1B, interleaved zero bubble, and zero bubble with V-shaped placement.
 """
 _SEVERAL = ("interleaved", "zero_bubble", "zbv")
 
@@ -40,7 +41,7 @@ class PipelineOptions:
             the module tree, else to the last.
 
     Raises:
-        ConfigError: If the schedule is unknown, or a number does not fit it.
+        ConfigError: If the schedule is unknown, or a number is out of range or does not fit the schedule.
     """
 
     schedule: str = "gpipe"
@@ -108,21 +109,22 @@ class ShardingOptions:
         ignored: Classes, class names or module names whose frozen parameters are replicated instead of sharded.
         reshard_after_forward: Whether to free a unit's gathered parameters after its forward and gather them again in
             backward. None: yes for all units except the root. False: keep them, which saves an all-gather and costs
-            memory. An integer: reshard them over that many ranks, a divisor of the number of shards (such as the ranks
-            of a machine).
+            memory. An integer: reshard them over that many ranks, such as the ranks of a machine. The integer must
+            divide the number of shards.
         cpu_offload: Whether to keep parameters, gradients and optimizer state in host memory and step the optimizer
             there.
         forward_prefetch: Number of units to gather ahead in forward. 0: torch's default, one.
         backward_prefetch: Number of units to gather ahead in backward. 0: torch's default, one.
-        param_dtype: Dtype of gathered parameters. None: the dtype of mixed_precision, or else unchanged.
-        reduce_dtype: Dtype in which gradients are reduced. None: float32 with mixed precision, or else unchanged.
+        param_dtype: Dtype of gathered parameters. None: the dtype of mixed_precision if it is used, else unchanged.
+        reduce_dtype: Dtype in which gradients are reduced. None: float32 with mixed precision, else unchanged.
         output_dtype: Dtype of the model's floating-point outputs. None: unchanged.
         forward_methods: Names of methods besides forward that use the model's parameters ("encode", "generate").
         find_unused_parameters: Whether the set of parameters that take part in the loss may differ between steps and
             ranks.
         broadcast_buffers: Whether all ranks receive rank 0's buffers after the last backward of each update.
-        whole_updates: Whether optimizers step on full parameters, each on the one rank that updates it for all ranks.
-            None: only optimizers that cannot step on shards. False: never; such optimizers raise an error.
+        whole_updates: Whether optimizers step on full parameters. Each parameter is then updated by one rank, for all
+            ranks. None: only if an optimizer cannot step on shards. False: never, so that such an optimizer raises an
+            error.
 
     Raises:
         ConfigError: If a value is not allowed, or `units` and `min_num_params` are both given.
@@ -196,7 +198,7 @@ STYLES = (
 )  # fmt: skip
 """Names of styles that a tensor-parallel plan may contain.
 
-They are those of transformers 5.23, and `packed_qkv_colwise` for query, key and value in one matrix.
+These are the styles of transformers 5.23, plus `packed_qkv_colwise` for query, key and value in one matrix.
 """
 
 
@@ -206,14 +208,15 @@ class TensorParallelOptions:
     """Options of tensor parallelism.
 
     Attributes:
-        plan: Maps names of modules (or parameters) to styles: one of `STYLES` or a torch `ParallelStyle` object. `*`
-            matches one component of a name. None: the model's own plan, which transformers' models have.
+        plan: Mapping from names of modules or parameters to styles. A style is one of `STYLES` or a torch
+            `ParallelStyle` object. `*` matches one component of a name. None: the model's own plan, which transformers'
+            models have.
         sequence_parallel: Whether each rank computes only its sequence shard in the layers between split matrices.
         loss_parallel: Whether logits and cross entropy stay sharded along the vocabulary.
         divide: Names of integer attributes that must count only the share of one rank, such as
-            "blocks.*.attn.num_heads". Each is divided by the number of ranks.
-        keep: Names of integer attributes that must not be divided, because forward does not use them or needs the
-            total.
+            "blocks.*.attn.num_heads". The value of each is divided by the number of ranks.
+        keep: Names of integer attributes whose values must not be divided, because forward does not use them or needs
+            the total.
 
     Raises:
         ConfigError: If the plan is empty or names an unknown style.
@@ -263,16 +266,16 @@ class TorchContextParallelConfig:
 
     Attributes:
         cp_comm_strategy: How torch's ring attention exchanges keys and values: "allgather" (default) or "alltoall".
-        labels: Names of the model's arguments of shape (rows, tokens) that are labels, if the model computes the loss
-            itself.
+        labels: Names of those model arguments that contain labels, of shape (rows, tokens). They are needed if the
+            model itself computes the loss.
         blocks: Classes, class names or module names of the blocks that sequences pass through. Empty: the repeated
             blocks of the model.
         ignore_index: Label that the loss ignores. None: the value that the model passes to torch's cross entropy, or
             -100.
         cp_style: "ring" (default): each rank keeps the queries of its sequence shard, and keys and values are
             exchanged. "ulysses": each rank computes some heads for full sequences (Jacobs et al., 2023, arXiv
-            2309.14509); the number of heads must be a multiple of the number of ranks. "auto": the style that sends
-            less data.
+            2309.14509). The number of heads must then be a multiple of the number of ranks. "auto": the style that
+            sends less data.
 
     Raises:
         ConfigError: If a value is not allowed.
@@ -300,12 +303,14 @@ class TorchContextParallelConfig:
 
 @dataclass
 class LayoutRequest:
-    """Collector of the layout settings that plugins and config files request, each with the key that requested it.
+    """Collector of the layout settings that plugins and config files request.
+
+    Each setting is recorded with its key: the argument of a plugin, or the key of a config file, that requested it.
 
     Attributes:
         settings: Pairs of (value, key that requested it), by setting.
-        lines: Pairs of (key, text that describes its effect), for each key.
-        refused: Advice for the user on each key that is not supported, by key.
+        lines: Pairs of (key, text that describes the effect of the key), in the order of the requests.
+        refused: Mapping from each unsupported key to advice for the user.
         dtypes: Dtypes of FSDP's mixed precision policy, by field of ShardingOptions.
         context: Options of context parallelism; None if none were requested.
     """
@@ -325,7 +330,7 @@ class LayoutRequest:
         Args:
             setting: Name of Headway's setting.
             value: Requested value.
-            key: Argument or key of the file that requests it, for messages.
+            key: Argument of a plugin, or key of a config file, that requests the value. It is shown in messages.
 
         Raises:
             ConfigError: If another key requested a different value.
@@ -337,7 +342,7 @@ class LayoutRequest:
         self.lines.append((key, f"{setting}: {value!r}"))
 
     def ignore_key(self, key: str, reason: str) -> None:
-        """Record that `key` has no effect, and why.
+        """Record that `key` has no effect, with the reason.
 
         Args:
             key: Argument of a plugin, or key of a config file.
@@ -358,7 +363,7 @@ class LayoutRequest:
         """Request a sharded layout ("fsdp" or "hsdp") without sizes, or replicas ("ddp").
 
         Args:
-            key: Argument of a plugin, or key of a config file, that requests it.
+            key: Argument of a plugin, or key of a config file, that requests the layout.
             layout: "fsdp", "hsdp" or "ddp". Default: "fsdp".
         """
         if layout != "fsdp" or key not in self._sharding:
@@ -368,7 +373,7 @@ class LayoutRequest:
         """Request DeepSpeed's engine.
 
         Args:
-            key: Argument of a plugin, or key of a config file, that requests it.
+            key: Argument of a plugin, or key of a config file, that requests the engine.
             stage: Layout that selects a ZeRO stage, such as "zero3". Default: "deepspeed", without a stage.
         """
         if stage != "deepspeed" or key not in self._engines:
@@ -380,7 +385,7 @@ class LayoutRequest:
         Args:
             axis: Name of the axis, such as "tp".
             size: Number of ranks.
-            key: Argument of a plugin, or key of a config file, that requests it.
+            key: Argument of a plugin, or key of a config file, that requests the number.
 
         Raises:
             ConfigError: If another key requests a different number.
@@ -404,10 +409,12 @@ class LayoutRequest:
         return any(size > 1 for size, _ in self._sizes.values())
 
     def find_strategy(self) -> tuple[str, str] | None:
-        """Return the requested layout and the keys that request it, or None if none was requested.
+        """Return the requested layout and the keys that request it, or None if no layout was requested.
+
+        The keys are arguments of plugins or keys of config files.
 
         Raises:
-            ConfigError: If the keys contradict each other.
+            ConfigError: If the requests contradict each other.
         """
         sized_by = [key for size, key in self._sizes.values() if size > 1]
         if self._engines and (self._sharding or sized_by):
@@ -441,7 +448,7 @@ class LayoutRequest:
 
 
 class LayoutPlugin(Protocol):
-    """Interface of another library's plugin for the layout.
+    """Interface of plugin classes that request a layout. Their arguments are those of another library's plugins.
 
     Attributes:
         argument: Name of the Accelerator's argument that accepts this plugin.

@@ -1,4 +1,4 @@
-"""Settings for preemption: which signals and deadline end a run, and whether it saves and exits automatically."""
+"""Settings for preemption: the signals and the time limit that end a run, and whether it saves and exits by itself."""
 
 import signal
 import time
@@ -21,8 +21,9 @@ class Preemption:
         signals: Names of signals that request the end, sent to any rank or to the launcher.
         time_limit: Maximum duration of the run, counted from the creation of the Accelerator. None: until SLURM ends
             the job (SLURM_JOB_END_TIME), else unlimited.
-        reserve: Duration before the end of the run at which ranks save. It must be longer than a save plus a step. At
-            most a quarter of the time that is available at the start is used, so that the run makes progress.
+        reserve: Time before the end of the run at which ranks save. It must be longer than a save plus a step. It is
+            reduced to a quarter of the time that is available at the start if it is longer, so that the run makes
+            progress.
         exits: Whether to save and exit automatically. False: `accelerator.preempted` becomes True on all ranks in the
             same step, and the script must save and end the loop.
 
@@ -48,7 +49,7 @@ class Preemption:
         """Numbers of the signals that request the end of the run.
 
         Raises:
-            ConfigError: If a name is not the name of a signal, or the signal cannot be caught.
+            ConfigError: If a name does not belong to a signal, or the signal cannot be caught.
         """
         allowed = {member.name: int(member) for member in signal.Signals if member.name not in ("SIGKILL", "SIGSTOP")}
         unknown = [name for name in self.signals if name not in allowed]
@@ -62,8 +63,8 @@ class Preemption:
     def compute_deadline(self) -> "Deadline | None":
         """Return the deadline at which to save; None if there is no time limit.
 
-        `time_limit` is measured with the monotonic clock, which ignores corrections of the system time and time
-        during which the machine is suspended. The end of a SLURM job is a time of day.
+        `time_limit` is measured with the monotonic clock, which ignores corrections of the system time. It also stops
+        while the machine is suspended. The end of a SLURM job is compared with the system time.
         """
         clock, end = time.time, float(env.get_int(_JOB_END) or 0)
         if self.time_limit is not None:
@@ -95,12 +96,12 @@ def resolve_preemption(given: "Preemption | bool | None", project: ProjectConfig
     """Return the settings for the Accelerator's argument `preemption`, or None if signals keep their usual effect.
 
     Args:
-        given: True for the defaults of `Preemption`. None: the defaults if a directory for checkpoints is configured,
-            else off.
+        given: Settings of the script. True: the defaults of `Preemption`. False: off. None: the defaults if a directory
+            for checkpoints is configured, else off.
         project: Locations of the run's files.
 
     Raises:
-        ConfigError: If preemption is requested but no directory for checkpoints is configured.
+        ConfigError: If automatic saving is requested but no directory for checkpoints is configured.
     """
     has_place = project.project_dir is not None and project.automatic_checkpoint_naming
     if given is None:

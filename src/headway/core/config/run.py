@@ -54,13 +54,13 @@ class GradientAccumulationPlugin(KwargsHandler):
     """Options of gradient accumulation.
 
     Attributes:
-        num_steps: Micro-batches per update, at least 1.
-        adjust_scheduler: Whether the schedule's length is in micro-batches, so that the scheduler steps once per
-            micro-batch.
-        sync_with_dataloader: Whether a loader's last batch completes the accumulation window, even if it has fewer
-            micro-batches.
-        sync_each_batch: Whether to reduce gradients in every micro-batch. It needs less memory with sharded gradients,
-            but more communication.
+        num_steps: Number of micro-batches per update, at least 1.
+        adjust_scheduler: Whether the schedule's length is counted in micro-batches, so that the scheduler steps once
+            per micro-batch.
+        sync_with_dataloader: Whether a loader's last batch completes the accumulation window, even if the window has
+            fewer micro-batches.
+        sync_each_batch: Whether to reduce gradients in every micro-batch. This needs less memory with sharded
+            gradients, but more communication.
 
     Raises:
         ConfigError: If `num_steps` is not an integer of at least 1.
@@ -97,12 +97,12 @@ class ProjectConfiguration(KwargsHandler):
             `headway launch` holds until the run ends. `resume("latest")` restores the copy if it is newer than the
             newest checkpoint on disk. 0: off.
         overlap_saves: Whether `save_state(blocking=False)` copies parameters and optimizer state during the next
-            forward and backward. The optimizer step waits for the copy. Other code must not change them in between,
-            such as `weight.clamp_()` in your script. The save would fail or, if `.data` hides the change from torch,
-            contain part of it.
+            forward and backward. The optimizer step waits for the copy. Until then, other code must not change them,
+            for example by `weight.clamp_()`. The save would fail or, if `.data` hides the change from torch, contain
+            part of the change.
         keep_compiled: Whether checkpoints contain the artifacts of torch.compile, which `resume("latest")` loads so
-            that a new machine does not compile again. They are executable and are loaded only if sealed with this
-            user's key.
+            that a new machine does not compile again. The artifacts are executable, and are loaded only if they are
+            sealed with this user's key.
 
     Raises:
         ConfigError: If a value is not allowed, or `keep_in_memory` is used without `automatic_checkpoint_naming`.
@@ -135,17 +135,17 @@ class ProjectConfiguration(KwargsHandler):
             )
 
     def with_defaults(self) -> "ProjectConfiguration":
-        """Return this configuration with the default for `logging_dir`."""
+        """Return this configuration, with `logging_dir` set to `project_dir` if it was not set."""
         return self if self.logging_dir is not None else replace(self, logging_dir=self.project_dir)
 
     def set_directories(self, project_dir: str | Path | None = None) -> None:
-        """Set `project_dir`, and `logging_dir` if it is not set."""
+        """Set `project_dir`, and use the same folder for `logging_dir` if that is not set."""
         self.project_dir = project_dir
         self.logging_dir = project_dir if self.logging_dir is None else self.logging_dir
 
 
 def describe_caller() -> str:
-    """Return a description of the line that creates the Accelerator, for errors about its arguments."""
+    """Return a description of the line that creates the Accelerator, for error messages about its arguments."""
     return f"Accelerator(...) at {find_call_site()}"
 
 
@@ -155,13 +155,13 @@ def resolve_windows(
     """Return the options of gradient accumulation from the three arguments of the Accelerator that can set them.
 
     Args:
-        steps: Micro-batches per update (`gradient_accumulation_steps`).
+        steps: Number of micro-batches per update (`gradient_accumulation_steps`).
         plugin: All options (`gradient_accumulation_plugin`).
-        global_batch_size: Rows per update over all ranks, from which the number of micro-batches follows.
-        origin: Description of the script's line, for errors.
+        global_batch_size: Number of rows per update over all ranks, from which the number of micro-batches follows.
+        origin: Description of the script's line, for error messages.
 
     Raises:
-        ConfigError: If more than one of the three is given.
+        ConfigError: If more than one of the three arguments is given, or `plugin` has the wrong type.
     """
     _check_kind("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
     if plugin is not None and steps is not None:
@@ -197,7 +197,7 @@ def resolve_loading(config: DataLoaderConfiguration | None, split_batches: bool)
     """Return the options of data loading from the Accelerator's `dataloader_config` and `split_batches`.
 
     Raises:
-        ConfigError: If they contradict each other.
+        ConfigError: If the two arguments contradict each other, or `config` has the wrong type.
     """
     _check_kind("dataloader_config", config, DataLoaderConfiguration)
     if config is not None and split_batches and not config.split_batches:
@@ -209,7 +209,7 @@ def resolve_project(folder: str | Path | None, config: ProjectConfiguration | No
     """Return the project configuration from the Accelerator's `project_dir` and `project_config`.
 
     Raises:
-        ConfigError: If they contradict each other.
+        ConfigError: If the two arguments contradict each other, or `config` has the wrong type.
     """
     _check_kind("project_config", config, ProjectConfiguration)
     if config is not None and folder is not None and config.project_dir not in (None, folder):

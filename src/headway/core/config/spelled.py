@@ -1,10 +1,10 @@
-"""String enumerations that compare equal to their text, as Accelerate's do."""
+"""String enumerations whose members are equal to their text, as in Accelerate."""
 
 from enum import Enum
 
 
 class StringEnum(str, Enum):
-    """String enumeration whose members equal, and print as, their value: `DistributedType.NO == "NO"`."""
+    """String enumeration whose members are equal to their values and print as such: `DynamoBackend.NO == "NO"`."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -16,7 +16,7 @@ class StringEnum(str, Enum):
 
 
 class DynamoBackend(StringEnum):
-    """Backends of torch.compile, by Accelerate's names."""
+    """Backends of torch.compile, with the names that Accelerate uses."""
 
     NO, EAGER, AOT_EAGER, INDUCTOR = "NO", "EAGER", "AOT_EAGER", "INDUCTOR"
     AOT_TS_NVFUSER, NVPRIMS_NVFUSER, CUDAGRAPHS, OFI = "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI"

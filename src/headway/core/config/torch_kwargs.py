@@ -1,6 +1,6 @@
 """Keyword arguments for torch's DDP, autocast, gradient scaler, process group and profiler.
 
-The names are those of Accelerate's `kwargs_handlers`. This module imports no torch.
+The names are those of Accelerate's `kwargs_handlers`. This module does not import torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from headway.errors import ConfigError
 
 
 class DDPCommunicationHookType(str, Enum):
-    """Kinds of gradient compression for DDP, by Accelerate's names."""
+    """Kinds of gradient compression for DDP, with the names that Accelerate uses."""
 
     NO = "no"
     FP16 = "fp16"
@@ -31,9 +31,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
     Attributes that are not listed have the meaning that torch documents.
 
     Attributes:
-        check_reduction: Accepted for compatibility; torch ignores it, too.
+        check_reduction: Accepted for compatibility. It has no effect, as in torch.
         comm_hook: Compression of gradients. A PowerSGD hook can be combined with `comm_wrapper` (NO, FP16 or BF16),
-            which casts gradients before and after it.
+            which casts gradients before and after the hook.
         comm_state_option: Keyword arguments of PowerSGD's state.
     """
 
@@ -118,7 +118,7 @@ class ProfileKwargs(KwargsHandler):
     Attributes:
         activities: Names of torch's activities, such as "cpu", "cuda" or "xpu". None: torch's default.
         schedule_option: Keyword arguments of torch.profiler.schedule (wait, warmup, active, repeat, skip_first).
-        on_trace_ready: Called with the profiler when a trace is ready.
+        on_trace_ready: Function that is called with the profiler when a trace is ready.
         output_trace_dir: Folder in which each rank writes `profile_<rank>.json`, and a table of the slowest operations
             in `profile_<rank>.txt`, even if the profiled block raises.
     """

@@ -24,7 +24,13 @@ _KINDS = {
 
 
 def suggest_word(word: str, known: list[str], *, prefix: str = "") -> str:
-    """Return a hint with the known words closest to `word`, such as "; did you mean num_processes?", or ""."""
+    """Return a hint such as "; did you mean num_processes?", or "" if no known word is close to `word`.
+
+    Args:
+        word: Word that the user wrote.
+        known: Allowed words.
+        prefix: Text to put before each suggested word, such as "--". Default: "".
+    """
     from difflib import get_close_matches
 
     plain = word.lower().replace("-", "_")
@@ -38,7 +44,7 @@ def check_count(**values: object) -> None:
     """Raise `ConfigError` unless each argument is an integer of at least 1.
 
     Args:
-        values: Values by the names that the error message uses.
+        values: Values to check. The error message uses the keywords as names.
     """
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -81,7 +87,7 @@ class KwargsHandler:
 
 
 def report_unknown_keywords(kind: Class) -> Class:
-    """Decorate a class so that an unknown keyword of its constructor raises an error with the most similar known one.
+    """Decorate a class so that its constructor reports an unknown keyword, and suggests the most similar known keyword.
 
     Raises:
         CallError: From the decorated class's constructor, if it gets an unknown keyword.
@@ -109,10 +115,10 @@ def parse_text(setting: LaunchSetting, text: str, origin: str) -> Any:
     Args:
         setting: Description of the setting.
         text: Text of the value.
-        origin: Where the value was set, for errors.
+        origin: Where the value was set, for error messages.
 
     Raises:
-        ConfigError: If the text is not a valid value. The message contains setting, text, origin and what is allowed.
+        ConfigError: If the text is not a valid value. The message contains setting, text, origin and allowed values.
     """
     if setting.kind == "text":
         return _check_value(setting, text, origin)
@@ -130,12 +136,12 @@ def parse_text(setting: LaunchSetting, text: str, origin: str) -> Any:
 def check_file_value(setting: LaunchSetting, value: Any, origin: str) -> Any:
     """Return a value from a config file in normalized form, or raise an error if its type or range is wrong.
 
-    A bare `no` is False in YAML. For a setting that has the choice "no", it is converted back to this word.
+    In YAML, an unquoted `no` means False. For a setting that has the choice "no", False is converted back to "no".
 
     Args:
         setting: Description of the setting.
         value: Value as the YAML parser returned it.
-        origin: Where the value was set, for errors.
+        origin: Where the value was set, for error messages.
 
     Raises:
         ConfigError: If the value has the wrong type or is out of range.

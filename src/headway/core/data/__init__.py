@@ -1,1 +1,1 @@
-"""Prepared data loaders: order of samples, shard of each rank, padding masks, and positions that can be saved."""
+"""Prepared data loaders: sample order, data shards, padding masks, and positions that can be saved and resumed."""

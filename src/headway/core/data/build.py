@@ -42,14 +42,14 @@ def prepare_loader(
         shard: Data shard of this process.
         config: Settings for splitting, padding and moving batches.
         device: Device to move batches to; None to leave them on the host.
-        collectives: Collectives of the ranks among which the data is split, ordered by shard; None if this process
-            reads alone.
-        events: Callbacks and registry of the run's loaders.
+        collectives: Collectives of the ranks among which the data is split, in shard order. None if this process reads
+            alone.
+        events: Callbacks of the run's loaders, and the registry in which the new loader is entered.
         seed: Seed of the sample order, equal on all ranks.
-        rng_types: Names of the RNGs to synchronize. Only "generator" has an effect: random generators in samplers get
-            rank 0's state at the start of each epoch. Default: ("generator",).
+        rng_types: Names of the RNGs to synchronize. Only "generator" has an effect: with it, the random generators in
+            samplers get rank 0's state at the start of each epoch. Default: ("generator",).
         stream: Random number stream from which the run's loaders draw. Default: None, torch's global generator.
-        everyone: Collectives of all ranks. Needed only if several ranks read one data shard. Default: None,
+        everyone: Collectives of all ranks. Needed only if several ranks read one data shard. Default: None, to use
             `collectives`.
         rules: Rules for ordering, reading and splitting the data. Default: None, rules that follow torch's loaders.
 
@@ -95,9 +95,9 @@ def prepare_loader(
 
 
 def _find_epoch_listeners(loader: DataLoader[Any], feed: BatchFeed) -> list[Any]:
-    """Return the samplers and datasets of a loader that have a `set_epoch` method.
+    """Return those samplers and datasets of a loader that have a `set_epoch` method.
 
-    It must be called before each epoch.
+    The method must be called before each epoch.
     """
     samplers = loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)
     candidates = *samplers, loader.dataset, feed.inner.dataset
@@ -112,9 +112,9 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
     collated.
 
     Args:
-        dataloader: Prepared loader, or a plain DataLoader. As without Headway, a plain loader draws its shuffling from
-            torch's global RNG state.
-        num_batches: Number of batches of this rank to skip. Default: 0.
+        dataloader: Prepared loader, or a plain DataLoader. A plain loader shuffles with torch's global RNG, as it does
+            without Headway.
+        num_batches: Number of this rank's batches to skip. Default: 0.
 
     Raises:
         DataError: If `num_batches` is negative, or `dataloader` is not a DataLoader.

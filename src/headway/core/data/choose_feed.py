@@ -1,4 +1,4 @@
-"""Choose the reader (`BatchFeed`) of a loader's batches by its dataset, its sampler and the configuration."""
+"""Choose the `BatchFeed` that reads a loader's batches, depending on its dataset, its sampler and the configuration."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ log = get_logger(__name__)
 
 @dataclass
 class FeedRecipe:
-    """Settings of a loader, from which the reader (`BatchFeed`) of its batches is chosen and built.
+    """Builder of the `BatchFeed` that reads the batches of a loader.
 
     Attributes:
         loader: User's loader.
@@ -43,7 +43,7 @@ class FeedRecipe:
         seed: Seed of the sample order, equal on all ranks.
         is_synchronized: Whether random generators in samplers start each epoch with rank 0's state.
         stream: Random number stream from which the run's loaders draw.
-        everyone: Collectives of all ranks. None: equal to `collectives`.
+        everyone: Collectives of all ranks. None: the same as `collectives`.
         rules: Rules for ordering, reading and splitting the data.
         is_placed: Whether batches are moved to a device.
     """
@@ -73,9 +73,11 @@ class FeedRecipe:
         self.ranks: Sequence[int] = range(self.shard.count) if self.is_dispatched else (self.shard.index,)
 
     def build_feed(self) -> BatchFeed:
-        """Return the reader (`BatchFeed`) of this rank's batches. The first case that applies is used.
+        """Return the `BatchFeed` that reads this rank's batches.
 
-        - One rank reads and dispatches all batches (`dispatch_batches`).
+        The first of these cases that applies determines its type:
+
+        - `dispatch_batches` is in effect: one rank reads all batches and sends them to the others.
         - The dataset is map-style: each rank reads its samples by index.
         - The dataset is iterable and can be sharded: each rank reads its own dataset shards.
         - The dataset is iterable: each rank reads all samples and keeps its share.
@@ -125,7 +127,7 @@ class FeedRecipe:
         )
 
     def _compare_order(self, opening: list[Any]) -> None:
-        """Raise `DataError` or warn if the samplers of different ranks yield different indices.
+        """Raise `DataError` or warn if the ranks' samplers begin a pass with different indices.
 
         Args:
             opening: First indices (or first batches of indices) that this rank's sampler yielded in this pass.
@@ -258,9 +260,7 @@ class FeedRecipe:
         return SampleSplit(size, self.shard.count, drop_last, self.is_even, is_spread)
 
     def _count_samples_per_rank(self, batch_size: int | None) -> int:
-        """Return the number of samples that one rank gets per step.
-
-        If the loader does not batch, it is the number of items.
+        """Return the number of samples that one rank gets per step. It is 1 if the loader does not batch.
 
         Args:
             batch_size: Batch size of the user's loader; None if the loader does not batch.
@@ -275,7 +275,7 @@ def _is_stream(loader: DataLoader[Any]) -> bool:
 
 
 def choose_loader_class(loader: DataLoader[Any], config: DataLoaderConfiguration) -> type[DataLoader[Any]]:
-    """Return the class of the loader that reads the dataset.
+    """Return the DataLoader class with which to read the dataset.
 
     It is torchdata's StatefulDataLoader if the configuration requests it or `loader` is one, else torch's DataLoader.
 

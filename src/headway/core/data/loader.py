@@ -1,9 +1,9 @@
 """Prepared loader: yields this rank's batches of a user's DataLoader, and describes the current batch.
 
-From a map-style dataset, the next batch is never fetched before it is requested. Random numbers that are drawn while
-fetching in this process can then be resumed exactly. Even so, the loader knows one step ahead where the data ends.
-Iterable datasets are read one batch ahead. In one step, every rank gets one batch. Rows that only complete a batch are
-padding.
+By default, a batch of a map-style dataset is not fetched before it is requested. If this process fetches it, a resumed
+run can then draw the same random numbers during the fetch. Even so, the loader knows one step ahead where the data
+ends. Iterable datasets are read one batch ahead. In one step, every rank gets one batch. Rows that only complete a
+batch are padding.
 """
 
 import weakref
@@ -38,21 +38,21 @@ _READ_WHEN_A_PASS_BEGINS = frozenset(["collate_fn", "worker_init_fn", "timeout",
 class LoaderEvents:
     """Callbacks around each fetch, and record of the batches that the script has requested but not trained on yet.
 
-    A script may request a batch from one loader while it holds a batch of another: in `zip(one, other)`, or in an
-    evaluation before it trains on the current batch. It may also collect all micro-batches of an update before it
-    trains on the first. A state saved at such a point would count these batches as trained on, and a resumed run would
-    leave them out. `can_stop` detects this.
+    A script can request a batch from one loader while it holds a batch of another. It does so in `zip(one, other)`, or
+    if it evaluates the model before it trains on the current batch. It can also collect all micro-batches of an update
+    before it trains on the first. A state saved at such a point would count these batches as trained on, and a resumed
+    run would leave them out. `can_stop` detects this.
 
     Attributes:
         active: Loaders that are being iterated, innermost last.
-        in_hand: Loaders of the batches that were yielded and not trained on yet, one entry per batch, in order.
+        in_hand: One entry for each batch that was yielded and not trained on yet, in order: the loader that yielded it.
             Training on a micro-batch clears the list.
         before_fetch: Functions called with the loader before a batch is requested.
         after_fetch: Functions called with the loader when the batch is on its device, or being copied to it.
         after_pass: Functions called when a pass has ended or was left early.
         is_registered: Function that returns whether the script registered a dataset to be saved in checkpoints.
         prepared: Functions called with each loader that is prepared.
-        repeats: Functions that wrap the iterator over the batches of a pass, and may repeat some batches.
+        repeats: Functions that wrap the iterator over the batches of a pass, and can repeat some batches.
     """
 
     active: list["PreparedLoader"] = field(default_factory=list)
@@ -71,9 +71,9 @@ class LoaderEvents:
 
         Args:
             loader: Loader whose next batch is requested.
-            most: Maximum number of batches of `loader` that the script may collect before it trains on them. If more
-                were yielded, the earlier ones must have been used or dropped. Batches of other loaders that were read
-                inside its loop then also count as used. Default: 1.
+            most: Maximum number of batches that the script may collect from `loader` before it trains on them. If it
+                has already collected this many, they count as trained on, and so do batches that other loaders yielded
+                after the first of them. Default: 1.
         """
         if self.in_hand.count(loader) >= most:
             del self.in_hand[self.in_hand.index(loader) :]
@@ -119,16 +119,17 @@ class PreparedLoader(DataLoader[Any]):
         shard: Data shard of this rank.
         device: Device of the batches; None to leave them where the loader creates them.
         transfer: Function that moves batches to the device; None if nothing is moved.
-        events: Callbacks and registry of the run's loaders.
+        events: Callbacks of the run's loaders, and the registry in which they are entered.
         listeners: Objects whose `set_epoch` is called with each epoch's number.
         opens_late: Whether a pass draws its order when the first batch is requested. Otherwise it does so in `iter()`,
             as torch's loaders do. Default: False.
-        stall_limit: Seconds for which a read of the dataset may wait for remote storage; 0.0 if it reads none.
+        stall_limit: Seconds for which a read of the dataset may wait for remote storage; 0.0 if the dataset does not
+            use remote storage. Default: 0.0.
 
     Attributes:
         pass_position: Current epoch, number of consumed samples, and `RankBatch` of the current batch (`share`). Code
             that runs once per batch reads this object directly, which is faster than the properties below. Loaders
-            returned by `skip` have the same object.
+            returned by `skip` share this object.
         requested_window: Pair of (samples per update, batches per rank and update) as set by `request_window`; (0, 0)
             if not set.
         was_measured: Whether `len()` of this loader has been called.
@@ -206,7 +207,7 @@ class PreparedLoader(DataLoader[Any]):
         if self.pass_position.is_from_start and not self._num_skipped:
             self._rewind_epoch()
         elif self.pass_position.is_from_start and self._num_skipped * (self._feed.round_size or 0) == self.num_consumed:
-            self._num_skipped = 0  # the loaded state contains this position, and the workers' draws too
+            self._num_skipped = 0  # the loaded state is already at this position, and has the workers' RNG states too
         # Draw now, not with the first batch: in `zip(one, other)` torch's loaders draw in this order too.
         self._feed.open_pass()
         iterator = self._iterate_pass()
@@ -222,9 +223,9 @@ class PreparedLoader(DataLoader[Any]):
             self.pass_position.consumed = 0
 
     def _pass_to_end(self) -> None:
-        """Draw the random numbers of an epoch that had been read to its end when its state was saved.
+        """Run an empty pass over an epoch that was read to its end before the save, to draw its random numbers.
 
-        No batch is read. The next epoch then gets the order that it would have had without the interruption.
+        The next epoch then gets the order that it would have had without the interruption.
         """
         self._feed.open_pass()
         for _ in self._iterate_pass():
@@ -297,7 +298,7 @@ class PreparedLoader(DataLoader[Any]):
         return self.pass_position.is_stopped
 
     def __len__(self) -> int:
-        """Return the number of batches of a pass, equal on every rank.
+        """Return the number of batches in a pass, equal on every rank.
 
         Raises:
             TypeError: If the data has no length.
@@ -306,7 +307,7 @@ class PreparedLoader(DataLoader[Any]):
         return max(0, len(self._feed) - self._num_skipped)
 
     def count_batches(self) -> int:
-        """Return the number of batches of a complete pass on this rank; 0 if unknown.
+        """Return the number of batches in a complete pass on this rank; 0 if unknown.
 
         Unlike `len()`, it leaves `was_measured` unchanged.
         """
@@ -318,10 +319,10 @@ class PreparedLoader(DataLoader[Any]):
     def skip(self, num_batches: int) -> "PreparedLoader":
         """Return a loader whose next pass starts at batch `num_batches` of its epoch. Later passes are complete.
 
-        Both loaders share one position, so either may continue with the next epoch.
+        Both loaders share one position, so either can continue with the next epoch.
 
         Args:
-            num_batches: Number of batches of this rank to skip.
+            num_batches: Number of this rank's batches to skip.
 
         Raises:
             DataError: If the number is negative or not an integer.
@@ -344,7 +345,7 @@ class PreparedLoader(DataLoader[Any]):
     def num_rows(self) -> int | None:
         """Number of rows in the current batch, including padding; None if they cannot be counted.
 
-        Only the rows of an unbatched item may be uncountable.
+        They can always be counted if the loader builds batches (`batch_size` is not None).
         """
         return self.pass_position.share.num_rows
 
@@ -384,7 +385,7 @@ class PreparedLoader(DataLoader[Any]):
     def num_consumed(self) -> int:
         """Number of non-padding samples that this epoch has yielded so far on all ranks together.
 
-        If the loader does not batch, items are counted.
+        If the loader does not batch (`batch_size=None`), the dataset's items are counted.
         """
         return self.pass_position.consumed
 
@@ -411,7 +412,7 @@ class PreparedLoader(DataLoader[Any]):
     def next_epoch(self) -> int:
         """Number of the epoch that the next pass reads.
 
-        The next pass may be in this process, or in a run that resumes from a checkpoint saved now.
+        This holds for the next pass in this process, and for a run that resumes from a checkpoint saved now.
         """
         return self.pass_position.next_epoch if self.pass_position.is_left else self.pass_position.epoch
 
@@ -425,7 +426,7 @@ class PreparedLoader(DataLoader[Any]):
     def skip_passes(self, count: int) -> None:
         """Make the next `count` passes empty. The pass after them resumes at the loaded position.
 
-        It is needed if a resumed script repeats its passes from the first one, although the original run had already
+        This is needed if a resumed script repeats its passes from the first one, although the original run had already
         finished some of them.
 
         Args:
@@ -469,12 +470,11 @@ class PreparedLoader(DataLoader[Any]):
             listener.set_epoch(epoch)
 
     def state_dict(self) -> State:
-        """Return the position as {"epoch", "consumed"}.
+        """Return the loader's position and the state of its sampler or dataset.
 
-        The key "source" holds the state of the sampler or dataset, if any.
-
-        The position also has "is_over" if the current batch is the last of the epoch. The state is equal on every
-        rank, except that a StatefulDataLoader adds the state of this rank's own shards.
+        The position has the keys "epoch" and "consumed". It also has "is_over" if the current batch is the last of the
+        epoch. The key "source" holds the state of the sampler or dataset, if any. The result is equal on every rank,
+        except that a StatefulDataLoader adds the state of this rank's own shards.
         """
         source = self._feed.state(self.pass_position.is_running)
         return {**self.pass_position.state_dict(), **({"source": source} if source else {})}
@@ -486,7 +486,7 @@ class PreparedLoader(DataLoader[Any]):
 
         Args:
             is_brief: Whether to leave out states that are valid only for the latest batch. The result is small, and the
-                pass can still be resumed at this batch later. Default: False.
+                pass can later still be resumed at the current batch. Default: False.
         """
         position = self.pass_position
         if position.is_left:
@@ -498,7 +498,7 @@ class PreparedLoader(DataLoader[Any]):
         return {**position.state_dict(), "source": source}
 
     def load_state_dict(self, state: State) -> None:
-        """Load a saved position, which may come from a run with another world size. The next pass resumes from it.
+        """Load a saved position, from which the next pass resumes. The world size may have changed since the save.
 
         Consumed samples of a map-style dataset are not fetched.
 
@@ -547,14 +547,15 @@ class PreparedLoader(DataLoader[Any]):
         return self._feed.can_fit_window(window, num_rounds)
 
     def request_window(self, window: int, num_rounds: int, unit: int) -> None:
-        """Use `window` samples per gradient update from the next pass on. Called if the script requests it.
+        """Use the number of samples per gradient update that the script requests, from the next pass on.
 
-        The values are stored in `requested_window`. `keep_window` instead sets the number that a checkpoint requires.
+        The values are stored in `requested_window`. In contrast, `keep_window` is used for the number that a checkpoint
+        requires, and stores nothing.
 
         Args:
             window: Number of samples per update, over all ranks.
             num_rounds: Number of batches per rank and update.
-            unit: With drop_last, the samples of an incomplete last update are truncated to a multiple of this number.
+            unit: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
         """
         self.requested_window = (window, num_rounds)
         self.keep_window(window, num_rounds, unit)
@@ -565,7 +566,7 @@ class PreparedLoader(DataLoader[Any]):
         Args:
             window: Number of samples per update, over all ranks; 0 to return to this loader's settings.
             num_rounds: Number of batches per rank and update.
-            unit: With drop_last, the samples of an incomplete last update are truncated to a multiple of this number.
+            unit: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
                 Default: 1.
         """
         self._feed.keep_window(window, num_rounds, unit)

@@ -43,7 +43,7 @@ def check_loader(loader: DataLoader[Any], shard: ShardIndex, config: DataLoaderC
                 f"the DataLoader shuffles a {type(loader.dataset).__name__}, which has an order of its own that would "
                 "be lost; leave shuffle=True out, and use the dataset's own seed="
             )
-    # Reject it even if all ranks read one shard: a sampler that selects a part by rank would give them different
+    # Check this even if all ranks read one shard: a dataset that is already split by rank would give them different
     # batches.
     if shard.count > 1 or is_shared:
         _check_unsplit(loader.dataset)

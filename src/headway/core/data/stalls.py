@@ -9,9 +9,10 @@ _LISTS = ("datasets", "sources")
 
 
 def find_stall_limit(dataset: Any) -> float:
-    """Return the maximum number of seconds that a read of a dataset may wait for remote storage; 0.0 if it reads none.
+    """Return the maximum number of seconds that a read of a dataset may wait for remote storage.
 
-    A wrapper such as `Subset`, `ConcatDataset` or a mixture of sources has the largest limit of the datasets in it.
+    Return 0.0 if the dataset has no such limit, which means that it does not use remote storage. For a wrapper such as
+    `Subset`, `ConcatDataset` or a mixture, the result is the largest limit of the wrapped datasets.
 
     Args:
         dataset: Dataset, or a wrapper around datasets.

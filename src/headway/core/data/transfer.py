@@ -83,8 +83,8 @@ class SideStreamTransfer:
             current = torch.accelerator.current_stream(self._device)
             current.wait_stream(self._stream)
             for tensor in moved:
-                # Allocated on the side stream: the memory may be reused only after the current stream has finished with
-                # it.
+                # The memory was allocated on the side stream, which may reuse it only after the current stream has
+                # finished with it.
                 tensor.record_stream(current)
         if has_foreign:
             self._wait_for_copies()

@@ -7,8 +7,8 @@ the first step creates the optimizer state.
 Memory can also run out in a later update, in prepare(), or while peers wait in a collective that the user's code
 started. Then the failing rank announces it on the control plane and leaves the process group. On gloo this wakes its
 peers. On NCCL a kernel keeps waiting for the missing rank, and a timeout would end the process. So a thread on every
-rank listens for the announcement while the main thread is blocked in C code, and all ranks abort their groups
-together (`GroupAborter`). If another object keeps the group open, peers wait until their collective times out, and
+rank (`GroupAborter`) listens for the announcement while the main thread is blocked in C code. All ranks then abort
+their groups together. If another object keeps the group open, peers wait until their collective times out, and
 the hang watch extends its limit accordingly. In the end all ranks vote and join a new group.
 """
 
@@ -52,7 +52,7 @@ Memory has reached its peak by then: the first optimizer step creates the optimi
 _TO_VOTE = timedelta(seconds=10)
 """Time that a peer gets to vote after its collective has timed out, before the hang watch reports it as missing."""
 _MARGIN = timedelta(seconds=60)
-"""Time by which a vote outlasts the limit of the hang watch, so that the watch's more detailed report comes first."""
+"""Time added to the timeout of a vote, so that the hang watch, whose report has more details, reports first."""
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 _current: ContextVar["Attempt | None"] = ContextVar("attempt", default=None)
 
@@ -94,14 +94,14 @@ class GroupAborter:
     def _run(self) -> None:
         try:
             while not self._over.wait(_LOOK):
-                # A script's Accelerator starts the runtime, by its own settings; until then there is no group either.
+                # The script's Accelerator starts the runtime, with its own settings. Until then there is no group.
                 is_joined = process.has_control_link() and process.does_exit_wait()
                 if is_joined and control.current().has(self._key):
                     self._is_heard.set()
                     self._meet(control.current())
                     process.abort_group()
                     return
-        except (HeadwayError, RuntimeError) as error:  # the plane's host is gone, and the run ends
+        except (HeadwayError, RuntimeError) as error:  # the host of the control plane is gone, so the run ends
             log.debug("no longer listening for failed attempts: %s", error)
         finally:
             self._is_done.set()
@@ -115,7 +115,7 @@ class GroupAborter:
 
 
 class ObjectOwner(Protocol):
-    """An object that keeps prepared models, optimizers and loaders alive (an Accelerator's registry)."""
+    """Interface of an object that keeps prepared models, optimizers and loaders alive, such as `Preparation`."""
 
     def list_prepared_objects(self) -> Mapping[int, str]:
         """Return the names of the prepared objects for messages, by the objects' IDs."""
@@ -133,7 +133,7 @@ class ObjectOwner(Protocol):
 def _count_attempts() -> "count[int]":
     """Return the counter that numbers the attempts of this process.
 
-    Every rank makes the same attempts in the same order.
+    Every rank makes the same attempts in the same order, so a number identifies the same attempt on all ranks.
     """
     return count()
 
@@ -151,7 +151,7 @@ def register_owner(holder: ObjectOwner) -> None:
 
 
 def is_in_progress() -> bool:
-    """Whether the calling code runs inside an attempt that other processes take part in."""
+    """Whether the calling code runs inside a batch-size attempt that it makes together with other processes."""
     return _current.get() is not None and has_peers()
 
 
@@ -171,7 +171,7 @@ def has_peers() -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of an attempt.
+    """Result of an attempt to run a function with one batch size.
 
     Attributes:
         fits: Whether the function ran to its end on every rank.
@@ -206,7 +206,7 @@ class Attempt:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         """Call `function(size, *args, **kwargs)` and return the outcome.
 
-        An error is raised to the caller unless lack of memory, on this or another rank, has caused it.
+        An error is raised to the caller unless it was caused by lack of memory on this or another rank.
         """
         if not has_peers():
             return self._run(function, args, kwargs)
@@ -314,8 +314,9 @@ class Attempt:
     def _end(self, error: BaseException | None) -> Outcome:
         if not has_peers():
             return self._free(error, several=False)
-        process.current()  # memory may run out before the script's Accelerator joined the others
-        # A peer may arrive late by the run's timeout, and then wait for the timeout of a collective that this rank has left.
+        process.current()  # memory may have run out before the script's Accelerator joined the other processes
+        # A peer can arrive as late as the run's timeout allows. It can then wait in a collective that this rank has
+        # left until that collective times out.
         pulse.get_own_pulse().set_lenience((process.read_group_timeout() + _TO_VOTE).total_seconds())
         try:
             return self._free(error, several=True)
@@ -327,7 +328,7 @@ class Attempt:
 
         Args:
             error: Error of this rank, or None if only other ranks failed.
-            several: Whether there are other ranks, with which to vote.
+            several: Whether the run has other ranks, which vote too.
 
         Returns:
             Outcome of the failed attempt.
@@ -355,7 +356,7 @@ class Attempt:
         return Outcome(False, error=error, ranks=self._lost)
 
     def restore_progress(self) -> None:
-        """Restore the RNG states and update counters from before the attempt, because another attempt follows."""
+        """Restore the RNG states and update counters that were recorded at the start of the attempt."""
         write_rng_states(self._rng_states, _hardware())
         for holder, progress in self._progress:
             holder.restore_progress(progress)

@@ -1,8 +1,8 @@
 """Batch-size search: call a function with different batch sizes until one fits into memory on every rank.
 
 `find_executable_batch_size` is the decorator. Three searches choose the next size: `FirstThatFits` goes down from the
-start, `LargestSize` finds the largest size that fits, and `PredictedSize` predicts it from short probes. All assume
-that memory grows with the batch size. The caller tries `size` and passes the result to `report`::
+starting size, `LargestSize` finds the largest size that fits, and `PredictedSize` predicts the largest size from short
+probes. All assume that memory grows with the batch size. The caller tries `size` and passes the result to `report`::
 
     search = LargestSize(starting_size=128)
     while not search.is_done:
@@ -87,7 +87,7 @@ class FirstThatFits:
 
     @property
     def is_done(self) -> bool:
-        """Whether a size has fitted or none is left."""
+        """Whether a size has fitted, or no size is left to try."""
         return self.size in (0, self.found)
 
     def _next(self) -> int:
@@ -111,14 +111,15 @@ class FirstThatFits:
 class LargestSize:
     """Search for the largest size that fits.
 
-    Steps away from the start grow eightfold, up to doubling or halving of the size; then the search bisects. If the
-    start is near the result, such as one from a memory forecast, this takes 2 to 3 attempts. From any other start it
-    takes at most about 2 log2(n) attempts for a result n.
+    Each step away from the starting size is eight times the previous step, but at most doubles or halves the size. Once
+    one size has fitted and a larger one has not, the search bisects. If the starting size is close to the result, for
+    example because it comes from a memory forecast, the search takes 2 or 3 attempts. Otherwise it takes at most about
+    2 log2(n) attempts for a result n.
 
     Args:
         starting_size: First size to try.
         limit: Largest size to try, at least `starting_size`.
-        sizes: Allowed sizes in ascending order; the first one tried is the largest of them up to `starting_size`.
+        sizes: Allowed sizes in ascending order. The first size tried is the largest allowed one up to `starting_size`.
             Default: all sizes.
         tolerance: Fraction by which the result may be below the largest size that fits. 0: the result is exactly the
             largest size that fits.
@@ -142,7 +143,7 @@ class LargestSize:
 
     @property
     def found(self) -> int:
-        """Largest size that has fitted so far; 0 if none has."""
+        """Largest size that has fitted so far, or 0 if none has."""
         return self._sizes[self._fits] if self._fits >= 0 else 0
 
     @property
@@ -179,7 +180,7 @@ class LargestSize:
         return min(max(middle, self._fits + 1), self._fails - 1)
 
     def _step(self, first: float) -> int:
-        """Return by how much the batch size changes in the next attempt.
+        """Return the change in batch size for the next attempt.
 
         Args:
             first: Change in the first step away from the start.
@@ -296,12 +297,12 @@ def find_executable_batch_size(
     max_batch_size: int | None = None,
     tolerance: float = 0.0,
 ) -> Any:
-    """Decorate a function so that it is called with a batch size that fits into memory, the same on all ranks.
+    """Decorate a function so that it is called with a batch size that fits into memory on all ranks.
 
     The function's first parameter is the batch size (for a method, the first after `self`). Call the decorated
-    function without it. If memory runs out on any rank, the attempt ends on all ranks, its memory is freed, RNG
-    states are restored, and the function is called again from its beginning with a smaller size. A later call starts
-    with the size that fitted last, which the decorated function has as its attribute `batch_size`.
+    function without it. If memory runs out on any rank, the call ends on all ranks, its memory is freed, and RNG states
+    are restored. Then the function is called again with a smaller size. A later call of the decorated function starts
+    with the size that fitted last. This size is stored in the decorated function's attribute `batch_size`.
 
     Args:
         function: Function to decorate; None if the decorator is used with arguments.
@@ -309,12 +310,13 @@ def find_executable_batch_size(
         reduce_batch_size_fn: Function that returns the next size after a failure. Called with the size that failed, or
             without arguments if it takes none. Default: half, rounded down. Only for `search="first"`.
         search: "first" goes down and takes the first size that fits. "largest" goes up while sizes fit, or down until
-            one does, in growing steps, and then bisects. The function is called 2 or 3 times if the start is near the
-            answer (`accelerator.forecast`), else about 2 log2(n) times, so it should make only a few updates. The last
-            call has the size found, and its result is returned. "predicted" first calls the function with two small
-            sizes and leaves it after two updates, by an error raised in the optimizer's step. It predicts the largest
-            size up to `starting_batch_size` from the memory used, tries it in the same way, and then calls the function
-            once more to run to its end. Create the Accelerator inside the function.
+            one does, in growing steps, and then bisects. It calls the function 2 or 3 times if the starting size is
+            close to the result n, for example if it comes from `accelerator.forecast`. Otherwise it calls it about
+            2 log2(n) times, so the function should make only a few updates. The last call uses the size that was found,
+            and its result is returned. "predicted" first calls the function with two small sizes, and ends each call
+            after two updates, by an error raised in the optimizer's step. From the memory used it predicts the largest
+            size up to `starting_batch_size`, and tries that size in the same way. Then it calls the function once more
+            to run to its end. Create the Accelerator inside the function.
         keep_global_batch: Whether an update must see as many samples as with the starting size. Only divisors of
             `starting_batch_size` are then tried, and the function also receives
             `gradient_accumulation_steps=starting_batch_size // batch_size`.
@@ -329,8 +331,9 @@ def find_executable_batch_size(
     Raises:
         CallError: From the call, if a batch size was passed or other arguments do not fit. CallError is a TypeError.
         BatchSizeError: From the call, if not even the smallest allowed size fits.
-        ConfigError: If settings contradict each other, or `reduce_batch_size_fn` does not reduce.
-        UnsupportedError: From the call, if memory ran out on several processes whose group Headway did not start.
+        ConfigError: If settings contradict each other, or `reduce_batch_size_fn` does not return a smaller size.
+        UnsupportedError: From the call, if memory runs out in a run on several processes whose process group was not
+            created by Headway.
     """
     plan = _SearchSettings(
         _check_size(starting_batch_size, "starting_batch_size"),
@@ -468,7 +471,7 @@ def _name(function: _Function) -> str:
 
 
 class _SearchCall:
-    """One call of a function decorated with `find_executable_batch_size`, which makes several attempts."""
+    """One call of a function decorated with `find_executable_batch_size`. The call tries several batch sizes."""
 
     def __init__(
         self, plan: _SearchSettings, function: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -481,7 +484,7 @@ class _SearchCall:
         self._probe = BatchProbe()
 
     def run_search(self, search: BatchSizeSearch) -> tuple[Outcome, int]:
-        """Run attempts until `search` is done; return the last outcome that fits, and its size.
+        """Try batch sizes until `search` is done, and return the outcome and the size of the final, complete call.
 
         Raises:
             BatchSizeError: If no size fits.

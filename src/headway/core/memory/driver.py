@@ -20,7 +20,7 @@ class DriverReport:
     Attributes:
         total: Capacity of the device in bytes.
         occupied: Bytes in use by all processes.
-        utilization: Share of the recent past in which the device computed, from 0 to 1; None if it is not reported.
+        utilization: Fraction of recent time in which the device was busy, from 0 to 1. None if it is not reported.
         processes: Bytes in use by process ID.
     """
 
@@ -34,7 +34,7 @@ class DriverReport:
 def open_nvml() -> Iterator[Any]:
     """Return a context in which NVML is initialized.
 
-    Its value is None if the Python package or the driver is missing.
+    The context's value is the module `pynvml`, or None if this Python package or the driver is missing.
     """
     if not optional.is_available("pynvml"):
         yield None
@@ -54,7 +54,7 @@ def open_nvml() -> Iterator[Any]:
 def read_driver_report(hardware: Hardware, device: torch.device) -> DriverReport | None:
     """Return NVML's report on a device.
 
-    None if NVML is not available or does not know the device, such as a MIG slice.
+    Return None if NVML is not available or does not know the device, such as a MIG slice.
     """
     describe = hardware.find_function("get_device_properties")
     unique = getattr(describe(device), "uuid", None) if describe is not None else None
@@ -91,7 +91,7 @@ class _Memory(ctypes.Structure):
 def read_memory_by_driver(hardware: Hardware, device: torch.device) -> tuple[int, int] | None:
     """Return the free and the total bytes of a device from NVML.
 
-    None if NVML is missing or does not know the device, such as a MIG slice, which has another ID.
+    Return None if NVML is missing or does not know the device, such as a MIG slice, which has another ID.
     """
     describe = hardware.find_function("get_device_properties")
     uuid = getattr(describe(device), "uuid", None) if describe is not None else None

@@ -36,14 +36,14 @@ class PeakMeter(Protocol):
     source: str
 
     def peak(self) -> int:
-        """Return the highest use in bytes since the last reset."""
+        """Return the highest memory use in bytes since the last reset."""
 
     def reset(self) -> None:
         """Start a new measurement. The peak is then the current memory use."""
 
     def close(self) -> None:
         """Stop measuring. Only meters that run a thread have something to stop."""
-        return  # mostly nothing runs
+        return  # by default there is nothing to stop
 
 
 class _Readers(weakref.WeakSet["PeakReader"]):
@@ -51,11 +51,11 @@ class _Readers(weakref.WeakSet["PeakReader"]):
 
 
 class PeakReader(PeakMeter):
-    """Meter of the peak memory use of one device since this reader's own last reset, as torch's allocator counts it.
+    """Meter of one device's peak memory use since this reader's own last reset, as counted by torch's allocator.
 
-    A reset clears the allocator's counter for all readers, so the peak so far is first recorded for the others.
-    If a script itself calls `torch.cuda.reset_peak_memory_stats()`, this is not noticed. Afterwards, readers know only
-    their recorded peak and the use since then.
+    A reset clears the allocator's counter for all readers, so the peak so far is first recorded for the other readers.
+    A call to `torch.cuda.reset_peak_memory_stats()` by the script is not noticed. Afterwards, a reader knows only its
+    recorded peak and the memory use since that call.
 
     Args:
         hardware: Device type.
@@ -142,7 +142,7 @@ class SampledMeter(PeakMeter):
 
 
 def choose_meter(device: torch.device) -> PeakMeter:
-    """Create the most exact meter that works for a device on this system."""
+    """Create the most accurate meter that works for a device on this system."""
     if device.type != "cpu":
         hardware = HARDWARE[device.type]
         return PeakReader(hardware, device) if hardware.find_memory_function("max_memory_allocated") else SampledMeter()
@@ -164,7 +164,7 @@ class MemoryMonitor:
         print(monitor)
 
     Phases are forward (everything up to backward: batch, model, loss), backward, and step (from the last backward of
-    an accumulation window to the end of the optimizer's step). Prepared objects mark these phases; without prepared
+    an accumulation window to the end of the optimizer's step). Prepared objects mark these phases. Without prepared
     objects everything counts as "forward". An out-of-memory error that leaves the block gets a memory report as a note.
 
     Args:
@@ -244,6 +244,9 @@ class MemoryMonitor:
         """Return a context that is measured as a separate phase, such as "evaluation".
 
         Training phases inside it are still counted separately.
+
+        Raises:
+            StateError: If this monitor is not measuring.
         """
         if self._meter is None:
             raise StateError("monitor.phase() was called outside `with monitor:`; enter the monitor first")
@@ -283,5 +286,6 @@ class MemoryMonitor:
 class _Running(list[MemoryMonitor]):
     """Registry of the monitors that are measuring.
 
-    A reset by one of them clears the device's counter for the others, so each reading is recorded in all of them.
+    If one monitor resets the device's counter, it is reset for all monitors. So each reading is recorded in all of
+    them.
     """

@@ -1,8 +1,8 @@
-"""Out-of-memory errors: recognize those of every allocator, and free the memory that a failed attempt still holds.
+"""Out-of-memory errors: how to recognize them, for every allocator, and how to free the memory of a failed attempt.
 
 Some errors are often caused by lack of memory but do not mention it. cuDNN's engine search swallows the out-of-memory
 error of each engine it tries and reports that it found none. Libraries that cannot allocate their handle report that
-they are not initialized. Unsupported shapes, broken installations and misuse cause the same texts. For these, the
+they are not initialized. Unsupported shapes, broken installations and misuse cause the same messages. For these, the
 state of the allocators and the driver decides. A wrong guess costs only one extra attempt. Freeing memory resets that
 state, so the repeated error is no longer taken for a lack of memory.
 """
@@ -39,32 +39,33 @@ _HINTS = re.compile(
         )
     )
 )
-_RESERVE_BYTES = 8 << 20  # a report, and the modules that make it
+_RESERVE_BYTES = 8 << 20  # enough for a memory report and the modules that create it
 
-# Each pattern is what an allocator or library itself writes. The first ones are at the start of a line (a data worker's
-# error brings its own lines along), so that a sentence which merely mentions such an error does not match.
+# Each pattern is part of a message that an allocator or library writes. Many patterns match only at the start of a
+# line, so that a sentence which merely mentions such an error does not match. They match at the start of any line,
+# because a data worker's error contains the lines of the original error.
 _TEXTS = tuple(
     re.compile(text, re.MULTILINE)
     for text in (
         # torch's allocators, the runtimes and the drivers.
         r"^(?:[\w.]+: )?(?:CPU|CUDA|HIP|XPU|MPS backend|MTIA|NPU|HPU|MUSA|PrivateUse1) out of memory\b",
         r"^(?:[\w.]+: )?(?:CUDA|HIP|XPU)(?: driver)? error: out of memory\b",
-        r"^(?:[\w.]+: )?Invalid buffer size: [\d.]+ [KMGT]i?B",  # MPS: more than one buffer of the device may have
+        r"^(?:[\w.]+: )?Invalid buffer size: [\d.]+ [KMGT]i?B",  # MPS: larger than the device's limit for one buffer
         r"\bkIOGPUCommandBufferCallbackErrorOutOfMemory\b",
         r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b|\bZE_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b",
         r"\bMODULE:PT_DEVMEM Allocation failed",
         # Libraries of kernels.
         r"rror: (?:CU|HIP)(?:BLAS|BLASLT|SOLVER|SPARSE|FFT|RAND|DSS)_(?:STATUS_)?ALLOC(?:ATION)?_FAILED\b",
-        r"^(?:[\w.]+: )?cuDNN\b.*\bCUDNN_STATUS_(?:\w+_)?ALLOC(?:ATION)?_FAILED\b",  # cuDNN 9 says whose: HOST or DEVICE
+        r"^(?:[\w.]+: )?cuDNN\b.*\bCUDNN_STATUS_(?:\w+_)?ALLOC(?:ATION)?_FAILED\b",  # cuDNN 9 adds HOST or DEVICE
         r"rror: (?:MIOPEN_STATUS|miopenStatus|rocblas_status_)\w*(?:ALLOC_?FAILED|AllocFailed|memory_error)\b",
         r"\bCUDA error: resource allocation failed when calling `cusparse",
-        # "Not supported" is mostly a shape or a type; only its own text can say that it was memory.
+        # "Not supported" usually means a shape or dtype. It counts only if the message also mentions memory.
         r"CUDNN_STATUS_NOT_SUPPORTED\b.*(?:out of memory|(?:unable|failed) to allocate|allocation failed)",
         r"\b(?:cudaErrorMemoryAllocation|hipErrorOutOfMemory): out of memory\b",  # Thrust and CUB: sorting, unique, nonzero
         r"^(?:[\w.]+: )?Triton Error \[\w+\]:(?: *Code: \d+, Mess\w+:)? out of memory\b",  # a module or a launch, by any driver
         r"\bin function [\w:]+: CUDA Error: out of memory\b",  # Transformer Engine
         r"\bCUDA_ERROR_OUT_OF_MEMORY\b",
-        # NCCL and RCCL, which have memory of their own.
+        # NCCL and RCCL, which allocate memory themselves.
         r"\b(?:[Cc]uda|CUDA|HIP) failure:? (?:\d+ )?'out of memory'",
         r"\bFailed to CUDA (?:calloc|malloc|calloc async|host alloc) \d+ bytes\b",
         # The host.
@@ -96,7 +97,7 @@ def _is_short(hardware: Hardware, device: torch.device) -> bool:
         if now > before or 0 < now < before:  # fewer: a script has reset the allocator's counters
             return True
         return read_free_and_total(hardware, device)[0] < _SHORT_BYTES
-    except RuntimeError:  # after a failed assertion on the device nothing can be asked any more
+    except RuntimeError:  # after a failed assertion on the device, all queries fail
         return False
 
 
@@ -260,7 +261,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """Return unused memory: the devices' caches to the driver, and free heap pages to the operating system.
 
     Args:
-        garbage_collection: Whether to collect reference cycles first, which may keep tensors alive. Default: False.
+        garbage_collection: Whether to collect reference cycles first, which can keep tensors alive. Default: False.
     """
     if garbage_collection:
         gc.collect()

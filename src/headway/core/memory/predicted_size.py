@@ -1,4 +1,4 @@
-"""Search for the largest batch size by a prediction from small sizes."""
+"""Search for the largest batch size by predicting it from measurements at small sizes."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -10,21 +10,23 @@ _MOST_GROWTH = 16
 """Maximum factor from one size to the next. If a larger size is predicted, a size in between is tried first."""
 
 _TOLERANCE = 1 / 32
-"""Fraction by which the answer may be below the largest size that fits. Memory of one size varies by about that."""
+"""Fraction by which the result may be below the largest size that fits. Repeated measurements at one size differ by
+about this fraction.
+"""
 
 
 class PredictedSize:
-    """Search upward by predictions: two small sizes are measured, and the predicted size is tried and measured, too.
+    """Search for the largest size by prediction: two small sizes are measured first, and then the predicted size.
 
-    After a prediction that failed, slightly smaller sizes follow. All ranks must report equal values.
+    If a predicted size does not fit, slightly smaller sizes follow. All ranks must report equal values.
 
     Args:
         limit: Largest size to try.
         sizes: Allowed sizes in ascending order. Default: all sizes.
-        tolerance: Fraction by which the answer may be below the largest size that fits. Default: 1/32, and never less.
+        tolerance: Fraction by which the result may be below the largest size that fits. It is at least 1/32.
 
     Attributes:
-        size: Next size to try; 0 if none is left below the last failure.
+        size: Next size to try; 0 if no size is left below the last one that failed.
     """
 
     def __init__(self, limit: int, sizes: Sequence[int] | None = None, tolerance: float = 0.0) -> None:
@@ -41,7 +43,7 @@ class PredictedSize:
 
     @property
     def found(self) -> int:
-        """Largest size that has fitted so far; 0 if none has."""
+        """Largest size that has fitted so far, or 0 if none has."""
         return self._sizes[self._fits] if self._fits >= 0 else 0
 
     @property
@@ -53,7 +55,7 @@ class PredictedSize:
         """Record whether the current size fits, and choose the next one.
 
         Args:
-            fits: Whether it fits on all ranks.
+            fits: Whether the current size fits on all ranks.
             most: Largest size that is predicted to fit on all ranks. None: memory is not measured.
         """
         if fits:

@@ -24,9 +24,7 @@ def read_occupied_gpu_memory() -> int | None:
 def print_gpu_utilization() -> None:
     """Print the memory that all processes hold on all GPUs of this machine.
 
-    Without a GPU, print this process's host memory.
-
-    Only the main process prints.
+    Without a GPU, print this process's host memory. Only the main process prints.
     """
     if not process.current().is_main_process:
         return

@@ -1,4 +1,4 @@
-"""Probe of a batch size: the function is called, stopped after two updates, and its peak memory is measured."""
+"""Probe of a batch size: the user's function is stopped after two updates, and its peak memory is measured."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,9 +15,9 @@ from headway.core.memory.use import read_free_address_space, read_free_bytes, re
 from headway.core.runtime.device import HARDWARE, Hardware
 
 NUM_UPDATES = 2
-"""Number of updates after which a probe ends the function. The second update has the peak of all later ones.
+"""Number of updates after which a probe ends the function.
 
-The first update creates the optimizer state.
+The first update creates the optimizer state. The second update therefore has the same memory peak as all later ones.
 """
 
 
@@ -30,7 +30,7 @@ class ProbeFinished(BaseException):
 
 
 class _UpdateCounter:
-    """Hook that ends a probe once every optimizer that has made an update has made `NUM_UPDATES`."""
+    """Hook that ends a probe when each optimizer that has stepped at all has stepped `NUM_UPDATES` times."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -76,9 +76,9 @@ class _DeviceMeter:
 
 
 class _HostMeter:
-    """Peak memory of this process, where its address space is limited (`ulimit -v`).
+    """Peak memory of this process on the host, measured only if its address space is limited (`ulimit -v`).
 
-    Without such a limit, host memory does not run out with an error, so there is nothing to predict.
+    Without such a limit, host memory does not run out with an error, so no batch size can be predicted from it.
     """
 
     def __init__(self) -> None:
@@ -90,8 +90,8 @@ class _HostMeter:
     def read_peak(self, rows: int) -> RowPeak:
         """Return the address space that the probe has used: its resident pages, and mapped pages that are not resident.
 
-        The latter (such as arenas of threads) hardly depend on the number of rows. So they do not count as
-        fragmentation, which is assumed to grow with rows.
+        Mapped pages that are not resident, such as memory arenas of threads, hardly depend on the number of rows. So
+        they do not count as fragmentation, which is assumed to grow with rows.
         """
         resident, mapped = read_host_memory()
         allocated = max(0, self._peak.peak() - self._resident)
@@ -111,9 +111,12 @@ class BatchProbe:
         self._available: dict[str, int] = {}
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., None]:
-        """Return the function with the batch size as first parameter, stopped after `NUM_UPDATES` updates.
+        """Return a function that calls `function`, stops it after `NUM_UPDATES` updates, and records its peak memory.
 
-        If torch optimizers make fewer updates in it, the function runs to its end.
+        If torch optimizers make fewer updates, the function runs to its end.
+
+        Args:
+            function: Function whose first parameter is the batch size.
         """
 
         def probe(size: int, *args: Any, **kwargs: Any) -> None:
@@ -133,7 +136,7 @@ class BatchProbe:
     def predict_largest(self) -> int | None:
         """Return the largest batch size that is predicted to fit on all devices of this rank.
 
-        None: no device is measured.
+        Return None if no device is measured.
         """
         found = [curve.predict_largest(self._available[name]) for name, curve in self._curves.items()]
         return min((each for each in found if each is not None), default=None)
@@ -158,9 +161,9 @@ def _start_meters() -> "Iterator[tuple[str, _DeviceMeter | _HostMeter]]":
 
 
 def _find_new_devices(meters: "dict[str, _DeviceMeter | _HostMeter]") -> Iterator[tuple[str, _DeviceMeter]]:
-    """Yield meters for devices that torch has initialized since the other meters started.
+    """Yield meters for the devices that torch has initialized since the given meters started.
 
-    Their peaks count from zero.
+    The peaks of these devices count from zero bytes.
     """
     for hardware, device in _list_counted_devices():
         if str(device) not in meters:

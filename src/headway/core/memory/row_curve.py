@@ -1,7 +1,7 @@
-"""Memory as a function of the number of rows: a prediction of the largest size that fits, from sizes that were measured.
+"""Memory as a function of the number of rows, to predict the largest batch size that fits from measured sizes.
 
 Memory is close to linear in rows: a constant part (weights, optimizer state, workspaces) and a part for each row. So
-two measured sizes are enough to predict a larger one. The prediction is meant to be tried once, not to be trusted.
+two measured sizes are enough to predict a larger one. A predicted size must be tried before it is used.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ sizes will show a slope.
 
 @dataclass(frozen=True)
 class RowPeak:
-    """Peak memory measured with one number of rows, in bytes.
+    """Peak memory in bytes, measured with a certain number of rows.
 
     Attributes:
         rows: Number of rows.
@@ -66,8 +66,8 @@ class RowCurve:
         """Return the largest number of rows that is expected to fit, or None if nothing has been measured.
 
         With one measured size, all memory is assumed to be proportional to rows, which underestimates rather than
-        overestimates the number. A margin is left free: the allocator's fragmentation at the largest measured size,
-        which grows with rows because blocks grow.
+        overestimates the number. The prediction leaves a margin for the allocator's fragmentation. It is measured at
+        the largest size, and assumed to grow in proportion to rows, because blocks grow.
 
         Args:
             available: Bytes that are available in addition to the base from which peaks are measured.
@@ -82,7 +82,11 @@ class RowCurve:
         return max(0, int(last.rows + left // slope))
 
     def _estimate_slope(self, last: RowPeak) -> float:
-        """Return the bytes per row above the largest measured size: the steepest slope to a smaller one."""
+        """Return the expected bytes per additional row: the steepest slope between the largest size and a smaller one.
+
+        Args:
+            last: Measurement at the largest size.
+        """
         proportional = last.allocated / last.rows
         slopes = [
             (last.allocated - peak.allocated) / (last.rows - rows)

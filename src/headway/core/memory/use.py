@@ -150,7 +150,10 @@ def measure_host() -> MemoryUse:
 
 
 def read_host_peak() -> int:
-    """Return this process's peak resident memory in bytes, since the last reset if the kernel supports resets."""
+    """Return this process's peak resident memory in bytes.
+
+    It is the peak since the kernel's counter was last reset, or since the start of the process.
+    """
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -172,7 +175,7 @@ def read_control_group(root: Path = Path("/")) -> tuple[int | None, int]:
         root: Folder that contains `proc` and `sys`.
 
     Returns:
-        The limit in bytes, or None if there is none. The bytes in use under that limit.
+        Pair of the limit in bytes (None without a limit) and the bytes in use under that limit (0 without a limit).
     """
     limited = [(limit, group.used or 0) for group in list_control_groups(root) if (limit := group.limit) is not None]
     return min(limited, key=lambda found: found[0], default=(None, 0))
@@ -221,13 +224,13 @@ def _source(hardware: Hardware, has_told: bool) -> str:
     return "torch's allocator and NVML" if has_told else "torch's allocator"
 
 
-# ---------------------------------------------------------------- as notebooks print it
+# ---------------------------------------------------------------- free memory
 
 
 def read_free_bytes(hardware: Hardware, device: torch.device) -> int:
     """Return the bytes that the driver can still give this process. Memory cached by torch's allocator is not included.
 
-    If this process has no context on the device yet, the estimated size of one is subtracted.
+    If this process has no context on the device yet, the estimated size of a context is subtracted.
 
     Args:
         hardware: Device type.
@@ -245,9 +248,8 @@ def read_free_bytes(hardware: Hardware, device: torch.device) -> int:
 def read_free_address_space() -> int | None:
     """Return the bytes that this process can still map before it reaches its address-space limit (`ulimit -v`).
 
-    None without a limit.
-
-    Only under such a limit does host memory run out with an error. Otherwise the kernel kills a process.
+    Return None without a limit. Only under such a limit does host memory run out with an error. Otherwise the kernel
+    kills a process.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -271,7 +273,7 @@ def read_free_and_total(hardware: Hardware, device: torch.device) -> tuple[int, 
     """Return a device's free and total bytes.
 
     CUDA's mem_get_info creates a context, which takes some hundred MB until the process ends: on 8 GPUs, 8 contexts
-    from each of 8 ranks. So if this process has no memory on the device, NVML is asked first, and CUDA only if NVML
+    from each of 8 ranks. So if this process has no memory on the device, NVML is queried first, and CUDA only if NVML
     is not available.
     """
     told = None if _read_reserved(hardware, device) else read_memory_by_driver(hardware, device)

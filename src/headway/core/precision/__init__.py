@@ -1,1 +1,1 @@
-"""Mixed precision: full precision, bf16, fp16 and float8."""
+"""Precision of a training step: full precision, or mixed precision with bf16, fp16 or float8."""

@@ -33,11 +33,11 @@ def _name_hardware(hardware: Hardware) -> str:
 def build_precision(
     name: str, hardware: Hardware, options: EngineOptions, parts: GradientParts | None = None
 ) -> Precision:
-    """Create the precision for a value of `mixed_precision`.
+    """Create the `Precision` object for a value of `mixed_precision`.
 
     Args:
         name: "no", "bf16", "fp16" or "fp8".
-        hardware: Hardware that computes.
+        hardware: Device type that this process computes on.
         options: Options for autocast, the gradient scaler and float8.
         parts: Object that returns this rank's shards of the gradients (the strategy). If None, gradients are unsharded.
 

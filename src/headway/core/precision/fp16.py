@@ -80,7 +80,7 @@ class Fp16Precision(Bf16Precision):
         self._unscaled_after: dict[int, int] = {}
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times the scale, in float32 because a scale of 65536 overflows in float16."""
+        """Return the loss times the loss scale, in float32 because a scale of 65536 overflows in float16."""
         self._num_scaled += 1
         return self.scaler.scale(loss.float())
 
@@ -89,7 +89,7 @@ class Fp16Precision(Bf16Precision):
         return self.scaler.get_scale()
 
     def unscale_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return the norm divided by the scale, computed on the norm's device without a host synchronization."""
+        """Return a gradient norm divided by the loss scale, computed on its device without a host synchronization."""
         scale = self.scaler._scale
         return norm if scale is None else norm / scale.to(norm.device, non_blocking=True)
 
@@ -134,7 +134,7 @@ class Fp16Precision(Bf16Precision):
             self._unscaled.add(id(optimizer))
 
     def _agree(self, probe: _Probe, parts: GradientParts) -> None:
-        """Exchange whether gradients overflowed, so that all ranks skip the update if it happened on one rank."""
+        """Tell all ranks whether gradients overflowed on any rank, so that all of them skip the update if one did."""
         found = self.scaler._per_optimizer_states[id(probe)]["found_inf_per_device"]
         total = sum((each.item() for each in found.values()), 0.0)
         (total,) = parts.everyone.reduce_numbers([total])
@@ -148,7 +148,8 @@ class Fp16Precision(Bf16Precision):
         """
         key = id(optimizer)
         if key in self._unscaled and key not in self._stepped:
-            # A new probe has a new state in the scaler; the old one's overflow still counts at the next adjustment.
+            # The next probe gets a new state in the scaler. An overflow in the old state still counts at the next
+            # adjustment.
             self._unscaled.remove(key)
             self._dropped.append(self._probes.pop(key))
 
@@ -163,7 +164,7 @@ class Fp16Precision(Bf16Precision):
         Args:
             optimizer: torch's own optimizer.
             closure: Must be None, because gradient scaling does not support closures.
-            run: Function that makes the update in place of `optimizer.step`. Default: None, which calls
+            run: Function that makes the update instead of `optimizer.step`. Default: None, which calls
                 `optimizer.step`.
 
         Raises:
@@ -185,9 +186,9 @@ class Fp16Precision(Bf16Precision):
         return self._probes.setdefault(id(optimizer), _Probe(optimizer, self._parts))
 
     def snapshot(self) -> Any:
-        """Return copies of the scale, its growth tracker and the per-optimizer state.
+        """Return copies of the loss scale, its growth tracker and the per-optimizer state for `restore`.
 
-        The host is not synchronized with the device.
+        The host is not synchronized with the device. Return None if the scaler is disabled.
         """
         scaler = self.scaler
         if not scaler.is_enabled():
@@ -197,7 +198,7 @@ class Fp16Precision(Bf16Precision):
         return tensors, states, dict(self._probes), set(self._unscaled), set(self._stepped), list(self._dropped)
 
     def restore(self, snapshot: Any) -> None:
-        """Restore the scale, its growth tracker and the per-optimizer state from a snapshot."""
+        """Restore the loss scale, its growth tracker and the per-optimizer state from a snapshot."""
         if snapshot is None:
             return
         (scale, growth), states, probes, unscaled, stepped, dropped = snapshot
@@ -216,7 +217,7 @@ class Fp16Precision(Bf16Precision):
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the scaler's state."""
+        """Load the scaler's state, as returned by `state_dict`."""
         self.scaler.load_state_dict(state)
 
 

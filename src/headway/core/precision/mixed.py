@@ -1,9 +1,9 @@
-"""Precision of a training step: the base class for full precision, and mixed precision by torch.autocast.
+"""Precision of a training step: the base class for full precision, and mixed precision with torch.autocast.
 
 Mixed precision is bf16, fp16 (with one gradient scaler for all optimizers), or fp8 (see `float8.py`).
 
-The fp16 loss scale changes only when no optimizer has unscaled gradients on which it has not stepped. So with several
-optimizers, all gradients of an accumulation window are unscaled by the scale with which they were computed. Whether an
+The fp16 loss scale changes only when every optimizer whose gradients are unscaled has made its step. So, with several
+optimizers, all gradients of an accumulation window are divided by the scale with which they were computed. Whether an
 update was skipped is observed in the optimizer's step and not inferred from the scale.
 """
 
@@ -33,7 +33,7 @@ class GradientParts(Protocol):
     def get_local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the existing gradients as plain tensors that may be changed in place.
 
-        A sharded gradient is this rank's shard.
+        For a sharded gradient, the tensor is this rank's shard.
         """
 
 
@@ -62,7 +62,7 @@ class Precision:
         return 1.0
 
     def unscale_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Convert the norm of scaled gradients to that of the unscaled ones, without a host synchronization."""
+        """Convert the norm of scaled gradients to the norm of unscaled gradients, without a host synchronization."""
         return norm
 
     def adjust(self) -> None:
@@ -98,8 +98,8 @@ class Precision:
         Args:
             optimizer: torch's own optimizer.
             closure: Closure as in torch, or None.
-            run: Function that makes the update in place of `optimizer.step`. Default: None, which calls
-                `optimizer.step`.
+            run: Function that makes the update instead of `optimizer.step`. Default: None, which calls
+                `optimizer.step`. It is ignored if there is a closure.
         """
         if closure is None:
             (run or optimizer.step)()
@@ -112,7 +112,7 @@ class Precision:
         return None
 
     def restore(self, snapshot: object) -> None:
-        """Restore the state from a snapshot. A snapshot can be restored several times."""
+        """Restore the state that `snapshot` returned. A snapshot can be restored several times."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint."""

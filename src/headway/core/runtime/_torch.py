@@ -1,8 +1,8 @@
-"""Private names of torch that the runtime uses, each with the reason why no public name is used instead.
+"""Private torch names that the runtime uses, each with the reason why no public name is used instead.
 
-Some modules must run before torch is imported, or without it, such as the reader of the flight recorder. They look
-their names up at run time; `LAZY_NAMES` lists these as "module:attribute". `GROUP_METHODS` and `BACKEND_METHODS` are
-methods of process groups and their backends. A test resolves all of them.
+Some modules, such as the reader of the flight recorder, must run before torch is imported or without torch. They look
+up their names at run time. `LAZY_NAMES` lists these names as "module:attribute". `GROUP_METHODS` and `BACKEND_METHODS`
+list methods of process groups and of their backends. A test checks that all names exist.
 """
 
 from datetime import timedelta
@@ -18,27 +18,29 @@ coalescing_manager = distributed_c10d._coalescing_manager
 """Sends many small tensors as one operation. There is no public equivalent."""
 
 get_default_store = distributed_c10d._get_default_store
-"""Returns the store of the process group's rendezvous, if the script started the group itself. There is no public
-getter.
+"""Returns the rendezvous store of the default process group. There is no public getter.
+
+The runtime uses this function if the script itself has created the group.
 """
 
 get_vendor_device_name = torch._C._get_privateuse1_backend_name
-"""Returns the name of the device type that a vendor's package has registered. The public functions in `torch.utils` can
-only set it.
+"""Returns the name of the device type that a vendor's package has registered.
+
+The public functions in `torch.utils` can only set this name.
 """
 
 is_allocator_initialized = torch._C._accelerator_isAllocatorInitialized
 """Whether the accelerator's allocator counts memory. If not, `torch.accelerator`'s memory functions raise an error."""
 
 has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type
-"""Whether `tensor.data` can be set to a tensor on another device. `torch.nn.Module.to` asks this function, too."""
+"""Returns whether the `data` of one tensor can be set to another tensor. `torch.nn.Module.to` also calls it."""
 
 LAZY_NAMES = (
     # Runs a function when CUDA is initialized, so that an error can name the line that did it. There is no public hook.
     "torch.cuda:_lazy_call",
     # Part of torch._C that contains the flight recorders. `torch.distributed` has no public reader of pending
-    # collectives. Builds with NCCL or XCCL also have `_dump_nccl_trace_json` and `_reset_fr_recording_nccl`, found by
-    # their pattern.
+    # collectives. Builds with NCCL or XCCL also have functions such as `_dump_nccl_trace_json` and
+    # `_reset_fr_recording_nccl`, which are found by matching the name.
     "torch._C._distributed_c10d:_dump_fr_trace_json",
     # Names and ranks of the groups that the flight recorder's entries belong to. There is no public list of groups.
     "torch.distributed.distributed_c10d:_world",
@@ -46,14 +48,14 @@ LAZY_NAMES = (
 
 GROUP_METHODS = (
     "_get_backend",
-    # Device types that a group carries, in order to count the collectives of each backend.
+    # Device types for which a group has a backend. They are needed to count the collectives of each backend.
     "_device_types",
 )
 
 BACKEND_METHODS = (
     # Number of collectives entered, which shows whether a rank has made progress. There is no public counter.
     "_get_sequence_number_for_group",
-    # Sets the timeout of later collectives, which `extend_timeout` calls.
+    # Sets the timeout of later collectives. `extend_timeout` calls it.
     "_set_default_timeout",
 )
 
@@ -75,13 +77,13 @@ def list_groups() -> list[Any]:
 
 
 def extend_timeout(group: Any, extension: timedelta, known: dict[str, tuple[timedelta, timedelta]]) -> None:
-    """Make later collectives of a group wait longer than the group's own timeout. torch has no public setter.
+    """Extend the timeout of a process group's later collectives. torch has no public setter.
 
     Args:
         group: Process group.
         extension: Time to add to the group's own timeout. A later call replaces it instead of adding to it.
-        known: Original and extended timeout of each backend that an earlier call has extended. This function updates
-            it.
+        known: Pair (original timeout, extended timeout) for each backend that an earlier call has extended. The keys
+            consist of group name and device type. This function updates the dict.
     """
     for kind in group._device_types:
         backend = group._get_backend(kind)

@@ -41,7 +41,11 @@ class CollectiveLedger:
         self.sequence = 0
 
     def record_entry(self, operation: str) -> LedgerEntry:
-        """Record that a collective is entered now, and return its entry for `record_exit`."""
+        """Record that this process enters a collective, and return the entry to pass to `record_exit`.
+
+        Args:
+            operation: Kind of the collective, such as "gather".
+        """
         self.sequence += 1
         site = find_call_site()
         return LedgerEntry(self.sequence, operation, site, pulse.get_own_pulse().enter_collective(operation, site))

@@ -1,10 +1,10 @@
-"""Log of the collectives of the current batch, so that a rank that runs out of memory can join those of its peers.
+"""Log of the current batch's collectives, with which a rank that runs out of memory can join the collectives of its peers.
 
-With sharded layouts a forward contains many collectives. A rank that runs out of memory in one of them cannot know
-which ones its peers have yet to run. All ranks run them in the same order, and each rank records a collective here
-before it enters it. The records are sent to other ranks only on request.
+With sharded layouts, a forward contains many collectives. A rank that runs out of memory between them cannot know
+which ones its peers have yet to run. All ranks run them in the same order. Each rank records a collective in this log
+just before it starts. The records are sent to other ranks only on request.
 
-A round is the part of a batch between two votes. In a vote the ranks agree whether all of them have succeeded.
+A round is the part of a batch between two votes. In a vote, the ranks agree whether all of them have succeeded.
 
 This module does not import torch.
 """
@@ -15,13 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 VOTE = "vote"
-"""Name under which a vote is recorded, in which the ranks agree whether all of them have succeeded so far in the
-batch.
+"""Operation name under which a vote is recorded.
+
+In a vote, the ranks agree whether all of them have succeeded so far in the batch.
 """
 
 Step = list[Any]
-"""A recorded collective: name of the group ("all", "part1", "fsdp"), operation, and the values (such as sizes and
-dtypes) that a rank needs to take part in it.
+"""A recorded collective: name of the process group, operation, and values that a rank needs to take part.
+
+The name is, for example, "all", "part1" or "fsdp". The values are, for example, sizes and dtypes.
 """
 
 
@@ -62,7 +64,7 @@ class CollectiveLog:
         self.is_open = True
 
     def begin_round(self) -> None:
-        """Start the next round of the batch, after a vote, with an empty list of collectives and no listener."""
+        """Clear the recorded collectives and the listener, because a new round of the batch begins after a vote."""
         with self._lock:
             self._steps = []
             self._tell = None
@@ -70,14 +72,14 @@ class CollectiveLog:
             self.is_inside = False
 
     def end_batch(self) -> None:
-        """Stop recording, because no batch is being processed."""
+        """Stop recording collectives, because the batch has ended."""
         self.is_open = False
 
     def record_entry(self, *step: Any) -> None:
         """Record the collective that is about to be entered. Call `record_exit` after the collective.
 
         Args:
-            step: Name of the group, operation, and values, as in `Step`.
+            step: Group name, operation, and values, in the order that `Step` describes.
         """
         if not self.is_open:
             return
@@ -93,7 +95,7 @@ class CollectiveLog:
         self.is_inside = False
 
     def skip_collective(self) -> None:
-        """Count a collective that does not take place, because all of its ranks skip it."""
+        """Count a collective that does not take place, because all ranks of its group skip it."""
         with self._lock:
             self._steps.append(None)
 
@@ -104,7 +106,7 @@ class CollectiveLog:
 
         Args:
             number: Number of the round.
-            listener: Called with the index of a collective in the round and its JSON text.
+            listener: Function that is called with a collective's index in the round and its record as JSON text.
         """
         with self._lock:
             if number != self.number or self._tell is not None:

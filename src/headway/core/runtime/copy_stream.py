@@ -1,4 +1,4 @@
-"""Second stream for copies between host and device that overlap with computation, and events that order the two."""
+"""Separate stream for copies between host and device that overlap with computation, and events that order streams."""
 
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ def allocate_pinned(num_bytes: int) -> torch.Tensor:
         num_bytes: Size in bytes.
 
     Raises:
-        RuntimeError: If the system cannot provide it.
+        RuntimeError: If the system cannot provide the memory.
     """
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
@@ -59,13 +59,13 @@ def allocate_pinned(num_bytes: int) -> torch.Tensor:
 class CopyStream:
     """Stream for copies to a device, separate from the stream in which the computation runs.
 
-    Memory belongs to the computation's stream: freed memory is reused by work that is queued later. So a copy starts
-    after all work that was queued when its memory was allocated. The computation waits for the copy before it uses
-    or frees the memory. This is safe although the allocator does not know about the second stream. MPS has only one
-    stream, which is used for both.
+    The memory of copies is allocated in the computation's stream, because the allocator does not know about the second
+    stream. The allocator gives freed memory to work that is queued later. Two rules make this safe: A copy starts after
+    all work that was queued when its memory was allocated. The computation waits for the copy before it uses or frees
+    the memory. MPS has only one stream, which then serves both purposes.
 
     Args:
-        device: Accelerator. Without an index, the current device of the calling thread.
+        device: Accelerator device. If it has no index, the current device of the calling thread is used.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,15 +79,15 @@ class CopyStream:
     def bind_device(self) -> None:
         """Make this stream's device the current device of the calling thread.
 
-        In a new thread device 0 is current, and a CUDA context would be created there.
+        In a new thread, device 0 is current, and using the stream would create a CUDA context on it.
         """
         torch.accelerator.set_device_index(self.device)
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Allocate an uninitialized tensor on the device, with memory of the computation's stream.
+        """Allocate an uninitialized tensor on the device, in memory that belongs to the computation's stream.
 
         Args:
-            like: Tensor whose shape, dtype and layout the new one has.
+            like: Tensor with the shape, dtype and layout of the new tensor.
         """
         # A tensor created in inference mode could not be saved for backward by a later forward.
         with torch.inference_mode(False), torch.no_grad():
@@ -116,8 +116,8 @@ class CopyStream:
 
         Args:
             copy: Tensor that the computation will use.
-            allocated: Position (`record_position()`) at which its memory was allocated.
-            done: Position (`end_copies()`) after the copy was queued.
+            allocated: Position at which the tensor's memory was allocated, from `record_position()`.
+            done: Position after the copy was queued, from `end_copies()`.
         """
         stream = torch.accelerator.current_stream(self.device)
         stream.wait_event(done.event)
@@ -129,16 +129,16 @@ class CopyStream:
         self._stream.synchronize()
 
     def allocate_pinned(self, num_bytes: int) -> torch.Tensor:
-        """Allocate pinned host memory, from which the device copies asynchronously, as a uint8 tensor.
+        """Allocate pinned host memory as a uint8 tensor, so that the device can copy from it asynchronously.
 
         Args:
             num_bytes: Size in bytes.
 
         Raises:
-            RuntimeError: If the system cannot provide it.
+            RuntimeError: If the system cannot provide the memory.
         """
         return allocate_pinned(num_bytes)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is in pinned memory."""
+        """Whether the tensor is in pinned host memory."""
         return tensor.is_pinned()

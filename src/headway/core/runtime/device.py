@@ -1,11 +1,11 @@
-"""Hardware abstraction: capabilities of a device type, found by asking torch instead of listing types.
+"""Hardware abstraction: the capabilities of a device type, queried from torch instead of listed per type.
 
 Capabilities come from torch's module for the device type (`torch.cuda`, `torch.npu`, ...). The communication backend
-for its tensors comes from torch.distributed's table of default backends. An accelerator that a vendor's package
-registers with torch therefore needs no code here. TPUs are rejected by name: torch_xla has its own tracing execution
-model, and the strategies have not been run on it.
+for the type's tensors comes from torch.distributed's table of default backends. An accelerator that a vendor's package
+registers with torch therefore needs no code here. TPUs are rejected by name, because torch_xla has its own tracing
+execution model and the strategies have not been run on it.
 
-Importing this module also starts the record of the first use of CUDA (`first_use`).
+Importing this module also makes torch report the first use of CUDA (see `first_use`).
 """
 
 import gc
@@ -57,8 +57,8 @@ class Hardware:
     def find_memory_function(self, name: str) -> Callable[..., Any] | None:
         """Return a memory function of torch's module for this device type, or None if there is none.
 
-        If the module has no memory functions, `torch.accelerator` is used, provided that the device's allocator
-        keeps counts.
+        If the module has no memory functions, the function of `torch.accelerator` is returned, provided that the
+        device's allocator counts memory.
         """
         found = self.find_function(name)
         if (
@@ -72,12 +72,12 @@ class Hardware:
 
     @property
     def is_indexed(self) -> bool:
-        """Whether a machine can have several devices of this type, addressed by index."""
+        """Whether a machine can have more than one device of this type, so that devices are addressed by index."""
         return self.kind != "cpu" and self.find_function("current_device") is not None
 
     @property
     def engine(self) -> str | None:
-        """Default backend for tensors of this device type in torch.distributed, or None if none is registered."""
+        """torch.distributed's default backend for tensors of this device type, or None if none is registered."""
         from torch.distributed import Backend
 
         return Backend.default_device_backend_map.get(self.kind)
@@ -109,7 +109,11 @@ class Hardware:
         return int(self.module.device_count()) if self.is_indexed else 1
 
     def select_device(self, local_rank: int) -> torch.device:
-        """Return the device for a local rank, and make it the current device if its type has a current device."""
+        """Return the device for a local rank, and make it the current device if its type has a current device.
+
+        Raises:
+            DeviceUnavailable: If this machine has too few devices of this type.
+        """
         if not self.is_indexed:
             return torch.device(self.kind)
         if local_rank >= self.count_devices():
@@ -122,7 +126,7 @@ class Hardware:
         return device
 
     def supports_bf16(self) -> bool:
-        """Whether bf16 arithmetic runs on this device type, natively or by an emulation of acceptable speed."""
+        """Whether bf16 arithmetic runs on this device type, natively or by emulation."""
         probe = self.find_function("is_bf16_supported")
         return True if probe is None else bool(probe())
 
@@ -137,7 +141,8 @@ class Hardware:
     def without_autocast(self) -> AbstractContextManager[Any]:
         """Return a context in which autocast is off.
 
-        torch.autocast itself rejects a vendor's device without autocast support.
+        The context does nothing for a vendor's device type without autocast support, for which torch.autocast would
+        raise an error.
         """
         is_vendors = self.kind == _torch.get_vendor_device_name()
         if is_vendors and self.find_function("get_amp_supported_dtype") is None:
@@ -176,7 +181,10 @@ class Hardware:
         return None if count is None or self.kind == "cpu" else int(count())
 
     def get_process_memory(self) -> int:
-        """Return the bytes that tensors occupy on the device. On a CPU, return the resident memory of the process."""
+        """Return the bytes that tensors occupy on the current device.
+
+        On a CPU, or if the device's allocator does not count them, return the process's resident memory in bytes.
+        """
         in_use = self.get_memory_in_use()
         return int(psutil.Process().memory_info().rss) if in_use is None else in_use
 
@@ -227,9 +235,9 @@ def detect_hardware() -> Hardware:
 
 
 def is_kind(name: str) -> bool:
-    """Whether torch knows this device type, even if there is no such device.
+    """Whether torch knows this device type, even if the machine has no such device.
 
-    The device type of a vendor is known only after the vendor's package has been imported.
+    A vendor's device type is known only after the vendor's package has been imported.
     """
     try:
         return torch.device(name).index is None

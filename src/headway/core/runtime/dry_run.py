@@ -11,7 +11,7 @@ class DryRunMode:
 
 
 def begin_forecast() -> None:
-    """Mark this process as a dry run until it ends."""
+    """Mark this process as a dry run for the rest of its life."""
     scope.own(DryRunMode)
 
 

@@ -26,7 +26,8 @@ class ProcessExit:
     """State of this process's exit.
 
     Attributes:
-        code: Exit code. None while the program runs, or if Python itself ends the process with an unknown code.
+        code: Exit code of this process. None while the program runs, or if Python itself ends the process with a code
+            that is not known.
     """
 
     def __init__(self) -> None:
@@ -41,12 +42,12 @@ class ProcessExit:
 class AfterException:
     """Hook in `sys.excepthook` that calls the previous hook and then `end`, which may end the process.
 
-    torch's own hook buffers the output of the hook before it until that hook returns. This hook must therefore be the
-    outermost one, and must be installed again after each new process group. If other code has installed a hook around
-    this one, `end` must not end the process before that hook returns.
+    torch's own hook buffers the output of the previous hook until that hook returns. This hook must therefore be the
+    outermost one, and must be installed again after each creation of a process group. If other code has installed a
+    hook around this one, `end` must not end the process before that hook returns.
 
     Args:
-        end: Called with the exception, and with whether this hook is the outermost one.
+        end: Function that is called with the exception and with whether this hook is the outermost one.
 
     Attributes:
         former: Previous `sys.excepthook`, which this hook calls first.
@@ -91,7 +92,7 @@ def is_uncaught(error: BaseException) -> bool:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process without finalizing the interpreter, as multiprocessing ends its children.
+    """End this process without finalizing the interpreter, in the way that multiprocessing ends child processes.
 
     Follows Python's own order: join non-daemon threads, run all `atexit` functions (last registered first), flush
     open files. Then the process ends. `__del__` methods do not run, and daemon threads are not waited for.

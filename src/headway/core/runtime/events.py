@@ -1,7 +1,7 @@
 """Listeners within one process: for run events, for phases of a training step, and for texts in progress bars.
 
-A run event (out of memory, a checkpoint, a resume) is reported once by the code that causes it, and received by all
-listeners of the run.
+A run event (out of memory, a checkpoint, a resume) is reported once, by the code that causes it. All listeners of the
+run receive it.
 
 The phases of a training step follow each other without gaps: "forward" (everything up to backward: the batch, the
 model, the loss), "backward", and "step" (from the last backward of an accumulation window to the end of the
@@ -29,7 +29,7 @@ class RunEvent:
     Attributes:
         name: Kind of event: "out_of_memory", "checkpoint", "resumed", "preempted", "non_finite", ...
         step: Number of the update that the event belongs to; None for the update in progress.
-        source: Update counter of the run that the event belongs to; None for this process's run.
+        source: Object that counts the updates of the run that the event belongs to; None for this process's run.
         details: Further data, as JSON values.
     """
 
@@ -44,7 +44,7 @@ class Listeners:
 
     Attributes:
         to_happenings: Methods that receive run events. Only weak references are kept.
-        to_phases: Functions that are called at the start of each phase.
+        to_phases: Functions that are called at the start of each phase of a training step.
         facts: Functions that return additional texts for progress bars. A progress bar calls them whenever it is drawn.
             An object that provides a text, such as a memory monitor, adds its function at its start and removes it at
             its end.
@@ -75,7 +75,8 @@ def notify_listeners(name: str, *, step: int | None = None, source: object = Non
     Args:
         name: Kind of event.
         step: Number of the update that the event belongs to. Default: the update in progress.
-        source: Update counter of the run that the event belongs to. Default: this process's run.
+        source: Object that counts the updates of the run that the event belongs to. Default: None, for this process's
+            run.
         details: Further data, as JSON values.
     """
     happening = RunEvent(name, step, source, details)
@@ -92,7 +93,7 @@ def notify_listeners(name: str, *, step: int | None = None, source: object = Non
 
 
 def mark_phase(phase: str) -> None:
-    """Report to all listeners that a phase of the training step begins. Without listeners this is an empty loop.
+    """Report to all listeners that a phase of the training step begins.
 
     Args:
         phase: "forward", "backward" or "step".

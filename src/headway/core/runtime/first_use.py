@@ -14,7 +14,7 @@ class FirstUse:
     """Record of the line of user code at which this process first used a CUDA device.
 
     Attributes:
-        place: The user's line or notebook cell. None if no CUDA device was used.
+        place: Description of the line in a file or a notebook cell. None if no CUDA device was used.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ def watch_first_use() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         scope.own(FirstUse).place = _UNKNOWN
         return
-    # torch runs the queue when CUDA is initialized, below the line that caused it.
+    # torch calls the queued functions while it initializes CUDA, so the line that caused this is still on the stack.
     queue = getattr(torch.cuda, "_lazy_call", None)
     if queue is not None:
         queue(note_first_use)

@@ -1,10 +1,10 @@
 """Reader of the flight recorders of torch's backends, which list pending collectives.
 
-gloo and NCCL each keep a recorder. NCCL's recorder holds enqueued collectives, which may be hundreds ahead of the
-device. The earliest incomplete one is the collective that the device is in. Reading it queries CUDA events, which
-may block if the driver is stuck. So a separate thread reads the recorders once their collectives stop advancing, and
-the heartbeat only takes its latest result. This module does not import torch. It reads recorders only if the program
-has imported torch.
+gloo and NCCL each keep a recorder. NCCL's recorder holds enqueued collectives, which can be hundreds of collectives
+ahead of the device. The earliest incomplete one is the collective that the device is in. Reading NCCL's recorder
+queries CUDA events, which can block if the driver is stuck. So a separate thread reads the recorders once their
+collectives stop advancing, and the heartbeat only takes the thread's latest result. This module does not import torch.
+It reads recorders only if the program has imported torch.
 """
 
 import json
@@ -17,7 +17,10 @@ from typing import Any
 _DUMPS = re.compile(r"_dump_(\w+)_trace_json")
 
 _CPU = "fr"
-"""Name of gloo's recorder in torch's dump function. Recorders of accelerators use their backend's name (nccl, xccl)."""
+"""Part of the name of torch's function `_dump_fr_trace_json` that identifies gloo's recorder.
+
+The function for an accelerator's recorder contains the name of the backend instead, such as nccl or xccl.
+"""
 
 Call = dict[str, Any]
 """A collective of one process group, as a dict.
@@ -40,12 +43,11 @@ class FlightRecorder:
         self._thread: threading.Thread | None = None
 
     def get_calls(self) -> list[Call] | None:
-        """Return the current collective of each group as last read, and request a new reading.
-
-        It does not wait for the reading.
+        """Return the current collective of each group as last read, and request a new reading without waiting for it.
 
         Returns:
-            The collectives. None while collectives advance, which means that the process does not hang.
+            The collectives; an empty list if there is no process group. None while collectives advance, which means
+                that the process does not hang.
         """
         if not _is_joined():
             return []
@@ -56,7 +58,7 @@ class FlightRecorder:
         return self._calls
 
     def stop(self) -> None:
-        """Stop the thread."""
+        """Stop the background thread that reads the recorders."""
         self._over.set()
         self._asked.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -104,10 +106,10 @@ def find_latest(
 
     Args:
         engine: Name of the backend.
-        entries: Collectives in its flight recorder, oldest first.
+        entries: Collectives in the backend's flight recorder, oldest first.
         status: Counters of each group, by the group's ID.
         members: Ranks of each group, by the group's name.
-        now: Current time on the monotonic clock.
+        now: Current time in seconds on the monotonic clock.
     """
     groups: dict[str, list[dict[str, Any]]] = {}
     # Status counters of these groups mix sends and collectives, which are numbered separately.
@@ -145,14 +147,19 @@ def _is_enqueued(entry: dict[str, Any], status: dict[str, Any]) -> bool:
 
 
 def _is_idle(counts: dict[str, str]) -> bool:
-    # gloo's threads update counters out of order, so an earlier collective may be recorded as the last completed.
+    # gloo's threads update counters out of order, so an earlier collective can be recorded as the last completed one.
     return counts.get("last_enqueued_collective") == counts.get("last_completed_collective")
 
 
 def _list_pending(engine: str, status: dict[str, Any], since: float) -> list[Call]:
     """Return an entry for each group whose counters show a pending collective.
 
-    Such an entry lacks details such as tensor sizes.
+    The number, operation and members in an entry are placeholders, because the counters do not contain them.
+
+    Args:
+        engine: Name of the backend.
+        status: Counters of each group, by the group's ID.
+        since: Time on the monotonic clock at which the collectives stopped advancing.
     """
     unknown = {"number": 0, "operation": "a collective", "since": round(since, 3), "members": None}
     return [{"group": f"{engine}#{number}", **unknown} for number, counts in status.items() if not _is_idle(counts)]
@@ -172,23 +179,23 @@ def _is_joined() -> bool:
 
 
 def _find_dump_functions() -> dict[str, Any]:
-    """Return torch's functions that dump flight recorders, by backend."""
+    """Return a dict from backend name to the torch function that dumps the backend's flight recorder."""
     names = {name: found[1] for name in dir(_engine()) if (found := _DUMPS.fullmatch(name))}
     return {engine: getattr(_engine(), name) for name, engine in names.items()}
 
 
 def _read_members() -> dict[str, list[int]]:
-    """Return the ranks of each group by the group's name, as far as torch knows them."""
+    """Return a dict from group name to the group's sorted ranks, for all groups whose ranks torch knows."""
     world = getattr(_c10d(), "_world", None)
     names, ranks = getattr(world, "pg_names", {}), getattr(world, "pg_group_ranks", {})
-    # Look up once, because another thread may destroy the group meanwhile.
+    # Look up once, because another thread might destroy the group meanwhile.
     return {name: sorted(found) for group, name in list(names.items()) if (found := ranks.get(group)) is not None}
 
 
 def reset_recorders() -> None:
     """Clear the flight recorders before process groups are aborted.
 
-    Their CUDA events must not be queried afterwards.
+    After the abort, the recorders' CUDA events must not be queried, which reading a recorder would do.
     """
     for name in dir(_engine()):
         if name.startswith("_reset_fr_recording"):

@@ -1,7 +1,7 @@
-"""torch process groups: the choice of backends per device, and ending a group whose backend may wait for its peers.
+"""torch process groups: the choice of backends per device, and ending a group whose backend might wait for its peers.
 
 gloo closes its connections when a process releases the group, which wakes its peers. NCCL's kernels wait on the
-device. Ending an NCCL group is itself a collective, and if a rank is gone, the others block in it.
+device. Ending an NCCL group is itself a collective: if a rank is gone, the other ranks block in it.
 
 `start_collectives` runs the collectives of many tensors in one launch. With hundreds of tensors, one NCCL kernel per
 tensor costs more than the transfer itself.
@@ -23,7 +23,7 @@ from headway.core.runtime.control_plane.store import wait_for_keys
 from headway.errors import ConfigError
 
 CPU_ENGINE = "gloo"
-"""Backend for CPU tensors, which the handshakes use."""
+"""Backend for CPU tensors. The handshakes before collectives use it."""
 
 MARGIN = timedelta(seconds=30)
 """Additional time that a backend waits in a collective, beyond the run's timeout."""
@@ -35,7 +35,7 @@ def map_engines(backend: str, kind: str) -> str:
     """Return a backend string for `init_process_group` that always includes a backend for CPU tensors.
 
     Args:
-        backend: Backend as the user gave it: "nccl", "gloo", "cpu:gloo,cuda:nccl" and similar, ignoring case.
+        backend: Backend that the user requested, such as "nccl", "gloo" or "cpu:gloo,cuda:nccl". Case is ignored.
         kind: Device type that this process computes on.
 
     Raises:
@@ -56,7 +56,7 @@ def map_engines(backend: str, kind: str) -> str:
 def _split_by_device(text: str) -> dict[str, str]:
     """Parse a backend string into a dict from device type to backend.
 
-    The dict is empty for an unknown backend, because torch itself reports it later.
+    The dict is empty for an unknown backend, because torch itself reports the error later.
     """
     if ":" in text:
         pairs = [pair.partition(":") for pair in text.split(",")]
@@ -84,7 +84,7 @@ def create_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup 
 
     Args:
         ranks: Ranks of the subgroup.
-        timeout: Timeout of its collectives.
+        timeout: Timeout of the new group's collectives.
     """
     found = {"cpu": CPU_ENGINE} | _split_by_device(dist.get_backend_config())
     text = ",".join(f"{device}:{engine}" for device, engine in found.items())
@@ -112,18 +112,18 @@ def has_waiting_engine() -> bool:
     """
     try:
         engines_here = _split_by_device(dist.get_backend_config())
-    except (ValueError, TypeError):  # another thread may destroy the group meanwhile
+    except (ValueError, TypeError):  # another thread might destroy the group meanwhile
         return False
     return any(engine != CPU_ENGINE for engine in engines_here.values())
 
 
 def create_cpu_group(timeout: timedelta) -> dist.ProcessGroup | None:
-    """Create a gloo group of all ranks if the default group, created by other code, has no backend for CPU tensors.
+    """Create a gloo group of all ranks if the default group has no backend for CPU tensors.
 
-    Groups that Headway creates always include gloo.
+    This can happen only if other code created the default group, because groups that Headway creates include gloo.
 
     Args:
-        timeout: Timeout of its collectives.
+        timeout: Timeout of the new group's collectives.
 
     Returns:
         The group, or None if none is needed.
@@ -135,11 +135,11 @@ def create_cpu_group(timeout: timedelta) -> dist.ProcessGroup | None:
 
 
 class _ExtendedTimeouts(dict[str, tuple[timedelta, timedelta]]):
-    """Original and extended timeout of each backend that was extended, by group and device type."""
+    """Original and extended timeout of each backend whose timeout was extended, by group name and device type."""
 
 
 def extend_timeouts(seconds: float) -> None:
-    """Make later collectives of all existing groups wait longer than the groups' own timeouts.
+    """Extend the timeouts of later collectives in all existing process groups.
 
     A later call replaces the extension instead of adding to it.
 
@@ -160,9 +160,9 @@ def end_group(group: dist.ProcessGroup | None) -> None:
 
 
 def abort_groups() -> None:
-    """Abort all groups and their pending operations, from any thread.
+    """Abort all process groups and their pending operations. This function can be called on any thread.
 
-    NCCL requires all ranks to do so at about the same time.
+    NCCL requires all ranks to call it at about the same time.
     """
     if dist.is_initialized():
         flight_recorder.reset_recorders()  # the events of aborted collectives must not be queried
@@ -176,7 +176,7 @@ def close_cpu_engine() -> None:
 
 
 def wait_for_all_to_end(store: SealedStore, rank: int, world_size: int, timeout: timedelta) -> bool:
-    """Announce that this rank is ending, and wait for the others to announce it too.
+    """Announce that this rank is ending, and wait until all other ranks have announced that they are ending, too.
 
     Args:
         store: Store that all ranks share.
@@ -185,8 +185,8 @@ def wait_for_all_to_end(store: SealedStore, rank: int, world_size: int, timeout:
         timeout: Maximum time to wait.
 
     Returns:
-        Whether all ranks have announced it. The result is the same on all ranks, except that it is False on a rank that
-            has lost the store.
+        Whether all ranks have announced their end in time. The result is equal on all ranks, except that it is False on
+            a rank that has lost its connection to the store.
     """
     try:
         store.set(f"end/{rank}", b"")
@@ -211,10 +211,10 @@ def start_collectives(
 
     Args:
         found: Tensors, in the same order on all ranks.
-        group_of: Function that returns the process group of a tensor.
+        group_of: Function that returns the process group for a tensor.
         start: Function that starts the asynchronous collective of one tensor in that group.
         is_sum: Whether the collective is an all-reduce, for which backends have a coalesced call. Other collectives are
-            grouped with a start and end call (as `ncclGroupStart` does).
+            enclosed in a pair of calls such as `ncclGroupStart` and `ncclGroupEnd`.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in found:
@@ -235,7 +235,7 @@ def start_collectives(
 def can_coalesce(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether the device's backend can run the collectives of several tensors in one launch without copying them.
 
-    gloo copies them.
+    gloo would have to copy them.
     """
     whole = group if group is not None else dist.group.WORLD
     return bool(getattr(_torch.get_backend(whole, device), "supports_coalescing", False))

@@ -1,4 +1,4 @@
-"""Start of the hang watch in processes that were not started by Headway's launcher, so that no agent watches them."""
+"""Start of the hang watch in processes that Headway's launcher did not start and that no agent therefore watches."""
 
 from headway.core import extensions
 from headway.core.runtime import process, pulse

@@ -1,7 +1,8 @@
 """Heartbeat thread that writes this process's stack and pending collectives to its pulse every second.
 
 The pulse is a memory-mapped file per rank that the launcher's agent reads. The heartbeat is stopped before Python shuts
-down: a thread that returns from C++ during finalization would abort the process. This module does not import torch.
+down, because a thread that returns from C++ during finalization would abort the process. This module does not import
+torch.
 """
 
 import atexit
@@ -26,14 +27,15 @@ ENDED = "ended"
 """Phase that the pulse shows after the program has ended."""
 
 LIVE_SIGNAL: int | None = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
-"""Signal that makes a worker write the stacks of its threads, even while it runs C code; None if the system has no
-spare signal.
+"""Signal that makes a worker process write the stacks of its threads, even while it runs C code.
+
+None if the system has no spare signal.
 """
 
 _MAX_FRAMES = 60
 
 NUM_RECORDED = "128"
-"""Number of collectives that torch's flight recorder keeps, unless the user has set a number."""
+"""Number of collectives that torch's flight recorder keeps, unless the user has set another number."""
 
 
 class Heartbeat:
@@ -61,7 +63,7 @@ class Heartbeat:
         self._listen()
         stop_before_shutdown(self.stop)
         if hasattr(os, "register_at_fork"):
-            # A fork during a heartbeat would copy the locks that it holds.
+            # A fork during a heartbeat would copy the locks that the heartbeat holds.
             os.register_at_fork(
                 before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._after_fork
             )
@@ -70,7 +72,7 @@ class Heartbeat:
     def stop(self) -> None:
         """Stop the thread, and mark the program as ended in the pulse.
 
-        In a forked child this has no effect, because a child is not the rank.
+        In a forked child process this has no effect, because only the parent process is the rank.
         """
         if self._over.is_set():
             return
@@ -83,7 +85,7 @@ class Heartbeat:
     def _listen(self) -> None:
         """Register a signal handler that writes the stacks of all threads when the launcher's agent sends the signal.
 
-        It works without the interpreter, even while a thread runs C code.
+        The handler does not need the Python interpreter, so it works even while a thread runs C code.
         """
         if LIVE_SIGNAL is None or self._pulse.path is None or threading.current_thread() is not threading.main_thread():
             return
@@ -134,6 +136,6 @@ def start_heartbeat() -> None:
     """Start the heartbeat of this process, unless it has been started."""
     if not scope.has(_of_this_process):
         # torch's default of 2,000 entries takes a third of a second to read; some versions of torch record none.
-        if env.get("TORCH_NCCL_TRACE_BUFFER_SIZE") is None:  # its older name
+        if env.get("TORCH_NCCL_TRACE_BUFFER_SIZE") is None:  # the older name of the variable
             env.set_default("TORCH_FR_BUFFER_SIZE", NUM_RECORDED)
         scope.own(_of_this_process).start()

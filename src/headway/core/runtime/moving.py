@@ -14,10 +14,10 @@ from headway.core.runtime._torch import has_compatible_shallow_copy_type
 def move_module(module: torch.nn.Module, device: torch.device) -> None:
     """Move a module without replacing its parameter objects. Tied parameters stay tied.
 
-    torch's `module.to` gives a parameter new data in place only on device types that torch's source lists (CPU,
-    CUDA, XPU, MPS, HPU and similar). On a device type that a package registers, it creates new parameters, and an
-    existing optimizer keeps the old ones. On such a device type the contents are swapped instead
-    (`torch.utils.swap_tensors`).
+    `torch.nn.Module.to` replaces a parameter's data in place only on device types that torch's source lists (CPU, CUDA,
+    XPU, MPS, HPU and similar). On a device type that a package registers, it creates new parameters, and an existing
+    optimizer keeps the old ones. On such a device type, this function therefore swaps the contents of the old and new
+    parameters (`torch.utils.swap_tensors`).
 
     Args:
         module: Module to move.

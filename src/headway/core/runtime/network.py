@@ -1,6 +1,7 @@
 """Network addresses of this machine, host names that resolve to loopback, and listening sockets.
 
-A port is opened only on the interface that needs it: loopback for one machine, one interface for several.
+A port is opened only on the interface that needs it: loopback in a run on one machine, one network interface in a run
+on several machines.
 """
 
 import errno
@@ -10,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses that no machine has (RFC 5737, RFC 3849), used to find the default route. No packet is sent."""
+"""Addresses that no machine has (RFC 5737, RFC 3849), used to find the default route without sending a packet."""
 
 _PATIENT = 3.0
 """Seconds to wait for an unknown host name before a message is printed."""
 
 _WITHOUT_OTHERS = ("docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "podman")
-"""Prefixes of the names of interfaces that only lead to containers on this machine."""
+"""Name prefixes of network interfaces that lead only to containers on this machine."""
 
 
 BACKLOG = 4096
@@ -24,11 +25,11 @@ BACKLOG = 4096
 
 @dataclass(frozen=True)
 class Interface:
-    """Network interface of this machine that is up.
+    """Active network interface of this machine.
 
     Attributes:
         name: Name as shown by `ip link`.
-        addresses: IPv4 addresses, and IPv6 addresses without the scope ID that may follow a "%".
+        addresses: IPv4 and IPv6 addresses. A scope ID (the part after "%") is removed from IPv6 addresses.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Interface:
 
 
 def list_interfaces() -> list[Interface]:
-    """Return the interfaces that are up and have an address, loopback first."""
+    """Return the network interfaces that are up and have an address that is not link-local, loopback first."""
     import psutil
 
     states = psutil.net_if_stats()
@@ -78,13 +79,14 @@ def find_own_address(host: str = "", port: int = 1) -> str | None:
     """Return the address by which other machines reach this one.
 
     Args:
-        host: Host of the rendezvous. The address on the route to it is used, unless it is a loopback address, as on
-            machine 0 if its own name resolves to 127.0.1.1.
-        port: Any port of `host`.
+        host: Host of the rendezvous. Default: "", for none.
+        port: Any port number. Default: 1.
 
     Returns:
-        The address on the route to `host`, else on the default route, else of the first interface that leads to other
-            machines. None if there is no such address.
+        This machine's address on the route to `host`, else its address on the default route. Loopback addresses are
+            skipped, for example on machine 0 if its own name resolves to 127.0.1.1. If neither exists, the address of
+            the first network interface that leads to other machines, else of one that leads only to containers. None if
+            there is no such interface.
     """
     for target in (host, *_ELSEWHERE):
         address = find_address_towards(target, port) if target else None
@@ -96,7 +98,7 @@ def find_own_address(host: str = "", port: int = 1) -> str | None:
 
 
 def find_interface(address: str) -> str | None:
-    """Return the name of the interface that has `address`, or None."""
+    """Return the name of the network interface that has `address`, or None if there is no such interface."""
     return next((interface.name for interface in list_interfaces() if address in interface.addresses), None)
 
 
@@ -111,7 +113,7 @@ def resolve_name(host: str) -> tuple[str, ...]:
 def is_loopback_name(host: str) -> bool:
     """Whether other machines cannot reach this machine by the name `host`.
 
-    This is so if the name is unknown or resolves to a loopback address.
+    True if the name is unknown or resolves to a loopback address.
     """
     addresses = resolve_name(host)
     return not addresses or any(map(is_loopback, addresses))
@@ -123,7 +125,7 @@ def wait_for_name(host: str, seconds: float, say: Callable[[str], None]) -> None
     Args:
         host: Name to resolve.
         seconds: Maximum time to wait.
-        say: Function that prints a message if it takes longer than three seconds.
+        say: Function that prints a message. It is called once if the name is still unknown after three seconds.
 
     Raises:
         ConnectionError: If the name cannot be resolved in time.
@@ -143,10 +145,10 @@ def wait_for_name(host: str, seconds: float, say: Callable[[str], None]) -> None
 
 
 def choose_name_for_others(hostname: str) -> str:
-    """Return the name by which other machines reach this one.
+    """Return the name or address by which other machines reach this one.
 
-    This is `hostname`, unless other machines cannot resolve it or would resolve it to themselves. Then it is an
-    address.
+    This is `hostname`, unless it is unknown or resolves to a loopback address. Then it is this machine's own address,
+    if one is found.
 
     Args:
         hostname: Host name of this machine.
@@ -170,8 +172,9 @@ def open_listener(host: str, port: int = 0) -> socket.socket:
     """Open a listening socket at an address of this machine.
 
     Args:
-        host: Address that clients use. The socket listens on all interfaces if this machine does not have the address
-            (for example if it is the address of a service in front of it), or if the name resolves only to loopback.
+        host: Address or host name that clients use. The socket listens on all interfaces in two cases: this machine
+            does not have the address, for example because it belongs to a load balancer, or the name resolves only to
+            loopback addresses.
         port: Port to listen on; 0 for any free port.
 
     Raises:

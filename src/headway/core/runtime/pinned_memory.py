@@ -1,8 +1,8 @@
 """Pinned host memory for large copies, allocated in large pieces (arenas) by several threads.
 
-`cudaHostAlloc` pins page by page, at about 2 GB/s, and other calls to the device wait meanwhile. Here an arena is
-ordinary memory in huge pages, touched by the allocating thread and then registered with the device in one call.
-Several arenas are prepared at the same time.
+`cudaHostAlloc` pins page by page, at about 2 GB/s, and blocks other calls to the device. In this module, an arena is
+ordinary memory in huge pages. The allocating thread writes to it once, so that its pages exist, and then registers it
+with the device in one call. Several arenas are prepared at the same time.
 """
 
 import mmap
@@ -22,11 +22,12 @@ from headway.errors import UnsupportedError
 ARENA = 1 << 28
 """Maximum size of an arena in bytes, unless a single tensor is larger.
 
-It is small enough for several threads to share the work.
+This size is small enough that several threads can share the work.
 """
 _LARGE = 1 << 25
-"""Minimum size in bytes of memory that is registered with the device. torch's allocator provides and caches smaller
-blocks.
+"""Minimum size in bytes of a block that is registered with the device.
+
+torch's allocator provides and caches smaller blocks.
 """
 _MAX_THREADS = 8
 _PORTABLE = 1
@@ -34,7 +35,10 @@ _PORTABLE = 1
 
 
 def allocate_arena(num_bytes: int) -> torch.Tensor:
-    """Allocate pinned host memory as a uint8 tensor, and register it with the current device of the calling thread.
+    """Allocate pinned host memory as a uint8 tensor.
+
+    A large block consists of huge pages that are registered with the calling thread's current device. torch's allocator
+    provides a small block, and a large one if the registration fails.
 
     Args:
         num_bytes: Size in bytes.
@@ -46,7 +50,7 @@ def allocate_arena(num_bytes: int) -> torch.Tensor:
         return allocate_pinned(num_bytes)
     try:
         return _allocate_registered(num_bytes)
-    except (OSError, RuntimeError):  # no memory, or a driver that cannot register it: torch's way may still work
+    except (OSError, RuntimeError):  # out of memory, or the driver cannot register it: torch might still succeed
         return allocate_pinned(num_bytes)
 
 
@@ -61,7 +65,7 @@ def _allocate_registered(num_bytes: int) -> torch.Tensor:
     result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, _PORTABLE)  # type: ignore[no-untyped-call]
     if int(result) != 0:
         raise UnsupportedError(f"cudaHostRegister failed with error {int(result)}")
-    # The tensor keeps the array, and the array the mapping, so it is unregistered before it is unmapped.
+    # The tensor keeps the array alive, and the array keeps the mapping, so unregistering precedes unmapping.
     weakref.finalize(array, _unregister, memory.data_ptr()).atexit = False
     return memory
 
@@ -73,7 +77,7 @@ def _unregister(address: int) -> None:
 def start_in_threads(
     sizes: Iterable[int], allocate: Callable[[int], torch.Tensor] = allocate_arena, max_threads: int = _MAX_THREADS
 ) -> list["Future[torch.Tensor]"]:
-    """Start to allocate arenas in several threads, and return one future per arena.
+    """Start allocating arenas of pinned memory in several threads, and return one future per arena.
 
     Args:
         sizes: Sizes in bytes, in the order in which the arenas will be needed.

@@ -1,4 +1,4 @@
-"""Sizes of pinned allocations, chosen as powers of two because torch rounds each allocation up to one."""
+"""Sizes of pinned allocations, which are powers of two because torch rounds each allocation up to a power of two."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,10 +11,10 @@ _ALIGNED = 256
 def plan_arenas(
     sizes: Sequence[int], limit: int, max_bytes: int = ARENA
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Divide tensors of these sizes, in order, among pieces of pinned memory.
+    """Divide tensors, in order, among pieces of pinned memory.
 
-    Each piece is the largest power of two that the remaining tensors fill, up to `max_bytes`. A larger tensor gets
-    its own piece.
+    The size of each piece is the largest power of two that the remaining tensors can fill, up to `max_bytes`. A tensor
+    that is larger gets a piece of its own.
 
     Args:
         sizes: Sizes of the tensors in bytes.
@@ -22,7 +22,7 @@ def plan_arenas(
         max_bytes: Maximum size of one piece, unless a single tensor is larger. Default: 1 GiB.
 
     Yields:
-        For each piece, its size in bytes and a list of (tensor index, offset in the piece).
+        For each piece, its size in bytes and a list of pairs (tensor index, offset in the piece in bytes).
     """
     needed = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
     index, rest = 0, sum(needed)
@@ -46,8 +46,8 @@ def plan_arenas(
 def split_size(size: int) -> list[int]:
     """Return the sizes of pieces that together hold `size` bytes.
 
-    All are powers of two, except the last one. Rounding the last one up to a power of two wastes less than an eighth
-    of the total.
+    All sizes are powers of two, except possibly the last one. If an allocator rounds the last one up to a power of two,
+    it wastes less than an eighth of `size`.
     """
     found: list[int] = []
     rest = size

@@ -13,7 +13,7 @@ class PreemptedRun:
     """Record of a preempted run's checkpoint, which a rank writes for the launcher before it exits.
 
     Attributes:
-        reason: Source of the preemption request.
+        reason: Source of the preemption request, such as the name of a signal.
         update: Number of completed updates.
         checkpoint: Directory of the committed checkpoint.
     """

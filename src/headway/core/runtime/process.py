@@ -43,7 +43,8 @@ class ProcessRuntime:
         owns_group: Whether Headway started torch's process group and therefore ends it.
         timeout: Maximum time that a rank may keep the others waiting.
         scope: Container for objects that end with this runtime, such as the control plane.
-        cpu_group: Group for CPU tensors, if the default group was created by other code and cannot carry them.
+        cpu_group: Process group for CPU tensors. It exists only if other code created the default group and that group
+            has no backend for CPU tensors; otherwise None.
     """
 
     rank: int
@@ -64,7 +65,7 @@ class ProcessRuntime:
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this process has local rank 0, so that it is the first on its machine."""
+        """Whether this process has local rank 0, the lowest rank on its machine."""
         return self.local_rank == 0
 
     @property
@@ -78,9 +79,9 @@ class _Process:
 
     Attributes:
         runtime: Current runtime; None if none is running.
-        link: Connection to the control plane.
+        link: Connection to the control plane; None if there is none.
         store: Store for the rendezvous of every process group of this process.
-        asked: Requested backends of the group, timeout of its collectives, and device that it is bound to.
+        asked: Backend string, timeout and bound device for the process groups that Headway creates.
         after: Exception hook that ends the process after an uncaught exception. None if the process can end without
             waiting for its peers.
         endings: Functions that are called before the runtime ends.
@@ -111,17 +112,17 @@ class _Process:
     def join_group(self, init_method: str | None, rank: int, world_size: int, timeout: timedelta) -> None:
         """Create the process group together with the other ranks.
 
-        A process may create several groups in turn. Each uses a different key prefix in the store, so that no rank
-        reads the addresses of an earlier group.
+        A process can create several groups in turn. Each group uses a different key prefix in the store, so that no
+        rank reads the addresses of an earlier group.
         """
         backend, engine_timeout, device = self.asked
-        # This module's functions have the default group as a default argument. Imported later, they would keep the
-        # group alive forever.
+        # The functions of this torch module take the current default group as a default argument. If it were imported
+        # later, they would keep the group alive forever.
         import torch.distributed.nn.functional  # noqa: F401
 
         if self.store is None:
             launched = self.get_launched_link(timeout)
-            if launched is not None:  # names the missing ranks, while a process group only reports their number
+            if launched is not None:  # a check-in names the missing ranks; a process group only reports their number
                 check_in(launched.store, rank, world_size, timeout)
             self.store, rank, world_size = open_group_store(init_method, rank, world_size, timeout)
             if launched is None:
@@ -146,7 +147,14 @@ class _Process:
         )
 
     def get_launched_link(self, timeout: timedelta) -> StoreLink | None:
-        """Return the connection to the control plane that the launcher hosts, or None without a launcher."""
+        """Return the connection to the control plane. Open it first if a launcher hosts the control plane.
+
+        Args:
+            timeout: Maximum time for connecting.
+
+        Returns:
+            The connection; None if there is no launcher and no connection is open.
+        """
         text = env.get(env.CONTROL)
         if self.link is None and text:
             self.link = StoreLink(StoreAddress.decode(text), timeout, strangers=self._strangers)
@@ -172,9 +180,8 @@ class _Process:
         """Release everything that depends on the runtime, then end the runtime.
 
         Args:
-            is_exit: Whether the process exits as well. The other ranks may then be gone or continue to run, so this
-                process
-                must not wait for them in a collective backend.
+            is_exit: Whether the process exits as well. The other ranks might then be gone or continue to run, so this
+                process must not wait for them in a backend such as NCCL.
         """
         while self.endings:
             release = self.endings.pop()()
@@ -214,12 +221,12 @@ class _Process:
         self.after = AfterException(_end_after) if self.has_blocking_end() else None
 
     def has_blocking_end(self) -> bool:
-        """Whether ending the process group, if Headway started it, would wait for the other ranks."""
+        """Whether Headway started the process group and ending this group would wait for the other ranks."""
         owns_group = self.runtime is not None and self.runtime.owns_group
         return owns_group and group.has_waiting_engine()
 
     def _are_all_ending(self, runtime: ProcessRuntime) -> bool:
-        """Announce that this rank is ending, and return whether all ranks announce it within the time limit."""
+        """Announce that this rank is ending, and return whether all ranks announce their end within the time limit."""
         if has_failed():
             return False
         return group.wait_for_all_to_end(self.get_group_store(), runtime.rank, runtime.world_size, _TOGETHER)
@@ -228,7 +235,7 @@ class _Process:
 _TOGETHER = timedelta(seconds=10)
 """Maximum time that an exiting process waits for the other ranks to exit, too.
 
-It waits only if its process group can only be ended by all ranks together, as with NCCL.
+It waits only if all ranks must end the process group together, as is the case with NCCL.
 """
 
 INTERRUPTED = 130
@@ -303,7 +310,7 @@ def start(
 
 
 def current() -> ProcessRuntime:
-    """Return the runtime of this process. Starts one if there is none."""
+    """Return the runtime of this process. Start it if this process has none."""
     runtime = scope.own(_Process).runtime
     return runtime if runtime is not None else start()
 
@@ -317,10 +324,9 @@ def release_at_end(release: Callable[[], None], *, is_engine: bool = False) -> N
     """Register a method to call before the runtime ends. Only a weak reference to its object is kept.
 
     Args:
-        release: Method that releases a resource, for example the process group, whose threads would outlive the
-            runtime.
-        is_engine: Whether to call it even when only the process group ends (`leave_group`), because the resource
-            belongs to the group.
+        release: Method that releases a resource, such as a thread, that would otherwise outlive the runtime.
+        is_engine: Whether to also call the method when only the process group ends (`leave_group`), because the
+            resource belongs to the group.
     """
     here, method = scope.own(_Process), weakref.WeakMethod(release)
     for registered in (here.endings, here.engines) if is_engine else (here.endings,):
@@ -331,8 +337,8 @@ def release_at_end(release: Callable[[], None], *, is_engine: bool = False) -> N
 def leave_group() -> None:
     """Abort the process group and release everything that belongs to it, but keep the runtime.
 
-    Call `join_group` to create the next group. gloo's connections close as soon as the group is no longer
-    referenced, which wakes peers that wait in it.
+    Call `join_group` to create the next group. gloo's connections close as soon as the group is no longer referenced,
+    which wakes peers that wait in a gloo collective.
 
     Raises:
         UnsupportedError: If other code started the group, because Headway could then not create a new one.
@@ -360,7 +366,7 @@ def abort_group() -> None:
 
 
 def does_exit_wait() -> bool:
-    """Whether the other ranks would wait forever in the backend of Headway's process group if this rank just ended."""
+    """Whether the other ranks would wait forever in the backend of Headway's process group if only this rank exited."""
     return scope.own(_Process).has_blocking_end()
 
 
@@ -387,7 +393,7 @@ def _end_at_exit() -> None:
 
 
 def _end_after(error: BaseException, is_said: bool) -> None:
-    """End this process at once after an uncaught exception, because peers may be inside a collective on the device.
+    """End this process at once after an uncaught exception, because peers might be inside a collective on the device.
 
     Args:
         error: The uncaught exception.
@@ -398,7 +404,8 @@ def _end_after(error: BaseException, is_said: bool) -> None:
     is_interrupt = not isinstance(error, Exception)
     if is_said and not is_interrupt:
         end_process(1)
-    # Python ends the process: by the signal, which shells expect, or after the outer hooks have printed.
+    # Let Python end the process: an interrupt by its signal, as shells expect, and others after the outer hooks have
+    # printed the traceback.
     note_failure(INTERRUPTED if is_interrupt else 1)
 
 
@@ -415,10 +422,10 @@ def _choose_timeout(timeout: timedelta | None) -> timedelta:
 
 
 def get_control_link() -> StoreLink | None:
-    """Return the connection to the control plane, or None on a single process.
+    """Return the connection to the control plane, or None in a run with a single process.
 
     Raises:
-        ControlPlaneError: If rank 0 has not published its address in time.
+        ControlPlaneError: If rank 0 has not published the control plane's address in time.
         LaunchError: If the control plane cannot be reached.
     """
     runtime, here = current(), scope.own(_Process)

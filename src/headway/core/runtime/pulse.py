@@ -4,8 +4,8 @@ The launcher's agent creates the file and passes its path in HEADWAY_PULSE. The 
 a system call. The agent can read it while the rank is stopped, holds the interpreter lock, or is dead. Without an
 agent the pulse is anonymous memory of the process. This module does not import torch.
 
-Each text has two slots. The unused slot is written and then made current, so a writer that stops halfway leaves the
-previous text readable.
+Each text field in the file has two slots. The unused slot is written and then made current, so a writer that stops
+halfway leaves the previous text readable.
 """
 
 import json
@@ -20,13 +20,13 @@ from typing import Any
 from headway.common import env, scope
 
 VARIABLE = "HEADWAY_PULSE"
-"""Name of the environment variable that passes the file's path to a worker."""
+"""Name of the environment variable that passes the path of the pulse file to a worker process."""
 
 PARTS = "waiting for the other ranks' parts of a checkpoint"
 """Phase of a rank that commits a checkpoint and waits for the other ranks' files. This wait is not a collective."""
 
 NUM_CALLS = 64
-"""Number of collectives that the ring buffer holds."""
+"""Number of the latest collectives that the ring buffer in a pulse file holds."""
 
 SIZE = 69632
 _MAGIC = b"HWPULSE1"
@@ -37,14 +37,14 @@ _CALL = struct.Struct("=Qdd32s184s")  # number, entered at, left at (0: still in
 _SECONDS = struct.Struct("=d")
 _SLOT = struct.Struct("=Id")  # length, time
 _PROGRESS_AT, _TIMEOUT_AT, _LENIENCE_AT, _COUNT_AT, _RING_AT = 64, 96, 104, 128, 36864
-_IS_TOLD_AT, _SAVES_AT = 112, 113  # the only byte that the agent writes; whether signals are answered by a checkpoint
+_IS_TOLD_AT, _SAVES_AT = 112, 113  # the only byte that the agent writes; whether the rank saves at a signal
 
 
 @dataclass(frozen=True)
 class _Text:
     """Text field of the file in which a rank records its state.
 
-    It has one byte with the index of the current slot, then two slots of `room` bytes.
+    The field consists of one byte with the index of the current slot, and two slots of `room` bytes each.
     """
 
     at: int
@@ -107,12 +107,14 @@ class PulseReading:
         beat: Time of the last heartbeat; 0.0 before the first.
         update: Number of updates that training has completed.
         micro_step: Number of micro-batches started in the current accumulation window.
-        timeout: Seconds that a rank may keep the others waiting, as this rank's program has set it; 0.0 if not set.
+        timeout: Seconds that a rank may keep the others waiting, as set by this rank's program; 0.0 if not set.
         phase: Activity of the process: "" (it runs the user's script), "ended", or a text such as "saving a
             checkpoint".
         calls: Collectives in the ring buffer, oldest first.
-        note: Latest note of the heartbeat: "stack" (frames, innermost first) and "torch" (its collectives).
-        noted: Time of that note; 0.0 if there is none.
+        note: Latest note of the heartbeat, as a dict. "stack": frames of the main thread, innermost first. "still":
+            time since which the stack is unchanged. "torch": collectives of torch's backends. "live": whether a signal
+            makes the rank write its stacks.
+        noted: Time at which the note was written; 0.0 if there is none.
         lenience: Seconds that all ranks currently add to their timeout, at this rank's request.
         saves_on_signal: Whether this rank saves a checkpoint and then ends when it receives a signal.
         phase_since: Time at which the phase was set.
@@ -144,7 +146,7 @@ class PulseReading:
 
 
 class HeartbeatFile:
-    """Pulse of one rank: a record of its state, in a mapped file or in anonymous memory. The launcher's agent reads it.
+    """Pulse of one rank: a record of its state, in a memory-mapped file or in anonymous memory.
 
     Args:
         path: File that the agent created. Default: None, for memory that no other process sees.
@@ -175,9 +177,11 @@ class HeartbeatFile:
         _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), count, time.monotonic())
 
     def note_progress(self, update: int, micro_step: int) -> None:
-        """Record the numbers of completed updates and of micro-batches in the current window.
+        """Record the progress of training. This only writes to mapped memory, without a system call.
 
-        This only writes memory.
+        Args:
+            update: Number of completed updates.
+            micro_step: Number of micro-batches started in the current accumulation window.
         """
         _PROGRESS.pack_into(self._memory, _PROGRESS_AT, update, micro_step)
 
@@ -211,7 +215,7 @@ class HeartbeatFile:
         return bool(self._memory[_IS_TOLD_AT])
 
     def enter_collective(self, operation: str, site: str) -> int:
-        """Record that a collective is entered, and return its number for `leave_collective`.
+        """Record that this process enters a collective, and return the number to pass to `leave_collective`.
 
         Args:
             operation: Kind of the collective.
@@ -258,16 +262,16 @@ class HeartbeatFile:
         _LOG.write(self._memory, path)
 
     def set_resume_advice(self, text: str) -> None:
-        """Record a text for the user on how to continue the run from its last checkpoint if it is stopped now."""
+        """Record advice for the user on how to continue the run from its last checkpoint, should it be stopped now."""
         _RESUME_ADVICE.write(self._memory, text)
 
     def set_note(self, note: dict[str, Any]) -> None:
         """Write the heartbeat's note: the stack of the main thread and the collectives of torch's backends.
 
-        If the note is too long, the outer half of the stack is dropped until it fits.
+        While the note is too long, the outer half of the stack is dropped.
 
         Args:
-            note: "stack" (frames, innermost first) and "torch" (collectives).
+            note: Dict with the keys that `PulseReading.note` describes, such as "stack" and "torch".
         """
         text = json.dumps(note, separators=(",", ":"))
         while len(text) > _NOTE.capacity and note.get("stack"):  # JSON is ASCII
@@ -278,7 +282,7 @@ class HeartbeatFile:
     # ---------------------------------------------------------------- reading, by the agent
 
     def read(self) -> PulseReading:
-        """Return the current contents. All fields have their defaults if no rank has opened the pulse yet."""
+        """Return the current contents of the pulse, with defaults in all fields if no rank has opened the pulse yet."""
         magic, pid, beats, beat = _HEAD.unpack_from(self._memory, 0)
         if magic != _MAGIC:
             return PulseReading()
@@ -362,7 +366,7 @@ def request_end(path: Path) -> None:
 def _claim(path: str | None) -> HeartbeatFile | None:
     """Open the pulse file for this process, or return None if the file is gone or belongs to another process.
 
-    Child processes of a rank inherit the environment variable, so the file may belong to their parent.
+    Child processes of a rank inherit the environment variable, so the file might belong to the parent of this process.
     """
     if not path or not os.path.exists(path) or HeartbeatFile(Path(path), is_writer=False).read().pid:
         return None

@@ -1,9 +1,9 @@
 """Global random number generators of this process: setting seeds, and reading and restoring states.
 
-Access to torch's host generator is limited to one thread at a time. torch takes the generator's own lock while it
-holds the interpreter lock. Reading the state may release the interpreter lock before the generator's lock is free
-again. Two threads that read at one time can then deadlock (torch 2.13, `THPGenerator_getState`). The loader of a
-stream reads the state at each batch, in the thread that runs the loop.
+Access to torch's host generator is limited to one thread at a time, because concurrent reads can deadlock (torch 2.13,
+`THPGenerator_getState`). torch takes the generator's own lock while it holds the interpreter lock. Reading the state
+can release the interpreter lock before the generator's lock is free again. Concurrent reads do occur: the loader of a
+streamed dataset reads the state at each batch, in the thread that runs the training loop.
 """
 
 import os
@@ -24,7 +24,7 @@ from headway.errors import ConfigError
 from headway.log import get_logger
 
 _ONE_AT_A_TIME = threading.Lock()
-# A worker forked while another thread holds the lock has no such thread to release it.
+# If a worker is forked while another thread holds the lock, the child process has no thread that would release it.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_ONE_AT_A_TIME._at_fork_reinit)  # type: ignore[attr-defined]
 
@@ -72,7 +72,7 @@ def mix_seed(*parts: int) -> int:
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed the generators of Python, NumPy and torch.
+    """Seed the random number generators of Python, NumPy and torch.
 
     Args:
         seed: Seed, 0 or more.
@@ -100,7 +100,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def digest_states() -> list[float]:
     """Return a checksum of the state of each host generator, in the order "python", "numpy", "torch".
 
-    The checksum is -1 for a generator that is not in use.
+    The checksum is -1 for NumPy's generator if NumPy has not been imported.
     """
     states = read_states(_ALL[:-1], None)
     if "torch" in states:
@@ -112,7 +112,7 @@ def reseed_generator(name: str, seed: int) -> None:
     """Seed one generator.
 
     Args:
-        name: "python", "numpy", or "torch", which includes the generators of devices.
+        name: "python", "numpy" or "torch". "torch" includes the generators of all devices.
         seed: Seed to set.
     """
     if name == "python":
@@ -131,7 +131,7 @@ def _seed_numpy(seed: int) -> None:
 
 
 def read_states(rng_types: list[str], generator: torch.Generator | None) -> dict[str, Any]:
-    """Return the current states of the named generators.
+    """Return the current states of the named generators, as a dict. Generators that do not exist are left out.
 
     Args:
         rng_types: Names as in `synchronize_rng_states`: "python", "numpy", "torch", "device", "generator".
@@ -201,9 +201,9 @@ def write_rng_states(states: dict[str, Any], hardware: Hardware) -> None:
 
 @contextmanager
 def preserve_rng_states() -> Iterator[None]:
-    """Return a context that restores the host's RNG states at its end. This takes about 0.2 ms.
+    """Return a context manager that restores the host's RNG states on exit. This takes about 0.2 ms.
 
-    It is used around third-party code that may draw random numbers.
+    It is used around third-party code that might draw random numbers.
     """
     states = read_states(_ALL[:-1], None)
     try:
@@ -213,9 +213,9 @@ def preserve_rng_states() -> Iterator[None]:
 
 
 def derive_rng_states(seed: int, num_updates: int, index: int) -> None:
-    """Seed all generators from the run's seed, the number of updates and the data shard.
+    """Seed all random number generators from the run's seed, the number of updates and the data shard.
 
-    It is used after a resume if the checkpoint has no RNG states for this rank.
+    This is needed after a resume if the checkpoint has no RNG states for this rank.
 
     Args:
         seed: Seed of the run.

@@ -1,8 +1,8 @@
 """Signal handlers that only set flags, on which all ranks then vote.
 
-Python runs signal handlers in the main thread between two bytecode instructions, so a thread that waits in a
-collective does not run them. The C part of a handler writes the signal's number into a pipe at once, and a thread
-reads it here. This module does not import torch.
+Python runs signal handlers in the main thread between two bytecode instructions, so a main thread that waits in a
+collective does not run them. But Python's C code writes the signal's number into a pipe at once, and a background
+thread reads it from there. This module does not import torch.
 """
 
 import os
@@ -25,15 +25,15 @@ DEFAULT = (signal.SIGTERM, signal.SIGUSR1)
 class SignalFlags:
     """Flags for the signals that have reached this process between `start` and `stop`.
 
-    `start` installs the handlers. A handler of other code that was already installed also runs, in the main thread as
-    before. If there was none, the signal no longer ends the process, which is intended.
+    `start` installs the handlers. A handler that other code has already installed still runs, in the main thread. If
+    there was none, the signal no longer ends the process, which is intended.
 
     Args:
         signals: Signals to handle. Default: SIGTERM and SIGUSR1.
 
     Attributes:
-        heard: `threading.Event` that each signal sets, for a thread that waits for one.
-        listeners: Functions that the thread calls when a signal arrives.
+        heard: `threading.Event` that is set at each signal. A thread can wait for it.
+        listeners: Functions that a background thread calls when a signal arrives.
         times: Times of the first and the last signal on the monotonic clock; None before the first.
     """
 
@@ -52,7 +52,7 @@ class SignalFlags:
         """Install the signal handlers, and start the thread that sets the flags. A second call has no effect.
 
         Raises:
-            StateError: If called outside the main thread, which alone may install handlers.
+            StateError: If called outside the main thread. Only the main thread may install handlers.
         """
         if self._pipe is not None:
             return
@@ -136,7 +136,7 @@ class SignalFlags:
 
 
 class _ActiveFlags(weakref.WeakSet[SignalFlags]):
-    """Registry of the active `SignalFlags` objects of this process, and of the functions to call at a signal."""
+    """Registry of the active `SignalFlags` objects of this process, held by weak references."""
 
 
 def list_handled_signals() -> tuple[int, ...]:
@@ -157,7 +157,7 @@ def add_listener(hear: Callable[[], None]) -> None:
 def _restore_in_child() -> None:
     """Restore default signal handling in a forked child.
 
-    A child is not a rank: SIGTERM ends it as usual, and it must not write into the rank's pipe.
+    A child process is not a rank: SIGTERM must end it as usual, and it must not write into the rank's pipe.
     """
     for flags in list(scope.own(_ActiveFlags)):
         flags._restore_handlers(signal.SIG_DFL)

@@ -1,1 +1,1 @@
-"""Strategies, which replicate or shard a model over ranks: one file or folder per strategy, behind one protocol."""
+"""Strategies, which replicate or shard a model over ranks. Each strategy has its own file or folder."""

@@ -1,6 +1,6 @@
-"""Private names of torch that strategies use, each with the reason and what would replace it.
+"""Private torch names that strategies use, with the reason why no public name can replace them.
 
-This file contains the names that are imported or called as functions. Attributes and methods of torch's own objects
+This file defines the names that are imported or called as functions. Attributes and methods of torch's own objects
 are read where they are needed, and are only listed here: in `LAZY_NAMES` ("module:class.name") and in the tables of
 attributes that exist only on instances. Attributes of `fully_shard`'s objects are read only in
 `fully_sharded/fsdp_state.py` and `fully_sharded/fsdp_collectives.py`. A test checks that all names exist.
@@ -19,8 +19,9 @@ debug = LazyModule("torch.distributed.tensor.debug")
 
 # Why each name is used:
 #
-# - is_traceable_wrapper_subclass tells which parameters hold inner tensors, such as quantized ones. There is no public query.
-# - tree_leaves walks outputs as torch itself does. A public pytree module would replace it.
+# - is_traceable_wrapper_subclass finds parameters that consist of other tensors, such as quantized parameters. torch
+# has   no public query.
+# - tree_leaves traverses outputs in the same way as torch itself. torch has no public pytree module.
 
 broadcast_coalesced = _broadcast_coalesced
 """DDP's own broadcast of buffers, which sends many tensors in one message. The public broadcast sends one per
@@ -28,10 +29,10 @@ tensor.
 """
 
 BatchNormBase = torch.nn.modules.batchnorm._NormBase
-"""Base class of all layers with running statistics. torch has no public one."""
+"""Base class of all layers with running statistics. torch has no public base class for them."""
 
 local_scalar_dense = torch.ops.aten._local_scalar_dense.default
-"""Operator behind `tensor.item()`, which DTensor does not support on partial values. Support in DTensor would replace it."""
+"""Operator behind `tensor.item()`. DTensor has no implementation of it for partial values."""
 
 foreach_mul_ = torch._foreach_mul_
 """Multiplies many tensors in one kernel per group.
@@ -47,7 +48,7 @@ foreach_norm = torch._foreach_norm
 
 
 def clear_sharding_cache() -> None:
-    """Clear DTensor's cache of operator results, which may refer to a mesh whose process groups have been destroyed.
+    """Clear DTensor's cache of operator results, which can refer to a mesh whose process groups have been destroyed.
 
     torch has no public function for this.
     """
@@ -68,7 +69,7 @@ LAZY_NAMES = (
     # The layout of DDP's buckets, which affects the last bits of sums. There is no public query.
     "torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data",
     "torch._C._distributed_c10d:Reducer._rebuild_buckets",
-    # Tells whether a backward has left gradients unreduced. There is no other way to ask.
+    # Whether a backward has left gradients unreduced. torch has no public query.
     "torch._C._distributed_c10d:Reducer._check_reducer_finalized",
     # Counter of in-place changes, and hooks on a tensor, which sharding would lose. There is no public query.
     "torch:Tensor._version",
@@ -89,7 +90,7 @@ LAZY_NAMES = (
     f"{_GROUP}.post_backward",
     f"{_PARAMETER}.to_accumulated_grad_if_needed",
 )
-"""Private names that must not be imported early, or that are attributes and methods of torch's objects."""
+"""Private names that must not be imported early, and private attributes and methods of torch's classes."""
 
 GROUP_ATTRIBUTES = (
     "_all_gather_comm",
@@ -99,9 +100,9 @@ GROUP_ATTRIBUTES = (
     "fsdp_params",
     "reduce_grads",
 )
-"""Attributes of fully_shard's parameter groups, which exist once the model has run a forward."""
+"""Attributes of fully_shard's parameter groups. They exist once the model has run a forward."""
 PARAMETER_ATTRIBUTES = ("_param_fqn", "_unsharded_param", "sharded_param", "unsharded_accumulated_grad")
-"""Attributes of fully_shard's parameter records, which exist once the model has run a forward."""
+"""Attributes of fully_shard's record of a parameter (`FSDPParam`). They exist once the model has run a forward."""
 MODULE_ATTRIBUTES = ("_buffers", "_parameters")
 """Dicts of a module's own tensors, in which a tensor can be replaced without the checks of `setattr` on the module."""
 
@@ -109,7 +110,7 @@ MODULE_ATTRIBUTES = ("_buffers", "_parameters")
 def list_param_groups(state: Any) -> list[Any]:
     """Return the parameter groups of one fully_shard unit from its state.
 
-    Older versions of torch have one group per unit, or none.
+    In older versions of torch, a unit has at most one group.
     """
     found = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return list(filter(None, found))

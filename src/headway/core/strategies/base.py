@@ -1,4 +1,4 @@
-"""`Strategy`, the base class of everything that replicates or shards a model, and `SingleStrategy` for one process."""
+"""`Strategy`, the base class of classes that replicate or shard a model, and `SingleStrategy` for one process."""
 
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
@@ -71,7 +71,7 @@ class Capabilities:
     local_training: bool = True
 
     def require(self, name: str, strategy: str, remedy: str) -> None:
-        """Raise `UnsupportedError` if the strategy lacks a capability. The wording is equal for all strategies.
+        """Raise `UnsupportedError` if the strategy lacks a capability. All strategies use the same wording.
 
         Args:
             name: Name of the attribute.
@@ -98,7 +98,7 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
     Attributes:
         name: Name of the strategy in messages.
         capabilities: Features that the strategy supports.
-        data_shard: Index of this rank's shard of the data, and the number of shards. They may differ from the rank and
+        data_shard: Index of this rank's shard of the data, and the number of shards. They can differ from the rank and
             the world size.
         data_group: Collectives over which loss weights and metrics are reduced: one rank per shard of the data.
         everyone: Collectives over all ranks, for votes, decisions about gradients, replays, checkpoints and the
@@ -187,7 +187,7 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
     def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the parameter that replaced `parameter` in `setup_model`, such as its shard.
 
-        If no parameter did, return `parameter`.
+        Return `parameter` itself if it was not replaced.
         """
         return parameter
 
@@ -244,10 +244,10 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
         return fn(batch)
 
     def unshard_loss(self, loss: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
-        """Convert a loss for its backward. All ranks must call this.
+        """Convert a loss to a plain tensor for its backward. All ranks must call this.
 
         Args:
-            loss: Loss, which may be a DTensor.
+            loss: Loss, which can be a DTensor.
             factor: Factor by which backward multiplies the loss.
 
         Returns:
@@ -261,7 +261,7 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
         Args:
             loss: Loss of the micro-batch.
             factor: Factor for the gradient.
-            precision: Precision of the run, which may scale the loss.
+            precision: Precision of the run, which scales the loss if it has a gradient scaler.
             kwargs: Further arguments of `torch.autograd.backward`.
 
         Raises:
@@ -301,9 +301,11 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
         """
 
     def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
-        """Multiply gradients by a factor.
+        """Multiply gradients by a factor, to correct them for the actual total loss weight of the accumulation window.
 
-        The factor corrects for the actual total loss weight of the accumulation window.
+        Args:
+            parameters: Parameters whose gradients are changed.
+            factor: Factor for the gradients.
         """
         grads = self.get_local_gradients(parameters)
         if grads:
@@ -347,8 +349,8 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
 
         Args:
             optimizer: torch's own optimizer.
-            precision: Precision of the run, which may skip the step.
-            closure: Closure as in torch, or None.
+            precision: Precision of the run. Its gradient scaler can skip the step.
+            closure: Closure as for a torch optimizer, or None.
         """
         return precision.step(optimizer, closure)
 

@@ -1,4 +1,4 @@
-"""Functions that create a run's strategy: one of the core, one of an extension, or one that a package registers."""
+"""Functions that create a run's strategy, from the core, from an extension, or from a package that registers one."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 def choose_strategy(
     chosen: ResolvedLayout, collectives: Collectives, number_format: str = "no", is_deferred: bool = False
 ) -> Strategy:
-    """Create the strategy that the run requests: one for a layout of Headway, or one that a package has registered.
+    """Create the strategy that the run requests: one of Headway's own, or one that a package has registered.
 
     Args:
-        chosen: Requested strategy as text, and its layout on these processes.
+        chosen: Requested strategy, as text and as a layout.
         collectives: Collectives over all ranks.
-        number_format: The run's mixed_precision. Default: "no".
+        number_format: Mixed precision of the run, such as "bf16". Default: "no".
         is_deferred: Whether gradients are reduced only once per accumulation window, after its last backward. Default:
             False.
 
@@ -89,7 +89,7 @@ def build_strategy(
         collectives: Collectives over all ranks.
         options: Options of DDP, FSDP and the other components.
         layout: Number of ranks along each axis.
-        number_format: The run's mixed_precision. Default: "no".
+        number_format: Mixed precision of the run, such as "bf16". Default: "no".
         is_deferred: Whether gradients are reduced only once per accumulation window, after its last backward. Default:
             False.
         engine: Settings of an engine such as DeepSpeed that replaces torch's DDP and FSDP. Default: None.
@@ -154,7 +154,7 @@ def _build_mesh_strategy(
 def _build_pipeline(
     collectives: Collectives, options: EngineOptions, layout: Layout, number_format: str, computes_on: str | None
 ) -> Strategy:
-    """Create the strategy of a pipeline. If the layout has axes other than replicas, the stages are sharded, too."""
+    """Create the strategy of a pipeline. If the layout has axes other than pp and replicas, stages are sharded, too."""
     is_spread = bool(layout.sizes.keys() - {"pp", "replicate"})
     spread = _build_mesh_strategy(collectives, options, layout, number_format, computes_on) if is_spread else None
     make: Callable[..., Strategy] = extensions.load("strategy", "pp")
@@ -182,7 +182,7 @@ def _check_stages(sharding: ShardingOptions, tensor: TensorParallelOptions) -> N
 def _check_replayed(layout: Layout, sharding: ShardingOptions, float8: Float8Options | None) -> None:
     """Raise an error if a rank that runs out of memory could not join all collectives of the layout.
 
-    Its peers would then hang.
+    Otherwise its peers would hang.
 
     Raises:
         UnsupportedError: If the layout contains collectives that such a rank cannot join.

@@ -24,7 +24,7 @@ class CheckpointStrategy:
     _expected: Set[str] = frozenset()
 
     def expect_values(self, names: Set[str]) -> None:
-        """Record which tensors of the next model that is prepared will be filled from files or from rank 0.
+        """Record which tensors of the next model to be prepared will be filled from files or from rank 0.
 
         The tensors are filled during or after `setup_model`.
 
@@ -61,9 +61,8 @@ class CheckpointStrategy:
     def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield pairs of (name, tensor) for the model's tensors, one at a time.
 
-        Names are those of the unwrapped module.
-
-        Sharded tensors are yielded as DTensors or shards and are never gathered.
+        Names are those of the unwrapped module. Sharded tensors are yielded as DTensors or shards, and are never
+        gathered.
         """
         yield from self.unwrap_model(model).state_dict().items()
 
@@ -74,7 +73,7 @@ class CheckpointStrategy:
     def expose_state(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """Return a context in which a prepared optimizer contains its state.
 
-        Used for engines that keep the state elsewhere.
+        The context is needed for engines that keep the state elsewhere.
         """
         return nullcontext()
 

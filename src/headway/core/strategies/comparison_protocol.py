@@ -18,12 +18,12 @@ class ComparedStrategy:
     def get_peers(self) -> Collectives | None:
         """Return the collectives over the ranks whose parameters must equal this rank's.
 
-        None if there are no such ranks, or while ranks train separately.
+        Return None if there are no such ranks, or while ranks train separately.
         """
         return self._peers
 
     def list_replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return pairs of (name, parameter) for the parameters that all peers hold with equal values."""
+        """Return pairs of (name, parameter) for the parameters whose values must be equal on all peers."""
         return ()
 
     def find_changed_shards(self) -> tuple[list[str], list[int]]:

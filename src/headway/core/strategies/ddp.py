@@ -1,15 +1,16 @@
-"""Data parallelism by torch's DistributedDataParallel: a full model replica on each rank, gradients averaged.
+"""Data parallelism with torch's DistributedDataParallel: a full model replica on each rank, with averaged gradients.
 
 `DDPStrategy` stores the DDP instances outside the user's module tree. Three things differ from bare DDP. First,
 buffers are broadcast from rank 0 right after a backward that reduces gradients, instead of before the next forward.
 So no forward contains a collective, and a model may be called on one rank alone. Second, the loss is multiplied by the
 number of ranks, which turns DDP's average into a sum. Third, gradients are reduced no matter how the loss was computed.
-DDP itself reduces only gradients that come from its own forward. If the loss came from `model.forward(x)`, from a
-submodule, or is a second loss over a forward already reduced, gradients are averaged after backward has returned.
+DDP itself reduces only gradients that come from its own forward. A loss can also come from `model.forward(x)`, from a
+submodule, or from a forward whose gradients DDP has already reduced. In these cases gradients are averaged after
+backward has returned.
 
-A resumed run restores the order of gradients in DDP's buckets. After the first backward DDP rebuilds its buckets in
+A resumed run restores the order of gradients in DDP's buckets. After the first backward, DDP rebuilds its buckets in
 the order in which gradients arrived. The rounding of a sum over three or more ranks depends on a number's position in
-its bucket. So a run that started again with DDP's initial buckets would differ in its last bits.
+its bucket. With DDP's initial buckets, a resumed run would therefore differ in the last bits of its results.
 """
 
 import inspect
@@ -95,7 +96,7 @@ class Replica:
         has_learned: Whether DDP with a static graph has run its first backward, in which it learns the graph.
         is_apart: Whether a block of `keep_local` is active for the model.
         is_armed: Whether DDP's reducer waits for gradients of its own forward.
-        is_kept_local: Whether the last forward ran in no_sync, and its backward has not run yet.
+        is_kept_local: Whether the last forward ran under no_sync, and its backward has not run yet.
         must_average: Whether a backward has changed the gradients on this rank without a reduction.
     """
 
@@ -108,7 +109,7 @@ class Replica:
 
 
 def explain_error(error: BaseException) -> str:
-    """Return advice to append to an error message of DDP, or "" if there is no advice for this message."""
+    """Return advice to append to a DDP error message, or "" if there is none for this message."""
     if "Expected to mark a variable ready only once" not in str(error):
         return ""
     return (
@@ -415,9 +416,9 @@ def _frozen(owner: str, names: list[str]) -> str:
 def _name_parameters(
     error: RuntimeError, model: torch.nn.Module, trained: dict[str, torch.nn.Parameter]
 ) -> HeadwayError | None:
-    """Convert torch's error about an unfinished reduction to one that names the parameters.
+    """Return an error that names the parameters, to replace torch's error about an unfinished reduction.
 
-    Return None for other errors.
+    Return None if torch's error is about anything else.
 
     Args:
         error: torch's error.

@@ -1,7 +1,7 @@
 """Helpers for models that are distributed over ranks: device mesh, blocks, and a map from parameters to their shards.
 
-`build_mesh` creates torch's device mesh of a layout, with axes named as in the layout. `ReplacedParameters` maps a
-parameter that a script refers to (from before prepare(), or gathered) to the shard that has replaced it.
+`build_mesh` creates torch's device mesh of a layout, with axes named as in the layout. A script may still refer to
+gathered parameters or to parameters from before prepare(). `ReplacedParameters` maps them to their shards.
 `ShardedModels` records how models of this process were sharded, because a second prepare must request an equal layout.
 `find_blocks` returns the blocks of a model: its repeated modules, or those that the options name. Activation
 checkpointing, compilation and sharding work on these blocks.
@@ -27,15 +27,16 @@ device_mesh = LazyModule("torch.distributed.device_mesh")
 def build_mesh(device_type: str, layout: Layout) -> tuple[Any, Any]:
     """Create the device mesh of a layout.
 
-    Parameters are also sharded over the ranks along ep and cp. Otherwise these ranks would hold equal parameters, and
-    their gradients have to be summed in any case.
+    Parameters are also sharded over the ranks along ep and cp. Otherwise these ranks would hold equal parameters.
+    Gradients have to be reduced over these ranks in any case.
 
     Args:
         device_type: Device type, such as "cuda".
         layout: Number of ranks along each axis.
 
     Returns:
-        The mesh, and its submesh along which `fully_shard` shards and replicates, or None if it does neither.
+        Pair of the mesh and its submesh along which `fully_shard` shards and replicates. The submesh is None if it does
+            neither.
     """
     # torch treats submeshes of two meshes as equal if names and ranks agree. Its cached results of operators could then refer
     # to an earlier mesh, with other axes around it or with process groups that have ended.
@@ -43,13 +44,13 @@ def build_mesh(device_type: str, layout: Layout) -> tuple[Any, Any]:
     sizes = {axis: layout.sizes[axis] for axis in layout.sizes}
     shards = [axis for axis in ("shard", "ep", "cp") if axis in sizes]
     if "replicate" in sizes and not shards:
-        # fully_shard needs a shard axis next to the one along which it replicates, if only of one rank.
+        # fully_shard needs a shard axis in addition to the one along which it replicates, even with only one rank.
         sizes = {a: getattr(layout, a) for a in ("pp", "replicate", "shard", "cp", "tp") if a in sizes or a == "shard"}
         shards = ["shard"]
     if len(shards) < 2 and layout.ep == 1:
         mesh = device_mesh.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         return mesh, mesh[tuple(axis for axis in ("replicate", *shards) if axis in sizes)] if shards else None
-    # One axis for both, which can be unflattened. Experts are sharded along "shard", if only of one rank.
+    # Create one axis for both, and unflatten it. Experts are sharded along "shard", even if it has only one rank.
     inner = shards[-1]
     both = f"shard_{inner}"
     names = [axis for axis in sizes if axis not in shards]
@@ -102,9 +103,9 @@ class ReplacedParameters:
         self.forget_gathered()
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the parameter that has replaced `parameter`.
+        """Return the parameter that has replaced `parameter`, or `parameter` itself if it was not replaced.
 
-        For a gathered parameter, this is the shard that it was gathered from.
+        For a gathered parameter, return the shard that it was gathered from.
         """
         known = self._before.get(id(parameter))
         if known is not None and known[0]() is parameter:
@@ -195,8 +196,8 @@ def find_blocks(model: torch.nn.Module, wanted: tuple[Any, ...] = ()) -> list[to
 
     Args:
         model: Any module.
-        wanted: Classes, class names, or module names. Empty: modules that have submodules, are children of a
-            ModuleList, Sequential or ModuleDict, and whose class occurs there at least twice.
+        wanted: Classes, class names, or module names. Default: (), which selects repeated modules: children of a
+            ModuleList, Sequential or ModuleDict that have submodules and whose class occurs at least twice.
 
     Raises:
         ConfigError: If nothing in the model matches one of the wanted classes or names.

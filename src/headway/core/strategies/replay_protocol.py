@@ -111,7 +111,7 @@ class ReplayStrategy:
         raise CollectiveError(f"{step[1]} of {step[0]} is no exchange of the {self.name} strategy")
 
     def snapshot(self) -> Any:
-        """Return the state, other than gradients and buffers, from which `restore` undoes a batch."""
+        """Return the state, other than gradients and buffers, that `restore` needs to undo a batch."""
 
     def restore(self, snapshot: Any) -> None:
         """Restore the state from a snapshot, and discard gathered parameters and pending communication of the batch.

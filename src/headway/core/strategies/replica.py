@@ -76,7 +76,11 @@ class ReplicaStrategy(Strategy):
     def prepare_reduction(self, parameters: Sequence[torch.nn.Parameter]) -> int:
         """Allocate all memory that `reduce_gradients` needs.
 
-        Return the number of parameters without a gradient on this rank.
+        Returns:
+            Number of parameters without a gradient on this rank.
+
+        Raises:
+            UnsupportedError: If a gradient is sparse.
         """
         self._flags = [parameter.grad is not None for parameter in parameters]
         for parameter in parameters:
@@ -105,7 +109,7 @@ class ReplicaStrategy(Strategy):
                 flags = torch.tensor(self._flags, dtype=torch.float32)
                 self.everyone.sum_in_place([flags])
                 absent = [parameter for parameter, flag in zip(parameters, flags.tolist()) if not flag]
-            # Use the buckets that `prepare_reduction` allocated: new ones would be allocated here, after the vote.
+            # Use the buckets that `prepare_reduction` allocated. Allocating new ones here, after the vote, might fail.
             grads = [p.grad for p in parameters if p.grad is not None]
             self._travel("gradients", grads, self.everyone.sum_in_place, {id(p.grad) for p in absent})
             for parameter in absent:
@@ -144,9 +148,7 @@ class ReplicaStrategy(Strategy):
 
 
 class GradientBuckets:
-    """Flat buffers into which small tensors of one dtype and device are packed.
-
-    Large contiguous tensors are sent directly.
+    """Flat buffers into which small tensors of one dtype and device are packed. Large tensors are sent directly.
 
     The layout depends only on sizes, dtypes and order of the tensors, so it is equal on all ranks.
 

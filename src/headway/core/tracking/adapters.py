@@ -25,8 +25,9 @@ class PackageAdapter(Tracker):
     """
 
     requirement: ClassVar[str] = ""
-    """Argument for `pip install` if the package is missing, such as "headway[trackers]". If empty, the tracker's name
-    is used.
+    """Argument for `pip install` if the package is missing, such as "headway[trackers]".
+
+    If empty, the tracker's name is used.
     """
     identity_names: ClassVar[tuple[str, str] | None] = None
     """Pair of names that are needed to continue a run after a restart; None if the tracker cannot continue runs.
@@ -51,7 +52,10 @@ class PackageAdapter(Tracker):
 
     @property
     def identity(self) -> dict[str, Any] | None:
-        """Keyword argument, as a dict, with which the package continues this run after a restart; None if it cannot."""
+        """Keyword argument, as a dict, with which the package continues this run after a restart.
+
+        None if the tracker cannot continue runs, or before `begin`.
+        """
         if self.identity_names is None or self._run is None:
             return None
         keyword, attribute = self.identity_names

@@ -49,9 +49,9 @@ class TrackedRun:
 class Tracker:
     """Base class for trackers. Subclass it to add a tracker, and pass an instance to `Accelerator(log_with=...)`.
 
-    Required are `name`, `tracker`, `store_init_configuration` and `log`. Everything else has a default. An exception
-    in a tracker is logged as a warning and never reaches the training loop. After three failures in a row the
-    tracker is no longer called.
+    A subclass must define `name`, `store_init_configuration` and `log`. Everything else has a default. An exception in
+    a tracker is logged as a warning and never reaches the training loop. After three failures in a row the tracker is
+    no longer called.
 
     Attributes:
         name: Name of the tracker for `get_tracker`.
@@ -83,7 +83,7 @@ class Tracker:
         return None
 
     def begin(self, run: TrackedRun) -> None:
-        """Start a run. This method may be called again after `finish`, for another run in the same process.
+        """Start a run. This method can be called again after `finish`, for another run in the same process.
 
         Args:
             run: Name, folder and identity of the run.
@@ -215,6 +215,3 @@ class BlankTracker:
 
     def __bool__(self) -> bool:
         return False
-
-
-# ---------------------------------------------------------------- selection of trackers

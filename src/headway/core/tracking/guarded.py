@@ -23,8 +23,8 @@ class GuardedTracker:
 
     Args:
         name: Name of the tracker.
-        report: Bound method that records a failure in the run log. Its arguments are the name of an event, None as the
-            step, and details.
+        report: Bound method that records a failure in the run log. Its arguments are the name of an event, a step
+            (always None here), and details.
     """
 
     def __init__(self, name: str, report: Callable[[str, int | None, Mapping[str, Any]], None]) -> None:

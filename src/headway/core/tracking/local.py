@@ -68,9 +68,9 @@ class TensorBoardAdapter(PackageAdapter):
         self._run.add_image(name + part, convert_to_color(image), step, dataformats="HWC", **kwargs)
 
     def rewind(self, step: int) -> None:
-        """Declare values for steps after `step` in earlier event files invalid.
+        """Mark the values for steps after `step` in earlier event files as invalid.
 
-        The mark is written into the next event file.
+        TensorBoard reads the mark from the next event file.
         """
         self._run.close()
         self._run.purge_step = step + 1
@@ -199,7 +199,7 @@ class AimAdapter(PackageAdapter):
     """Tracker for Aim. By default, its repository is in the logging folder.
 
     Args:
-        kwargs: Arguments for `aim.Run`. Default of `repo`: the logging folder, shared by all its projects. Default of
+        kwargs: Arguments for `aim.Run`. Default of `repo`: the logging folder, which all projects share. Default of
             `experiment`: the project's name. Default of `run_hash` after a restart: the hash of the run that continues.
     """
 
@@ -315,11 +315,11 @@ class DVCLiveAdapter(PackageAdapter):
             self._run.log_metric(name, value, **kwargs)
 
     def _log_image(self, name: str, part: str, image: Picture, step: int | None, **kwargs: Any) -> None:
-        """Write the image to `plots/images`, with its step in its name."""
+        """Write an image to `plots/images`, with the step in the file name."""
         self._run.log_image(make_file_name(name, part, step), drop_axis(image), **kwargs)
 
     def log_artifact(self, path: Path, name: str, step: int | None = None, **kwargs: Any) -> None:
-        """Log a file or a folder. DVC tracks it; without a DVC repository it is not tracked, and DVCLive warns.
+        """Log a file or a folder, which DVC tracks. Without a DVC repository it is not tracked, and DVCLive warns.
 
         Args:
             path: Path of the file or folder.
@@ -370,7 +370,7 @@ class TrackioAdapter(RowAdapter):
 
 
 def _replace_forbidden(name: str) -> str:
-    """Return the name with characters that MLflow rejects replaced by "_"."""
+    """Return the name, with "_" in place of each character that MLflow rejects."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 

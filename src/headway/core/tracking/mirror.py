@@ -1,8 +1,8 @@
 """Copies of a run's files in an object store. Files are written locally, and uploaded every 30 s and at the end.
 
 Object stores cannot append to a file, so a log that has grown is uploaded completely. If a process is killed, values
-logged after the last upload are missing in the object store. Values that are logged again after a resume replace
-earlier values of equal steps, as in a local log.
+logged after the last upload are missing in the object store. Values that are logged again after a resume replace the
+earlier values of their steps, as they do in a local log.
 """
 
 import atexit
@@ -117,7 +117,7 @@ def fetch_log(place: ObjectPath) -> Path | None:
     None if there is no run log, or if there are several.
 
     Args:
-        place: Path in the object store: of the log, or of a folder that contains one log at any depth.
+        place: Path in the object store of the log, or of a folder that contains exactly one log at any depth.
     """
     below = [place / name for name, _ in place.list_objects() if name == FILE or name.endswith(f"/{FILE}")]
     found = [place] if place.name == FILE else below

@@ -63,7 +63,7 @@ def serve(lines: Iterator[Mapping[str, Any]]) -> None:
 
 
 def _replace_forbidden(name: str) -> str:
-    """Return the name with characters that OpenTelemetry rejects replaced by "_"."""
+    """Return the name, with "_" in place of each character that OpenTelemetry rejects."""
     plain = re.sub(r"[^\w\-./]", "_", name, flags=re.ASCII)[:240]
     return plain if plain[:1].isalpha() else f"value.{plain}"
 

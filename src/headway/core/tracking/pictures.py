@@ -1,4 +1,4 @@
-"""Images for trackers: converts arrays and tensors of common shapes to uint8 arrays, and writes PNG files."""
+"""Images for trackers: convert arrays and tensors of common shapes to uint8 arrays, and write PNG files."""
 
 import struct
 import zlib
@@ -16,7 +16,7 @@ _COLOR_TYPES = {1: 0, 3: 2, 4: 6}
 _LAYOUTS = "[H, W], [H, W, C], [C, H, W], [N, H, W, C] or [N, C, H, W] with C 1, 3 or 4"
 
 Picture = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
-"""Image as a uint8 array of shape [H, W, C], with C 1, 3 or 4."""
+"""Image as a uint8 array of shape [H, W, C], where C is 1, 3 or 4."""
 
 
 def convert_images(value: object, name: str) -> list[Picture]:
@@ -29,7 +29,7 @@ def convert_images(value: object, name: str) -> list[Picture]:
         name: Name of the image, for the error message.
 
     Raises:
-        TrackingError: If shape or type is not supported.
+        TrackingError: If an image's shape or type is not supported.
     """
     if isinstance(value, list | tuple):
         return [picture for item in value for picture in convert_images(item, name)]

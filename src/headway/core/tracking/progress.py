@@ -26,7 +26,7 @@ from headway.errors import ConfigError
 
 Item = TypeVar("Item")
 _BROKEN_OFF = 1.0
-"""Maximum number of seconds that an interrupted loop waits until the values of its device tensors are on the host."""
+"""Maximum number of seconds for which an interrupted loop waits for copies of device tensors to the host."""
 
 
 class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
@@ -193,8 +193,8 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
     def _end(self) -> None:
         """Mark the loop as ended, and wait until the values of device tensors from its last iterations are on the host.
 
-        After an interrupted loop the wait is at most 1 s. The interruption may come from a failure on another rank,
-        in which case the device would never finish.
+        After an interrupted loop the wait is at most 1 s. If a failure on another rank caused the interruption, the
+        device might never finish.
         """
         self._is_over = True
         self._asked = None

@@ -95,7 +95,7 @@ class Recorder:
             init_kwargs: Arguments for each tracker's class, by the tracker's name.
 
         Raises:
-            ConfigError: If the name is not a relative path, or the config is not a mapping.
+            ConfigError: If the name is empty, absolute or contains "..", or if the type of `config` is not allowed.
             TrackingError: If the folder contains a `log.jsonl` that is not a run log.
         """
         path = PurePosixPath(project_name)
@@ -174,7 +174,7 @@ class Recorder:
             log_kwargs: Further keyword arguments for trackers, by the trackers' names.
 
         Raises:
-            TrackingError: If shape or type of an image is not supported. The message contains the image's name.
+            TrackingError: If the shape or type of an image is not supported. The message contains the image's name.
         """
         feed = self._feed_or_hint()
         if feed is not None:
@@ -197,7 +197,7 @@ class Recorder:
             log_kwargs: Further keyword arguments for trackers, by the trackers' names.
 
         Raises:
-            TrackingError: If the file or folder does not exist, on a rank that records the run.
+            TrackingError: On a rank that records the run, if the file or folder does not exist.
         """
         feed = self._feed_or_hint()
         if feed is not None:

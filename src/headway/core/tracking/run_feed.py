@@ -1,4 +1,4 @@
-"""One run on one rank: writes its run log and passes its values on to trackers.
+"""Feed of one run on one rank: write the run log, and pass values on to trackers.
 
 Errors in a tracker never reach the training loop. A failure is logged as a warning once and recorded in the run log.
 After three failures in a row the tracker is dropped for this run. The run log still contains the values that the
@@ -153,7 +153,7 @@ class RunFeed:
     def _restart_trackers(self, is_continuing: bool) -> None:
         """Restart the trackers that can continue an earlier run.
 
-        The run was wrongly assumed to be new, or to be continued.
+        Called if it turns out that the run was wrongly assumed to be new, or wrongly assumed to be continued.
 
         Args:
             is_continuing: Whether the trackers now continue the run in the log. Otherwise they start a new run.
@@ -179,7 +179,7 @@ class RunFeed:
         self._replay_values(step)
 
     def _replay_values(self, step: int) -> None:
-        """Log values from the run log again in trackers that may have lost them when the previous process was killed.
+        """Log values from the run log again, in trackers that might have lost them when the last process was killed.
 
         Args:
             step: Last step to log again.

@@ -1,7 +1,7 @@
 """Run log: a file with one JSON object per line, which remains readable if the process is killed.
 
-The folder is `<logging_dir>/<project_name>/`, the file `log.jsonl`. Rank 0 alone writes it. Every line has "kind"
-and "time" (seconds since 1970):
+The file is `<logging_dir>/<project_name>/log.jsonl`. Only rank 0 writes it. Every line has "kind" and "time" (seconds
+since 1970):
 
 =========  =====================================================================================================
 run        a process start: format, project, config, world_size, device, versions, attempt (1, 2, ...)
@@ -48,7 +48,7 @@ Point = tuple[int | None, float, Value]
 class RunLog:
     """Writer of a run log.
 
-    Each process start writes a "run" line, and then its values and events. Threads may share it.
+    Each process start writes a "run" line, and then its values and events. Several threads may share one writer.
 
     Args:
         folder: Folder of the run, created if missing. An existing log is continued.
@@ -106,7 +106,7 @@ class RunLog:
         return self.attempt
 
     def reopen(self) -> None:
-        """Continue a log that this process has already ended, through an earlier `RunLog`.
+        """Continue a log that an earlier `RunLog` of this process has ended.
 
         Call it instead of `write_start`.
         """
@@ -266,6 +266,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 def _describe_other_file(path: Path) -> str:
     return f"{path} is not a run log of Headway's: its first line is not a JSON object with 'kind' and 'time'; give another file"
-
-
-# -------------------------------------------------------------------- read

@@ -26,7 +26,7 @@ class LoggedEvent:
     Attributes:
         name: Kind of event, such as "out_of_memory", "restart", "resumed" or "checkpoint".
         step: Number of optimizer updates at which the event occurred, or None.
-        time: Seconds since 1970.
+        time: Time of the event, in seconds since 1970.
         details: Details of the event.
     """
 
@@ -44,8 +44,8 @@ class LoggedFile:
         kind: "image" or "artifact".
         name: Name of the image or artifact.
         step: Step for which the file was logged, or None.
-        time: Seconds since 1970.
-        path: Path of the file. The file may not exist.
+        time: Time at which the file was logged, in seconds since 1970.
+        path: Path of the file, which might no longer exist.
     """
 
     kind: str
@@ -57,10 +57,10 @@ class LoggedFile:
 
 @dataclass(frozen=True)
 class ProcessStart:
-    """Start of the training script, as read from its run log. A run has several if it was restarted.
+    """Start of the training script, as read from its run log. A run that was restarted has several starts.
 
     Attributes:
-        time: Seconds since 1970.
+        time: Time of the start, in seconds since 1970.
         attempt: Number of the start, from 1.
         is_after_end: Whether the run had ended properly before this start.
         last_time: Time of the last line before this start, in seconds since 1970; nan for the first start.
@@ -97,7 +97,7 @@ class LoggedRun:
         events: All run events, in order.
         media: Images and artifacts, without those that a later restart logged again.
         summary: Summary written when the run ended; None if it is still running or was killed.
-        last_time: Time of the last line.
+        last_time: Time of the last line, in seconds since 1970.
         damaged: Numbers of the lines that could not be read, except an incomplete last line.
     """
 
@@ -128,7 +128,7 @@ class LoggedRun:
 
 
 def read_run(path: str | Path) -> LoggedRun:
-    """Read a run log, which may belong to a run that is still running or was killed.
+    """Read a run log. The run can still be in progress, and it can have been killed.
 
     Args:
         path: Path of `log.jsonl` or of its folder.
@@ -189,7 +189,7 @@ class _LogReader:
         self.media: list[tuple[int, LoggedFile]] = []
         self.attempt = 0
         self.last_step: int | None = None
-        # For each era: the attempt, and the step to which the run returned when the era began.
+        # For each part (era): the number of the process start, and the step to which the run returned at its beginning.
         self.eras: list[tuple[int, float]] = [(0, math.inf)]
 
     def take(self, entry: Mapping[str, Any]) -> None:

@@ -287,7 +287,7 @@ class OpenTelemetryAdapter(Tracker):
 
     Args:
         resource: Attributes of the resource. Default of "service.name": the project's name. Default of
-            "service.instance.id": an ID that stays equal after a restart. OTEL_SERVICE_NAME and
+            "service.instance.id": an ID that does not change after a restart. OTEL_SERVICE_NAME and
             OTEL_RESOURCE_ATTRIBUTES override both.
     """
 
@@ -302,7 +302,7 @@ class OpenTelemetryAdapter(Tracker):
 
     @property
     def identity(self) -> dict[str, Any] | None:
-        """Attribute "service.instance.id" of the resource, which stays equal after a restart; empty before `begin`."""
+        """Attribute "service.instance.id" of the resource, which a restart does not change; empty before `begin`."""
         return self._identity
 
     def begin(self, run: TrackedRun) -> None:
@@ -381,7 +381,7 @@ class OpenTelemetryAdapter(Tracker):
 
 
 def split_title_and_series(name: str) -> tuple[str, str]:
-    """Split the name of a logged value into the names of chart and series in ClearML.
+    """Split the name of a logged value into a chart title and a series name for ClearML.
 
     "eval_loss" and "eval/loss" become ("loss", "eval"). A name without such a prefix gets the series "train".
     """

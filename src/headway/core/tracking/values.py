@@ -1,4 +1,4 @@
-"""Conversion of logged values: flattens nested mappings, and converts numbers and strings to plain Python types."""
+"""Conversion of logged values: flatten nested mappings, and convert numbers and strings to plain Python types."""
 
 from collections.abc import Mapping
 from typing import Any

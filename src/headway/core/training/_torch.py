@@ -1,4 +1,4 @@
-"""Private names of torch that training uses, each with the reason and its possible public replacement.
+"""Private torch names that the training code uses, with the reason why no public name can replace them.
 
 A test checks that all of them exist.
 """
@@ -11,9 +11,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 # Why each name is used:
 #
-# - is_fake finds optimizers of forecasts, which have no values. There is no public query.
-# - is_traceable_wrapper_subclass finds tensors that consist of others, such as quantized weights. There is no public
-#   query.
+# - is_fake identifies optimizers of memory forecasts, whose parameters have no values. torch has no public query.
+# - is_traceable_wrapper_subclass finds tensors that consist of other tensors, such as quantized weights. torch has no
+#   public query.
 
 functional_call = _functional_call
 """Implementation of `torch.func.functional_call`. If its frame is on the call stack, a model is being called with
@@ -21,7 +21,7 @@ substituted parameters.
 """
 
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
-"""Returns the current transform of torch.func (vmap, grad and the like), or None outside of them. torch has no public
+"""Returns the active torch.func transform, such as vmap or grad, or None if no transform is active. torch has no public
 query.
 """
 
@@ -31,12 +31,13 @@ list.
 """
 
 DataLoaderIterator = _BaseDataLoaderIter
-"""Base class of a DataLoader's iterators, with which live iterators of unprepared loaders are found in memory.
+"""Base class of DataLoader iterators. It is used to find the live iterators of unprepared loaders in memory.
 
-The public `DataLoader.__iter__` could only be observed before the loop starts.
+A patch of the public `DataLoader.__iter__` would miss the iterators of loops that have already started.
 """
 
 DATA_LOADER_ITERATOR_ATTRIBUTES = ("_dataset", "_index_sampler")
-"""Attributes of `DataLoaderIterator` that hold its dataset and its sampler. An iterator has no public reference to its
-loader.
+"""Attributes of a `DataLoaderIterator` that hold its dataset and its sampler.
+
+An iterator has no public reference to its loader.
 """

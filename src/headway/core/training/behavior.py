@@ -14,7 +14,7 @@ from headway.core.training.windows import AccumulationWindows, LossPolicy
 
 
 def _choose_no_hook() -> None:
-    """Return None, because no save hook has to run after those of the user."""
+    """Return None: no hook has to run after the user's save hooks."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Behavior:
     the rules that concern it.
 
     Attributes:
-        loss_policy: How losses are averaged. The argument `loss_policy` of the Accelerator takes precedence.
+        loss_policy: Policy for averaging losses. The argument `loss_policy` of the Accelerator takes precedence.
         windows: Class of the accumulation windows, which decides when a window ends.
         clips_partial_gradients: Whether clipping also changes the partial gradients of an unfinished accumulation
             window.
         optimizer: Class of prepared optimizers.
         scheduler: Class of prepared schedulers.
-        loading_rules: How loaders order, read and split data.
+        loading_rules: Rules by which loaders order, read and split data.
         keeps_precision: Whether a model still runs under autocast after `free_memory()` has released it.
         refuses_drift: Whether to raise an error if models or optimizers differ between ranks. False: only a warning.
         repeats_evaluations: Whether a run that saved during an evaluation repeats that evaluation from its start when

@@ -1,6 +1,6 @@
-"""Functions that build a run, its training step and its preparation from the Accelerator's settings.
+"""Functions that create a `Run`, its `TrainingStep` and its `Preparation` from the Accelerator's settings.
 
-The Accelerator calls these functions in this order.
+The Accelerator calls these functions in the order in which they are defined.
 """
 
 from collections.abc import Callable
@@ -161,14 +161,14 @@ def _compare_ranks(run: Run, *, is_weighed: bool, refuses_drift: bool) -> None:
     Args:
         run: Run of the Accelerator.
         is_weighed: Whether losses are weighted by their numbers of rows. Row counts are only checked if this is true.
-        refuses_drift: Whether it is an error if ranks differ. False: one warning.
+        refuses_drift: Whether a difference between ranks is an error. If False, it causes one warning.
     """
     hooks = run.hooks
     rows = RowCountCheck(run.windows)
     replicas = ReplicaCheck(run.prepared, run.strategy, rows, refuses_drift)
     hooks.reduced.append(replicas.note)
-    # If batches run in pieces, an update may be tried several times. Ranks are in step right after the reduction of
-    # gradients.
+    # With automatic micro-batching, one update can be attempted several times. All ranks are at the same position right
+    # after the reduction of gradients, so the replicas are compared there.
     checks = hooks.reduced if run.replays_batches else hooks.before_update
     checks.append(replicas.check)
     if run.strategy.data_shard.count > 1 and is_weighed:
@@ -248,7 +248,7 @@ def join_process(run: Run, step: TrainingStep, preparation: Preparation) -> Acce
     Args:
         run: Run of the Accelerator.
         step: Training step of the run.
-        preparation: Preparation whose objects are released.
+        preparation: Preparation whose objects are released at shutdown.
 
     Returns:
         The registration. The run stays registered until this object is freed.

@@ -22,8 +22,8 @@ class AcceleratorFacts:
         collectives: Collectives over all processes.
         mixed_precision: "no", "bf16", "fp16" or "fp8".
         windows: Weak reference to the accumulation windows.
-        adjust_scheduler: Whether the length of schedules is in micro-batches.
-        chosen: Layout of the run on its processes.
+        adjust_scheduler: Whether the lengths of schedules are counted in micro-batches.
+        chosen: Layout of the run.
         dynamo_plugin: Settings of torch.compile.
         device_mesh: torch's device mesh, or None if the layout has none.
         answers_after_end: Whether state classes (such as PartialState) still describe the run after `end_training()`.
@@ -46,7 +46,7 @@ class AcceleratorFacts:
 
 
 def publish_facts(run: Run) -> AcceleratorFacts:
-    """Return the description of a run's Accelerator, and store it as that of the latest Accelerator."""
+    """Create the description of a run's Accelerator, store it as `AcceleratorFacts.latest`, and return it."""
     facts = AcceleratorFacts(
         collectives=run.collectives,
         mixed_precision=run.mixed_precision,

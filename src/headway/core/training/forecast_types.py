@@ -31,7 +31,7 @@ class TrainingSetup:
     Attributes:
         run: Run of the Accelerator.
         recompute: Function called with the prepared model and its copy. It enables activation checkpointing in the copy
-            as in the model.
+            for the modules that use it in the model.
     """
 
     run: Run
@@ -64,7 +64,8 @@ class Timeline:
 
     Attributes:
         places: Index of the representative event of each stretch, in ascending order.
-        sizes: Bytes in use at each event in `places`, by kind. Contains the kinds that occur, in the order of `KINDS`.
+        sizes: Bytes in use at each event in `places`, by kind of memory. Only kinds that occur are included, in the
+            order of `KINDS`.
         phases: Pairs of a phase, such as "step 1 forward", and the index of its first event.
     """
 
@@ -74,7 +75,7 @@ class Timeline:
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """Return the bytes in use at each event in `places`, summed over all kinds."""
+        """Bytes in use at each event in `places`, summed over all kinds of memory."""
         return tuple(map(sum, zip(*self.sizes.values())))
 
 
@@ -87,20 +88,22 @@ class Forecast:
         batch_size: Samples per micro-batch.
         allocated: Peak memory of tensors (`torch.cuda.max_memory_allocated`).
         reserved: Peak memory that torch's allocator reserves on the device (`torch.cuda.max_memory_reserved`).
-        least: Lower bound of the memory in use on the device, with context and libraries, as `nvidia-smi` shows it.
-        total: Likely memory in use on the device, with context and libraries.
+        least: Lower bound of the memory in use on the device as `nvidia-smi` shows it, which includes the device
+            context and libraries.
+        total: Likely memory in use on the device, including the device context and libraries.
         most: Upper bound of the memory in use on the device. docs/forecast_reference.md explains the margin.
-        split: Bytes of `allocated` by kind, at the peak.
+        split: Bytes of `allocated` at the peak, by kind of memory.
         peak: Phase in which the peak is reached, such as "step 2 backward".
-        peak_line: User's line that requested the memory at the peak, or "" if the request came from elsewhere.
+        peak_line: Line of the user's code that requested the memory at the peak, or "" if the request came from
+            elsewhere.
         budget: Available bytes, or None if unknown.
         fits: True if `most` fits into the budget, False if not even `least` fits, and None if the answer is uncertain.
         largest_batch: Largest batch whose `most` fits into the budget, or None if it was not searched for.
         longest_sequence: Longest sequence whose `most` fits into the budget at `batch_size`, or None if it was not
             searched for.
-        timeline: Memory of tensors by kind over the traced steps.
-        by_batch: Pairs of a batch size and its `most`, up to batches larger than the largest. Empty if it was not
-            searched for.
+        timeline: Memory of tensors over the traced steps, by kind of memory.
+        by_batch: Pairs of a batch size and its `most`, including some sizes above `largest_batch`. Empty if the largest
+            batch was not searched for.
         num_traces: Number of training steps that were traced.
         seconds: Duration of the forecast in seconds.
         caveats: Assumptions and known gaps of this forecast, as sentences.

@@ -1,7 +1,7 @@
 """Hooks into the training step: lists of functions that are empty while nothing is measured or watched.
 
 Guards, checks, meters and checkpoints append their functions when they are created, so that a disabled feature costs
-nothing. Hooks of the loaders are `headway.core.data.loader.LoaderEvents`.
+nothing. Hooks of the loaders are defined in `headway.core.data.loader.LoaderEvents`.
 """
 
 from collections.abc import Callable
@@ -15,22 +15,21 @@ import torch
 class StepHooks:
     """Lists of functions that are called at certain moments of a training step.
 
-    They are empty while no feature needs them.
-
-    No hook receives the loss. Losses go to the run's only `StepGuard` (`headway.core.training.step`).
+    A list is empty while no feature needs it. No hook receives the loss. Losses are passed to the run's only
+    `StepGuard` (`headway.core.training.step`).
 
     Attributes:
         before_learning: Called before a micro-batch begins, and before a backward outside any micro-batch.
         before_begin: Called before a micro-batch begins.
-        begun: Called after a micro-batch has begun, with the number of its accumulation window and the number of the
-            micro-batch in this window.
+        begun: Called after a micro-batch has begun, with the number of its accumulation window and with its own number
+            in that window.
         before_forward: Called before a prepared model's outermost call, with the model and the call's arguments.
         before_backward: Called before the backward of a loss.
         unweighed: Called when a loss gets weight 1, because its number of items is unknown.
         reduced: Called when the gradients of an accumulation window are final.
         before_update: Called before an optimizer steps on final gradients.
-        updated: Called after an optimizer has made an update that will not be undone by a replay, with the optimizer
-            and the number of its accumulation window.
+        updated: Called with an optimizer and the number of its accumulation window, after the optimizer has made an
+            update that no replay will undo.
         before_swap: Called before model weights are exchanged for averaged ones outside of an optimizer step.
         phases: Called with the name of the phase that begins: "forward", "backward" or "step".
     """

@@ -15,8 +15,8 @@ class NanOrigin:
     Attributes:
         phase: "forward", "backward", "weight" (a parameter or buffer contained it), "input" (the batch contained it) or
             "elsewhere" (it existed before, or came from another rank).
-        operation: Operation of torch that produced it, such as "aten.log". In backward the autograd node is added, as
-            in "aten.div in SqrtBackward0". For the phase "weight", the name of the parameter or buffer.
+        operation: torch operation that produced it, such as "aten.log". In backward, the autograd node is added, for
+            example "aten.div in SqrtBackward0". For the phase "weight", the name of the parameter or buffer.
         module: Full name of the module that was being called, or an empty string.
         line: Line of the user's code, such as "train.py:12 in loss", or an empty string if unknown.
         rows: Indices of the affected rows in this rank's batch, at most 8. Empty if unknown.
@@ -46,18 +46,18 @@ class NanOrigin:
 
 
 class Proofs(Protocol):
-    """Result of `Accelerator.verify`.
+    """Result of `Accelerator.verify`, which checks properties of a training script. Each check is called a proof.
 
     Attributes:
         passed: Whether no proof failed.
-        statuses: "PASS", "FAIL" or "NOT CHECKED" by the word of each proof, such as "resume".
+        statuses: Status of each proof ("PASS", "FAIL" or "NOT CHECKED"), by the proof's name, such as "resume".
     """
 
     passed: bool
     statuses: dict[str, str]
 
     def describe(self) -> str:
-        """Return the table and the details of failed proofs as text."""
+        """Return the result as text: a table of all proofs, and details of those that failed."""
 
 
 class OriginSearch(Protocol):
@@ -72,21 +72,18 @@ class OriginSearch(Protocol):
     tracer: Any
 
     def forget_window(self) -> None:
-        """Drop the recorded batches of the accumulation window.
-
-        Its gradients are finite, and the update will be made.
-        """
+        """Drop the recorded batches of the accumulation window, because its gradients are finite."""
 
     def arm(self) -> bool:
         """Prepare to replay the accumulation window whose update the guard has refused, to find the origin of the NaN.
 
         Returns:
-            Whether the window can be replayed. False if one was replayed before, or if its batches did not come from a
-                prepared loader.
+            Whether the window can be replayed. False if a window was replayed before, or if the batches did not come
+                from a prepared loader.
         """
 
     def end(self) -> NanOrigin | None:
-        """Stop tracing, and return the origin found on this rank, or None."""
+        """Stop tracing, and return the origin of the NaN that was found on this rank, or None."""
 
 
 class SpikeReport(Protocol):
@@ -104,9 +101,9 @@ class SpikeReport(Protocol):
 
 
 class WeightBuckets(Protocol):
-    """Interface of a stream of a model's weights, which can be iterated over once. Every rank must iterate over it.
+    """Interface of a model's weight stream, which can be iterated over once. Every rank must iterate over it.
 
-    Each item is a bucket: a list of (name, tensor) of limited size.
+    Each item is a bucket: a list of pairs (name, tensor) with a limited total size.
 
     Attributes:
         metadata: (name, dtype name, shape) of each tensor, in the order in which they are sent.
@@ -137,10 +134,10 @@ class RankPace:
     """Speed of one rank, without the time that it waits for other ranks.
 
     Attributes:
-        rank: Rank that published it.
-        num_updates: Number of updates at which it was published.
-        forward: Median time in seconds of its latest forward passes, in which no rank waits for another.
-        data_wait: Fraction of its time, 0 to 1, in which it waited for data.
+        rank: Rank whose speed it is.
+        num_updates: Number of updates that the rank had made when it published its speed.
+        forward: Median time in seconds of the rank's latest forward passes, in which no rank waits for another.
+        data_wait: Fraction of the rank's time, 0 to 1, in which it waited for data.
     """
 
     rank: int
@@ -190,10 +187,7 @@ class ThroughputMeter(Protocol):
         """Show the throughput of the last seconds in all progress bars of `headway.track` in this process."""
 
     def fact(self) -> str:
-        """Return the throughput as one line.
-
-        The line contains samples and tokens per second, and the share of time spent waiting for data.
-        """
+        """Return one line of text with samples and tokens per second and the share of time spent waiting for data."""
 
     def count_flops(self) -> None:
         """Count the FLOPs of the next batch of a prepared loader, and assume them for all later batches."""
@@ -209,4 +203,7 @@ class ThroughputMeter(Protocol):
         """Return the latest speed of each rank. Ranks publish it every `every` updates."""
 
     def stragglers(self) -> dict[int, str]:
-        """Return a description of each rank whose forward or data loading is much slower than the median, by rank."""
+        """Return a description of each straggler, by rank.
+
+        A straggler is a rank whose forward or data loading is much slower than the median.
+        """

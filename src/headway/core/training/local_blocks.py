@@ -1,6 +1,6 @@
-"""Interface and registry of local SGD blocks, in which ranks train separately, for saving and resuming checkpoints.
+"""Interface and registry of local SGD blocks, which checkpoints need in order to save and resume inside such a block.
 
-The block itself is in `headway.extras.local_sgd`.
+In a local SGD block, ranks train without gradient reduction. `headway.extras.local_sgd` implements the block.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -66,9 +66,9 @@ class LocalTraining:
     def begin_block(self, block: LocalBlock) -> int:
         """Register a local SGD block as active.
 
-        Return the number of optimizer steps made in it before the run was resumed.
-
-        The number is 0 if the checkpoint was not saved inside a block of this model.
+        Returns:
+            Number of optimizer steps made in the block before the run was resumed. 0 if the checkpoint was not saved
+                inside a block of this model.
         """
         self.blocks[block.model] = block
         self.parted.add(block.model)
@@ -79,11 +79,11 @@ class LocalTraining:
         return num_steps
 
     def end_block(self, block: LocalBlock) -> None:
-        """End a local SGD block."""
+        """Remove a local SGD block from the active ones."""
         del self.blocks[block.model]
 
 
 def iterate_averages(values: Iterable[torch.Tensor], collectives: Collectives) -> Iterator[torch.Tensor]:
-    """Yield the mean over the ranks of each tensor, in the given order."""
+    """Yield each tensor's mean over the ranks, in the given order."""
     for group in iterate_buckets(((each, each.nbytes) for each in values), _GROUP_BYTES):
         yield from collectives.reduce([each.detach() for each in group], "mean")

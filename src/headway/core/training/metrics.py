@@ -1,4 +1,4 @@
-"""Gather of per-sample results from all ranks, in the order of the data and without padding samples."""
+"""Gathering of per-sample results from all ranks, in the order of the data and without padding samples."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +23,8 @@ def gather_for_metrics(
 
     Args:
         tree: Tuples and dicts of tensors or arrays with one row per sample, or lists with one item per sample. A list
-            of tensors counts as a structure if its length differs from the batch's, or if its tensors have one row per
-            sample.
+            of tensors counts as a structure if its length differs from the batch size, or if its tensors have one row
+            per sample.
         loader: Loader that returned the batch. None: padding is unknown, and everything is concatenated.
         collectives: Collectives over the ranks.
         use_gather_object: Whether every list has one item per sample.
@@ -94,9 +94,10 @@ class _Gathering:
         self.lists = zip(*self.collectives.gather_objects(self.sequences)) if self.sequences else iter(())
 
     def read(self, tree: Tree) -> Callable[[], Any]:
-        """Record the leaves of a tree.
+        """Record the leaves of a tree for the gather.
 
-        Return a function that builds a tree of this structure from the gathered values.
+        Returns:
+            A function that builds a tree of the same structure from the gathered values. Call it after `gather`.
         """
         if isinstance(tree, torch.Tensor):
             self._check(tree.shape[0] if tree.ndim else None, f"a tensor of shape {tuple(tree.shape)}")

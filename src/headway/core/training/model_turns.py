@@ -1,8 +1,8 @@
 """Alternating training of several sets of models, such as generator and discriminator, with separate gradients.
 
-A backward inside `accumulate(g)` trains only g. It may also compute gradients for models that other optimizers train;
-these are dropped. If two unfinished accumulation windows train some of the same parameters, the gradients of the
-waiting window are removed from the parameters and kept until its next micro-batch.
+A backward inside `accumulate(g)` trains only g. Gradients that it computes for models of other optimizers are dropped.
+Two unfinished accumulation windows can share parameters. The gradients of the window that is not current are then
+removed from these parameters, and kept until the next micro-batch of that window.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -66,10 +66,10 @@ class ModelTurns:
 
     @contextmanager
     def spare_others(self, block: AbstractContextManager[object]) -> Iterator[None]:
-        """Return a context around `block` in which backward leaves no gradients in models that another window trains.
+        """Return a context in which backward leaves no gradients in models that another window trains.
 
         Args:
-            block: Context manager of the backward.
+            block: Context manager to enter inside the returned context.
         """
         others = self.find_others(self._windows.current.models).parameters
         kept = self._strategy.stash_gradients(others)
@@ -82,7 +82,8 @@ class ModelTurns:
     def put_in_place(self, window: AccumulationWindow) -> None:
         """Restore this accumulation window's gradients in its parameters.
 
-        Gradients of other windows that train some of the same parameters are removed first, and kept in those windows.
+        If other windows have gradients in some of these parameters, those gradients are first removed and kept in their
+        window.
         """
         for other in self._windows.find_waiting(window):
             away = {key for ids, _ in other.set_aside for key in ids}

@@ -27,7 +27,7 @@ class Run:
     Attributes:
         runtime: Runtime of this process.
         collectives: Collectives over all processes.
-        layout: Layout of the run on its processes, with its options.
+        layout: Layout of the run, with its options.
         mixed_precision: "no", "bf16", "fp16" or "fp8".
         accumulation: Options of gradient accumulation.
         compilation: Settings of torch.compile.

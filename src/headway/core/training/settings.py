@@ -44,7 +44,7 @@ class Settings:
         accumulation_plugin: Options of gradient accumulation that the script requests, or None.
         global_batch_size: Samples per update, from which the number of micro-batches is derived, or None.
         microbatching: "auto" to run a batch again in smaller micro-batches if memory runs out, else None.
-        loss_policy: How losses are averaged. None: according to the Accelerator's behavior.
+        loss_policy: Policy for averaging losses. None: the policy of the Accelerator's `Behavior`.
         on_non_finite: Response to updates whose loss or gradients are not finite, or None.
         on_spike: Response to updates that are outliers, or None.
         loading: Settings for splitting, padding and moving batches.
@@ -56,7 +56,7 @@ class Settings:
             advances it.
         project: Locations of the run's files.
         log_with: Selection of trackers.
-        preemption: Response to signals and deadlines. None: signals keep their usual effect.
+        preemption: Response to signals and to the end of the job's time limit. None: signals keep their usual effect.
         is_preemption_requested: Whether the script itself has passed `preemption`.
     """
 

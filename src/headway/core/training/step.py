@@ -1,20 +1,21 @@
-"""Training step: what the calls of a training loop do with a micro-batch, in their usual order.
+"""Training step, which implements the Accelerator's methods for one micro-batch. They are listed in their usual order.
 
 ::
 
     accumulate     MicroBatch enters: finds the accumulation window (`windows.py`), and whether gradients are reduced
-    backward       weights the loss, runs autograd; the window's last one sums weights over ranks and makes gradients
-                   final
+    backward       weights the loss and runs autograd; the last backward of a window sums weights over ranks and makes
+                   gradients final
     clip, step,    take effect once gradients are final, and do nothing before
     zero_grad
     (block ends)   MicroBatch exits: after an error the gradients of the window are dropped
 
-`TrainingStep` is the common base class. `WholeStep` runs each batch once. `replay/step.py` splits a batch into pieces
-(smaller micro-batches), and repeats it if memory ran out. Everything a step works with is passed to its constructor.
+`TrainingStep` is the common base class. `WholeStep` runs each batch once. The step in `headway.extras.replay` splits a
+batch into pieces (smaller micro-batches), and repeats the batch if memory ran out. A step receives all objects that it
+needs in its constructor.
 
 This code runs for every micro-batch of every run, so disabled features must cost nothing. A disabled feature is an
-empty list or a flag that is set at construction, not a call that does nothing. `windows.py` has the formula and the
-state of the windows.
+empty list or a flag that is set at construction, not a call that does nothing. `windows.py` contains the formula for
+loss weights and the state of the accumulation windows.
 """
 
 import math
@@ -161,7 +162,7 @@ class TrainingStep(ABC):
 
     Args:
         run: Run of the Accelerator.
-        policy: How losses are averaged.
+        policy: Policy for averaging losses.
         guard: Guard that watches losses and gradients.
 
     Attributes:
@@ -177,7 +178,7 @@ class TrainingStep(ABC):
             through this step.
         can_defer: Whether the strategy can leave gradients unreduced on their rank until the accumulation window's last
             micro-batch.
-        grad_norm: Total norm at the last clipping of final gradients.
+        grad_norm: Total norm at the last clipping of final gradients. None before the first one.
     """
 
     micro_batch: ClassVar[type[MicroBatch]] = MicroBatch
@@ -198,7 +199,7 @@ class TrainingStep(ABC):
         self.weighs_losses = policy.weighs_losses
         self._policy = policy
         self._first_window = FirstWindow(run)
-        # Do not call the strategy in each micro-batch for what it does not do.
+        # Find out once which methods the strategy overrides, so that micro-batches skip calls that would do nothing.
         self.can_defer = does_override(run.strategy, Strategy.micro_batch_context)
         self._has_engine_losses = does_override(run.strategy, Strategy.unshard_loss)
         self._replaces_parameters = does_override(run.strategy, Strategy.find_current)
@@ -208,7 +209,7 @@ class TrainingStep(ABC):
     # ---------------------------------------------------------------- accumulate
 
     def enter_models(self, models: Sequence[torch.nn.Module], reduces: bool) -> list[AbstractContextManager[Any]]:
-        """Enter the strategy's contexts for all models that a micro-batch may run, and return the contexts.
+        """Enter the strategy's contexts for all models that a micro-batch can run, and return the contexts.
 
         Args:
             models: Models that train in the micro-batch.
@@ -352,13 +353,13 @@ class TrainingStep(ABC):
         reduction: str,
         **kwargs: Any,
     ) -> None:
-        """Multiply a loss by its factor and run its backward, with the hooks before and after it.
+        """Scale a loss by its share of the accumulation window's weight and run its backward, with the step's hooks.
 
         Args:
             window: Accumulation window of the micro-batch.
             loss: Scalar loss with a graph.
             weight: Weight of the loss on this rank.
-            nominal: Assumed total weight of the window's losses, equal on all ranks, by which losses are divided.
+            nominal: Divisor of the losses: the assumed total weight of the window. It is equal on all ranks.
             reduction: "mean" or "sum".
             **kwargs: Passed to the strategy's backward.
         """
@@ -388,13 +389,13 @@ class TrainingStep(ABC):
             self.guard.after_backward(loss)
 
     def _divide_loss(self, weight: float, nominal: float, reduction: str) -> float:
-        """Return the factor by which backward multiplies a loss, as the loss policy sets it.
+        """Return the factor by which backward multiplies a loss according to the loss policy.
 
         The factor is 0 if the batch contains only padding rows.
 
         Args:
             weight: Weight of this rank's loss, such as its number of samples or tokens.
-            nominal: Assumed total weight of the window's losses, equal on all ranks, by which losses are divided.
+            nominal: Divisor of the losses: the assumed total weight of the window. It is equal on all ranks.
             reduction: Reduction that the loss function used: "mean" or "sum".
         """
         windows = self.windows
@@ -453,7 +454,7 @@ class TrainingStep(ABC):
         Args:
             parameters: One parameter, or an iterable of parameters.
             max_norm: Largest norm after clipping, as a number or as text.
-            norm_type: Type of norm as in torch: a number, or text such as "inf".
+            norm_type: Order of the norm: a number, or text such as "inf".
         """
         max_norm, norm_type = float(max_norm), float(norm_type)
         chosen = self._find_present(parameters)
@@ -515,9 +516,9 @@ class TrainingStep(ABC):
         self.precision.unscale(optimizer)
 
     def _unscale_all(self, parameters: list[Any]) -> None:
-        """Divide by the loss scale the gradients of all optimizers that hold one of these parameters.
+        """Unscale the gradients of all optimizers that hold one of these parameters.
 
-        Only fp16 uses a loss scale.
+        The gradients are divided by the loss scale, which only fp16 uses.
         """
         wanted = set(map(id, parameters))
         for prepared in self.prepared.optimizers:
@@ -550,7 +551,7 @@ class TrainingStep(ABC):
         Args:
             optimizer: torch's own optimizer.
             strategy: Strategy that set up the optimizer's parameters.
-            closure: Closure as in torch, or None.
+            closure: Closure as for a torch optimizer, or None.
 
         Returns:
             Whether the parameters were updated. False if the guard refused the update, or fp16's gradient scaler
@@ -591,7 +592,7 @@ class TrainingStep(ABC):
     ) -> torch.Tensor:
         """Run `fn` and backward on the batch, and return the loss over all ranks.
 
-        With automatic micro-batching, the batch may be split into parts.
+        With automatic micro-batching, the batch is split into parts if it does not fit into memory.
 
         Args:
             batch: Batch to train on.
@@ -659,8 +660,8 @@ class WholeStep(TrainingStep):
     def _agree_nominal(self, window: AccumulationWindow) -> float | None:
         """Return the weight by which losses of the first accumulation window are divided, agreed on by all ranks.
 
-        It is the first nonzero weight of a micro-batch, summed over ranks, times the number of micro-batches per
-        update. None if the weight is 0.
+        It is the current micro-batch's weight, summed over ranks, times the number of micro-batches per update. Return
+        None if the sum is 0.
         """
         assert window.micro_weight is not None
         local, total = window.micro_weight
@@ -705,9 +706,9 @@ class WholeStep(TrainingStep):
     ) -> bool:
         """Make the optimizer step, unless the `StepGuard` refuses the update.
 
-        Return whether the parameters were updated.
-
-        The result is also False if the gradient scaler (fp16) skips the step because of an overflow.
+        Returns:
+            Whether the parameters were updated. False if the guard refused the update, or if the gradient scaler (fp16)
+                skipped the step because of an overflow.
         """
         for check in self.hooks.before_update:
             check()

@@ -1,4 +1,4 @@
-"""A batch with its loss function, for `forward_backward`, which may split the batch to fit into memory.
+"""A batch with its loss function, for `forward_backward`, which can split the batch so that it fits into memory.
 
 The parts of a split batch are called pieces. Each of them is run as a micro-batch.
 """
@@ -85,7 +85,7 @@ class BatchTask:
         return read
 
     def add(self, loss: torch.Tensor, weight: float) -> None:
-        """Add the loss of a part of the batch. A loss with weight 0 may be NaN and is ignored."""
+        """Add the loss of a part of the batch. A loss with weight 0 is ignored, because it can be NaN."""
         if weight:
             share = loss.reshape(()).float() * (1.0 if self.reduction == "sum" else weight)
             self._total = share if self._weight == 0 else self._total + share

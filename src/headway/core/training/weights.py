@@ -161,7 +161,7 @@ def pass_by_all(tensors: Iterable[Any]) -> None:
 def wrap_sharded(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
     """Replace sharded tensors by `GatheredTensor` objects, and return all tensors.
 
-    Every rank calls it with the same names.
+    Every rank must call this function with the same names.
 
     Args:
         tensors: Tensors by name.
@@ -226,7 +226,7 @@ def save_gathered(
 ) -> None:
     """Gather sharded tensors and write all tensors from rank 0, as `save_weights` does. Every rank calls it.
 
-    Rank 0 needs memory for one full tensor at a time; the other ranks need none beyond their own shards.
+    Rank 0 needs memory for one full tensor at a time. The other ranks need none beyond their own shards.
 
     Args:
         tensors: Pairs of (name, tensor).
@@ -260,7 +260,7 @@ def _run_on_rank_0(
         collectives: Collectives over all ranks.
 
     Returns:
-        The result of `act` on rank 0, None on the other ranks.
+        The result of `act` on rank 0, and None on the other ranks.
     """
     result: _T | None = None
     failure: Exception | None = None
@@ -297,7 +297,7 @@ class WholeWeights:
     def state_dict(self, model: torch.nn.Module, is_bare: bool = True) -> dict[str, torch.Tensor]:
         """Return the full tensors of a model by name.
 
-        For a sharded model, rank 0 gets them on the CPU, other ranks an empty dict.
+        For a sharded model, rank 0 gets the tensors on the CPU, and the other ranks get an empty dict.
 
         Args:
             model: Model, prepared or not.
@@ -315,9 +315,9 @@ class WholeWeights:
     def save(self, model: torch.nn.Module, folder: str | Path, max_shard_size: int | str, is_safe: bool) -> None:
         """Write the model's weights from rank 0, as safetensors or as one pickled file.
 
-        If all ranks call it, they continue together. Under `if accelerator.is_main_process:` the main process writes
-        alone, and the other ranks do not wait. After the process group has been
-        destroyed, rank 0 writes, and no rank waits.
+        If all ranks call this method, they continue together. Under `if accelerator.is_main_process:` the main process
+        writes alone, and the other ranks do not wait. After the process group has been destroyed, rank 0 writes, and no
+        rank waits.
 
         Args:
             model: Model to save.
@@ -345,11 +345,10 @@ class WholeWeights:
     def publish(
         self, model: torch.nn.Module, folder: Path, max_shard_size: int | str, parts: Sequence[object] = ()
     ) -> None:
-        """Write a directory that `from_pretrained` can open, from rank 0.
+        """Write a directory that `from_pretrained` can open. Rank 0 writes it.
 
-        If the model has adapters, only these are written.
-
-        As for `save`, all ranks call it, or only the main process if the model is not sharded.
+        If the model has adapters, only the adapters are written. All ranks must call this method. If the model is not
+        sharded, the main process may call it alone.
 
         Args:
             model: Model to save.
@@ -384,7 +383,9 @@ class WholeWeights:
         max_shard_size: int | str,
         about: Mapping[str, Any],
     ) -> str | None:
-        """Upload a model to the Hugging Face Hub, as `publish` writes it. If the upload fails, all ranks continue.
+        """Upload a model to the Hugging Face Hub, in the form in which `publish` writes it.
+
+        If the upload fails, only rank 0 raises the error.
 
         Args:
             model: Model to upload.
@@ -394,7 +395,7 @@ class WholeWeights:
             about: Further keyword arguments of the upload.
 
         Returns:
-            URL of the commit on rank 0, None on the other ranks.
+            URL of the commit on rank 0, and None on the other ranks.
         """
         with TemporaryDirectory(prefix="headway-push-") as folder:
             self.publish(model, Path(folder), max_shard_size, parts)
@@ -431,7 +432,7 @@ class WholeWeights:
 def _refuse_objects(state: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if the state dict contains objects other than tensors.
 
-    All ranks raise it, because names are equal on all ranks.
+    Every rank raises it, because the state dict has the same names and types on all ranks.
     """
     for name, value in state.items():
         if not (isinstance(value, torch.Tensor) or is_spread(value)):
@@ -444,7 +445,7 @@ def _refuse_objects(state: Mapping[str, Any]) -> None:
 # ---------------------------------------------------------------- pretrained weights
 
 _WRAPPED = "base_layer."
-"""Prefix of the layer that a PEFT layer adapts and keeps as an attribute."""
+"""Name prefix of tensors in the original layer that a PEFT layer adapts and keeps as its attribute `base_layer`."""
 
 
 def _remove_levels(name: str) -> str:
@@ -487,9 +488,10 @@ class PretrainedWeights:
         self.names = {name for found in self._sources.shapes for name in groups.get(found, [found])}
 
     def read(self, tensors: Mapping[str, Any], everyone: Collectives) -> int:
-        """Fill the given tensors of the model from the checkpoint. Every rank calls it.
+        """Fill the given tensors of the model from the checkpoint. Every rank must call this method.
 
-        A weight that transformers converts after reading is read by one rank and broadcast.
+        If transformers has to convert a weight after reading, one rank reads and converts it, and broadcasts the
+        result.
 
         Args:
             tensors: Tensors to fill, by their names in the model.
@@ -577,9 +579,7 @@ class PretrainedLoads:
     def add(self, part: torch.nn.Module, source: str | Path, strict: bool, prepared: Iterable[torch.nn.Module]) -> None:
         """Register a checkpoint for a model, or for part of one.
 
-        If the model is prepared, the checkpoint is read at once.
-
-        Otherwise `prepare()` reads the checkpoint.
+        If the model is prepared, the checkpoint is read at once. Otherwise `prepare()` reads it.
 
         Args:
             part: Model or part of one.

@@ -1,26 +1,27 @@
 """State of accumulation windows: which micro-batches form an update, their weights, and the progress of training.
 
-The gradient of an update is that of (sum of losses over the window and all data ranks) / (sum of weights). Each
-backward multiplies its loss by weight / nominal, where nominal is a window weight that all ranks agree on
-beforehand. If the window closes with another weight, gradients are corrected once by nominal / actual. So fp16
-gradients keep the size of a mean, and gradients are final when the window's last backward returns::
+The gradient of an update is the gradient of (sum of losses over the window and all data ranks) / (sum of weights).
+Each backward multiplies its loss by weight / nominal. The nominal weight is the window's expected total weight, which
+all ranks agree on in advance. If the actual total differs, gradients are multiplied once by nominal / actual. So fp16
+gradients keep the magnitude of a mean, and gradients are final when the window's last backward returns::
 
     open ----> begin_micro_batch: is_last is set; each backward adds weight_i * loss_i / nominal
       ^             |
       |             +-- is_last: weights are summed over ranks (while backward runs), gradients *= nominal / actual
       +-- next -----+             buffers are copied from rank 0; the window is closed: clip, step, zero_grad act
 
-A window that closes with its first backward divides by its actual weight, if that is known without an exchange. Nothing
-needs a correction then, and on one process gradients are bitwise identical to those of `loss.backward()`.
+If a window has only one backward, and its actual weight is known without communication, the loss is divided by the
+actual weight. Gradients then need no correction, and on one process they are bitwise identical to those of
+`loss.backward()`.
 
 Outside `accumulate`, every backward is a separate window, and the caller may step at any time. Each loss is then divided
 by `gradient_accumulation_steps`, as if it were one of that many equal micro-batches.
 
-The window of a micro-batch is found once, by `begin_micro_batch`. Until the next micro-batch begins it is `current`,
-and backward, clip, step and zero_grad read its fields. These are plain attributes, because they are read several
-times per micro-batch.
+`begin_micro_batch` finds the window of a micro-batch. The window is `current` until the next micro-batch begins, and
+backward, clip, step and zero_grad read its fields. The fields are plain attributes, because they are read several times
+per micro-batch.
 
-The policies at the end of this file define how losses are divided; `step.py` applies them. `snapshot` and `restore`
+The policies at the end of this file define how losses are divided, and `step.py` applies them. `snapshot` and `restore`
 define which state is restored when a batch is run again.
 """
 
@@ -128,9 +129,9 @@ class AccumulationWindow:
     set_aside: tuple[tuple[frozenset[int], Any], ...] = ()
 
     def open(self, number: int) -> None:
-        """Start a new accumulation window for these models.
+        """Reset this object for the next accumulation window of its models.
 
-        Its losses are divided by the total loss weight of the last full window.
+        The losses of that window are divided by the total loss weight of the last full window.
 
         Args:
             number: Number of the new window in the run.
@@ -165,17 +166,17 @@ class AccumulationWindow:
     def fail(self) -> None:
         """Close the accumulation window after an error, so that its gradients are not used.
 
-        The next micro-batch starts a new one.
+        The next micro-batch starts a new window.
         """
         self.is_closed = self.is_empty = True
 
 
 class AccumulationWindows:
-    """All accumulation windows of a run, and which of them is current.
+    """All accumulation windows of a run, with a reference to the current window.
 
     Args:
         num_steps: Micro-batches per update.
-        events: Callbacks for events of the loaders. The last batch of a loader may end a window.
+        events: Loader events, and the loaders that are being iterated.
         sync_with_loader: Whether a loader's last batch closes the window.
         sync_each: Whether to reduce gradients at every micro-batch.
         elsewhere: Function that returns another Accelerator's current loader, used if no loader of this run is being
@@ -336,9 +337,10 @@ class AccumulationWindows:
             log.warning_once(_READ_AHEAD, self._num_ahead + 1)
 
     def note_save(self) -> None:
-        """Record that a checkpoint is saved, to warn if batches that were read before it are trained on after it.
+        """Record that a checkpoint is saved, to warn if batches read before the save are trained on after the save.
 
-        A save inside a window resumes at the window's start, before its batches were read.
+        A save inside an accumulation window needs no warning, because the resumed run starts that window again and
+        reads its batches again.
         """
         self._is_round_saved = self._num_in_round > 1 and bool(self.active) and not self.is_unfinished
 
@@ -365,14 +367,11 @@ class AccumulationWindows:
         self.piece = piece
 
     def withdraw_piece(self) -> None:
-        """Record that the `accumulate` block of the current part of a batch has ended early.
-
-        The part will be run again.
-        """
+        """Record that the `accumulate` block of the current part of a batch has ended early, and will be run again."""
         self.is_inside = self.is_last = False
 
     def set_due(self, is_due: bool) -> None:
-        """Set whether calls of step() and zero_grad() have an effect until the next micro-batch begins.
+        """Set whether calls to step() and zero_grad() have an effect until the next micro-batch begins.
 
         This method is for loops that define accumulation windows themselves.
         """
@@ -394,9 +393,9 @@ class AccumulationWindows:
 
     @property
     def loader(self) -> PreparedLoader | None:
-        """Innermost loader that is being iterated.
+        """Innermost loader that is being iterated, or None.
 
-        If this Accelerator iterates over none, the loader of another Accelerator.
+        If this Accelerator iterates over no loader, it is the loader over which another Accelerator iterates.
         """
         return self.active[-1] if self.active else self._elsewhere()
 
@@ -441,10 +440,7 @@ class AccumulationWindows:
 
     @property
     def is_in_hand(self) -> bool:
-        """Whether the latest micro-batch used the last batch that its loader has returned.
-
-        No batch was read ahead then.
-        """
+        """Whether the latest micro-batch used the last batch that its loader returned, so that none was read ahead."""
         return bool(self.active) and not self._in_hand
 
     @property
@@ -483,7 +479,10 @@ class AccumulationWindows:
     # ---------------------------------------------------------------- resume and replay
 
     def list_nominal_weights(self, models: Sequence[torch.nn.Module]) -> list[tuple[list[int], float]]:
-        """Return the loss weight by which the next accumulation window of each set of models divides its losses.
+        """Return the total loss weight by which the next accumulation window of each set of models divides its losses.
+
+        Args:
+            models: All models, in the order that the indices refer to.
 
         Returns:
             Pairs of (indices of the models, weight).
@@ -534,13 +533,13 @@ class AccumulationWindows:
             listener()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state from which `restore` undoes a batch: all attributes except NOT_ROLLED_BACK."""
+        """Return the state that `restore` needs to undo a batch: all attributes except those in `NOT_ROLLED_BACK`."""
         kept = {name: value for name, value in vars(self).items() if name not in self.NOT_ROLLED_BACK}
         kept["_by_models"] = {key: (window, replace(window)) for key, window in self._by_models.items()}
         return kept
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Restore the state from a snapshot. Accumulation windows begun since then are dropped.
+        """Restore the state from a snapshot, and drop the accumulation windows that have begun since.
 
         A snapshot can be restored several times.
         """
@@ -551,7 +550,11 @@ class AccumulationWindows:
             self._by_models[key] = window
 
     def restore_weights(self, snapshot: dict[str, Any]) -> None:
-        """Restore from a snapshot only the loss weights by which the next accumulation windows divide their losses."""
+        """Restore only the total loss weights by which the next accumulation windows divide their losses.
+
+        Args:
+            snapshot: Return value of `snapshot()`.
+        """
         for window, saved in snapshot["_by_models"].values():
             window.next_nominal = saved.next_nominal
 
@@ -598,29 +601,27 @@ class UpdateClock:
         self._last_skipped = -1
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state from which `restore` undoes a batch."""
+        """Return the clock's counts, which `restore` needs to undo a batch."""
         return dict(vars(self))
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Restore the state from a snapshot. A snapshot can be restored several times."""
+        """Restore the clock's counts from a snapshot, which can be restored several times."""
         vars(self).update(snapshot)
 
 
 class LossPolicy:
     """Policy that sets the factor by which each loss is multiplied before its backward.
 
-    This base class averages over all items of the accumulation window on all ranks. Compatibility layers may
-    override it.
+    This base class averages over all items of the accumulation window on all ranks. Subclasses for other libraries'
+    scripts average differently.
     """
 
     @property
     def weighs_losses(self) -> bool:
         """Whether the factor of a loss depends on its accumulation window.
 
-        Every backward must then go through `Accelerator.backward`.
-
-        This is true for `LossPolicy` itself and false for its subclasses. A subclass may use constant factors, so
-        that the script may run backward itself.
+        If so, every backward must go through `Accelerator.backward`. This is true for `LossPolicy` itself. It is false
+        for subclasses, which use constant factors, so that a script may run backward itself.
         """
         return type(self) is LossPolicy
 
@@ -629,7 +630,7 @@ class LossPolicy:
 
         Args:
             weight: Weight of the loss, such as its number of rows or tokens.
-            nominal: Assumed total weight of the window's losses, equal on all ranks, by which losses are divided.
+            nominal: Divisor of the losses: the assumed total weight of the window. It is equal on all ranks.
             divisor: Number by which DDP or another engine itself divides gradients.
             num_steps: Micro-batches per update.
         """

@@ -1,8 +1,8 @@
-"""Private names of torch that the code for weights uses, each with the reason and a possible replacement.
+"""Private torch names that the code for weights uses, each with the reason for its use and a possible replacement.
 
 A test checks that all names exist in the installed torch. `Module._parameters`, `Module._buffers` and `Module._modules`
-are used directly, without a name in this module, because torch's own packages rely on them. Only these dicts list
-tensors that are None, or replace a tensor without calling `__setattr__` of the user's class.
+are used directly, without a name in this module, because torch's own packages rely on them. Only through these dicts
+can code find tensors that are None, or replace a tensor without calling `__setattr__` of the user's class.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,22 +15,23 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_tra
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# is_traceable_wrapper_subclass finds tensors that consist of others, such as quantized weights. There is no public query.
+# `is_traceable_wrapper_subclass` detects tensors that wrap other tensors, such as quantized weights. torch has no
+# public function for this.
 
 COMPILED_MODULE = "_orig_mod"
 """Attribute of a `torch.compile(module)` wrapper that holds the module.
 
-Names in its state dict contain this component.
+Names in the wrapper's state dict contain this component.
 """
 
 LAZY_NAMES = (
-    # Placement of a dimension that is sharded along two mesh axes out of order. There is no public class.
+    # Placement of a dimension that is sharded along two mesh axes out of order. torch has no public class for it.
     "torch.distributed.tensor.placement_types:_StridedShard",
     # Describe how a DTensor is split. `DTensor.from_local` would move an offloaded tensor to the mesh's device.
     "torch.distributed.tensor._dtensor_spec:DTensorSpec",
     "torch.distributed.tensor._dtensor_spec:TensorMeta",
 )
-"""Names that are imported only when distributed tensors are used, as "module:attribute"."""
+"""Private torch names that are imported only when distributed tensors are used, as "module:attribute"."""
 
 
 def build_like(like: "DTensor", local: torch.Tensor, stride: Sequence[int]) -> "DTensor":
@@ -50,13 +51,14 @@ def read_inner_float8(tensor: Any) -> torch.Tensor:
 
 
 def list_load_hooks(module: nn.Module) -> list[Any]:
-    """Return the hooks that a module calls before it loads a state dict. There is no public list."""
+    """Return the hooks that a module calls before it loads a state dict. torch has no public method for this."""
     return list(module._load_state_dict_pre_hooks.values())
 
 
 def add_load_hook(module: nn.Module, hook: Callable[..., None]) -> None:
     """Register a hook that a module calls before it loads a state dict.
 
-    The public method would pass the module to the hook. A copy of the module would then pass the original module.
+    torch's public method would also pass the module to the hook. A copy of the module would then pass the original
+    module instead of itself.
     """
     module._register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]

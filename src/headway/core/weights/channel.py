@@ -41,8 +41,8 @@ class WeightChannel:
             bucket: Pairs of (name, tensor).
 
         Raises:
-            StateError: If the other process stays silent for longer than `timeout`, or has ended. Its weights may then
-                be a mixture of two updates.
+            StateError: If the other process stays silent for longer than `timeout`, has ended, or sends an unexpected
+                answer. Its weights might then be a mixture of two updates.
         """
         entries = [[name, get_dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in bucket]
         header = json.dumps(entries).encode()

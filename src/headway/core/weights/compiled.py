@@ -23,9 +23,12 @@ def remove_compiled_levels(name: str) -> str:
 
 
 def rename_bare_items(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Remove the components that `torch.compile(module)` adds from the names in (name, value) pairs.
+    """Return (name, value) pairs whose names lack the components that `torch.compile(module)` adds.
 
     If two values would get equal names, no name is changed.
+
+    Args:
+        named: Pairs of (name, value).
     """
     pairs = list(named)
     compiled = [name for name, _ in pairs if _LEVEL in name]
@@ -61,7 +64,7 @@ def remove_wrappers(module: nn.Module) -> nn.Module:
     inner = {name: None if child is None else remove_wrappers(child) for name, child in module._modules.items()}
     if all(child is module._modules[name] for name, child in inner.items()):
         return module
-    # The copy shares the dicts of parameters and buffers, so that a tensor replaced in one is replaced in both.
+    # The copy shares the dicts of parameters and buffers. A tensor that is replaced in one module changes in both.
     copied: nn.Module = object.__new__(type(module))
     copied.__dict__.update(module.__dict__)
     copied.__dict__["_modules"] = inner

@@ -83,15 +83,18 @@ def split_ties(tensors: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict
 
 
 def plan_shards(sizes: dict[str, int], max_shard_size: int) -> list[list[str]]:
-    """Split the names, in order, into shards of at most `max_shard_size` bytes.
+    """Split tensor names, in order, into shards of at most `max_shard_size` bytes.
 
-    A tensor that exceeds this size gets its own shard. The split is equal to that of huggingface_hub's
+    A tensor that exceeds this size gets its own shard. The result equals that of huggingface_hub's
     `split_torch_state_dict_into_shards`. Therefore the shard of an oversized tensor is placed before the shard that is
     being filled, and filling then continues.
 
     Args:
-        sizes: Bytes by name.
+        sizes: Sizes of the tensors in bytes, by name.
         max_shard_size: Maximum bytes per shard.
+
+    Returns:
+        Tensor names of each shard.
     """
     shards: list[list[str]] = []
     filling: list[str] = []
@@ -123,7 +126,7 @@ def save_weights(
 
     Raises:
         ConfigError: If the folder is a file.
-        CheckpointError: If a file, when read back, differs from the tensors. The folder is unchanged.
+        CheckpointError: If a file, when read back, differs from the tensors. The folder is then unchanged.
     """
     place = _folder(folder)
     with open_writable(place) as local:
@@ -179,7 +182,7 @@ def save_pickled(state: dict[str, torch.Tensor], folder: str | Path) -> Path:
 
 
 def _warn_of_code(state: Mapping[str, Any]) -> None:
-    """Warn about extra states that Headway will refuse to load, because reading them could execute code."""
+    """Warn about modules' extra states that Headway will refuse to load, because reading them could execute code."""
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             continue
@@ -231,7 +234,7 @@ def _shards_of(tensors: Mapping[str, Any], max_shard_size: int | str) -> list[li
 
 
 def list_write_order(tensors: Mapping[str, Any], max_shard_size: int | str) -> list[str]:
-    """Return the names in the order in which `save_weights` writes them. No two of the tensors may be tied.
+    """Return the tensors' names in the order in which `save_weights` writes them. No two of the tensors may be tied.
 
     Args:
         tensors: Tensors by name.
@@ -246,7 +249,7 @@ def _spec(tensor: Any) -> TensorSpec:
 
 
 def _write(path: Path, tensors: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, str]:
-    """Write tensors to a file, and return the hashes of those that were assembled for it, by name.
+    """Write tensors to a file, and return the hashes of those that had to be assembled in memory, by name.
 
     Args:
         path: File to write.
@@ -302,7 +305,7 @@ def _verify(path: Path, wanted: Mapping[str, Any], hashes: Mapping[str, str]) ->
     Args:
         path: File to read.
         wanted: Tensors by name.
-        hashes: Hashes of the tensors that were assembled for the file and freed since, by name.
+        hashes: Hashes, by name, of the tensors that were assembled in memory for the file and have been freed.
     """
     stored, _ = map_safetensors(path)
 
@@ -340,7 +343,7 @@ def _remove_stale(folder: Path, current: set[str]) -> None:
             path.unlink()
 
 
-# -------------------------------------------------------------------- what describes them, and the Hub
+# -------------------------------------------------------------------- configuration files, and the Hub
 
 
 def write_configurations(model: torch.nn.Module, folder: Path, parts: Iterable[object] = ()) -> None:
@@ -426,10 +429,10 @@ def push_folder(
 
     Args:
         folder: Folder whose files are all uploaded.
-        repo_id: "name" or "owner/name".
-        private: Whether a new repository is private. Default: None, the owner's settings.
+        repo_id: ID of the repository: "name" or "owner/name".
+        private: Whether a new repository is private. Default: None, the default of the repository's owner.
         token: Access token. Default: None, the token of `huggingface-cli login`, or HF_TOKEN.
-        revision: Branch, which is created if missing. Default: None, main.
+        revision: Branch, which is created if missing. Default: None, the branch main.
         commit_message: Message of the commit.
 
     Returns:

@@ -99,7 +99,7 @@ class WeightFiles:
         source: Path or ID as given by the caller, for messages.
         tensors: Tensors by their names in the files.
         ties: Mapping from each tied name to the stored name whose values it shares, if the writer recorded it.
-        objects: Extra states of modules that are not tensors, by name. Only pickled files contain any.
+        objects: Modules' extra states, by name, if they are not tensors. Only pickled files contain any.
     """
 
     source: str
@@ -118,8 +118,8 @@ def open_checkpoint(source: str | Path) -> WeightFiles:
 
     Args:
         source: A `.safetensors` or `.bin` file, an index (`*.index.json`), a folder with one checkpoint, or a model ID
-            on the Hugging Face Hub, which is downloaded or taken from the local cache. Safetensors take precedence over
-            pickles.
+            on the Hugging Face Hub. A model on the Hub is downloaded or taken from the local cache. Safetensors take
+            precedence over pickles.
 
     Raises:
         CheckpointError: If there is no checkpoint or more than one, a shard is missing, or a file is damaged or would
@@ -138,9 +138,10 @@ def open_checkpoint(source: str | Path) -> WeightFiles:
 
 
 def _choose_checkpoint(folder: Path) -> Path:
-    """Return the only checkpoint in a folder.
+    """Return the only checkpoint in a folder. Safetensors take precedence over pickles.
 
-    If there are two of one kind, one of them is probably outdated. An error is raised instead of guessing which.
+    If there are several checkpoints of the same format, one is probably outdated, and an error is raised. However, a
+    file named `model` or `pytorch_model` is chosen if there is no index.
     """
     for patterns in (("*.safetensors.index.json", "*.safetensors"), ("*.bin.index.json", "*.bin")):
         indexes = sorted(folder.glob(patterns[0]))
@@ -292,7 +293,7 @@ def map_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]
     """
     with open_regular_file(path) as file:
         places, metadata = read_header(file, path)
-        # A private mapping: pages come from the file when touched, and a write makes a copy of its page.
+        # A private mapping: a page is read from the file when it is first used, and a write changes only a copy of it.
         view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     tensors = {
         name: StoredTensor(spec.shape, spec.dtype, path, start % spec.dtype.itemsize == 0, view, start)

@@ -81,10 +81,10 @@ def map_locations(model: nn.Module) -> dict[str, TensorLocation]:
 
 
 def map_ties(places: Mapping[str, TensorLocation]) -> dict[str, list[str]]:
-    """Return, for each name, the names of all locations that hold the same tensor, including the name itself.
+    """Map each tensor name to all names of the same tensor, including itself.
 
     Args:
-        places: Locations by name.
+        places: Locations of the tensors, by name.
     """
     groups: defaultdict[int, list[str]] = defaultdict(list)
     for name, place in places.items():
@@ -95,10 +95,11 @@ def map_ties(places: Mapping[str, TensorLocation]) -> dict[str, list[str]]:
 def assign_value(places: Mapping[str, TensorLocation], names: list[str], value: torch.Tensor, is_mapped: bool) -> None:
     """Set the value of a tensor under all its names.
 
-    A tensor on the value's device gets new data. A meta tensor, or one on another device, is replaced by a new tensor.
+    If the tensor is on the value's device, its data is replaced. A meta tensor, or one on another device, is replaced
+    by a new tensor.
 
     Args:
-        places: Locations by name.
+        places: Locations of the model's tensors, by name.
         names: All names of the tensor.
         value: New value. It is not copied.
         is_mapped: Whether the value is in a mapped file.
@@ -133,7 +134,7 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 @dataclass
 class Conversion:
-    """Rule of transformers that computes tensors of a model from stored tensors.
+    """transformers rule for computing a model's tensors from stored tensors.
 
     The stored tensors are stacked, joined, split or permuted.
 
@@ -141,8 +142,8 @@ class Conversion:
         target: Name of the model's tensor.
         converter: transformers' `WeightConverter`.
         model: Model that loads the tensors.
-        sources: Pairs of (stored name, name pattern of the converter that it matches), for each stored tensor.
-        own_names: The model's names, by the name without prefixes of `torch.compile`.
+        sources: Pairs of (stored name, converter's name pattern that matches it), one for each stored tensor.
+        own_names: Mapping from names without `torch.compile` prefixes to the model's names.
     """
 
     target: str
@@ -155,8 +156,8 @@ class Conversion:
         """Return the computed tensors, keyed by the model's names.
 
         Args:
-            read: Function that returns a stored tensor by name. It may return meta tensors, to find out only names and
-                shapes.
+            read: Function that returns a stored tensor by name. It may return meta tensors if only the names and shapes
+                of the result are needed.
         """
         converter = deepcopy(self.converter)
         for key, pattern in self.sources:
@@ -197,8 +198,9 @@ def match_names(
     """Match the model's tensor names to the checkpoint's, or raise one error that lists every mismatch.
 
     Each parameter must be in the checkpoint. If it is tied, one of its names is enough. A buffer that the model has
-    computed itself may be missing, unless `strict`. With `computes_buffers`, other non-persistent buffers may be
-    missing, too. Unexpected names are an error if `strict`, and logged otherwise. Shapes must be equal.
+    computed itself may be missing. If `strict` is set, this applies only to non-persistent buffers. With
+    `computes_buffers`, non-persistent buffers that have no values yet may be missing, too. Unexpected names are an
+    error if `strict` is set, and logged otherwise. Shapes must be equal.
 
     Args:
         model: Model that loads the tensors.
@@ -279,7 +281,7 @@ def _is_missing(place: TensorLocation, group: list[str], found: Mapping[str, Any
 def _sources(model: nn.Module, places: Mapping[str, TensorLocation], checkpoint: WeightFiles) -> TensorSources:
     stored = checkpoint.tensors
     wanted = {name for name, place in places.items() if place.is_persistent}
-    # The model may have compiled submodules, and so may the model that wrote the checkpoint.
+    # The model can have compiled submodules, and so can the model that wrote the checkpoint.
     own_names = dict(rename_bare_items((name, name) for name in wanted))
     stored_names = dict(rename_bare_items((name, name) for name in stored))
     direct = {name: name for name in stored_names if name in own_names}
@@ -334,8 +336,8 @@ def _match_by_transformers(
 ) -> tuple[dict[str, str], list[Conversion], list[str]]:
     """Match names with the mapping of transformers' own loader (core_model_loading.py, transformers 5).
 
-    Renaming rules are applied one after the other, then at most one conversion. The prefix of the base model is
-    added or removed. If this gives no name that the model has, only the prefix is adjusted.
+    Renaming rules are applied one after the other, then at most one conversion. The base model's prefix is added or
+    removed. If the resulting name is not in the model, only the prefix is adjusted.
 
     Returns:
         Triple of (mapping from names in the model to names in the checkpoint, conversions, stored names that match no
@@ -368,7 +370,7 @@ def _match_by_transformers(
 
 
 def _is_ignored(model: nn.Module, name: str) -> bool:
-    """Whether the model's class declares that a checkpoint may contain this name although the model lacks it."""
+    """Whether the model's class declares that a checkpoint can contain this name although the model lacks it."""
     return any(re.search(pattern, name) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 

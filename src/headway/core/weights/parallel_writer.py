@@ -1,9 +1,9 @@
 """Write safetensors files from several threads, in ranges that are hashed as they are written.
 
 A range is 16 MiB of a file, so that one large file keeps several threads busy. Each thread collects the bytes of a
-range from the tensors, hashes them, and writes them to their offset. There is one hash per piece, a fixed number of
-bytes. The thread that writes the last range of a file flushes the file to the disk (fsync), while the others write
-the next file.
+range from the tensors, hashes them, and writes them to their offset. There is one hash for each piece of a file. A
+piece has a fixed number of bytes. The thread that writes the last range of a file flushes the file to the disk (fsync),
+while the others write the next file.
 
 Values that are contiguous in host memory are written without a copy. Contiguous values on a device are copied
 through one small buffer per thread. Other values are first copied to host memory. `MAX_COPIES` limits these copies.
@@ -53,7 +53,7 @@ _LARGE = 64 * 2**20
 _STAGING = 4 * 2**20
 """Size in bytes of each thread's buffer for values on a device."""
 _COALESCED = 64 * 1024
-"""Values smaller than this number of bytes are collected in a buffer before they are hashed and written."""
+"""Size in bytes below which values are collected in a buffer before they are hashed and written."""
 _SYNC_FILE_RANGE_WRITE = 2
 
 
@@ -108,7 +108,7 @@ class _HostCopies:
         """
         with self._changed:
             while self._num_bytes > num_held and self._num_bytes + num_bytes > MAX_COPIES:
-                self._changed.wait(0.05)  # a failed task may leave copies that are never released
+                self._changed.wait(0.05)  # after a failed task, some copies might never be released
                 self._threads.check()
             self._num_bytes += num_bytes
 
@@ -125,7 +125,7 @@ class _Segment:
 
     Attributes:
         values: The bytes, as a contiguous uint8 tensor on any device.
-        copies: Limit that counts the values if they are a host copy, else None.
+        copies: Limit in which the bytes are counted if they belong to a host copy. None: They do not.
     """
 
     values: torch.Tensor
@@ -139,7 +139,7 @@ class _Sink(Protocol):
         """Write bytes to the file, starting at an offset."""
 
     def end_range(self, start: int, num_bytes: int) -> None:
-        """Called when all bytes of a range have been written.
+        """Handle a range whose bytes have all been written.
 
         Args:
             start: Offset of the range in the file.
@@ -147,7 +147,7 @@ class _Sink(Protocol):
         """
 
     def finish(self) -> None:
-        """Complete the file. Called after its last range."""
+        """Complete the file. Called after its last range has been written."""
 
     def abort(self) -> None:
         """Release the file after an error."""
@@ -158,7 +158,7 @@ class _DiskSink:
 
     Args:
         path: File to create or overwrite.
-        is_forced: Whether `finish` flushes the file to the disk by fsync.
+        is_forced: Whether `finish` flushes the file to the disk with fsync.
     """
 
     def __init__(self, path: Path, is_forced: bool) -> None:
@@ -267,7 +267,7 @@ class _Range:
         self.segments: list[_Segment] = []
 
     def add(self, segment: _Segment) -> None:
-        """Append the bytes of a tensor to the range."""
+        """Append a segment (bytes of one tensor) to the range."""
         self.segments.append(segment)
         self.num_bytes += segment.values.numel()
 
@@ -327,8 +327,8 @@ class ParallelWriter:
     """
 
     def __init__(self, num_threads: int = THREADS) -> None:
-        # Tasks that wait hold views, and copies are limited separately. So the limit only bounds how far the producer
-        # is ahead.
+        # Waiting tasks hold views, and host copies have their own limit. So the limit of 4 tasks per thread only bounds
+        # how far the calling thread runs ahead.
         self._threads = TaskThreads(num_threads, "headway-write", 4 * num_threads)
         self._copies = _HostCopies(self._threads)
         self._num_held = 0
@@ -369,12 +369,15 @@ class ParallelWriter:
         Args:
             path: File to write. It is not replaced atomically.
             specs: Shape and dtype of each tensor, in the order of the file.
-            values: Pairs of (name, tensor) in this order. Tensors that are not in memory are assembled by the calling
-                thread, one after the other.
+            values: Pairs of (name, tensor) in the order of `specs`. Tensors that are not in memory are assembled by the
+                calling thread, one after the other.
             metadata: Entries for the metadata in the file's header. Default: None.
             piece: Number of bytes that one hash covers, a power of two up to 16 MiB. Default: 16 MiB.
-            is_forced: Whether to flush the file to the disk by fsync. Default: False.
+            is_forced: Whether to flush the file to the disk with fsync. Default: False.
             on_written: Function called by a thread when the file is complete. Default: a function that does nothing.
+
+        Returns:
+            The file, whose hashes are complete when it has been written.
 
         Raises:
             OSError: If the disk is full or not writable.
@@ -425,7 +428,7 @@ class ParallelWriter:
             path: Path of the file, for messages.
             header: First bytes of the file.
             specs: Shape and dtype of each tensor, in the order of the file.
-            values: Pairs of (name, tensor) in this order.
+            values: Pairs of (name, tensor) in the order of `specs`.
 
         Raises:
             CheckpointError: If the values differ from `specs`.
@@ -544,7 +547,7 @@ class ParallelWriter:
         if found is None:
             try:
                 found = allocate_pinned(_STAGING)
-            except RuntimeError:  # no memory can be pinned: copies are slower, and still faster than a disk
+            except RuntimeError:  # no memory can be pinned: copies are then slower, but still faster than a disk
                 found = torch.empty(_STAGING, dtype=torch.uint8)
             self._local.staging = found
         return found
@@ -553,7 +556,8 @@ class ParallelWriter:
 def is_large(sizes: Iterable[int]) -> bool:
     """Whether tensors of these sizes should be written by several threads.
 
-    They should not if the address space is limited. The C library ends a process if a new thread gets no memory.
+    The result is False if the address space of the process is limited. A new thread that gets no memory would then end
+    the process.
 
     Args:
         sizes: Sizes of the tensors in bytes.
@@ -591,14 +595,14 @@ def _view_memory(values: torch.Tensor) -> memoryview:
 def check_specs(path: Path, specs: Mapping[str, TensorSpec]) -> None:
     """Raise `CheckpointError` if the header of a written file does not list the written tensors.
 
-    The header is read as in a load.
+    The header is read in the same way as when the file is loaded.
 
     Args:
         path: Written file.
         specs: Shape and dtype of each written tensor.
 
     Raises:
-        CheckpointError: If a load would refuse the file, or the file holds other tensors.
+        CheckpointError: If the file could not be loaded, or its tensors differ from `specs`.
     """
     with open_regular_file(path) as opened:
         stored, _ = read_header(opened, path)

@@ -86,7 +86,7 @@ class TensorSplit:
 
     @cached_property
     def steps(self) -> list[tuple[int, int, int]]:
-        """`writers` as arithmetic progressions with positive steps, each a triple of (first, step, count)."""
+        """Arithmetic progressions with positive steps that encode `writers`, each a triple of (first, step, count)."""
         made: list[tuple[int, int, int]] = []
         for value in self.writers:
             if made:
@@ -121,7 +121,7 @@ class ShardPiece(TensorSpec):
 def make_slices(begins: Sequence[int], sizes: Sequence[int], origin: Sequence[int] | None = None) -> tuple[slice, ...]:
     """Return slices that select a box in a tensor.
 
-    The tensor in memory may be only a part of the full tensor.
+    The tensor in memory can be a part of the full tensor.
 
     Args:
         begins: First index of the box along each dim of the full tensor.
@@ -139,7 +139,7 @@ def is_dtensor(value: Any) -> "TypeGuard[DTensor]":
 
 
 def is_spread(value: Any) -> bool:
-    """Whether a value is a tensor that may be sharded: a DTensor or a `ShardPiece`."""
+    """Whether a value has a type for sharded tensors: DTensor or `ShardPiece`."""
     return isinstance(value, ShardPiece) or is_dtensor(value)
 
 
@@ -151,7 +151,7 @@ def replace_local(like: "DTensor", local: torch.Tensor, stride: Sequence[int]) -
         local: Local values of this rank.
         stride: Stride of the full tensor.
     """
-    # Not from_local, which would move what is offloaded to the mesh's device.
+    # `DTensor.from_local` would move offloaded values to the mesh's device.
     return _torch.build_like(like, local, stride)
 
 
@@ -170,9 +170,9 @@ def get_local_part(value: Any) -> torch.Tensor:
 
 
 def iterate_inner_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield plain tensors.
+    """Yield plain tensors: the given ones, and the inner tensors in place of each wrapper subclass.
 
-    A wrapper subclass, such as torchao's quantized tensors, is replaced by the tensors inside it.
+    For example, torchao's quantized tensors are wrapper subclasses.
     """
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
@@ -183,7 +183,7 @@ def iterate_inner_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Ten
 
 
 def get_memory_key(value: Any) -> tuple[Any, ...]:
-    """Return a key that identifies a tensor's memory. Two names of one tensor have equal keys while both exist.
+    """Return a key that identifies a tensor's memory. Two references to one tensor give equal keys while both exist.
 
     `data_ptr()` cannot be used, because it is 0 for a DTensor, and empty shards have no address. DTensors and shards
     are identified by their storage object instead.
@@ -202,7 +202,7 @@ def get_memory_key(value: Any) -> tuple[Any, ...]:
 
 
 def compute_ranges(length: int, cuts: Sequence[tuple[int | None, int]]) -> dict[tuple[int, ...], list[IndexRange]]:
-    """Return the index ranges of a dim that each mesh coordinate holds, if the dim is sharded over several mesh axes.
+    """Return each mesh coordinate's index ranges along a dim that is sharded over mesh axes.
 
     Args:
         length: Length of the dim.
@@ -316,9 +316,9 @@ def list_own_boxes(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
 
 
 class ShardCutter:
-    """Creates `ShardPiece` objects from DTensors, and chooses which rank writes a box that several ranks hold.
+    """Converter of DTensors to `ShardPiece` objects. It chooses which rank writes a box that several ranks hold.
 
-    All ranks make the same choices without communication. Replicas take turns, balanced by bytes.
+    All ranks make the same choices without communication. The writes are divided among the replicas, balanced by bytes.
     """
 
     def __init__(self) -> None:
@@ -330,7 +330,8 @@ class ShardCutter:
         """Return this rank's `ShardPiece` of a DTensor.
 
         Raises:
-            CheckpointError: If the values are partial sums.
+            CheckpointError: If the values are partial sums, or the local tensor's shape differs from the one that the
+                placements imply.
         """
         cuts, ranks = _list_cuts(tensor), self._list_ranks(tensor.device_mesh)
         cutting = [axis for each in cuts for axis, _ in each]
@@ -355,10 +356,10 @@ class ShardCutter:
         return ShardPiece(tuple(tensor.shape), tensor.dtype, tuple(boxes), local, split)
 
     def _list_ranks(self, mesh: Any) -> "numpy.ndarray[Any, Any]":
-        """Return the ranks that hold a tensor on this mesh, as an array indexed by (replica, coordinate in the mesh).
+        """Return the ranks that hold a tensor on a mesh, as an array indexed by (replica, coordinate in the mesh).
 
-        A mesh may be part of a larger one. A tensor on it is replicated along the other dims, except along pipeline
-        stages.
+        The mesh can be part of a larger mesh. The tensor is then replicated along the larger mesh's other dims, except
+        along pipeline stages.
         """
         found = self._ranks.get(id(mesh))
         if found is None:

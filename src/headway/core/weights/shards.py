@@ -3,7 +3,7 @@
 A file consists of an 8-byte little-endian length, a JSON header of that length, and the values without gaps. The
 header is `{name: {"dtype", "shape", "data_offsets"}}`, with the file's metadata under `__metadata__`.
 
-Files are not written by the safetensors library, because it needs the whole file in memory, refuses tensors that share
+The safetensors library is not used to write files. It needs the whole file in memory, refuses tensors that share
 memory, and does not expose the bytes for hashing.
 """
 
@@ -43,7 +43,7 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
-"""torch dtypes by the names in the safetensors format."""
+"""Mapping from dtype names in the safetensors format to torch dtypes."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 MAX_HEADER = 100_000_000
@@ -136,11 +136,11 @@ def read_header(file: BinaryIO, path: Path) -> tuple[StoredPlaces, dict[str, Any
         path: Path of the file, for messages.
 
     Returns:
-        Pair of (shape, dtype and file offset of each tensor by name, metadata). The metadata is untrusted and may be
-            any JSON.
+        Pair of (shape, dtype and file offset of each tensor by name, metadata). The metadata is an untrusted JSON
+            object.
 
     Raises:
-        CheckpointError: If the file breaks a rule of the format.
+        CheckpointError: If the file violates the format.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -231,7 +231,7 @@ def write_file(
         metadata: Entries for the metadata in the file's header. Default: None.
         passing: Function that receives the bytes as they are written. They are in the file's order if the values are.
             Default: None.
-        is_forced: Whether to flush the file to the disk by fsync before returning. Default: False.
+        is_forced: Whether to flush the file to the disk with fsync before returning. Default: False.
 
     Raises:
         OSError: If the disk is full or not writable.
@@ -240,7 +240,7 @@ def write_file(
     header, starts = encode_header(specs, metadata or {})
     left = set(specs)
     try:
-        # Small tensors are written together; a larger block goes past the buffer.
+        # Small tensors are collected in the buffer and written together. Larger blocks bypass it.
         with path.open("wb", buffering=0 if isinstance(path, ObjectPath) else BLOCK) as file:
             _put(file, memoryview(header), passing)
             for name, tensor in values:
@@ -266,9 +266,9 @@ def write_file(
 
 @contextlib.contextmanager
 def name_file(path: Path) -> Iterator[None]:
-    """Return a context manager that adds the file's path to errors of the operating system that lack it.
+    """Return a context manager that adds the file's path to an `OSError` that lacks it.
 
-    For example, an error of `write` contains no path.
+    For example, an `OSError` from `write` contains no path.
     """
     try:
         yield

@@ -22,7 +22,7 @@ def make_twin(module: torch.nn.Module, values: Mapping[str, torch.Tensor], path:
     twin.__dict__.update({
         key: value.copy() if type(value) in (list, dict, set) else value for key, value in vars(module).items()
     })  # fmt: skip
-    # A sharded module's hooks would gather its parts, which needs all ranks.
+    # A sharded module's hooks would gather its shards, which requires all ranks.
     twin.__dict__.update(_forward_hooks={}, _forward_pre_hooks={})
     for table in (twin._parameters, twin._buffers):
         for key in [key for key in table if path + key in values]:

@@ -1,12 +1,12 @@
 """Limit on the rows of a micro-batch ("piece"): it shrinks when memory runs out, and grows back when memory is free.
 
-Every rank holds an equal size, because only votes of all ranks change it. `AllocatorPressure` predicts how many rows
-fit into a device's memory, and detects whether its allocator thrashes. On the CPU nothing is predicted, and nothing
-thrashes.
+The limit is equal on all ranks, because it changes only when all ranks exchange whether their batch has succeeded (a
+vote). `AllocatorPressure` predicts how many rows fit into a device's memory, and detects whether the device's allocator
+thrashes. On the CPU, sizes are not predicted and thrashing is not detected.
 
-Where the allocator is measured, a failure is followed by a calibration: for one update, micro-batches have two
-sizes, and the peak of each micro-batch is read. A line through both predicts the largest size that fits on this
-rank. The smallest prediction of all ranks is tried at once, and measured in turn.
+If the allocator counts memory, a failure is followed by a calibration. During a calibration, batches are split into
+micro-batches of two sizes, and the peak memory of each micro-batch is read. Each rank fits a line through both peaks to
+predict the largest size that fits. The smallest prediction of all ranks is tried next, and its peak is measured too.
 """
 
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ from headway.core.runtime.device import Hardware
 FIRST_PATIENCE = 16
 _MOST_PATIENCE = 4096
 _CALIBRATION = 2
-"""Number of updates with micro-batches of a new size while sizes are calibrated.
+"""Number of updates, after a failure, in which memory is measured before a larger size is predicted.
 
 The first update creates optimizer state, so only the second one shows the memory that later updates need.
 """
 _FIRST_CUT = 4
-"""Factor by which micro-batches shrink if a calibration follows.
+"""Factor by which micro-batches shrink after a failure if the size that fits will soon be predicted.
 
-Each failed size costs a replay, and growing costs nothing.
+The factor is large, because each failed size costs a replay and growing back costs nothing.
 """
 
 
@@ -37,16 +37,17 @@ Each failed size costs a replay, and growing costs nothing.
 class PieceSize:
     """Adaptive limit on the rows of a micro-batch, which shrinks after out-of-memory errors and grows back.
 
-    After `patience` batches without an error, a larger limit is tried. If memory is measured, it is the largest
-    limit that is predicted to fit, unless that would not reduce the number of micro-batches. Otherwise the limit is
-    doubled. If the double size has failed before, the midpoint between the limit and the failed size is tried, and
-    later the failed size. After a failure the previous limit is restored and `patience` doubles. It starts at 16 and
-    doubles with each failure, so that n batches see at most about log2(n / 16) failures.
+    After `patience` batches without an error, a larger limit is tried. If memory is measured, this is the largest limit
+    that is predicted to fit, unless it would not reduce the number of micro-batches. Otherwise the limit is doubled. If
+    the double size has failed before, the midpoint between the limit and the failed size is tried, and later the failed
+    size. After a failure, the previous limit is restored and `patience` doubles. `patience` starts at 16, so n batches
+    see at most about log2(n / 16) failures. If memory is measured, the first failure starts a calibration: the peak
+    memory of micro-batches is measured to predict the limit.
 
     Attributes:
         limit: Largest number of rows per micro-batch. None: do not split batches.
         failed: Smallest number of rows that has failed and has not been tried since.
-        good: Limit before the larger limit that is being tried.
+        good: Previous limit, which is restored if the current, larger one fails. None: no larger limit has been tried.
         patience: Number of batches without an error before a larger limit is tried. During a calibration, a number of
             updates.
         num_clean: Number of batches without an error since the limit changed. During a calibration, a number of
@@ -61,7 +62,7 @@ class PieceSize:
 
     @property
     def is_calibrating(self) -> bool:
-        """Whether the peak memory of each micro-batch is measured, to predict a larger limit soon."""
+        """Whether the peak memory of each micro-batch is measured, so that a larger limit can soon be predicted."""
         return self.limit is not None and self.patience < FIRST_PATIENCE
 
     @property
@@ -81,8 +82,8 @@ class PieceSize:
     def count_pieces(self, num_rows: int) -> int:
         """Return the number of micro-batches for a batch of `num_rows` rows.
 
-        It is the smallest number that the limit allows. While a calibration measures micro-batches of two sizes, it
-        is one more.
+        This is the smallest number that the limit allows. While the memory of micro-batches of two sizes is measured,
+        it is one more than that.
         """
         if self.limit is None or num_rows <= self.limit:
             return 1
@@ -109,7 +110,7 @@ class PieceSize:
 
         Args:
             num_rows: Rows of the micro-batches that failed.
-            is_measured: Whether memory is measured, so that a calibration can soon find the size that fits.
+            is_measured: Whether memory is measured, so that the size that fits can soon be predicted.
         """
         if self.good is not None and self.good < num_rows:
             return self.good
@@ -126,7 +127,7 @@ class PieceSize:
         Args:
             limit: New limit.
             num_rows: Rows of the micro-batches that failed.
-            is_measured: Whether memory is measured on all ranks, so that a calibration can follow.
+            is_measured: Whether memory is measured on all ranks, so that the size that fits can soon be predicted.
         """
         if self.good is not None:
             self.patience = min(2 * max(self.patience, FIRST_PATIENCE), _MOST_PATIENCE)
@@ -195,8 +196,9 @@ def _halve_a_piece(cuts: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the row ranges of micro-batches after one of them is halved.
 
     Return an empty list if the micro-batch to halve has a single row. Large micro-batches run first where possible,
-    because small ones can reuse their memory blocks. The first micro-batch is not measured (gradients do not exist
-    yet), but both sizes must be. So if there are two, the first is halved, and its second half is moved to the end.
+    because small ones can reuse their memory blocks. The first micro-batch cannot be measured, because gradients do not
+    exist yet, but both sizes must be measured. So of two micro-batches, the first is halved, and its second half is
+    moved to the end.
     """
     if len(cuts) == 2:
         (begin, end), (_, last) = cuts
@@ -217,14 +219,14 @@ def _balance_pieces(most: int, num_rows: int) -> int:
 
 
 _EVERY = 8
-"""Number of calls of `AllocatorPressure.is_thrashing` of which one queries the allocator's statistics.
+"""Number of calls of `AllocatorPressure.is_thrashing` per query of the allocator's statistics.
 
 A query takes a tenth of a millisecond.
 """
 _NUM_LOOKS = 2
 """Number of consecutive queries that must find that the cache was emptied before the allocator counts as thrashing.
 
-A tensor shape that occurs only once, as in an evaluation, makes the allocator empty its cache once.
+A tensor shape that occurs only once, for example in an evaluation, can make the allocator empty its cache once.
 """
 
 
@@ -258,7 +260,7 @@ class AllocatorPressure:
         return self._peak is not None
 
     def reset_statistics(self) -> None:
-        """Reset all statistics, because smaller micro-batches follow, for which earlier values do not apply."""
+        """Reset all statistics when micro-batches become smaller, because earlier values no longer apply."""
         self._num_rescues, self._num_in_a_row, self._num_votes = None, 0, 0
         self._curve.clear()
         self.reset_peak()
@@ -282,7 +284,7 @@ class AllocatorPressure:
         """Record the peak memory since the last micro-batch, and start to measure the next one.
 
         Args:
-            num_rows: Rows of the micro-batch that has ended. 0: it does not count.
+            num_rows: Rows of the micro-batch that has ended. 0: do not record its peak.
         """
         if self._peak is None or self._statistics is None:
             return

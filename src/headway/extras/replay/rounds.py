@@ -1,4 +1,6 @@
-"""Replay of collectives: a rank that ran out of memory joins its peers' collectives up to the vote.
+"""Replay of collectives: a rank that ran out of memory joins its peers' collectives up to the next vote.
+
+In a vote, all ranks report whether their batch has succeeded. A round is the interval between two votes.
 
 ::
 
@@ -7,15 +9,20 @@
                         reports it on the control plane; peers' threads publish their logs
                                                gather, ..., reduce, vote       with its own shards, zero gradients
 
-This is needed if forwards contain collectives. The control plane is separate from them, and a replayer is a thread, so
-both work while the other ranks wait inside a collective. The thread reads the control plane only while this rank makes
-no progress, so that a run without failures sends nothing. Ranks may fail together, at different places: each takes part
-in what any rank has entered, and skips what no rank of its group will enter. If a rank cannot even take part, it
-reports that, and the run ends on all ranks with its reason.
+This is needed if forward passes contain collectives. The control plane does not use collectives, and
+`CollectiveReplayer` is a thread, so both work while the other ranks wait inside a collective. The thread reads the
+control plane only while this rank makes no progress, so a run without failures sends nothing. If several ranks fail at
+different places, each of them joins the collectives that any rank has entered. It skips those that no rank of its group
+will enter. If a rank cannot join, it reports the reason, and the run ends on all ranks with this reason.
 
-Keys of a round on the control plane, below `replay/NUMBER/`: `RANK/INDEX` for a collective that a rank has entered;
-`failed/RANK` if its memory ran out and its earlier collectives have been published; `failed` if any rank's memory ran
-out; `lost` with the reason if the round cannot be finished. The rank that set a key deletes it after the vote.
+A round has these keys on the control plane, below `replay/NUMBER/`:
+
+- `RANK/INDEX` for each collective that a rank has entered
+- `failed/RANK` if the rank's memory ran out and its earlier collectives have been published
+- `failed` if any rank's memory ran out
+- `lost`, with the reason, if the round cannot be finished
+
+The rank that set a key deletes it after the vote.
 """
 
 import threading
@@ -47,8 +54,8 @@ _ANSWER = timedelta(seconds=60)
 class CollectiveReplayer:
     """Thread that publishes which collectives this rank has entered, even while the rank waits in a collective.
 
-    A rank that ran out of memory reads these logs from the control plane to join the collectives of the others. Each
-    process runtime has one replayer. It uses neither models nor strategies.
+    A rank that ran out of memory reads from the control plane which collectives the other ranks have entered, and joins
+    them. Each process runtime has one replayer. It uses neither models nor strategies.
     """
 
     def __init__(self) -> None:
@@ -194,9 +201,10 @@ class Rounds:
         self._collective_log.end_batch()
 
     def end_round(self) -> None:
-        """End the round, and delete the keys that this rank has published on the control plane.
+        """End the current round, and delete the keys that this rank has published on the control plane.
 
-        Called after all ranks have voted on whether the batch has succeeded.
+        Called after a vote, in which all ranks report whether the batch has succeeded. A round is the interval between
+        two votes.
         """
         self._replayer.end_round()
 
@@ -206,7 +214,7 @@ class Rounds:
         """Take part in the collectives that other ranks still run for the batch, after this rank ran out of memory.
 
         Raises:
-            MemoryExhausted: On all ranks, if this or another rank cannot take part.
+            MemoryExhausted: On all ranks, if this or another rank cannot take part in the collectives.
         """
         calls, started = self._collective_log, time.monotonic()
         try:
@@ -249,7 +257,7 @@ class Rounds:
     def _find_step(self, index: int, ranks: Sequence[int]) -> Step | None:
         """Return the collective with this index that one of the ranks has entered.
 
-        None if all of them ran out of memory before it.
+        None if all of them ran out of memory before they entered it.
 
         Args:
             index: Index of the collective in the current round, which is the interval between two votes.

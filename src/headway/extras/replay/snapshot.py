@@ -2,20 +2,20 @@
 
 They cover gradients, buffers, RNG states and optimizer state.
 
-The first step of an optimizer creates its state. Creating it by a step with zero gradients would not be neutral
-(weight decay, bias correction, dampening). So the real step is made, with parameters and prior state saved in host
-memory, and its temporary allocations are measured. If the vote after it succeeds, the step is kept. So results equal
-those of the plain optimizer bit by bit. If it fails, everything is restored. Later steps use the existing state,
-and only the measured temporaries are reserved before the vote. An optimizer from outside torch may keep its state
-in any attribute. Its steps are made this way until one of them leaves the number and sizes of all tensors unchanged.
-They are made this way again as soon as a step changes them.
+An optimizer's first step creates its state. A step with zero gradients would create it too, but would not be neutral
+(weight decay, bias correction, dampening). So the real step is made, after parameters and prior state have been copied
+to host memory, and its temporary allocations are measured. Then all ranks report whether their batch has succeeded,
+which is called a vote. If all have succeeded, the step is kept, so results equal those of the plain optimizer bit for
+bit. Otherwise everything is restored. Later steps use the existing state, and only the measured temporary memory is
+reserved before the vote. An optimizer from outside torch can keep its state in any attribute. Its steps are made like
+first steps until one of them leaves the number and sizes of all tensors unchanged, and again once a step changes them.
 
 `Rewind` undoes several updates. It copies a run's state to host memory every n updates and keeps the last two
 copies. A copy is made between two updates, before the next batch is requested. It contains what later updates change:
 parameters, optimizer state, buffers, schedules, RNG states, counters and registered objects. The position in the
 data is not included. After going back, the loop continues to read, so that the batches since the copy are left out. The
-state then equals, bit for bit, that of a run whose data never contained them. A pass over the data determines its order
-when it begins, and going back would determine it again, so copies from an earlier pass are dropped.
+state then equals, bit for bit, that of a run whose data never contained them. The order of the data is chosen when a
+pass over it begins. Copies from an earlier pass are dropped, because going back to them would choose the order again.
 """
 
 import copy
@@ -151,7 +151,7 @@ class BatchSnapshot:
 
 
 class StepUndo:
-    """Copy, in host memory, of everything that an optimizer's step may change, so that the step can be undone.
+    """Copy in host memory of everything that an optimizer step can change, so that the step can be undone.
 
     Args:
         optimizer: torch's own optimizer, not the prepared one.
@@ -275,7 +275,7 @@ class OptimizerRecord:
     def reserve_memory(self) -> None:
         """Allocate and free as much memory as a step temporarily needs, so that a caching allocator keeps it available.
 
-        The blocks are allocated one by one, because they may fit where one block of their total size does not.
+        The blocks are allocated one by one, because they might fit where one block of their total size does not.
         """
         blocks = [
             torch.empty(size, dtype=torch.uint8, device=device)
@@ -316,7 +316,7 @@ def _describe_tensors(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]
 
 
 def _iterate_strided(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the strided tensors in a tree, as local shards if they are sharded.
+    """Yield the strided tensors in a nested collection, with local shards in place of sharded tensors.
 
     For a sparse tensor, its index and value tensors are yielded.
     """
@@ -458,7 +458,7 @@ class Rewind:
         """Restore the older of the two kept copies of the run's state.
 
         This undoes between `distance` and twice `distance` updates, or fewer if the current pass over the data began
-        later.
+        more recently.
 
         Returns:
             Number of updates of the restored state, or None if there is no copy.

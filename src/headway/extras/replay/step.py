@@ -57,7 +57,7 @@ class PieceStep(TrainingStep):
     Args:
         run: Run of the Accelerator.
         policy: Policy that determines how losses are divided in an accumulation window.
-        guard: Guard that checks losses and gradients, such as for NaNs.
+        guard: Guard that checks losses and gradients for problems such as NaNs.
 
     Attributes:
         transaction: Transaction of the current batch.
@@ -74,7 +74,8 @@ class PieceStep(TrainingStep):
         strategy.capabilities.require("rollback", strategy.name, "leave microbatching off")
         rewound = run.windows, run.clock, run.precision, strategy
         snapshot = BatchSnapshot(run.prepared, rewound, runtime.hardware)
-        # If each piece contains collectives, gradients are reduced at once, and all ranks run equally many pieces.
+        # If forward or backward of a piece contains collectives, each piece reduces its gradients at once, and all
+        # ranks run the same number of pieces.
         self.reduces_pieces = not strategy.capabilities.lone_pieces
         rounds = Rounds(strategy, runtime) if self.reduces_pieces else None
         allocator = AllocatorPressure(runtime.hardware, runtime.device)
@@ -171,7 +172,7 @@ class PieceStep(TrainingStep):
     ) -> bool:
         """Run the optimizer step, or replay the batch if memory runs out. Return whether the update happened.
 
-        The guard, which checks losses and gradients for NaNs and the like, may forbid the update. All ranks still
+        The guard, which checks losses and gradients for problems such as NaNs, can forbid the update. All ranks still
         report to each other whether the batch has succeeded. A replay asks the guard again, because ranks that
         failed before this point have not asked it yet.
         """
@@ -195,7 +196,7 @@ class PieceStep(TrainingStep):
     def tick_scheduler(self, call: Callable[[], None]) -> None:
         """Defer a scheduler's step until the batch is committed, so that it steps once per batch.
 
-        A batch that was split calls it once per micro-batch.
+        For a batch that was split, the loop calls this method once per micro-batch.
 
         Args:
             call: Function that steps the scheduler.
@@ -284,7 +285,8 @@ class PieceStep(TrainingStep):
     def _find_num_rows(self, batch: Tree) -> int | None:
         """Return the number of rows (samples) in a batch, or None if its tensors have no batch dimension.
 
-        The loader's count is used if some tensor has that size, and otherwise the size of the tensors' first dimension.
+        The loader's count is used if it equals the first dimension of any tensor. Otherwise the batch size is found
+        from the tensors' first dimensions.
         """
         found = find_batch_size(batch)
         active = self.windows.active

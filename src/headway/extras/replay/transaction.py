@@ -1,15 +1,17 @@
 """Transaction of a batch, which can be undone and replayed in smaller pieces if memory runs out on any rank.
 
+A piece is a micro-batch of the batch. In a vote, all ranks gather a few numbers, such as whether each has succeeded.
+
 ::
 
     begin -> pieces, each computed alone -> vote 1 -> gradients and buffers are reduced -> gradients are clipped or read
           -> optimizer state exists, temporaries are reserved -> vote 2 -> commit -> the update
 
-If memory runs out on any rank before vote 2, all ranks learn it at their next vote, return to `begin_batch`, and run
-the batch again in smaller pieces. If memory runs out after vote 2, the run ends.
+If memory runs out on any rank before vote 2, all ranks learn it at their next vote. They restore the state from
+`begin_batch`, and run the batch again in smaller pieces. If memory runs out after vote 2, the run ends.
 
-Gradients are not reduced before vote 1. In a vote, all ranks gather a few numbers. No other collective is running at
-that point, and a rank that calls one gets an error instead of waiting.
+Gradients are not reduced before vote 1. No other collective runs during a vote, and a rank that calls another one gets
+an error instead of waiting.
 
 If an error is not replayed, look for the reason in this order:
 
@@ -79,8 +81,8 @@ class BatchTransaction:
         strategy: Strategy that reduces gradients.
         snapshot: Snapshot that `rollback` restores.
         allocator: Monitor of the device's memory.
-        prepared: Registry whose optimizers step.
-        rounds: Replay of collectives, for a rank that ran out of memory. None if forwards contain no collectives.
+        prepared: Registry of the prepared optimizers.
+        rounds: Replay of collectives, for a rank that ran out of memory. None if forward passes contain no collectives.
 
     Attributes:
         size: Limit on the rows per micro-batch.
@@ -206,7 +208,7 @@ class BatchTransaction:
         self.num_rows, self._num_pieces = 1, 0
 
     def abandon_batch(self, is_window_dropped: bool) -> None:
-        """Undo the batch, because the caller left it early by `break` or an error.
+        """Undo the batch, because the caller left it early with `break` or because of an error.
 
         Args:
             is_window_dropped: Whether to also drop the gradients of earlier batches in the accumulation window.
@@ -261,7 +263,7 @@ class BatchTransaction:
         Such an exchange of reports is called a vote.
 
         Args:
-            phase: Vote of the batch, such as `_GRADIENTS`.
+            phase: Number that identifies the vote within the batch, such as `_GRADIENTS`.
             numbers: Numbers of this rank to gather in the vote.
 
         Returns:
@@ -358,7 +360,7 @@ class BatchTransaction:
             self.rounds.check(error)
 
     def _report_failure(self, error: BaseException) -> None:
-        """Free the memory of a failed attempt, and report the failure to all ranks.
+        """Free the memory of the micro-batch that failed, and report the failure to all ranks.
 
         Raises:
             MemoryExhausted: If micro-batches cannot become smaller.
@@ -392,7 +394,7 @@ class BatchTransaction:
         self.snapshot.merge_gradients()
         num_gaps = self.strategy.prepare_reduction(parameters)
         rows = self._vote_success(_GRADIENTS, weight, float(num_gaps), float(self.strategy.data_shard.index))
-        weights = {row[2]: row[0] for row in rows}  # several ranks may read one part of the data
+        weights = {row[2]: row[0] for row in rows}  # ranks that read one part of the data count once
         return sum(weights.values()), any(row[1] for row in rows)
 
     def set_gradients_aside(
@@ -537,10 +539,10 @@ class BatchTransaction:
         others: list[torch.optim.Optimizer],
         run: Callable[[], bool],
     ) -> bool | None:
-        """Allocate the memory that an optimizer step needs before all ranks report that their batch has succeeded.
+        """Reserve the memory for an optimizer step, before all ranks report that their batch has succeeded.
 
         After these reports, the batch can no longer be replayed if memory runs out. If the optimizer has no state
-        yet, the step itself is run, and can be undone.
+        yet, the step itself is run, so that it can still be undone.
 
         Args:
             own: Record of the optimizer.
@@ -578,7 +580,7 @@ class BatchTransaction:
     # ---------------------------------------------------------------- schedulers and padding
 
     def tick_scheduler(self, call: Callable[[], None], is_last: bool) -> None:
-        """Schedule one step of a learning-rate scheduler for the time at which the batch is committed.
+        """Postpone a learning-rate scheduler's step until the batch is committed.
 
         A call in any micro-batch other than the last one is ignored. Outside of a batch, the scheduler steps at once.
 

@@ -1,1 +1,1 @@
-"""Model the device of a forecast: its memory, its kernels and its allocator."""
+"""Model the device that a forecast is for: its memory, its kernels and its allocator."""

@@ -1,11 +1,12 @@
-"""Replay allocations and frees by the rules of CUDA's caching allocator, to find out how much memory it reserves.
+"""Replay allocations and frees by the rules of CUDA's caching allocator, to determine how much memory it reserves.
 
-The rules are those of torch's `CUDACachingAllocator` with its default settings. Requests are rounded up to 512 bytes.
-Small and large requests have separate pools. The smallest free block that is large enough is split, and free neighbors
-are merged. Reserved memory is kept. With expandable segments, each pool is one range of addresses that grows by pages.
+The rules are those of torch's `CUDACachingAllocator` with its default settings. Requests are rounded up to a multiple
+of 512 bytes. Small and large requests have separate pools. A request gets the smallest free block that is large enough,
+and the rest of the block is split off. Adjacent free blocks are merged. Reserved memory is never returned to the
+device. With expandable segments, each pool is one address range that grows by pages.
 
-On a full GPU, torch frees its cached memory. This is not modeled, because a forecast computes the memory that a step
-needs if the GPU has enough of it.
+If the GPU is full, torch frees its cached memory. This is not modeled, because a forecast computes how much memory a
+step needs on a GPU that has enough.
 """
 
 from bisect import bisect_left, insort
@@ -21,36 +22,40 @@ KINDS = (
 )  # fmt: skip
 """Kinds of memory, such as weights or activations, in the order in which reports list them."""
 UNSURE = "unsure"
-"""Operation name of an allocation that a run may or may not need, such as a kernel's workspace of unknown size.
+"""Operation name of an allocation that might not occur in a run, such as a kernel's workspace of unknown size.
 
-It is the last event of a trace and is never freed.
+The allocation is the last event of a trace and is never freed.
 """
 MIN_BLOCK = 512
-"""Granularity of blocks in bytes: every block size is a multiple of this (kMinBlockSize)."""
+"""Granularity of block sizes in bytes: every block size is a multiple of this (kMinBlockSize)."""
 SMALL = 1 << 20
-"""Largest request that uses the small pool (kSmallSize). A large block is split only if more than this remains."""
+"""Largest request in bytes that uses the small pool (kSmallSize).
+
+A block of the large pool is split only if more bytes than this remain.
+"""
 SMALL_SEGMENT = 2 << 20
 """Bytes that the small pool reserves at a time (kSmallBuffer)."""
 LARGE_SEGMENT = 20 << 20
 """Bytes that the large pool reserves for a request below `OWN_SEGMENT` (kLargeBuffer)."""
 OWN_SEGMENT = 10 << 20
-"""Smallest request in bytes that gets a separate segment, whose size is a multiple of `ROUND_LARGE`
-(kMinLargeAlloc).
+"""Smallest request in bytes that gets a segment of its own (kMinLargeAlloc).
+
+The size of such a segment is a multiple of `ROUND_LARGE`.
 """
 ROUND_LARGE = 2 << 20
-"""Granularity in bytes of the size of a segment that serves a single large request (kRoundLarge)."""
+"""Granularity in bytes for the size of a segment that serves a single large request (kRoundLarge)."""
 _ENDLESS = 1 << 60
-"""Length of the address range of an expandable segment."""
+"""Bytes in the address range of an expandable segment, larger than any GPU's memory."""
 
 
 class MemoryEvent(NamedTuple):
-    """Allocation or free of memory.
+    """Allocation or release of memory.
 
     Attributes:
-        key: Identifier of the memory, shared by its allocation and its free. Every allocation has a new one.
-        num_bytes: Bytes allocated. Negative for a free.
+        key: Identifier of the memory, shared by the allocation and the release. Every allocation has a new one.
+        num_bytes: Bytes allocated. Negative for a release.
         what: Operation that requested the memory.
-        where: User's line, such as "train.py:12 in main", or "" if there is none.
+        where: User's source line that requested the memory, such as "train.py:12 in main". Empty if unknown.
         kind: Use of the memory, one of `KINDS`.
         stream: CUDA stream of the allocation. 0 is the stream that computes.
     """
@@ -64,10 +69,10 @@ class MemoryEvent(NamedTuple):
 
 
 def separate_unsure(events: list[MemoryEvent]) -> tuple[list[MemoryEvent], int]:
-    """Remove the last event if it is memory that a run may or may not need (its operation is `UNSURE`).
+    """Remove the last event if it is an allocation that might not occur in a run (its operation is `UNSURE`).
 
     Returns:
-        The remaining events, and the bytes of the removed event, or 0 if there was none.
+        The remaining events, and the bytes of the removed event. The bytes are 0 if no event was removed.
     """
     if events and events[-1].what == UNSURE:
         return events[:-1], events[-1].num_bytes
@@ -75,7 +80,7 @@ def separate_unsure(events: list[MemoryEvent]) -> tuple[list[MemoryEvent], int]:
 
 
 def compute_exact_peak(events: list[MemoryEvent]) -> int:
-    """Return the peak of the bytes in use, without rounding requests up to the allocator's block size."""
+    """Return the maximum number of bytes in use, without rounding requests up to the allocator's block size."""
     held = most = 0
     for event in events:
         held += event.num_bytes
@@ -84,7 +89,10 @@ def compute_exact_peak(events: list[MemoryEvent]) -> int:
 
 
 def split_by_kind(events: list[MemoryEvent], index: int) -> dict[str, int]:
-    """Return the bytes in use by kind of memory, right after the event with this index."""
+    """Return the bytes in use right after the event with this index, by kind of memory.
+
+    Kinds that use no memory are left out.
+    """
     held: dict[str, int] = {}
     for event in events[: index + 1]:
         held[event.kind] = held.get(event.kind, 0) + event.num_bytes
@@ -119,14 +127,14 @@ class _Block:
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """Pool of free blocks on one stream, for either small or large requests, sorted by size and address."""
+    """Pool of free blocks on one stream, for either small or large requests."""
 
     page: int
     rest: int
-    """Minimum bytes that must remain after a split. A block with a smaller remainder is not split."""
+    """Minimum number of bytes that a split must leave over. A block with a smaller remainder is not split."""
     free: list[tuple[int, int]] = field(default_factory=list)
     blocks: dict[int, _Block] = field(default_factory=dict)
-    """Free blocks by address."""
+    """Free blocks, by address."""
     last: _Block | None = None
     """Highest block of the expandable segment, the only one that can grow."""
 
@@ -139,10 +147,13 @@ class _Pool:
         del self.blocks[block.address]
 
     def find_best_block(self, size: int) -> _Block | None:
-        """Return the smallest free block that fits, as torch's `get_free_block` does. None if no block fits.
+        """Return the smallest free block that is large enough, or None, by the rules of torch's `get_free_block`.
 
-        In an expandable segment, the size of the last block includes the range into which it can grow. So any other
-        free block that fits is preferred to it.
+        In an expandable segment, the size of the last block includes the address range into which it can grow. So any
+        other free block that is large enough is preferred to the last one.
+
+        Args:
+            size: Bytes that the block must have.
         """
         found: _Block | None = None
         for index in range(bisect_left(self.free, (size, 0)), len(self.free)):
@@ -153,17 +164,17 @@ class _Pool:
         return found
 
     def _compute_reach(self, block: _Block) -> int:
-        """Return the block's size, plus the bytes by which it can grow in an expandable segment."""
+        """Return the block's size in bytes, plus the bytes by which it can grow in an expandable segment."""
         return block.size + (_ENDLESS if block is self.last else 0)
 
 
 def round_to_block(num_bytes: int) -> int:
-    """Round the bytes of a request up to the size of a block."""
+    """Round the size of a request in bytes up to a valid block size."""
     return max(MIN_BLOCK, -(-num_bytes // MIN_BLOCK) * MIN_BLOCK)
 
 
 def compute_segment_size(size: int) -> int:
-    """Return the bytes of the segment that is reserved for a block of `size` bytes if no free block is large enough."""
+    """Return the bytes that the allocator reserves for a block of `size` bytes if no free block is large enough."""
     if size <= SMALL:
         return SMALL_SEGMENT
     if size < OWN_SEGMENT:
@@ -195,7 +206,12 @@ class Allocator:
         self._next_address = ROUND_LARGE
 
     def allocate(self, key: Hashable, num_bytes: int, stream: Hashable = 0) -> None:
-        """Allocate memory, and identify it by `key` until it is freed. A request of 0 bytes does nothing.
+        """Allocate memory that is identified by `key` until it is freed. A request of 0 bytes does nothing.
+
+        Args:
+            key: Identifier of the memory.
+            num_bytes: Bytes to allocate.
+            stream: CUDA stream that allocates. Default: 0.
 
         Raises:
             StateError: If the key is in use.
@@ -219,7 +235,7 @@ class Allocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, key: Hashable) -> None:
-        """Free the memory with this key. Keys that are unknown or have 0 bytes are ignored."""
+        """Free the memory with this key. Do nothing if the key is unknown or its request was for 0 bytes."""
         block = self._live.pop(key, None)
         if block is None:
             return
@@ -235,7 +251,7 @@ class Allocator:
         is_small = size <= SMALL
         pool = self._pools.get((stream, is_small))
         if pool is None:
-            # Blocks of an expandable segment are split as finely as small ones.
+            # Large blocks of an expandable segment are split as finely as blocks of the small pool.
             rest = MIN_BLOCK if is_small or self._expandable else SMALL + 1
             pool = _Pool(SMALL_SEGMENT if is_small else LARGE_SEGMENT, rest)
             self._pools[stream, is_small] = pool
@@ -248,9 +264,9 @@ class Allocator:
         return _Block(self._next_address - taken, taken, pool)
 
     def _grow_segment(self, pool: _Pool, size: int) -> _Block:
-        """Add pages to an expandable segment until a request of `size` bytes fits, and return the block for it.
+        """Add pages to an expandable segment until a free block at its end has `size` bytes, and return that block.
 
-        The last block of the segment grows if it is free. Otherwise a new block follows it.
+        If the last block of the segment is free, that block grows. Otherwise a new block is added after it.
         """
         last = pool.last
         room = last.size if last is not None and last.is_free else 0
@@ -281,7 +297,7 @@ class Allocator:
 
     @staticmethod
     def _merge_blocks(block: _Block, other: _Block) -> None:
-        """Extend `block` by a free neighbor, which ceases to exist."""
+        """Extend `block` by an adjacent free block, which ceases to exist."""
         if other is block.before:
             block.address = other.address
             block.before = other.before
@@ -298,11 +314,11 @@ class Allocator:
 
 @dataclass(frozen=True)
 class AllocationReplay:
-    """Peak memory of a replayed sequence of allocations.
+    """Peak memory during a replayed sequence of allocations.
 
     Attributes:
-        allocated: Peak of the bytes in use, each request rounded up to a multiple of 512.
-        reserved: Peak of the bytes reserved on the GPU.
+        allocated: Maximum number of bytes in use. On CUDA, each request is rounded up to a multiple of 512 bytes.
+        reserved: Maximum number of bytes reserved on the device.
         peak: Index of the event at which the most bytes are in use.
     """
 
@@ -312,7 +328,7 @@ class AllocationReplay:
 
 
 def replay_events(events: Iterable[MemoryEvent], expandable: bool = False) -> AllocationReplay:
-    """Replay allocation events on a new allocator, and return the peaks.
+    """Replay allocation events on a new simulated allocator, and return the peak memory.
 
     Args:
         events: Events in order.

@@ -1,4 +1,4 @@
-"""Choose the attention kernel for a device by torch's rules, and compute the scratch memory of its backward."""
+"""Choose the attention kernel for a device by torch's rules, and compute the scratch memory of the kernel's backward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from headway.forecasting._torch import FakeTensor, FunctionalTensor
 
 FLASH_MAX_HEAD = 256
-"""Maximum size of a head in FlashAttention."""
+"""Largest head size that FlashAttention supports."""
 HALVES = (torch.float16, torch.bfloat16)
 """Half-precision dtypes, for which fused attention kernels exist."""
 
@@ -18,9 +18,13 @@ TRACED = FakeTensor, FunctionalTensor
 
 
 def size_flash_backward(args: tuple[Any, ...]) -> list[int]:
-    """Return the bytes of FlashAttention's scratch tensors in backward.
+    """Return the bytes of each scratch tensor in FlashAttention's backward.
 
-    They are row sums, and the query's gradient in float32.
+    They are copies of the outgoing gradient and the result if the kernel needs contiguous ones, the row sums, and the
+    gradient of the query in float32. Grouped-query attention adds two (see `size_grouped_gradients`).
+
+    Args:
+        args: Arguments of the backward operation.
     """
     query = args[1]
     samples, heads, length, width = query.shape
@@ -40,7 +44,11 @@ def _size_copy(tensor: torch.Tensor) -> list[int]:
 def size_grouped_gradients(args: tuple[Any, ...]) -> list[int]:
     """Return the bytes of the key and value gradients in grouped-query attention before their sum over each group.
 
-    Before the sum, these gradients have as many heads as the query. The list is empty if keys have as many heads.
+    Before the sum, these gradients have as many heads as the query. The list is empty if query and key have the same
+    number of heads.
+
+    Args:
+        args: Arguments of the backward operation.
     """
     query, key = args[1], args[2]
     samples, heads, _, width = query.shape
@@ -48,14 +56,15 @@ def size_grouped_gradients(args: tuple[Any, ...]) -> list[int]:
 
 
 def size_efficient_backward(args: tuple[Any, ...]) -> list[int]:
-    """Return the bytes of each scratch tensor in the backward of memory-efficient attention.
+    """Return the bytes of each scratch tensor in the backward of memory-efficient attention, in the order of requests.
 
     - One tensor has a row sum for each query. In float32, the sums are computed from a product that is allocated first
-      and
-      freed afterwards.
+      and freed afterwards. A negative size denotes this free.
     - Gradients are accumulated in float32 blocks, each with a lock. Heads wider than 128 in half precision also need
-      blocks
-      for the gradients of keys and values.
+      such blocks for the gradients of keys and values.
+
+    Args:
+        args: Arguments of the backward operation.
     """
     query, key = args[1], args[2]
     samples, heads, length, width = query.shape
@@ -93,8 +102,8 @@ class AttentionKernel:
             key: Key, of shape (batch, heads, tokens, head size).
             mask: Attention mask, or None.
             p: Dropout probability.
-            causal: Whether the call is causal.
-            trains: Whether a gradient is needed.
+            causal: Whether the attention is causal.
+            trains: Whether any input needs a gradient.
         """
         width, is_half = query.shape[-1], query.dtype in HALVES
         if (
@@ -120,10 +129,10 @@ class AttentionKernel:
         """Whether torch would choose cuDNN's attention kernel for half-precision inputs.
 
         Args:
-            width: Size of a head.
+            width: Head size.
             mask: Attention mask, or None.
             p: Dropout probability.
-            trains: Whether a gradient is needed.
+            trains: Whether any input needs a gradient.
         """
         if self.capability not in ((9, 0), (10, 0)) or width % 8 or width > FLASH_MAX_HEAD:
             return False
@@ -137,8 +146,8 @@ def make_attention(choice: AttentionKernel | None) -> Callable[..., Any]:
     """Return an attention function that traces fake tensors through the kernel that the target device would use.
 
     Args:
-        choice: Rules for the kernel on a CUDA target, or None if the target is a CPU. For a CPU, the returned function
-            chooses the fused kernel itself, because torch would not choose it for fake tensors.
+        choice: Rules that choose the kernel on a CUDA device, or None for a CPU. For a CPU, the returned function
+            selects the fused kernel itself, because torch would not select it for fake tensors.
     """
     aten = torch.ops.aten
 
@@ -193,9 +202,9 @@ def make_attention(choice: AttentionKernel | None) -> Callable[..., Any]:
 def _choose_cpu_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float, enable_gqa: bool
 ) -> str:
-    """Return the name of the attention kernel for a CPU: "cpu" (fused), "math", or "plain" to let torch choose.
+    """Return the name of the attention kernel for a CPU: "cpu" (fused), "math", or "plain" if torch is to choose.
 
-    torch chooses if there is dropout, or if the shapes or strides are not those of the fused kernel.
+    The choice is left to torch if there is dropout, or if the fused kernel does not support the shapes or strides.
     """
     is_alike = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
     has_heads = query.dim() == 4 and (query.shape[1] == key.shape[1] or enable_gqa)
@@ -206,7 +215,7 @@ def _choose_cpu_kernel(
 
 
 def _make_additive_mask(mask: Any, query: torch.Tensor) -> Any:
-    """Convert a boolean mask to one that is added to the scores. Other masks are returned unchanged."""
+    """Convert a boolean attention mask to one that is added to the scores. Other masks are returned unchanged."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))

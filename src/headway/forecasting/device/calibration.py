@@ -1,8 +1,9 @@
-"""Measure once how much memory a GPU needs besides tensors, and store the result: `headway estimate --calibrate`.
+"""Measure how much memory a process needs on a GPU besides tensors, and store the result.
 
-The result is stored in the folder of the user's config file. The measurement starts a second process, which runs some
-typical kernels. The drop in free memory, minus the memory that the process's allocator has reserved, is the overhead of
-its context and libraries. Other processes do not disturb the measurement as long as their memory does not change.
+`headway estimate --calibrate` runs the measurement. The result is stored in the folder of the user's config file. The
+measurement starts a second process, which runs some typical kernels. The overhead of its CUDA context and libraries is
+the drop in free memory, minus the memory that its allocator has reserved. Other processes do not disturb the
+measurement as long as their memory does not change.
 """
 
 import json
@@ -39,7 +40,7 @@ sys.stdin.read()
 """
 """Source code of the process whose memory is measured.
 
-It runs typical kernels, prints its allocator's statistics and waits for the end of its input.
+The process runs typical kernels, prints its allocator's statistics, and waits for the end of its input.
 """
 
 
@@ -51,8 +52,8 @@ class CalibrationRecord:
         product: Product name of the GPU as reported by the driver.
         memory: Bytes of the GPU's memory.
         capability: Compute capability.
-        overhead: Bytes that a process uses in addition to its allocator's reserved memory, after its first kernels.
-        kept: Bytes that the process's allocator keeps for libraries' workspaces after these kernels.
+        overhead: Bytes that a process uses after its first kernels, in addition to its allocator's reserved memory.
+        kept: Bytes that the allocator still has in use after these kernels, for workspaces of libraries.
         torch: Version of torch at the measurement.
         date: Date of the measurement in ISO format.
     """
@@ -67,20 +68,24 @@ class CalibrationRecord:
 
     @property
     def source(self) -> str:
-        """Source of the numbers, as a sentence: GPU, torch version and date of the measurement."""
+        """Sentence that names the GPU, the torch version and the date of the measurement."""
         return f"measured on {self.product}, {self.date}, with torch {self.torch} (headway estimate --calibrate)"
 
 
 def locate_records(environment: Mapping[str, str]) -> Path:
-    """Return the path of the file with the calibration records, in the folder of the config file."""
+    """Return the path of the file with the calibration records, which is in the folder of the user's config file.
+
+    Args:
+        environment: Environment variables that determine the folder.
+    """
     return find_default_file(environment).with_name(FILE_NAME)
 
 
 def read_records(path: Path) -> dict[str, CalibrationRecord]:
-    """Read the calibration records by device name. The result is empty if there is no file.
+    """Read the calibration records, by device name. Return an empty dict if there is no file.
 
     Raises:
-        ConfigError: If the file does not contain calibration records.
+        ConfigError: If the file cannot be read, or does not contain calibration records.
     """
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
@@ -96,7 +101,12 @@ def read_records(path: Path) -> dict[str, CalibrationRecord]:
 
 
 def write_record(path: Path, name: str, record: CalibrationRecord) -> None:
-    """Store a calibration record under a device name. Records of other devices in the file are kept.
+    """Store a calibration record under a device name. The file's records of other devices are kept.
+
+    Args:
+        path: File with the calibration records.
+        name: Name of the device.
+        record: Record to store.
 
     Raises:
         ConfigError: If the file does not contain calibration records or cannot be written.
@@ -112,7 +122,7 @@ def write_record(path: Path, name: str, record: CalibrationRecord) -> None:
 
 
 def read_device_properties() -> tuple[str, int, tuple[int, int]]:
-    """Return the product name, memory and compute capability of this process's CUDA device.
+    """Return the product name, memory in bytes and compute capability of this process's CUDA device.
 
     Raises:
         DeviceUnavailable: If there is no CUDA device.
@@ -132,7 +142,7 @@ def measure_overhead() -> CalibrationRecord:
     """Measure the memory that a process needs on this process's CUDA device in addition to tensors.
 
     Raises:
-        DeviceUnavailable: If there is no CUDA device, or the measured kernels failed on it.
+        DeviceUnavailable: If there is no CUDA device, or the process that runs the kernels failed.
     """
     name, memory, capability = read_device_properties()
     import torch

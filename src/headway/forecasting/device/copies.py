@@ -1,9 +1,11 @@
-"""Compute the scratch memory of copies on CUDA: of arguments that are not contiguous, and of slow convolutions.
+"""Compute the scratch memory of copies that CUDA kernels make of non-contiguous arguments and in slow convolutions.
 
 Most kernels accept any strides. Norms, softmax, pooling and some others first copy an argument that is not contiguous,
-such as a gradient from a transpose (`expect_contiguous()` and `contiguous()` in `aten/src/ATen/native`). The history of
-torch's allocator shows which arguments are copied, and whether before or after the results are allocated. RMSNorm is a
-single kernel on CUDA.
+such as the gradient of a transposed tensor (`expect_contiguous()` and `contiguous()` in `aten/src/ATen/native`). The
+memory history that torch's allocator can record shows which arguments are copied, and whether before or after the
+results are allocated.
+
+RMSNorm is also traced here, because it is a single kernel on CUDA.
 """
 
 from collections.abc import Callable
@@ -15,7 +17,7 @@ import torch
 from headway.forecasting._torch import FakeTensor, suggest_memory_format
 
 Sizes = Callable[[tuple[Any, ...]], list[int]]
-"""Rule that computes scratch sizes in bytes from an operation's arguments, in the order of the requests."""
+"""Rule that computes the bytes of each scratch tensor from an operation's arguments, in the order of the requests."""
 
 _COPIED_AFTER = (
     "_softmax", "_log_softmax", "_log_softmax_backward_data", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "topk",
@@ -25,11 +27,11 @@ _COPIED_AFTER = (
     "_upsample_bicubic2d_aa", "_upsample_bicubic2d_aa_backward", "avg_pool3d_backward", "_adaptive_avg_pool3d_backward",
     "adaptive_max_pool2d", "adaptive_max_pool2d_backward", "max_pool3d_with_indices_backward",
 )  # fmt: skip
-"""Operations that copy their first argument after their results are allocated, if it is not contiguous."""
+"""Operations that allocate their results first, and then copy their first argument if it is not contiguous."""
 _CONVOLUTIONS = {"aten::convolution": 0, "aten::convolution_backward": 1}
-"""Index of the inputs among the arguments of each convolution operation.
+"""Index of the `input` argument of each convolution operation.
 
-The weights, the bias or its size, strides and paddings follow the inputs.
+The weight, the bias or its size, the strides and the paddings follow it.
 """
 
 
@@ -37,9 +39,9 @@ def _make_copy_rule(*places: int, like: int | None = None) -> Sizes:
     """Return a rule for the sizes of the copies that an operation makes of arguments with unsuitable strides.
 
     Args:
-        places: Indices of the arguments that may be copied.
-        like: Index of the argument whose memory format (channels last or not) images must have. With None, arguments
-            must be contiguous. Default: None.
+        places: Indices of the arguments that are copied if their strides are unsuitable.
+        like: Index of the argument whose memory format the copied arguments must have: contiguous or channels last.
+            None: They must be contiguous. Default: None.
     """
 
     def sizes(args: tuple[Any, ...]) -> list[int]:
@@ -59,9 +61,9 @@ COPIES_BEFORE: dict[str, Sizes] = {
     **dict.fromkeys(("aten::_adaptive_avg_pool3d", "aten::median"), _make_copy_rule(0)),
     "aten::roll": lambda args: (
         [args[0].nbytes] if len(args) < 3 or len(args[2]) > 1 else _make_copy_rule(0)(args)
-    ),  # one by one
+    ),  # several dimensions are rolled one after the other
 }
-"""Rules for copies of arguments that an operation allocates before its results, by operation."""
+"""Rules for the argument copies that an operation allocates before its results, by operation."""
 
 
 COPIES_AFTER: dict[str, Sizes] = {
@@ -74,17 +76,17 @@ COPIES_AFTER: dict[str, Sizes] = {
     **{f"aten::{each}_backward": _make_copy_rule(1, 0, like=1) for each in ("max_pool2d_with_indices", "avg_pool2d")},
     "aten::_adaptive_avg_pool2d_backward": _make_copy_rule(0, like=0),
 }
-"""Rules for copies of arguments that an operation allocates after its results, by operation."""
+"""Rules for the argument copies that an operation allocates after its results, by operation."""
 
 
 def is_slow_convolution(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a convolution in bfloat16 is computed as a matrix product on devices below compute capability 8.0.
+    """Whether a bfloat16 convolution is computed as a matrix product on devices below compute capability 8.0.
 
-    On such devices cuDNN has no bfloat16 convolution. Depthwise convolutions are excluded, because they have
-    separate kernels (`select_conv_backend` in `aten/src/ATen/native/Convolution.cpp`).
+    cuDNN has no bfloat16 convolution for such devices. The result is False for grouped and depthwise convolutions.
+    Depthwise convolutions have separate kernels (`select_conv_backend` in `aten/src/ATen/native/Convolution.cpp`).
 
     Args:
-        name: Name of the operation.
+        name: Name of the operation. For operations other than convolutions, the result is False.
         args: Arguments of the operation.
     """
     given = args[_CONVOLUTIONS[name] :] if name in _CONVOLUTIONS else ()
@@ -94,8 +96,11 @@ def is_slow_convolution(name: str, args: tuple[Any, ...]) -> bool:
 def _make_slow_rules(name: str) -> tuple[Sizes, Sizes]:
     """Return two functions that compute the scratch memory of a convolution that is computed as a matrix product.
 
-    The first is for memory allocated before the results: copies of arguments that are not contiguous. The second is for
-    memory allocated after them: the columns of one sample (im2col).
+    The first computes the memory that is allocated before the results: copies of arguments that are not contiguous. The
+    second computes the memory that is allocated after the results: the unfolded columns of one sample (im2col).
+
+    Args:
+        name: Name of the convolution operation.
     """
     first = _CONVOLUTIONS[name]
 
@@ -113,15 +118,13 @@ def _make_slow_rules(name: str) -> tuple[Sizes, Sizes]:
 
 
 SLOW_BEFORE, SLOW_AFTER = ({name: _make_slow_rules(name)[index] for name in _CONVOLUTIONS} for index in (0, 1))
-"""Rules for the scratch memory of slow convolutions, by operation: allocated before their results (`SLOW_BEFORE`) or
-after them (`SLOW_AFTER`).
-"""
+"""Rules for the scratch memory that slow convolutions allocate before and after their results, by operation."""
 
 
 class _RMSNorm(torch.autograd.Function):
     """Autograd function that allocates for fake tensors the memory that `_fused_rms_norm` allocates and keeps on CUDA.
 
-    A CPU has no such kernel.
+    It is needed because the fake tensors are on a CPU, which has no such kernel.
     """
 
     @staticmethod
@@ -132,7 +135,7 @@ class _RMSNorm(torch.autograd.Function):
             ctx: Context of the autograd function.
             inputs: Tensor to normalize.
             weight: Weight of the norm, or None.
-            dims: Number of last dimensions that are normalized.
+            dims: Number of trailing dimensions to normalize over.
         """
         rows = inputs.contiguous()
         result = torch.empty_like(rows)
@@ -156,9 +159,10 @@ class _RMSNorm(torch.autograd.Function):
 def apply_rms_norm(
     inputs: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> Any:
-    """Apply RMSNorm to fake tensors as one kernel if torch's `rms_norm` does so on CUDA.
+    """Apply RMSNorm to fake tensors as a single kernel if torch would do so on CUDA.
 
-    torch does so unless the weight has another dtype than the inputs, or the inputs have channels last.
+    torch uses a single kernel unless the dtypes of weight and inputs differ, or the inputs are in channels-last format.
+    Real tensors are computed as usual.
     """
     is_plain = suggest_memory_format(inputs) == torch.contiguous_format
     if isinstance(inputs, FakeTensor) and is_plain and (weight is None or weight.dtype == inputs.dtype):

@@ -1,16 +1,17 @@
-"""Table of the peak rates of GPUs in matrix products, as their manufacturers state them.
+"""Table of the peak rates of GPUs in matrix products, as their manufacturers publish them.
 
-The memory of a GPU is in `headway.forecasting.device.devices`.
+The memory of each GPU is in `headway.forecasting.device.devices`.
 
 Rates are for dense products, without structured sparsity. Products in half precision accumulate in float32. The sources
 of the TFLOP/s are:
 
 - NVIDIA data sheets of T4 (2019), V100 (2020), A10G, A100, A30, A40 (2021), L4, L40, L40S, H100 (2023), H200, B100
-  (2024) and the HGX data sheet for B200 (2025). Where a sheet has only the rate "with sparsity", the table has half of
-  it.
-- NVIDIA's white papers of the GA102 (2021), Ada (2023) and RTX Blackwell (2025) GPUs for GeForce RTX 3090, 4090 and
+  (2024) and the HGX data sheet for B200 (2025). If a sheet has only the rate "with sparsity", the table has half of
+  that rate.
+- NVIDIA white papers on the GA102 (2021), Ada (2023) and RTX Blackwell (2025) GPUs, for GeForce RTX 3090, 4090 and
   5090, and RTX A6000.
-- AMD data sheets of Instinct MI210 and MI250X (2022), MI300X (2023) and MI325X (2024). AMD has no TF32 before MI300.
+- AMD data sheets of Instinct MI210 and MI250X (2022), MI300X (2023) and MI325X (2024). AMD GPUs before MI300 have no
+  TF32.
 """
 
 DATA_SHEETS: dict[str, tuple[float | None, float | None, float | None, float]] = {
@@ -40,7 +41,7 @@ DATA_SHEETS: dict[str, tuple[float | None, float | None, float | None, float]] =
     "MI250X": (383.0, 383.0, None, 95.7),
     "MI210": (181.0, 181.0, None, 45.3),
 }
-"""Peak TFLOP/s of each GPU in (bf16, fp16, tf32, fp32), by a part of the device's name. The first matching key is used.
+"""Peak TFLOP/s of each GPU in (bf16, fp16, tf32, fp32), by a part of the device's name.
 
-None means that the device has no units for the format.
+The first key that the device's name contains is used. None means that the device has no hardware for the format.
 """

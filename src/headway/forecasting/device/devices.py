@@ -1,4 +1,4 @@
-"""Table of devices: memory, peak rates and the memory used before the first tensor, with the source of each number."""
+"""Table of devices: memory, peak rates, and the memory used before the first tensor, with the source of each number."""
 
 import re
 from dataclasses import dataclass, replace
@@ -18,28 +18,31 @@ GIB = 1 << 30
 MARGIN = 0.02
 """Fraction of the reserved memory that is added as a margin for unknown workspaces. Assumed, not measured."""
 LEAST_MARGIN = 192 * MIB
-"""Minimum margin in bytes, for a block that fits into no free gap. The largest error in 164 measurements was 152 MiB.
+"""Minimum margin in bytes, for a block that is larger than every free gap in the reserved memory.
 
-The measurements used torch's own allocator (docs/forecast_reference.md).
+The largest error in 164 measurements with torch's own allocator was 152 MiB. docs/forecast_measured.md shows such
+measurements.
 """
 _LATE_KERNELS = 128 * MIB
-"""Bytes that are added to a calibrated overhead for kernels that CUDA loads later in a run. Assumed."""
+"""Bytes that are added to a calibrated overhead, for kernels that CUDA loads later in a run. Assumed, not measured."""
 _NEAR = 0.05
-"""Relative tolerance when memory sizes are compared. Drivers report slightly other sizes than a product's name
-states.
+"""Relative tolerance when memory sizes are compared.
+
+It is needed because the size that a driver reports differs slightly from the size in the product's name.
 """
 _AMPERE = 2 * 4096 * 1024 + 8 * 16 * 1024
-"""Bytes of cuBLAS's default workspace below compute capability 9.0 (`:4096:2:16:8`).
+"""Bytes of cuBLAS's default workspace for compute capabilities below 9.0 (`:4096:2:16:8`).
 
-It is used unless CUBLAS_WORKSPACE_CONFIG is set.
+cuBLAS uses this size unless the variable CUBLAS_WORKSPACE_CONFIG is set.
 """
 _HOPPER = 32 * MIB
-"""Bytes of cuBLAS's default workspace from compute capability 9.0 on."""
-# Published memory in use with only BERT-large's weights (docs/forecast_reference.md), minus what torch allocates for these
-# weights. The rows of the table there were not used for it.
+"""Bytes of cuBLAS's default workspace for compute capability 9.0 and later."""
+# Published memory in use with only BERT-large's weights, minus the memory that torch allocates for these weights.
+# docs/forecast_measured.md compares forecasts with the other published figures, none of which was used for this number.
 _3090_CONTEXT = (2564 - 1294) * MIB
 # Uncompressed code for compute capability 8.6 in nvidia-cublas-cu11 11.10.3.66 (May 2022): 61 MiB in libcublas, 377 MiB in
-# libcublasLt. Before CUDA 11.7, the first matrix product loads all of it. The published value above was read before that.
+# libcublasLt. Before CUDA 11.7, the first matrix product loads all of this code. The published value above does not
+# include it, because that value was read before the first product.
 _3090_CUBLAS = (61 + 377) * MIB
 _3090 = (
     "RTX 3090, CUDA 11 of 2022, with a desktop: 1270 MiB published for a process that holds weights alone, and 438 MiB of cuBLAS's "
@@ -64,8 +67,8 @@ class Rates:
 
     Attributes:
         full: Floating point operations per second in float32 without TF32, which is torch's default.
-        half: Floating point operations per second in half precision on dense tensor cores, accumulated in float32.
-            bfloat16 needs compute capability 8.0.
+        half: Floating point operations per second in half precision on dense tensor cores, with accumulation in
+            float32. For bfloat16, it applies only from compute capability 8.0 on.
         bandwidth: Memory bandwidth in bytes per second.
     """
 
@@ -79,7 +82,7 @@ class Device:
     """Device that a forecast can be made for, with the numbers that the forecast needs.
 
     Attributes:
-        name: Name by which the user requests it.
+        name: Name by which the user selects the device.
         memory: Bytes of device memory, or None if unknown, as on a CPU.
         capability: Compute capability, or (0, 0) on a CPU.
         overhead: Bytes of the driver's context and loaded libraries: lower bound, likely value and upper bound.
@@ -116,7 +119,12 @@ class Device:
 
 
 def _make_rates(card: str, bandwidth: float) -> Rates:
-    """Return the peak FLOP/s of a GPU from its data sheet, with the given memory bandwidth in GB/s."""
+    """Return the peak rates of a GPU: the FLOP/s from its data sheet, and the given memory bandwidth.
+
+    Args:
+        card: Key of the GPU in `DATA_SHEETS`.
+        bandwidth: Memory bandwidth in GB/s.
+    """
     _, half, _, full = DATA_SHEETS[card]
     assert half is not None
     return Rates(full * 1e12, half * 1e12, bandwidth * 1e9)
@@ -136,7 +144,7 @@ def _make_v100(name: str, memory: int) -> Device:
 _CPU_RATES = Rates(100e9, 100e9, 20e9)
 """Assumed rates of a CPU. Processors differ too much for a table."""
 _UNKNOWN_RATES = Rates(20e12, 150e12, 1000e9)
-"""Assumed rates of a GPU that is not in the table. They only affect the relative costs of operations."""
+"""Assumed rates of a GPU that is not in the table. They affect only the relative costs of operations."""
 
 DEVICES = {
     device.name: device
@@ -172,20 +180,20 @@ DEVICES = {
         _make_assumed("mi300x", 196592, (9, 4), _make_rates("MI300X", 5300), 304, _HOPPER),
     )
 }
-"""Known devices by name."""
+"""Known devices, by name."""
 
 
 def find_device(name: str) -> Device:
     """Return the device with a given name.
 
-    Its overhead is the calibrated one if `headway estimate --calibrate` was run on this machine.
+    The overhead is the calibrated one if `headway estimate --calibrate` was run on this machine.
 
     Args:
-        name: Name from the table or of a calibrated GPU, or "this" for the CUDA device of this machine. Also a product
-            name as nvidia-smi prints it ("NVIDIA A100-SXM4-80GB"), or the memory of any GPU ("48GiB").
+        name: Name of a device in the table or of a calibrated GPU, or "this" for the CUDA device of this machine. Also
+            a product name as nvidia-smi prints it ("NVIDIA A100-SXM4-80GB"), or the memory size of any GPU ("48GiB").
 
     Raises:
-        ConfigError: If the device is neither in the table nor calibrated.
+        ConfigError: If no device matches the name.
         DeviceUnavailable: If `name` is "this" and there is no CUDA device.
     """
     wanted = name_this_device() if name.lower() == "this" else name.lower()
@@ -201,12 +209,12 @@ def find_device(name: str) -> Device:
 def look_up_device(name: str) -> Device | None:
     """Return the device with this name, or None if the name is unknown.
 
-    A calibrated device takes precedence over the table.
+    If the device has been calibrated, the calibrated overhead takes precedence over the table.
     """
     known, record = DEVICES.get(name), _read_records().get(name)
     if record is None:
         return known
-    # Kernels are loaded at their first use, so later ones increase the upper bound.
+    # CUDA loads a kernel at its first use, so the kernels that load after the calibration are added to the upper bound.
     overhead = (record.overhead, record.overhead, record.overhead + _LATE_KERNELS)
     workspace = record.kept // 2 if record.kept else (_HOPPER if record.capability >= (9, 0) else _AMPERE)
     rates = known.rates if known is not None else _UNKNOWN_RATES
@@ -215,15 +223,19 @@ def look_up_device(name: str) -> Device | None:
 
 
 def _match_product(text: str) -> str:
-    """Return the longest device name in the table whose words all occur in a product name, or "" if there is none."""
+    """Return the longest device name in the table whose words all occur in a product name, or "" if there is none.
+
+    Args:
+        text: Product name in lower case, such as "nvidia a100-sxm4-80gb".
+    """
     words = set(re.findall(r"[a-z0-9]+", text))
     return max((name for name in DEVICES if set(name.split("-")) <= words), key=len, default="")
 
 
 def _make_unknown_card(text: str) -> Device | None:
-    """Return a generic GPU of the Ampere generation with the memory that a text states, such as "48GiB".
+    """Return a generic GPU of the Ampere generation with the memory size in a text such as "48gib".
 
-    Return None if the text is not a size.
+    Return None if the text is not a memory size.
     """
     if not re.fullmatch(r"[0-9.]+ *[kmgt]?i?b", text):
         return None
@@ -245,9 +257,9 @@ def name_this_device() -> str:
 
 
 def name_card(product: str, memory: int) -> str:
-    """Return the name of a GPU in forecasts: the matching name in the table, or one made from its product name.
+    """Return a forecast's name for a GPU: the matching name in the table, or one derived from its product name.
 
-    A name in the table matches if its words occur in the product name and its memory is about `memory`.
+    A name in the table matches if its words occur in the product name and its memory size is about `memory`.
 
     Args:
         product: Product name as reported by the driver, such as "NVIDIA A100-SXM4-80GB".
@@ -266,23 +278,23 @@ def name_card(product: str, memory: int) -> str:
 
 
 def resolve_budget(device: Device, budget: int | str | None) -> int | None:
-    """Return the bytes that a run, including its CUDA context, may use on the device. None if no limit is known.
+    """Return the bytes that a run, including its CUDA context, can use on the device, or None if no limit is known.
 
     Args:
         device: Device to forecast for.
-        budget: Bytes, or text such as "24GiB", or None for all of the device's memory. Decimal units are powers of
-            1000, binary ones of 1024.
+        budget: Limit in bytes, or text such as "24GiB". Decimal units are powers of 1000, binary ones of 1024. None:
+            all of the device's memory.
     """
     return device.memory if budget is None else parse_bytes(budget)
 
 
 def estimate_use(device: Device, taken: int) -> tuple[int, int, int]:
-    """Return the memory that a process uses on a device if its allocator has reserved a given number of bytes.
+    """Return the memory that a process uses on a device if its allocator has reserved `taken` bytes.
 
-    The result includes the CUDA context, libraries and a margin.
+    On a GPU, the result includes the CUDA context, libraries and a margin.
 
     Args:
-        device: Device of the forecast.
+        device: Device to forecast for.
         taken: Bytes that the allocator has reserved.
 
     Returns:
@@ -295,12 +307,13 @@ def estimate_use(device: Device, taken: int) -> tuple[int, int, int]:
 
 
 def compute_allocator_limit(device: Device, budget: int) -> int:
-    """Return the bytes that the allocator may reserve so that the process stays within the budget.
+    """Return the bytes that the allocator can reserve before the process might exceed its budget.
 
-    The upper bound of the memory in use is compared with the budget. The result may be negative.
+    At this limit, the upper bound of the process's memory equals the budget. The result is negative if the budget is
+    too small for the overhead.
 
     Args:
-        device: Device of the forecast.
+        device: Device to forecast for.
         budget: Bytes that the whole process may use.
     """
     if not device.is_cuda:

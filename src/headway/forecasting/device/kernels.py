@@ -2,11 +2,11 @@
 
 Fake tensors are on the CPU. During a trace, some operations have another implementation for fake tensors, which
 requests the memory that the target's kernels request. Real tensors are computed as usual. The implementations are
-registered in torch's dispatcher. So they also apply to calls from C++ and to recomputation in backward.
+registered in torch's dispatcher, so they also apply to calls from C++ and to recomputation in backward.
 
-CUDA's autocast casts other operations to float32 than a CPU's. The operations listed here are those that torch
-registers for AutocastCUDA (`aten/src/ATen/autocast_mode.h`). A test compares them with the installed torch.
-Operations that run in half precision are the same on both.
+CUDA's autocast and a CPU's autocast differ in which operations they cast to float32. The operations listed here are
+those that torch registers for AutocastCUDA (`aten/src/ATen/autocast_mode.h`). A test compares them with the installed
+torch. Both autocasts run the same operations in half precision.
 """
 
 import warnings
@@ -55,7 +55,7 @@ NOT_CAST_BY_CUDA = (
 )  # fmt: skip
 """Operations whose inputs are cast to float32 by a CPU's autocast, but not by CUDA's.
 
-On CUDA, autocast casts only the operations that these operations call.
+On CUDA, autocast casts inputs only for the operations that these operations call.
 """
 
 
@@ -64,15 +64,15 @@ _WITH_BFLOAT16 = (8, 0)
 _SORTED_BY_BLOCK = 4096
 """Longest row that a single CUDA block can sort."""
 _SORTED_FROM = 3072
-"""Largest number of indices for which an embedding's backward on CUDA does not sort the indices."""
+"""Largest number of indices that an embedding's backward on CUDA processes without sorting them."""
 
 _OVERSIZED_ON_CUDA: dict[str, Sizes] = {
     "aten::log_sigmoid_forward": lambda args: [0, -1],
     "aten::native_layer_norm": lambda args: [0, *[args[0].numel() // prod(args[1]) * 4] * 2],
 }
-"""Rules for the storage sizes of results that differ on CUDA, by operation.
+"""Rules for the storage sizes of results that have another size on CUDA than elsewhere, by operation.
 
-Statistics are in float32. A negative size means that the result does not exist on CUDA.
+The statistics of a layer norm are in float32. A negative size means that the result does not exist on CUDA.
 """
 _MATMUL = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_scaled_mm")
 """Names of the operations that use cuBLAS."""
@@ -91,29 +91,35 @@ UNKNOWN_SCRATCH: dict[str, str] = {
         "cuSOLVER's workspaces are not counted",
     ),
 }
-"""Description of the scratch memory that cannot be computed, by operation. It becomes a caveat of the forecast."""
+"""Description of scratch memory whose size cannot be computed, by operation. It becomes a caveat of the forecast."""
 NAMESPACES = (
     *("aten", "prim", "prims", "profiler", "inductor", "higher_order"),
     *("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"),
 )
-"""Namespaces of operations whose memory is known. A trace's caveats list all other operations."""
+"""Namespaces of operations whose memory is known. A trace's caveats list the operations from all other namespaces."""
 
 
 def _size_embedding_backward(args: tuple[Any, ...]) -> list[int]:
-    """Return the bytes of each scratch tensor in an embedding's backward.
+    """Return the bytes of each scratch tensor that an embedding's backward allocates before its result.
 
-    They are contiguous gradients, sorted indices and sort buffers.
+    These are a contiguous copy of the gradient, the sorted indices, and buffers for the sort.
+
+    Args:
+        args: Arguments of the backward operation.
     """
     size, rows = args[1].numel() * 8, [] if args[0].is_contiguous() else [args[0].nbytes]
     return [*rows, size, size, 2 * size] if args[1].numel() > _SORTED_FROM else rows
 
 
 def _size_embedding_sums(args: tuple[Any, ...]) -> list[int]:
-    """Return the bytes of the partial sums in an embedding's backward.
+    """Return the bytes of the scratch tensors for the partial sums in an embedding's backward.
 
-    A partial sum covers at most ten rows, and every index that occurs starts a new one. So their computed number is
-    an upper bound. With far more indices than embedding rows, torch uses another algorithm. Its bounds were
-    measured.
+    A partial sum covers at most ten rows, and every distinct index starts a new one. The number of sums that follows
+    from this is an upper bound. If there are far more indices than embedding rows, torch uses another algorithm without
+    such sums. The limits from which on it does so were measured.
+
+    Args:
+        args: Arguments of the backward operation.
     """
     indices, rows = args[1].numel(), args[2]
     if not rows or indices <= _SORTED_FROM or (rows < 512 and rows * 30 < indices):
@@ -126,7 +132,10 @@ def _size_sorting(args: tuple[Any, ...]) -> list[int]:
     """Return the bytes of each scratch tensor of a sort whose rows are too long for one CUDA block.
 
     The scratch tensors are the positions of the values, the values if there are several rows, and buffers for radix
-    sort. The fixed part of radix sort (0.1 to 4.5 MB, depending on the device) is left out.
+    sort. The constant overhead of radix sort (0.1 to 4.5 MB, depending on the device) is not included.
+
+    Args:
+        args: Arguments of the sort.
     """
     values, size = args[0], args[0].numel() * 8
     length = values.shape[args[1] if len(args) > 1 and type(args[1]) is int else -1] if values.dim() else 1
@@ -139,7 +148,10 @@ def _size_sorting(args: tuple[Any, ...]) -> list[int]:
 def _size_indexed_sums(args: tuple[Any, ...]) -> list[int]:
     """Return the bytes of each scratch tensor of `index_put` with accumulation, which adds rows by index.
 
-    These are the sorted indices, and a contiguous copy of the values.
+    These are a contiguous copy of the values, the sorted indices, and buffers for the sort.
+
+    Args:
+        args: Arguments of `index_put`.
     """
     if len(args) < 4 or not args[3]:
         return []
@@ -150,7 +162,11 @@ def _size_indexed_sums(args: tuple[Any, ...]) -> list[int]:
 def _size_distances(args: tuple[Any, ...]) -> list[int]:
     """Return the bytes of the scratch tensors of Euclidean distances that are computed as one matrix product.
 
-    For this product, the points have two additional columns. A copy of the first points, times two, is allocated first.
+    For this product, each point gets two additional coordinates. The first scratch tensor is a copy of the first set of
+    points, multiplied by -2.
+
+    Args:
+        args: The two sets of points.
     """
     one, two = args[:2]
     wide, size = one.shape[-1] + 2, one.element_size()
@@ -161,22 +177,35 @@ def _size_distances(args: tuple[Any, ...]) -> list[int]:
 def _size_masked_rows(args: tuple[Any, ...]) -> list[int]:
     """Return the bytes of each scratch tensor of a softmax that returns zeros for fully masked rows.
 
-    These are the mask, the fully masked rows, and the zero that replaces their results.
+    These are the mask of masked elements, the mask of fully masked rows, and the zero that replaces the results of
+    those rows.
+
+    Args:
+        args: Arguments of the softmax.
     """
     return [args[0].numel(), args[0].numel() // args[0].shape[args[1]], 4]
 
 
 def _size_convolution_on_cpu(args: tuple[Any, ...]) -> list[int]:
-    """Return the bytes of the copies of inputs and weights that oneDNN makes in its own memory format.
+    """Return the bytes of the copies of weights and inputs that oneDNN makes in its own memory format.
 
-    Inputs are copied only if their number of channels is a multiple of eight.
+    Inputs are copied only if their number of channels is a multiple of 8.
+
+    Args:
+        args: Arguments of the convolution.
     """
     inputs, weights = args[0], args[1]
     return [weights.nbytes, *_size_reordered(inputs)]
 
 
 def _size_convolution_backward_on_cpu(args: tuple[Any, ...]) -> list[int]:
-    """Return the bytes of the copies of the gradient and the inputs that oneDNN makes in its own memory format."""
+    """Return the bytes of the copies of the gradient and the inputs that oneDNN makes in its own memory format.
+
+    A tensor is copied only if its number of channels is a multiple of 8.
+
+    Args:
+        args: Arguments of the convolution's backward.
+    """
     gradient, inputs = args[0], args[1]
     return [*_size_reordered(gradient), *_size_reordered(inputs)]
 
@@ -190,15 +219,22 @@ def _size_reordered(tensor: torch.Tensor) -> list[int]:
 
 
 def _size_eight_bit_update_on_cpu(args: tuple[Any, ...]) -> list[int]:
-    """Return the bytes of each scratch tensor when bitsandbytes computes its 8-bit Adam update with torch operations.
+    """Return the bytes of each scratch tensor in bitsandbytes' 8-bit Adam update on a CPU, which uses torch operations.
 
     These are five float32 tensors: gradient, two moments, square root and denominator.
+
+    Args:
+        args: Arguments of the update.
     """
     return [args[2].numel() * 4] * 5
 
 
 def _size_four_bit_product(args: tuple[Any, ...]) -> list[int]:
-    """Return the bytes of a four-bit layer's dequantized weight and scales, which are freed after the product."""
+    """Return the bytes of a four-bit layer's dequantized weight and scales, which are freed after the product.
+
+    Args:
+        args: Arguments of the matrix product.
+    """
     inputs, shape = args[0], args[2]
     nested = [args[7].numel() * 4] if len(args) > 7 and args[7] is not None else []
     return [*nested, shape[0] * shape[1] * inputs.element_size()]
@@ -210,9 +246,12 @@ def _size_nothing(args: tuple[Any, ...]) -> list[int]:
 
 
 def _size_unreduced_loss(args: tuple[Any, ...]) -> list[int]:
-    """Return the bytes of the elementwise losses before their reduction.
+    """Return the bytes of the elementwise losses before they are reduced to one number.
 
-    The list is empty with `reduction=0` ("none").
+    The list is empty with `reduction="none"`.
+
+    Args:
+        args: Arguments of the loss function.
     """
     return [args[0].nbytes] if len(args) < 3 or args[2] else []
 
@@ -220,14 +259,17 @@ def _size_unreduced_loss(args: tuple[Any, ...]) -> list[int]:
 def _size_mask_indices(args: tuple[Any, ...]) -> list[int]:
     """Return the bytes of the index tensors to which boolean masks are converted.
 
-    Each mask needs one tensor with the indices of all dimensions, and then one tensor per dimension.
+    Each mask needs one tensor with the indices of all dimensions, and then a separate tensor for each dimension.
+
+    Args:
+        args: Arguments of the indexing operation.
     """
     masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
     return [index.numel() * index.dim() * 8 for index in masks for _ in range(2)]
 
 
 def _size_chunk_logits(args: tuple[Any, ...]) -> list[int]:
-    """Return the bytes of one chunk's float32 logits, for a loss that is computed in chunks."""
+    """Return the bytes of the float32 logits of a single chunk, for a loss that is computed in chunks."""
     tokens, weight, chunk = args[0], args[1], args[6]
     return [min(len(tokens), chunk) * len(weight) * 4]
 
@@ -235,7 +277,10 @@ def _size_chunk_logits(args: tuple[Any, ...]) -> list[int]:
 def _size_ctc_backward(args: tuple[Any, ...]) -> list[int]:
     """Return the bytes of each scratch tensor in the CTC loss's backward.
 
-    One has the size of the values that forward has saved, the other the size of the log probabilities.
+    One is as large as the values that forward has saved, the other as large as the log probabilities.
+
+    Args:
+        args: Arguments of the backward operation.
     """
     return [args[6].nbytes, args[1].nbytes]
 
@@ -252,7 +297,7 @@ _EVERYWHERE: dict[str, Sizes] = {
     "bitsandbytes::gemm_4bit": _size_four_bit_product,
     "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _size_chunk_logits,
 }
-"""Rules for scratch memory that operations allocate before their results on every device."""
+"""Rules for the scratch memory that operations allocate before their results on every device, by operation."""
 
 _OF_CPU: dict[str, Sizes] = {
     "aten::convolution": _size_convolution_on_cpu,
@@ -263,7 +308,7 @@ _OF_CPU: dict[str, Sizes] = {
     "_c10d_functional::reduce_scatter_tensor": lambda args: [args[0].nbytes],
     "bitsandbytes::optimizer_update_8bit_blockwise": _size_eight_bit_update_on_cpu,
 }
-"""Rules for scratch memory that operations allocate before their results on a CPU."""
+"""Rules for the scratch memory that operations allocate before their results on a CPU, by operation."""
 
 _OF_CUDA: dict[str, Sizes] = {
     "aten::_scaled_dot_product_efficient_attention_backward": attention.size_grouped_gradients,
@@ -279,7 +324,7 @@ _OF_CUDA: dict[str, Sizes] = {
     "bitsandbytes::optimizer_update_8bit_blockwise": _size_nothing,
     **copies.COPIES_BEFORE,
 }
-"""Rules for scratch memory that operations allocate before their results on CUDA."""
+"""Rules for the scratch memory that operations allocate before their results on CUDA, by operation."""
 
 LATE_SCRATCH_OF_CUDA: dict[str, Sizes] = {
     **copies.COPIES_AFTER,
@@ -294,7 +339,7 @@ LATE_SCRATCH_OF_CUDA: dict[str, Sizes] = {
     # The product of gradient and result, and a copy of a gradient that is not contiguous.
     "aten::_softmax_backward_data": lambda args: [args[0].nbytes] * (2 - args[0].is_contiguous()),
     "aten::embedding_dense_backward": _size_embedding_sums,
-    # Like an embedding's, for dense gradients of sums and means (modes 0 and 1).
+    # As for an embedding, if the gradient is dense and the bags are summed or averaged (modes 0 and 1).
     "aten::_embedding_bag_backward": lambda args: _size_embedding_sums(
         (*args[:2], args[6] if args[8] < 2 and not args[9] else 0)
     ),
@@ -304,16 +349,17 @@ LATE_SCRATCH_OF_CUDA: dict[str, Sizes] = {
     "aten::scatter_reduce": lambda args: [args[3].nbytes, args[0].nbytes, args[0].numel()] if args[4] == "mean" else [],
     **{f"aten::{name}": _size_indexed_sums for name in ("index_put", "index_put_", "_index_put_impl_")},
 }
-"""Rules for scratch memory that operations allocate after their results on CUDA, in order.
+"""Rules for the scratch memory that operations allocate after their results on CUDA, by operation.
 
-A negative size denotes scratch memory that is freed before the next request.
+Each rule returns the sizes in the order of the requests. A negative size denotes scratch memory that is freed before
+the next request.
 """
 
 
 def list_scratch(device: Device) -> tuple[dict[str, Sizes], dict[str, Sizes]]:
-    """Return two dicts of rules for scratch memory on a device, by operation.
+    """Return two dicts of rules for the scratch memory on a device, by operation.
 
-    The first is for memory allocated before the results, the second for memory allocated after them.
+    The first is for memory that is allocated before the results, the second for memory that is allocated after them.
     """
     if not device.is_cuda:
         return _EVERYWHERE | _OF_CPU, {}
@@ -328,8 +374,7 @@ OVERSIZED: dict[str, Sizes] = {
     "aten::_cudnn_rnn": recurrent.size_cudnn_reserve,
     "aten::mkldnn_rnn_layer": recurrent.size_onednn_workspace,
 }
-"""Rules for the storage sizes of results on every device, for operations whose results own more memory than their
-shape.
+"""Rules, for every device, for the storage sizes of results that own more memory than their shape needs, by operation.
 
 For example, a loss is computed for all elements and then resized to one number, which frees nothing. Recurrent layers
 keep values for backward.
@@ -337,15 +382,15 @@ keep values for backward.
 
 
 def list_oversized(device: Device) -> dict[str, Sizes]:
-    """Return rules for the storage size of results, by operation.
+    """Return rules for the storage sizes of results, by operation.
 
-    Listed are the operations whose results own more or less memory than their shape needs.
+    The rules cover the operations whose results own more or less memory on the device than their shape needs.
     """
     return OVERSIZED | _OVERSIZED_ON_CUDA if device.is_cuda else OVERSIZED
 
 
 def is_cublas_operation(device: Device, name: str, args: tuple[Any, ...]) -> bool:
-    """Whether an operation uses cuBLAS, whose workspace stays allocated after the first use."""
+    """Whether an operation uses cuBLAS on a device. cuBLAS's workspace stays allocated after its first use."""
     is_product = name.removeprefix("aten::") in _MATMUL
     return device.cublas > 0 and (
         is_product or (device.capability < _WITH_BFLOAT16 and copies.is_slow_convolution(name, args))
@@ -354,10 +399,16 @@ def is_cublas_operation(device: Device, name: str, args: tuple[Any, ...]) -> boo
 
 @contextmanager
 def substitute_kernels(device: Device, precision: str) -> Iterator[None]:
-    """Return a context in which fake tensors on the CPU request the memory that the device's kernels would request."""
+    """Return a context in which fake tensors on the CPU request the memory that the device's kernels would request.
+
+    Args:
+        device: Device that is traced for.
+        precision: "no", "bf16" or "fp16". Unless it is "no", the CPU's autocast also casts the same operations as
+            CUDA's.
+    """
     with ExitStack() as stack:
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        # Without this call, registered kernels would stay as long as the library object exists.
+        # Without this call, the kernels would stay registered as long as the library object exists.
         stack.callback(library._destroy)
         choice = None
         if device.is_cuda:
@@ -380,6 +431,10 @@ def make_grouped_product(func: Any, args: tuple[Any, ...]) -> torch.Tensor | Non
     """Return the fake result of a grouped matrix product (of experts) in a dtype other than bfloat16.
 
     torch's own fake kernel accepts only bfloat16. Return None for bfloat16 and for other operations.
+
+    Args:
+        func: Operation that is traced.
+        args: Arguments of the operation.
     """
     if func is not torch.ops.aten._grouped_mm.default or not isinstance(args[0], FakeTensor):
         return None
@@ -391,7 +446,10 @@ def make_grouped_product(func: Any, args: tuple[Any, ...]) -> torch.Tensor | Non
 
 
 def _apply_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Apply dropout as CUDA does, with a mask of one byte per element. On a CPU, the mask has the tensor's dtype."""
+    """Apply dropout to a fake tensor with a mask of one byte per element, as on CUDA.
+
+    On a CPU, torch's mask has the tensor's dtype. Real tensors are computed as usual.
+    """
     if isinstance(tensor, FakeTensor) and train and 0 < p < 1 and tensor.numel():
         return torch.ops.aten.native_dropout(tensor, p, train)[0]  # type: ignore[no-any-return]
     return torch.ops.aten.dropout.default.decompose(tensor, p, train)  # type: ignore[no-any-return]
@@ -400,8 +458,8 @@ def _apply_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 def _apply_linear(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Apply a linear layer to fake tensors so that it allocates as much memory as for plain tensors.
 
-    If inputs are not contiguous, torch adds the bias in place for plain tensors, but not for a subclass such as a fake
-    tensor.
+    If inputs are not contiguous, torch adds the bias in place for plain tensors. For a tensor subclass such as a fake
+    tensor it does not, which would allocate another tensor.
     """
     if isinstance(tokens, FakeTensor) and bias is not None and tokens.dim() > 2 and not tokens.is_contiguous():
         return torch.matmul(tokens, weight.t()).add_(bias)
@@ -414,12 +472,12 @@ def _get_overload(name: str) -> Any:
 
 
 def _keep_dtype(library: torch.library.Library, name: str) -> None:
-    """Register that autocast does not cast the inputs of an operation, as on CUDA.
+    """Make autocast leave the inputs of an operation uncast, as on CUDA.
 
     If the operation calls other operations, autocast still applies to those.
 
     Args:
-        library: Library to register in.
+        library: Library to register the operation's implementation in.
         name: Name of the operation.
     """
     operation = _get_overload(name)
@@ -437,9 +495,13 @@ def _keep_dtype(library: torch.library.Library, name: str) -> None:
 
 
 def _cast_to_float32(library: torch.library.Library, name: str) -> None:
-    """Register that autocast casts the inputs of an operation to float32, as on CUDA.
+    """Make autocast cast the inputs of an operation to float32, as on CUDA.
 
-    Do nothing if a CPU's autocast does so anyway.
+    Do nothing if the CPU's autocast already handles the operation, or if CUDA's does not.
+
+    Args:
+        library: Library to register the operation's implementation in.
+        name: Name of the operation.
     """
     has_kernel = has_kernel_for_dispatch_key
     if has_kernel(f"aten::{name}", "AutocastCPU") or not has_kernel(f"aten::{name}", "AutocastCUDA"):

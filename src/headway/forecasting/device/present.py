@@ -10,21 +10,26 @@ from headway.errors import UnsupportedError
 from headway.forecasting.device.devices import DEVICES, Device, find_device, look_up_device, name_card
 
 _USABLE = 0.75
-"""Usable fraction of a limited address space (`ulimit -v`), because the C library's heap fragments.
+"""Usable fraction of a limited address space (`ulimit -v`). It is below 1 because the C library's heap fragments.
 
-0.73 to 0.87 were measured (benchmarks/forecast/search.py).
+In measurements, the fraction was 0.73 to 0.87 (benchmarks/forecast/search.py).
 """
 _LIKE = {8: "a100-40gb", 9: "h100"}
 """Name of a device in the table, by major compute capability.
 
-A GPU outside of the table uses the overhead and the workspaces of this device.
+A forecast for a GPU that is not in the table uses this device's overhead and workspaces.
 """
 
 
 def describe_present_device(hardware: Hardware, device: torch.device) -> Device:
-    """Return the description of a device of this machine as a forecast's target.
+    """Return the description of a device of this machine, as the device that a forecast is for.
 
-    Memory and compute capability are the device's own. The overhead is that of its entry in the table of devices.
+    Memory and compute capability are those of the device itself. The overhead is that of its entry in the table of
+    devices. For a GPU without an entry, a similar GPU's overhead is used.
+
+    Args:
+        hardware: Functions of the device type.
+        device: Device to describe.
 
     Raises:
         UnsupportedError: If the device is neither a CPU nor a CUDA device.
@@ -48,20 +53,21 @@ def describe_present_device(hardware: Hardware, device: torch.device) -> Device:
 
 
 def measure_budget(hardware: Hardware, device: torch.device, target: Device, held: int) -> int | None:
-    """Return the bytes that training may use on a device, or None if no limit is known.
+    """Return the bytes that training can use on a device, or None if no limit is known.
 
-    The overhead of the process, such as its CUDA context, is included.
+    The bytes include the process's overhead, such as its CUDA context.
 
     Args:
         hardware: Functions of the device type.
         device: Device to measure.
-        target: Description of `device` as a forecast's target.
-        held: Bytes of the model's tensors that are already allocated and that the forecast counts as well.
+        target: Description of `device` as the device that a forecast is for.
+        held: Bytes of the training's tensors that are already allocated. The forecast counts them as well.
     """
     if hardware.kind == "cpu":
         free = read_free_address_space()
         return None if free is None else int(free * _USABLE) + held
     module = hardware.module
     taken = int(module.memory_reserved(device)) - max(0, int(module.memory_allocated(device)) - held)
-    # The overhead is added back: the context exists if anything is reserved, and `read_free_bytes` leaves room for it if not.
+    # The overhead is added because the free bytes do not contain it. If anything is reserved, the context exists and
+    # already takes its memory. If not, `read_free_bytes` has left room for the context.
     return read_free_bytes(hardware, device) + taken + target.overhead[0]

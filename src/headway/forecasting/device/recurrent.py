@@ -1,8 +1,8 @@
-"""Make recurrent layers of fake tensors call cuDNN, and compute the memory that cuDNN and oneDNN keep and request.
+"""Make recurrent layers of fake tensors call cuDNN, and compute the memory that cuDNN and oneDNN allocate for them.
 
 A recurrent layer is one call of cuDNN on CUDA. On a CPU, each layer of an LSTM is one call of oneDNN. The memory that
-oneDNN keeps was measured, and is accurate to a few percent. cuDNN reports its sizes only on a GPU, so it is assumed to
-keep the gates, cells and outputs of every step.
+oneDNN keeps for backward was measured, and the formula is accurate to a few percent. cuDNN reports its sizes only on a
+GPU, so it is assumed to keep the gates, cells and outputs of every step.
 """
 
 from collections.abc import Callable
@@ -13,15 +13,18 @@ import torch
 from headway.forecasting._torch import FakeTensor
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-"""cuDNN's mode number of each type of recurrent layer."""
+"""cuDNN's mode number for each type of recurrent layer, by torch's name of the operation."""
 _KEPT = {0: 1, 1: 1, 2: 6, 3: 5}
-"""Values that cuDNN is assumed to keep per step and hidden unit, by mode."""
+"""Number of values that cuDNN is assumed to keep per time step and hidden unit, by cuDNN's mode number."""
 
 
 def size_cudnn_reserve(args: tuple[Any, ...]) -> list[int]:
-    """Return the storage sizes in bytes of the results of `_cudnn_rnn`.
+    """Return the minimum storage size in bytes of each result of `_cudnn_rnn`.
 
-    The fourth result is cuDNN's reserve buffer, which is empty in torch's fake implementation.
+    Only the fourth result needs one: it is cuDNN's reserve buffer, which is empty in torch's fake implementation.
+
+    Args:
+        args: Arguments of `_cudnn_rnn`.
     """
     tokens, mode, hidden, layers, train, two_ways = args[0], args[6], args[7], args[9], args[12], args[13]
     values = tokens.numel() // tokens.shape[-1] * hidden * (2 if two_ways else 1) * layers
@@ -29,9 +32,12 @@ def size_cudnn_reserve(args: tuple[Any, ...]) -> list[int]:
 
 
 def size_cudnn_workspace(args: tuple[Any, ...]) -> list[int]:
-    """Return the bytes of each of cuDNN's scratch tensors.
+    """Return the bytes of each scratch tensor of cuDNN in a recurrent layer's forward.
 
-    They are a copy of the inputs if these are batch-first, and a workspace for the gates of a layer.
+    The scratch tensors are a copy of the inputs if these are batch-first, and a workspace for the gates of a layer.
+
+    Args:
+        args: Arguments of `_cudnn_rnn`.
     """
     tokens, hidden = args[0], args[7]
     gates = tokens.numel() // tokens.shape[-1] * hidden * 4 * tokens.element_size()
@@ -39,9 +45,13 @@ def size_cudnn_workspace(args: tuple[Any, ...]) -> list[int]:
 
 
 def size_cudnn_backward_workspace(args: tuple[Any, ...]) -> list[int]:
-    """Return the bytes of each of cuDNN's scratch tensors in backward.
+    """Return the bytes of each scratch tensor of cuDNN in a recurrent layer's backward.
 
-    They are copies of inputs and gradients if these are batch-first, and a workspace.
+    The scratch tensors are copies of inputs and outputs if these are batch-first, and a workspace for the gates of a
+    layer.
+
+    Args:
+        args: Arguments of `_cudnn_rnn_backward`.
     """
     tokens, hidden = args[0], args[11]
     gates = tokens.numel() // tokens.shape[-1] * hidden * 4 * tokens.element_size()
@@ -49,9 +59,12 @@ def size_cudnn_backward_workspace(args: tuple[Any, ...]) -> list[int]:
 
 
 def size_onednn_workspace(args: tuple[Any, ...]) -> list[int]:
-    """Return the storage sizes in bytes of the results of `mkldnn_rnn_layer`.
+    """Return the minimum storage size in bytes of each result of `mkldnn_rnn_layer`.
 
-    The fourth result is oneDNN's workspace, whose size was measured for 24 shapes.
+    Only the fourth result needs one: it is oneDNN's workspace, whose size was measured for 24 shapes.
+
+    Args:
+        args: Arguments of `mkldnn_rnn_layer`.
     """
     tokens, hidden = args[0], args[10]
     steps, batch, width = tokens.shape
@@ -60,10 +73,10 @@ def size_onednn_workspace(args: tuple[Any, ...]) -> list[int]:
 
 
 def override_recurrent_layers(library: torch.library.Library) -> None:
-    """Make recurrent layers of fake tensors call cuDNN.
+    """Make recurrent layers and cells of fake tensors use the same kernels as on CUDA.
 
     Args:
-        library: Library of the aten namespace. Its destruction removes the overrides.
+        library: Library of the aten namespace in which the overrides are registered. Its destruction removes them.
     """
     library.impl("_cudnn_rnn_backward", _fake_cudnn_backward, "Meta")  # type: ignore[no-untyped-call]
     for name, mode in _MODES.items():
@@ -84,12 +97,12 @@ def _fake_gru_cell_backward(gradient: torch.Tensor, workspace: torch.Tensor, has
 
 
 def _make_cell(name: str) -> Callable[..., Any]:
-    """Return a function that computes a step of a recurrent cell, with all gates in one kernel.
+    """Return a function that computes one step of a recurrent cell, with all gates in one kernel, as on CUDA.
 
-    The gates are saved for backward.
+    The kernel saves the gates for backward. For real tensors, the step is computed as usual.
 
     Args:
-        name: Name of the operation.
+        name: Name of the operation, "gru_cell" or "lstm_cell".
     """
     plain, fused = getattr(torch.ops.aten, name).default.decompose, getattr(torch.ops.aten, f"_thnn_fused_{name}")
 
@@ -123,7 +136,7 @@ def _make_layers(name: str, mode: int) -> Callable[..., Any]:
             return plain(tokens, state, weights, has_biases, num_layers, dropout, train, two_ways, batch_first)
         hx, cx = state if mode == 2 else (state, None)
         stride = (4 if has_biases else 2) + (len(weights) % (4 if has_biases else 2) != 0)
-        if torch.is_autocast_enabled("cpu"):  # as on CUDA, where all of it goes to half precision
+        if torch.is_autocast_enabled("cpu"):  # on CUDA, autocast casts inputs, states and weights to half precision
             dtype = torch.get_autocast_dtype("cpu")
             tokens, hx, cx = tokens.to(dtype), hx.to(dtype), None if cx is None else cx.to(dtype)
             weights = [each.to(dtype) for each in weights]
@@ -138,7 +151,11 @@ def _make_layers(name: str, mode: int) -> Callable[..., Any]:
 
 
 def _fake_cudnn_backward(*args: Any) -> Any:
-    """Return fake gradients of the input, the states and the weights. The weights' gradients share one buffer."""
+    """Return fake gradients of the input, the states and the weights. The gradients of all weights share one buffer.
+
+    Args:
+        args: Arguments of `_cudnn_rnn_backward`.
+    """
     tokens, weights, _, _, hx, cx = args[:6]
     flat = weights[0].new_empty(sum(each.numel() for each in weights))
     parts = [part.view(each.shape) for part, each in zip(flat.split([each.numel() for each in weights]), weights)]

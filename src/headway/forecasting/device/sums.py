@@ -1,8 +1,8 @@
 """Compute the scratch memory in which CUDA blocks combine partial sums, by the rules of torch's `Reduce.cuh`.
 
-If a reduction has few results of many values, several CUDA blocks compute a result together. They combine their partial
-sums in scratch memory (`setReduceConfig` and `ReduceConfig.global_memory_size`). The gradient of a bias is such a sum,
-and sometimes needs more memory than the gradient of the layer's weight.
+If a reduction has few results and each sums many values, several CUDA blocks compute a result together. They combine
+their partial sums in scratch memory (`setReduceConfig` and `ReduceConfig.global_memory_size`). The gradient of a bias
+is such a sum, and its scratch memory is sometimes larger than the gradient of the layer's weight.
 """
 
 from functools import partial
@@ -20,15 +20,15 @@ _WARP = 32
 _FEWEST = 16
 """Minimum number of values that a thread sums."""
 _MOST = 256
-"""Maximum number of values that a thread sums before several blocks compute one result."""
+"""Maximum number of values that one thread sums before several blocks share the computation of a result."""
 _VECTOR = 4
-"""Maximum vector width: values that a thread reads, or results that it computes, at once."""
+"""Maximum vector width: the number of values that a thread reads at once, or of results that it computes at once."""
 
 
 def make_sum_rules(processors: int, threads: int) -> dict[str, Sizes]:
-    """Return rules for the scratch memory that sums, means and norms allocate after their results, by operation.
+    """Return rules for the scratch memory that sums, means, variances and norms allocate after their results.
 
-    Integers are first cast to int64, which also takes scratch memory.
+    The rules are a dict by operation. For integers, the memory includes a copy that is cast to int64.
 
     Args:
         processors: Number of streaming multiprocessors of the device.
@@ -58,9 +58,9 @@ def _size_sum(processors: int, threads: int, args: tuple[Any, ...], parts: int =
 
 
 def _size_shared_memory(values: torch.Tensor, reduced: set[int], places: int) -> int:
-    """Return the bytes of scratch memory in which CUDA blocks combine the partial sums of a result.
+    """Return the bytes of scratch memory in which CUDA blocks combine their partial sums.
 
-    Return 0 if a single block computes each result.
+    Return 0 if no result needs more than one block.
 
     Args:
         values: Tensor to sum.
@@ -97,7 +97,15 @@ def _size_shared_memory(values: torch.Tensor, reduced: set[int], places: int) ->
 
 
 def _choose_vector(kept: list[tuple[int, int]], over: list[tuple[int, int]]) -> int:
-    """Return the number of neighboring results that one thread computes at once."""
+    """Return the number of neighboring results that one thread computes at once.
+
+    It is the largest power of two, at most `_VECTOR`, that divides the number of neighboring results and the strides of
+    all other dimensions.
+
+    Args:
+        kept: Pairs of (stride, size) of the dimensions that are kept, in ascending order.
+        over: Pairs of (stride, size) of the dimensions that are summed over.
+    """
     vector = _VECTOR
     for number in (kept[0][1], *(stride for stride, _ in (*kept[1:], *over))):
         while number % vector:
@@ -106,7 +114,13 @@ def _choose_vector(kept: list[tuple[int, int]], over: list[tuple[int, int]]) -> 
 
 
 def _choose_block(width: int, height: int, most: int) -> tuple[int, int]:
-    """Return the width and height, in threads, of the CUDA blocks of a reduction."""
+    """Return the width and height, in threads, of the CUDA blocks of a reduction.
+
+    Args:
+        width: Number of values or results along the block's width.
+        height: Number of values or results along the block's height.
+        most: Maximum number of threads in a block.
+    """
     wide, high = (min(most, 1 << (size.bit_length() - 1)) if size else 1 for size in (width, height))
     down = min(high, most // min(wide, _WARP))
     return min(wide, most // down), down

@@ -1,1 +1,1 @@
-"""Trace one training step on fake tensors, and record every allocation it makes."""
+"""Trace one training step on fake tensors, and record every allocation that it makes."""

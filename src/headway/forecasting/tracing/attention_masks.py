@@ -1,24 +1,25 @@
-"""Make transformers models on fake tensors treat attention masks like a real run in which no token is masked."""
+"""Make a transformers model on fake tensors treat attention masks as in a real run in which no token is masked."""
 
 from typing import Any
 
 from torch import nn
 
 MASK = "attention_mask"
-"""Name of the attention mask in the batches of transformers."""
+"""Key of the attention mask in the batches of transformers models."""
 POSITIONS = "position_ids"
-"""Name of the position IDs in the batches of transformers."""
+"""Key of the position IDs in the batches of transformers models."""
 
 _UNMASKED = "headway_unmasked"
-"""Name under which an attention implementation is registered in transformers that has no mask function."""
+"""Name under which an attention implementation without a mask function is registered in transformers."""
 
 
 def skip_causal_mask(model: nn.Module) -> nn.Module:
-    """Make a transformers model skip building the causal mask, as in a real run without padding, and return the model.
+    """Make a transformers model build no causal mask, as in a real run without padding, and return the model.
 
     In a real run, transformers reads the values of the attention mask, and builds no causal mask if no token is masked.
-    Fake and meta tensors have no values, so it would always build one. Therefore an attention implementation without a
-    registered mask function is selected, for which transformers builds no mask.
+    Fake and meta tensors have no values, so transformers would always build one. Therefore the model is switched to an
+    attention implementation that has no registered mask function. For such an implementation, transformers builds no
+    mask.
     """
     if getattr(model.config, "_attn_implementation", None) == "sdpa":
         from transformers import AttentionInterface

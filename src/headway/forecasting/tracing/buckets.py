@@ -1,8 +1,8 @@
-"""Model the memory of DDP's reducer, which copies gradients into flat buckets and all-reduces these.
+"""Model the memory of DDP's reducer, which copies gradients into flat buckets and all-reduces the buckets.
 
-The reducer is written in C++ and does not accept fake tensors, so its rules are modeled here. At first one bucket
+The reducer is written in C++ and does not accept fake tensors, so its rules are modeled here. At first, one bucket
 contains all gradients. After the first backward, buckets have at most `bucket_cap_mb` and follow the order in which
-gradients became ready. Gradients are copied into their bucket. With `gradient_as_bucket_view` they become views of it.
+gradients became ready. Gradients are copied into their bucket, or become views of it with `gradient_as_bucket_view`.
 """
 
 import sys
@@ -30,10 +30,10 @@ class BucketedReplica(StepEngine):
     """Engine that models the memory of DDP: a full replica of the model on each rank, with buckets of gradients.
 
     Args:
-        model: Model of tensors without values.
+        model: Model whose tensors have no values.
         cap: Maximum size of a bucket in bytes.
         as_views: Whether gradients are views of the buckets (`gradient_as_bucket_view`).
-        is_fixed: Whether the first buckets are kept, as with `find_unused_parameters`.
+        is_fixed: Whether the buckets are never rebuilt, as with `find_unused_parameters`.
     """
 
     steps = 3  # the second update starts with one bucket and ends with many, so only the third is like all later ones
@@ -54,7 +54,8 @@ class BucketedReplica(StepEngine):
     def list_own_tensors(self) -> list[torch.Tensor]:
         """Return DDP's buckets.
 
-        The first call also models the broadcast of the parameters, for which DDP allocates memory before the buckets.
+        The first call creates the buckets. Before that, it models the memory of the broadcast in which ranks receive
+        the parameters and buffers of rank 0.
         """
         if not self._buckets:
             self._broadcast_states()
@@ -63,9 +64,12 @@ class BucketedReplica(StepEngine):
 
     @contextmanager
     def run_micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Return the context of a micro-batch, in which gradients are copied into buckets.
+        """Return the context for forward and backward of a micro-batch, in which gradients are assigned to buckets.
 
-        On entering, the buckets are rebuilt if the order in which all gradients became ready is known.
+        On entry, the buckets are rebuilt as soon as the order in which all gradients become ready is known.
+
+        Args:
+            is_last: Whether the micro-batch is the last of its accumulation window.
         """
         if len(self._arrived) == len(self._parameters) and not self._is_fixed:
             order, self._is_fixed = list(self._arrived), True
@@ -76,7 +80,14 @@ class BucketedReplica(StepEngine):
         yield
 
     def _record_gradient(self, index: int, _: nn.Parameter) -> None:
-        """Record that a parameter's gradient is ready, and make it a view of its bucket if DDP would."""
+        """Record that a parameter's gradient is ready, and make it a view of its bucket if DDP would do so.
+
+        Nothing is recorded before the last micro-batch of an accumulation window.
+
+        Args:
+            index: Index of the parameter.
+            _: The parameter, which is not used.
+        """
         if not self._is_last:
             return
         if not self._is_fixed:
@@ -113,7 +124,7 @@ def _group_tensors(tensors: list[torch.Tensor], cap: int) -> list[list[int]]:
 
 
 def make_replica(model: nn.Module, options: DistributedDataParallelKwargs) -> StepEngine:
-    """Return an engine for the model under DDP. It has no buckets if no parameter is trainable."""
+    """Return an engine that models the memory of DDP. It has no buckets if no parameter is trainable."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return StepEngine(model)
     is_fixed = options.find_unused_parameters and not options.static_graph

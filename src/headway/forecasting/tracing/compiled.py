@@ -1,8 +1,9 @@
 """Trace models that `torch.compile` compiles, without building or running kernels.
 
-TorchDynamo, AOTAutograd and inductor run as in training, down to the generated Python code that allocates, reuses and
-frees each buffer. In a trace this code runs on tensors without values. Graphs are lowered for the CPU, because fake
-tensors are on the CPU. inductor schedules and fuses them much as it does for a GPU. Attention uses the GPU's kernel.
+TorchDynamo, AOTAutograd and inductor run as in training. inductor's result is generated Python code that allocates,
+reuses and frees each buffer, and in a trace this code runs on tensors without values. Graphs are lowered for the CPU,
+because fake tensors are on the CPU. For a CPU, inductor schedules and fuses operations much as it does for a GPU.
+Attention uses the GPU's kernel.
 """
 
 import sys
@@ -30,7 +31,7 @@ candidates, so that inductor has nothing to time.
 
 
 def can_compile() -> bool:
-    """Whether inductor is loaded, and this torch can compile inside a dispatch mode."""
+    """Whether inductor is loaded and this version of torch can compile inside a dispatch mode."""
     return "torch._inductor.compile_fx" in sys.modules and hasattr(TorchDispatchMode, "ignore_compile_internals")
 
 
@@ -50,8 +51,9 @@ def skip_kernels() -> Iterator[list[str]]:
     """Return a context in which the code that inductor generates allocates its buffers but skips all kernels.
 
     Yields:
-        Paths of the graphs compiled in this context. If there are any, TorchDynamo's cache is reset when the context
-            ends, because code compiled for fake tensors must not run on real tensors.
+        List of the paths of the graphs that are compiled in the context. It grows during the context. If it is not
+        empty at the end, TorchDynamo's cache is reset, because code compiled for fake tensors must not run on real
+        tensors.
     """
     import torch._functorch.config
     from torch._inductor import async_compile, codecache, config
@@ -83,7 +85,11 @@ def skip_kernels() -> Iterator[list[str]]:
 
 @contextmanager
 def _exchange_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
-    """Return a context in which an attribute of a class is replaced. Raise UnsupportedError if the class lacks it."""
+    """Return a context in which an attribute of a class has another value.
+
+    Raises:
+        UnsupportedError: If the class does not have the attribute in this version of torch.
+    """
     if name not in vars(owner):
         raise UnsupportedError(
             f"compiled code cannot be forecast with torch {torch.__version__}; leave torch.compile out"
@@ -101,7 +107,7 @@ def _make_buffer(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dt
 
 
 def _do_nothing(*_: Any) -> None:
-    """Do nothing. Replaces a kernel, or a check of a kernel's result."""
+    """Do nothing, in place of a kernel or of a check of a kernel's result."""
 
 
 _IN_PLACE = {
@@ -110,7 +116,7 @@ _IN_PLACE = {
     "assert_size_stride": _do_nothing,
     "assert_alignment": _do_nothing,
 }
-"""Replacements for functions that inductor's generated code calls without the dispatcher.
+"""Replacements for the functions that inductor's generated code calls without the dispatcher.
 
-Keys are the names of these functions in that code.
+Keys are the names of these functions in the generated code.
 """

@@ -1,4 +1,4 @@
-"""Trace training steps on fake tensors, and explain which operation prevents it if that fails."""
+"""Trace training steps on fake tensors. If that fails, explain which operation prevents it."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -54,15 +54,19 @@ def trace_step(
     """Trace training steps of a model as they would run on a device.
 
     Args:
-        make: Function that makes the model. It is called where parameters take no memory.
+        make: Function that makes the model. It is called in a context in which parameters take no memory.
         batch: Function that makes a micro-batch.
         recipe: Configuration of the steps.
         device: Device to trace for.
-        prepare: Function that changes the model before it trains, such as activation checkpointing.
-        spread: Context manager that distributes the model over ranks, or None for one process.
-        counts_work: Whether to also count floating point operations and memory traffic. Takes a sixth more time.
+        prepare: Function that changes the model before training, for example to add activation checkpointing. None: no
+            change. Default: None.
+        spread: Function that distributes the model over ranks, or None for one process. Default: None.
+        counts_work: Whether to also count floating point operations and memory traffic, which takes a sixth more time.
+            Default: False.
         can_repeat: Whether `spread` treats all repeated blocks equally, so that tracing a few of them is enough.
-        proofs: Results of earlier traces of this model that prove that a few blocks are enough (see `trace_repeated`).
+            Default: True.
+        proofs: Results of earlier traces of this model, which can show that one trace with a few blocks is enough (see
+            `trace_repeated`). A new result is appended. Default: None.
 
     Raises:
         UnsupportedError: If the step cannot be traced. The message names the operation and the user's line.
@@ -107,7 +111,7 @@ def _make_model(
         with init_empty_weights():
             model = make()
     except MetaModelError:
-        # A buffer is computed from parameters, as by spectral norm. For a trace it needs no values either.
+        # The model computes a buffer from its parameters, as spectral norm does. A trace needs no values of buffers.
         with init_empty_weights(include_buffers=True):
             model = make()
     if prepare is not None:
@@ -117,9 +121,13 @@ def _make_model(
 
 
 def _make_batches(batch: Callable[..., Batch], fake: FakeTensorMode) -> Callable[..., Batch]:
-    """Return a function that returns fake copies of batches. It calls `batch` once for each sequence length.
+    """Return a function that returns fake copies of batches. For each sequence length, it calls `batch` only once.
 
-    Batches are created outside of the tracker, so their creation is not recorded.
+    The real batches are created outside of the storage tracker, so the memory for their creation is not recorded.
+
+    Args:
+        batch: Function that makes a micro-batch.
+        fake: Fake mode in which the copies are made.
     """
     from headway.forecasting._torch import disable_current_modes
 
@@ -149,15 +157,21 @@ def _is_packed(each: Any) -> bool:
 
 
 def copy_leaf(leaf: Any) -> Any:
-    """Return an uninitialized tensor with the shape, strides and dtype of a tensor.
+    """Return an uninitialized tensor with the shape, strides and dtype of the given tensor.
 
-    Other values are returned unchanged.
+    Values that are not tensors are returned unchanged.
     """
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def fill_model(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor]:
     """Replace every parameter and buffer by a fake tensor with its own storage. Tied tensors stay tied.
+
+    Tensors that are already fake are kept.
+
+    Args:
+        model: Model to change in place.
+        fake: Fake mode that the new tensors belong to.
 
     Returns:
         The replacement of each tensor, by the `id` of the original.
@@ -183,11 +197,11 @@ def fill_model(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor
 
 
 def explain_failure(error: Exception, last: str) -> UnsupportedError:
-    """Return the error for a trace that failed. Its message contains the operation, the user's line and the reason.
+    """Return the error to raise after a failed trace. Its message has the operation, the user's line and the reason.
 
     Args:
         error: Exception that ended the trace.
-        last: Name of the operation that ran last.
+        last: Name of the last operation that ran, or "" if none ran.
     """
     cause: Any = getattr(error, "inner_exception", error)  # TorchDynamo wraps the exception
     message = (str(cause).strip() or "it gives no reason").splitlines()[0]

@@ -1,6 +1,7 @@
-"""Convert bitsandbytes' four-bit layers, without values, to the form that they have after weights are loaded.
+"""Convert four-bit layers of bitsandbytes, without values, to the form that they have after weights are loaded.
 
-In that form the weight is packed, two numbers per byte, and the scales are stored in separate tensors.
+In that form, the weight is packed, with two numbers per byte, and the quantization scales are stored in separate
+tensors.
 """
 
 import sys
@@ -30,6 +31,10 @@ def pack_four_bit(module: Any, fake: FakeTensorMode) -> None:
     """Replace the weight of a four-bit layer by a packed tensor, two numbers per byte, and set its quantization state.
 
     No values are computed.
+
+    Args:
+        module: Four-bit layer of bitsandbytes.
+        fake: Fake mode that the new tensors belong to.
     """
     make_state: Any = sys.modules["bitsandbytes.functional"].QuantState
     weight = module.weight
@@ -62,7 +67,7 @@ def pack_four_bit(module: Any, fake: FakeTensorMode) -> None:
 
 
 def iterate_scales(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors with the quantization scales of a four-bit layer. Nothing is yielded for other modules."""
+    """Yield the tensors with the quantization scales of a four-bit layer. Yield nothing for other modules."""
     state = getattr(module, "quant_state", None)
     while state is not None:
         yield from (each for each in (state.absmax, state.code, state.offset) if isinstance(each, torch.Tensor))

@@ -1,10 +1,10 @@
-"""Copy a model in use, its optimizer and a batch, without their values, so that a forecast can trace the copies.
+"""Copy the user's model, its optimizer and a batch without their values, so that a forecast can trace the copies.
 
 The original model is not changed. The copy shares no tensor with it, and no tensor is read. A patched function inside
-the model can still refer to the original model. `ensure_untouched` detects this, restores the gradients and raises an
-error.
+the model can still refer to the original model. `ensure_untouched` detects this if the original gets gradients,
+restores the previous gradients and raises an error.
 
-`BatchResizer` makes batches of any size from a real one by repeating or cutting its rows.
+`BatchResizer` makes batches of any size from a real batch by repeating or cutting off rows.
 """
 
 import copy
@@ -58,7 +58,7 @@ def _make_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _refuse_unknown(tensor: torch.Tensor) -> None:
     """Raise UnsupportedError if the memory of a tensor cannot be tracked.
 
-    This is the case for lazy tensors, wrapper subclasses, and tensors whose layout is not strided.
+    That is the case for lazy tensors, wrapper subclasses, and tensors whose layout is not strided.
     """
     if is_lazy(tensor):
         raise UnsupportedError(
@@ -72,7 +72,7 @@ def _refuse_unknown(tensor: torch.Tensor) -> None:
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device. The changes that `prepare()` made to a prepared model are left out.
+    """Return a copy of a model on the meta device, without the changes that `prepare()` made to the model.
 
     Raises:
         UnsupportedError: If the model cannot be copied.
@@ -105,7 +105,7 @@ def copy_optimizer(
     Args:
         optimizer: Optimizer of the original model.
         originals: Trainable parameters of the original model.
-        copies: Parameters of the copy, in the same order.
+        copies: Trainable parameters of the copied model, in the order of `originals`.
 
     Raises:
         ConfigError: If the optimizer updates parameters that are not in `originals`.
@@ -132,7 +132,7 @@ def copy_optimizer(
 def ensure_untouched(model: nn.Module) -> Iterator[None]:
     """Return a context that raises an error if code in it computes gradients for the original model.
 
-    Only the copy may get gradients.
+    Only the copy of the model may get gradients.
 
     Args:
         model: Original model.
@@ -159,22 +159,22 @@ def ensure_untouched(model: nn.Module) -> Iterator[None]:
 
 
 class BatchResizer:
-    """Function object that returns a batch with another number of rows, made from a real batch.
+    """Callable that returns a copy of a real batch with a given number of rows, on the meta device.
 
     Rows are repeated or cut off.
 
     Args:
-        batch: Real batch: tensors, possibly in nested containers. Tensors whose first dimension equals that of the
-            first tensor are resized.
+        batch: Real batch: tensors, possibly in nested containers. Tensors are resized if their first dimension equals
+            that of the first tensor.
 
     Attributes:
         num_rows: Number of rows of the real batch.
-        is_padded: Whether the batch's `attention_mask` masks any token, or None if it has no mask.
+        is_padded: Whether the batch's `attention_mask` masks any token, or None if the batch has no mask.
         is_packed: Whether the batch's `position_ids` restart within a row, as those of packed sequences do.
         caveats: Assumptions about the batch, as sentences.
 
     Raises:
-        DataError: If the batch has no tensor with rows.
+        DataError: If the batch has no tensor with a first dimension.
     """
 
     def __init__(self, batch: Tree) -> None:

@@ -1,8 +1,8 @@
-"""Extrapolate a trace of a model with a few of its repeated blocks to a model with all of them.
+"""Extrapolate a trace of a model with a few of its repeated blocks to the model with all blocks.
 
 A model is traced with three, four and five of its repeated blocks. The events that the fourth block adds must repeat
-the events before them. Repeating them once more must give exactly the events with five blocks, and every free must
-match its own allocation. If so, the remaining blocks are added by repetition.
+the events before them. Adding them once more must give exactly the events with five blocks, and every free must match
+its own allocation. If all of this is true, the events of the remaining blocks are added by further repetition.
 """
 
 from collections import defaultdict
@@ -21,18 +21,22 @@ from headway.forecasting.tracing.trace import Trace
 from headway.forecasting.tracing.work import StepWork
 
 FEWEST = 16
-"""Minimum number of repetitions for which extrapolation saves time, because 3 + 4 + 5 repetitions must be traced for
-it.
+"""Minimum number of repetitions for which extrapolation saves time.
+
+Extrapolation needs traces of 3, 4 and 5 repetitions, which together cost as much as 12.
 """
 TRACED = 3
-"""Number of repetitions in the smallest trace. Two further traces have one and two repetitions more."""
+"""Number of repetitions in the smallest trace. The two other traces have one and two repetitions more."""
 _AHEAD = 24
-"""Number of events after an inserted sequence that are compared in order to find the sequence's length."""
+"""Number of events after an inserted sequence that are compared to find the length of the sequence."""
 
 _Kin = tuple[int, str, str, int]
-"""Tuple of (bytes, operation, kind, stream) of an allocation. Allocations with equal tuples are called kin."""
+"""Tuple of (bytes, operation, kind, stream) of an allocation.
+
+Allocations with equal tuples are called kin. They cannot be distinguished without their keys.
+"""
 _Expanded = tuple[list[MemoryEvent], dict[str, int]]
-"""Pair of a list of events with keys, and a dict of the index of each phase's first event."""
+"""Pair of a list of events with keys, and a dict that maps each phase to the index of its first event."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,9 @@ class RepeatedBlocks:
     """Location of a model's repeated blocks: a ModuleList or Sequential that is periodic from index `start` to its end.
 
     Attributes:
-        path: Path of the list in the model.
-        length: Number of blocks in the list.
-        period: Number of blocks after which the list repeats.
+        path: Path of the ModuleList or Sequential in the model.
+        length: Number of blocks in it.
+        period: Number of blocks after which the same sequence of blocks starts again.
         start: Index of the first block that is part of the repetition.
     """
 
@@ -53,18 +57,23 @@ class RepeatedBlocks:
 
     @property
     def count(self) -> int:
-        """Number of repetitions of the block sequence."""
+        """Number of times that the sequence of `period` blocks is repeated."""
         return (self.length - self.start) // self.period
 
     def shorten(self, model: nn.Module, count: int) -> None:
-        """Delete blocks from the model until `count` repetitions are left."""
+        """Delete blocks from the model in place until `count` repetitions are left.
+
+        Args:
+            model: Model with the repeated blocks.
+            count: Number of repetitions to keep.
+        """
         blocks: Any = model.get_submodule(self.path)
         del blocks[self.length - (self.count - count) * self.period :]
 
     def name_in_first(self, name: str) -> str:
-        """Return the name of the parameter in the first repetition that corresponds to a parameter of any repetition.
+        """Return the name of the parameter in the first repetition that corresponds to the given parameter.
 
-        Names outside of the repeated blocks are returned unchanged.
+        The name of a parameter outside of the repeated blocks is returned unchanged.
 
         Args:
             name: Name of a parameter in the model.
@@ -77,9 +86,9 @@ class RepeatedBlocks:
 
 
 def find_blocks(model: nn.Module) -> RepeatedBlocks | None:
-    """Return the location of the model's repeated blocks. None if no list of blocks repeats at least `FEWEST` times.
+    """Return the location of the model's repeated blocks, or None if no sequence repeats at least `FEWEST` times.
 
-    If there are several such lists, the one with the most modules is used.
+    If there are several lists of repeated blocks, the one with the most modules is used.
     """
     found: list[tuple[int, RepeatedBlocks]] = []
     for path, module in model.named_modules():
@@ -99,9 +108,9 @@ def find_blocks(model: nn.Module) -> RepeatedBlocks | None:
 
 
 def _describe_blocks(blocks: Sequence[nn.Module]) -> list[Any]:
-    """Return a description of each block. Blocks with equal descriptions are treated as equal.
+    """Return a description of each block. Two blocks are treated as equal if their descriptions are equal.
 
-    Attributes that equal a block's index are left out.
+    An attribute that equals the block's index in every block is left out.
     """
     all_parts = [{name: _describe_module(module) for name, module in block.named_modules()} for block in blocks]
     numbers = {
@@ -141,11 +150,11 @@ def trace_repeated(
     Args:
         trace: Function that traces the model with a given number of repetitions.
         count: Number of repetitions in the model.
-        proofs: Proofs from other batches of the model. If one of them has the sequence of events of this batch, a
-            single trace is enough. A new proof is appended. Default: None.
+        proofs: Results of earlier calls with other batches of the model. If one of them has the same sequence of events
+            as this batch, one trace is enough instead of three. A new result is appended. Default: None.
 
     Returns:
-        The trace of the full model, or None if the repetitions turn out to differ.
+        The trace of the full model, or None if the repetitions differ or the model cannot be traced with fewer blocks.
     """
     proofs = [] if proofs is None else proofs
     try:
@@ -159,7 +168,7 @@ def trace_repeated(
         if pieces is None:
             return None
         third = trace(TRACED + 2)
-    except HeadwayError:  # some models cannot be called with fewer blocks than in their config
+    except HeadwayError:  # some models cannot be called with fewer blocks than their config says
         return None
     if _summarize(first) != _summarize(third) or _expand_pieces(pieces, 2) != _expand_pieces(
         [_Piece(_make_tokens(third))], 0
@@ -173,8 +182,8 @@ def _extrapolate_trace(pieces: "list[_Piece]", first: Trace, second: Trace, coun
     """Return the trace with `count` repetitions, or None if a free would have no matching allocation.
 
     Args:
-        pieces: Events, split into sequences that are repeated and sequences that are not.
-        first: Trace with fewer repetitions.
+        pieces: Event descriptions, split into sequences that are repeated and sequences that are not.
+        first: Trace with `TRACED` repetitions.
         second: Trace with one repetition more than `first`.
         count: Number of repetitions to extrapolate to.
     """
@@ -192,10 +201,10 @@ def _extrapolate_trace(pieces: "list[_Piece]", first: Trace, second: Trace, coun
 
 @dataclass(frozen=True)
 class RepeatProof:
-    """Events that one more repetition of the blocks adds to a trace, as proved with three traces of one batch.
+    """Events that each further repetition of the blocks adds to a trace, as verified with three traces of one batch.
 
     Attributes:
-        pieces: Events, split into sequences that are repeated and sequences that are not.
+        pieces: Event descriptions, split into sequences that are repeated and sequences that are not.
         first: Trace with `TRACED` repetitions.
         second: Trace with one repetition more.
     """
@@ -205,12 +214,16 @@ class RepeatProof:
     second: Trace
 
     def apply_to(self, traced: Trace, count: int) -> Trace | None:
-        """Extrapolate the trace of another batch, which has one repetition more than `TRACED`.
+        """Extrapolate the trace of another batch to the full model.
+
+        Args:
+            traced: Trace of the other batch, with one repetition more than `TRACED`.
+            count: Number of repetitions to extrapolate to.
 
         Returns:
-            The trace with `count` repetitions. None if the trace differs from the proof in more than the bytes of its
-                events, or if the events that a repetition adds do not repeat those before them. None also if work was
-                counted, because it may grow in another way.
+            The trace with `count` repetitions, or None. It is None if the trace differs from the verified trace in more
+            than the bytes of its events. It is also None if the events that a repetition adds do not repeat those
+            before them, or if work was counted. Work is excluded because it can grow differently with another batch.
         """
         if traced.work or _summarize(traced) != _summarize(self.second) or traced.operations != self.second.operations:
             return None
@@ -232,9 +245,9 @@ class RepeatProof:
 
 
 def _summarize(traced: Trace) -> Any:
-    """Return those properties of a trace that must not depend on the number of repeated blocks.
+    """Return the properties of a trace that must not depend on the number of repeated blocks.
 
-    They are its caveats, and the names of its phases and operations.
+    These are its caveats, and the names of its phases and operations.
     """
     return traced.caveats, list(traced.phases), set(traced.operations)
 
@@ -243,9 +256,9 @@ def _extrapolate_work(before: StepWork, now: StepWork, steps: int) -> StepWork:
     """Extrapolate the work of a step (FLOPs, bytes and kernel launches) linearly to more repetitions of the blocks.
 
     Args:
-        before: Work with fewer repetitions.
-        now: Work with one repetition more.
-        steps: Number of further repetitions.
+        before: Work with one repetition less than `now`.
+        now: Work to extrapolate from.
+        steps: Number of repetitions to add to those of `now`.
     """
     pairs = ((getattr(before, field.name), getattr(now, field.name)) for field in fields(StepWork))
     return StepWork(*starmap(lambda less, more: more + steps * (more - less), pairs))
@@ -259,20 +272,20 @@ def _get_kin(event: MemoryEvent) -> _Kin:
 
 
 class _Token(NamedTuple):
-    """Description of an allocation event, or of the start of a phase, that can be compared between traces.
+    """Description of an allocation, a free or the start of a phase that can be compared between traces.
 
     The keys of events differ between traces, so a description contains no key.
 
     Attributes:
         event: Event with key 0, or None at the start of a phase.
         phase: Name of the phase that starts.
-        kin: Bytes, operation, kind and stream of the memory that is freed.
-        newest: Position of the freed allocation among the equal allocations in use (its kin), counted from the newest.
-            None if it differs between repetitions.
-        oldest: Position of the freed allocation among the equal allocations in use, counted from the oldest. None if it
-            differs between repetitions.
-        growth: Bytes by which the allocation grows with each further repetition, such as those of a tensor with the
-            norms of all gradients.
+        kin: Bytes, operation, kind and stream of the memory that is freed. None unless the event is a free.
+        newest: Position of the freed allocation among the allocations in use with equal `kin`, counted from the newest.
+            None if the position differs between repetitions.
+        oldest: Position of the freed allocation among the allocations in use with equal `kin`, counted from the oldest.
+            None if the position differs between repetitions.
+        growth: Bytes by which the allocation grows with each further repetition. An example is a tensor with the norms
+            of all gradients.
     """
 
     event: MemoryEvent | None
@@ -285,7 +298,7 @@ class _Token(NamedTuple):
 
 @pause_garbage_collection()
 def _make_tokens(traced: Trace) -> list[_Token]:
-    """Return descriptions of the events and phases of a trace that contain no keys, so that traces can be compared."""
+    """Return descriptions of the events and phases of a trace. They contain no keys, so that traces can be compared."""
     begins: dict[int, list[str]] = defaultdict(list)
     for phase, index in traced.phases.items():
         begins[index].append(phase)
@@ -310,7 +323,8 @@ def _make_tokens(traced: Trace) -> list[_Token]:
 def _merge_tokens(one: _Token, other: _Token) -> _Token | None:
     """Return one description that fits two events, or None if the events differ.
 
-    If the position of a freed allocation differs, it is left out of the merged description.
+    A freed allocation has two positions among its equals: one counted from the newest and one from the oldest. If one
+    of them differs, it is None in the merged description. If both differ, the events differ.
     """
     if one[:3] != other[:3]:
         return None
@@ -322,10 +336,14 @@ def _merge_tokens(one: _Token, other: _Token) -> _Token | None:
 
 
 def _merge_grown_token(one: _Token, other: _Token) -> _Token | None:
-    """Return one description that fits two events that differ only in their bytes.
+    """Return one description that fits two events which differ only in their bytes, or None if they differ in more.
 
-    None if they differ in another way, or if they are allocations of DDP buckets. Buckets have a maximum size, so their
-    bytes do not grow by a constant amount.
+    The result is also None for allocations of DDP buckets. Buckets have a maximum size, so their bytes do not grow by a
+    constant amount.
+
+    Args:
+        one: Event description from a trace.
+        other: Event description from the trace with one repetition more.
     """
     if one.event is None or other.event is None or one.event.kind == "buckets":
         return None
@@ -336,9 +354,14 @@ def _merge_grown_token(one: _Token, other: _Token) -> _Token | None:
 
 
 def _apply_size(known: _Token, other: _Token) -> _Token | None:
-    """Return a known event description with the bytes of the corresponding event of another batch.
+    """Return an event's description, with its bytes replaced by those of the same event at another batch size.
 
-    None if the events differ in anything else: operation, kind of memory, or the position of the freed allocation.
+    Return None if the events differ in anything else: operation, kind of memory, or the position of the freed
+    allocation.
+
+    Args:
+        known: Description that was verified with three traces of one batch.
+        other: Description of the corresponding event in the trace of another batch.
     """
     if known.event is None or other.event is None:
         return known if (known.event, known.phase) == (other.event, other.phase) else None
@@ -357,7 +380,7 @@ class _Piece(NamedTuple):
     """Sequence of event descriptions that is either repeated or not.
 
     Attributes:
-        tokens: The descriptions, in order.
+        tokens: Event descriptions, in order.
         is_repeated: Whether each further repetition of the model's blocks adds the sequence once more.
     """
 
@@ -369,12 +392,13 @@ class _Piece(NamedTuple):
 def _find_pieces(short: list[_Token], long: list[_Token]) -> list[_Piece] | None:
     """Find the events of the longer trace that one more repetition of the blocks adds.
 
-    Return all events as a list of sequences, some of which are repeated. None if some added events do not repeat the
-    events before them.
-
     Args:
         short: Event descriptions of a trace.
         long: Event descriptions of the trace with one repetition more.
+
+    Returns:
+        All events as a list of sequences, some of which are repeated. None if any added events do not repeat the events
+        before them.
     """
     pieces: list[_Piece] = []
     same: list[_Token] = []
@@ -400,10 +424,10 @@ def _find_pieces(short: list[_Token], long: list[_Token]) -> list[_Piece] | None
 
 
 def _find_addition(ahead: list[_Token], long: list[_Token], begin: int) -> list[_Token] | None:
-    """Return the events that one more repetition adds at a position, or None if they cannot be determined.
+    """Return the events that one more repetition adds at a position, or None if there are none.
 
-    Added events must repeat the events before them. If several lengths are possible, the one is chosen for which the
-    most of the following events match `ahead`.
+    Added events must repeat the events before them. If this is true for several lengths, the length is used after which
+    the most events match `ahead`.
 
     Args:
         ahead: Next event descriptions of the trace with fewer repetitions.
@@ -424,9 +448,14 @@ def _find_addition(ahead: list[_Token], long: list[_Token], begin: int) -> list[
 
 @pause_garbage_collection()
 def _expand_pieces(pieces: Iterable[_Piece], times: int) -> _Expanded | None:
-    """Return the events and phases of a trace in which each repeated sequence occurs `times` times.
+    """Build the events and phases of a trace from its sequences, with each repeated sequence `times` times in a row.
 
-    None if a free has no matching allocation.
+    Args:
+        pieces: Event descriptions, split into sequences that are repeated and sequences that are not.
+        times: Number of times that each repeated sequence occurs.
+
+    Returns:
+        The events with keys, and the index of each phase's first event. None if any free has no matching allocation.
     """
     events: list[MemoryEvent] = []
     phases: dict[str, int] = {}
@@ -438,7 +467,7 @@ def _expand_pieces(pieces: Iterable[_Piece], times: int) -> _Expanded | None:
             if event is None:
                 phases[token.phase] = len(events)
                 continue
-            # A token has its size with one added repetition, so growth counts from the second on.
+            # The description has the size with one added repetition, so growth counts from the second added one on.
             size = event.num_bytes + token.growth * (times - 1)
             _, what, kind, stream = token.kin or _get_kin(event)
             kin = in_use[abs(size), what, kind, stream]

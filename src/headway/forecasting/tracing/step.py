@@ -1,7 +1,7 @@
-"""Run the training steps that a forecast traces: forward, loss, backward, clipping and update.
+"""Run the training steps that a forecast traces: forward, loss, backward, gradient clipping and update.
 
-A step follows one of the loops in `LOOPS`, or a loop function of the user. Each part of it is reported to an observer
-as a phase. Steps can also run on real tensors.
+A step follows one of the loops in `LOOPS`, or the user's own loop function. Each part of a step is reported to an
+observer as a phase. Steps can also run on real tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +25,7 @@ Batch = Any
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = ("no", *_HALF)
-"""Precisions that can be traced."""
+"""Precisions in which steps can be traced."""
 STEPS = 2
 """Number of updates to trace.
 
@@ -34,7 +34,7 @@ The optimizer creates its state in the first update, so only the second one is l
 
 
 LOOPS = ("plain", "zero_grad_before_backward", "loss_function")
-"""Names of the loops that `run_steps` can run. They differ in how long outputs, loss and gradients are kept."""
+"""Names of the loops that `run_steps` can run. They differ in how long outputs, loss and gradients stay in memory."""
 
 
 def check_precision(precision: str) -> None:
@@ -55,12 +55,13 @@ class StepRecipe:
         precision: "no", "bf16" or "fp16", applied by autocast. "fp16" also scales the loss.
         accumulation: Micro-batches per update.
         max_norm: Maximum norm for gradient clipping, or None for no clipping.
-        keeps_gradients: Whether gradients are zeroed in place, as with `zero_grad(set_to_none=False)`, so that they
-            keep their memory.
-        loop: Loop that determines how long tensors live. With "plain", variables such as the outputs and the loss live
-            until they are assigned again, and gradients are freed after the update. "zero_grad_before_backward" is like
-            "plain", but frees gradients between forward and backward. With "loss_function", a function computes the
-            loss, and the outputs are freed when it returns. A function is called as the loop itself.
+        keeps_gradients: Whether gradients keep their memory because they are zeroed in place, as with
+            `zero_grad(set_to_none=False)`.
+        loop: Loop that determines how long tensors stay in memory, one of `LOOPS` or a function that is called as the
+            loop. With "plain", variables such as the outputs and the loss live until they are assigned again, and
+            gradients are freed after the update. "zero_grad_before_backward" is like "plain", but frees gradients
+            between forward and backward. With "loss_function", a function computes the loss, and the outputs are freed
+            when it returns.
         lengths: Sequence length of each micro-batch, in order. Empty if all micro-batches have the same size.
     """
 
@@ -95,20 +96,20 @@ class StepRecipe:
     def count_updates(self, steps: int = STEPS) -> int:
         """Return the number of updates to run.
 
-        With `lengths`, it follows from the number of lengths, one per micro-batch.
+        If the recipe has `lengths`, the number follows from them, because there is one length per micro-batch.
 
         Args:
-            steps: Number of updates without `lengths`.
+            steps: Number of updates for a recipe without `lengths`. Default: `STEPS`.
         """
         return len(self.lengths) // self.accumulation if self.lengths else steps
 
     def list_requests(self, steps: int = STEPS) -> Iterator[tuple[int, ...]]:
         """Yield a tuple for each micro-batch: the arguments of `batch_fn` after the number of samples.
 
-        With `lengths`, it contains the micro-batch's sequence length. Otherwise it is empty.
+        If the recipe has `lengths`, the tuple contains the micro-batch's sequence length. Otherwise it is empty.
 
         Args:
-            steps: Number of updates without `lengths`.
+            steps: Number of updates for a recipe without `lengths`. Default: `STEPS`.
         """
         yield from ((length,) for length in self.lengths) if self.lengths else [()] * (steps * self.accumulation)
 
@@ -120,36 +121,36 @@ class StepObserver:
     """
 
     def enter_phase(self, phase: str) -> None:
-        """Handle the start of a phase, such as "step 1 forward". The operations that follow belong to it."""
+        """Handle the start of a phase, such as "step 1 forward". Operations until the next call belong to the phase."""
 
     def mark_tensors(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Handle the report that tensors belong to a kind of memory, such as "gradients"."""
+        """Handle the notification that tensors belong to a kind of memory, such as "gradients"."""
 
     def mark_activations(self) -> None:
-        """Handle the end of forward. All memory that forward has allocated and not freed consists of activations."""
+        """Handle the end of forward. All memory that forward has allocated and not freed counts as activations."""
 
 
 class StepEngine:
-    """Interface of an engine that distributes a step over ranks. This base class runs the entire model on one process.
+    """Interface of an engine that distributes a step over ranks. This base class runs the whole model in one process.
 
     Args:
         model: Model whose gradients the engine manages.
     """
 
     steps = STEPS
-    """Number of updates to trace, until memory requests repeat from one update to the next."""
+    """Number of updates to trace. From the last of them on, memory requests are the same in each update."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def make_modes(self) -> Iterable[AbstractContextManager[Any]]:
-        """Return the context managers, such as dispatch modes, in which the step runs."""
+        """Return the context managers, such as dispatch modes, in which the step runs. The base class needs none."""
         return ()
 
     def list_own_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that the engine allocates before the first step, such as DDP's buckets.
+        """Return the tensors, apart from those of the model, that the engine allocates before the first step.
 
-        The tensors of the model are not included.
+        An example is DDP's buckets. The base class has no such tensors.
         """
         return []
 
@@ -164,13 +165,13 @@ class StepEngine:
         return nullcontext()
 
     def list_gradients(self) -> list[torch.Tensor]:
-        """Return this rank's gradients, including those that are only reduced at the end of the accumulation window."""
+        """Return this rank's gradients, including those that are reduced only at the end of the accumulation window."""
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def clip_gradients(self, max_norm: float) -> None:
-        """Scale the gradients down to at most `max_norm`.
+        """Scale the gradients down so that their norm is at most `max_norm`.
 
-        Equivalent to torch's `clip_grad_norm_` with `foreach=True`, which torch refuses for tensors on a CPU.
+        This is equivalent to torch's `clip_grad_norm_` with `foreach=True`, which torch refuses for tensors on a CPU.
         """
         gradients = self.list_gradients()
         if not gradients:
@@ -189,7 +190,17 @@ def run_steps(
     parameters: list[nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    """Run the updates of a recipe with one of the loops in `LOOPS`, which are described at `StepRecipe.loop`."""
+    """Run the updates of a recipe with one of the loops in `LOOPS`, which `StepRecipe` describes.
+
+    Args:
+        model: Model to train.
+        recipe: Configuration of the steps.
+        batch: Function that returns the next micro-batch. It takes a sequence length if the recipe has lengths.
+        watcher: Observer of the steps.
+        engine: Engine that distributes the model over ranks.
+        parameters: Trainable parameters.
+        optimizer: Optimizer of the parameters, or None for no update.
+    """
     asked = recipe.list_requests(engine.steps)
     clears_late, is_function = recipe.loop == "zero_grad_before_backward", recipe.loop == "loss_function"
     held: Batch = None
@@ -198,7 +209,7 @@ def run_steps(
     for step in range(1, recipe.count_updates(engine.steps) + 1):
         for index in range(recipe.accumulation):
             watcher.enter_phase(f"step {step} forward")
-            # The previous batch is alive until this assignment, as in a real loop, so both batches are in memory at once.
+            # As in a real loop, the previous batch lives until this assignment, so both batches are briefly in memory.
             held = mark_batch(batch(*next(asked)), watcher)
             with engine.run_micro_batch(is_last=index == recipe.accumulation - 1):
                 with make_autocast(recipe.precision):
@@ -249,7 +260,10 @@ def _compute_loss(outputs: Any, batch: Batch, recipe: StepRecipe) -> torch.Tenso
 
 
 def _scale_loss(loss: torch.Tensor, recipe: StepRecipe) -> torch.Tensor:
-    """Return the loss to call backward on: scaled for fp16, and divided by the number of accumulated micro-batches."""
+    """Return the loss to call `backward` on.
+
+    The loss is scaled for fp16, and divided by the number of accumulated micro-batches.
+    """
     if recipe.precision == "fp16":
         loss = loss * torch.full((), 65536.0, device=loss.device)
     return loss / recipe.accumulation if recipe.accumulation > 1 else loss
@@ -270,8 +284,9 @@ def _describe_loss(loss: Any) -> str:
 
 
 def make_autocast(precision: str) -> AbstractContextManager[Any]:
-    """Return the autocast context of the forward pass in a precision."""
-    # CPU autocast even if the target is a GPU, because fake tensors are on the CPU. `kernels` corrects the differences.
+    """Return the autocast context for the forward pass in a precision: "no", "bf16" or "fp16"."""
+    # Autocast is that of the CPU even if the target is a GPU, because fake tensors are on the CPU. `substitute_kernels`
+    # corrects the differences.
     return torch.autocast("cpu", dtype=_HALF[precision]) if precision in _HALF else nullcontext()
 
 
@@ -309,7 +324,7 @@ def list_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def choose_cuda_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer use `foreach` kernels, as by default on a GPU, unless the user has chosen otherwise.
+    """Make the optimizer use `foreach` kernels, as it does by default on a GPU, unless the user has chosen otherwise.
 
     By default, torch's optimizers update all parameters at once on a GPU, but one at a time on a CPU.
     """
@@ -324,12 +339,12 @@ def choose_cuda_kernels(optimizer: torch.optim.Optimizer) -> None:
 def mark_model(model: nn.Module, watcher: StepObserver) -> None:
     """Report the model's tensors to the observer, in the order in which `.to(device)` allocates them.
 
-    Tensors of submodules come first.
+    The tensors of submodules precede those of the module itself.
     """
     for part in model.children():
         mark_model(part, watcher)
     for held, kind in ((model._parameters, "weights"), (model._buffers, "buffers")):
-        # Tensors still on the meta device belong to other stages of a pipeline.
+        # Tensors that are still on the meta device belong to other pipeline stages.
         watcher.mark_tensors([each for each in held.values() if each is not None and not each.is_meta], kind)
     watcher.mark_tensors(iterate_scales(model), "weights")
 
@@ -347,11 +362,10 @@ def run_recipe(
     Args:
         model: Model on the device that computes.
         recipe: Configuration of the steps.
-        batch: Function that returns the next micro-batch. It is called with a sequence length if the recipe has
-            lengths.
-        watcher: Observer of the steps, or None.
-        on_cuda: Whether optimizers choose their kernels as for parameters on a GPU. Default: False.
-        engine: Engine that distributes the model over ranks, or None for one process.
+        batch: Function that returns the next micro-batch. It takes a sequence length if the recipe has lengths.
+        watcher: Observer of the steps, or None. Default: None.
+        on_cuda: Whether the optimizer chooses its kernels as for parameters on a GPU. Default: False.
+        engine: Engine that distributes the model over ranks, or None for one process. Default: None.
     """
     watcher, engine = watcher or StepObserver(), engine or StepEngine(model)
     watcher.enter_phase("set-up")
@@ -369,7 +383,9 @@ def run_recipe(
 
 
 class LoopPhases(TorchFunctionMode):
-    """Torch function mode that detects the phases of a user's loop from calls of backward and of the optimizer's step.
+    """Torch function mode that detects the phases of a user's loop.
+
+    A phase starts when the loop calls backward or the optimizer's step.
 
     Args:
         watcher: Observer that is notified of the phases.
@@ -377,7 +393,7 @@ class LoopPhases(TorchFunctionMode):
 
     Attributes:
         num_updates: Number of updates so far.
-        has_backward: Whether a backward has run.
+        has_backward: Whether the loop has called backward.
     """
 
     def __init__(self, watcher: StepObserver, engine: StepEngine) -> None:
@@ -401,7 +417,11 @@ class LoopPhases(TorchFunctionMode):
         return result
 
     def enter_phase(self, phase: str) -> None:
-        """Notify the observer that a phase of the current update starts."""
+        """Notify the observer that a phase of the current update starts.
+
+        Args:
+            phase: "forward", "backward" or "update".
+        """
         self._watcher.enter_phase(f"step {self.num_updates + 1} {phase}")
 
     def record_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -421,8 +441,17 @@ def run_loop(
 ) -> None:
     """Run the user's own training loop over the recipe's micro-batches.
 
+    Args:
+        loop: User's loop, called as `loop(model, batches, optimizer)`.
+        model: Model to train.
+        recipe: Configuration of the steps.
+        batch: Function that returns the next micro-batch. It takes a sequence length if the recipe has lengths.
+        watcher: Observer of the steps.
+        engine: Engine that distributes the model over ranks.
+        optimizer: Optimizer to step, or None for no update.
+
     Raises:
-        ConfigError: If the loop ends without a backward, or with fewer updates than its batches allow.
+        ConfigError: If the loop ends without calling backward, or makes fewer updates than its batches are for.
     """
     phases = LoopPhases(watcher, engine)
 

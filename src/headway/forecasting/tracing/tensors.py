@@ -1,7 +1,7 @@
-"""Helpers for tensors without values: wrapper subclasses, and results whose sizes depend on values.
+"""Helpers for tensors without values: wrapper subclasses, and operations whose result sizes depend on values.
 
 A DTensor contains this rank's shard, and a quantized tensor contains its numbers and scales. A trace counts the memory
-of those inner tensors.
+of such inner tensors.
 
 Fake tensors have no values. If the size of a result depends on values, the largest possible size is used.
 """
@@ -36,7 +36,11 @@ def has_wrapper_type(types: Iterable[type]) -> bool:
 def make_without_values(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return an uninitialized tensor with the shape, strides, dtype and Python attributes of another tensor.
 
-    It takes no memory if a fake mode is active or if `device` is "meta".
+    The new tensor takes no memory if a fake mode is active or if `device` is "meta".
+
+    Args:
+        tensor: Tensor to imitate. If it is a parameter, the result is a parameter, too.
+        device: Device of the new tensor. Default: "cpu".
     """
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
@@ -48,7 +52,11 @@ def make_without_values(tensor: torch.Tensor, device: torch.device | str = "cpu"
 def make_largest_result(func: Any, args: tuple[Any, ...]) -> Any:
     """Return the largest possible result of an operation whose result size depends on values.
 
-    None for all other operations.
+    Return None for all other operations, and for tensors that are not fake.
+
+    Args:
+        func: Operation that is traced.
+        args: Arguments of the operation.
     """
     if not args or not isinstance(args[0], FakeTensor):
         return None
@@ -71,7 +79,12 @@ def make_largest_result(func: Any, args: tuple[Any, ...]) -> Any:
 def expand_masks(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of an indexing operation, with each boolean mask replaced by index tensors.
 
-    The index tensors have the size that they would have if the mask were true everywhere.
+    The index tensors are as large as if the mask were true everywhere. Arguments of other operations are returned
+    unchanged.
+
+    Args:
+        func: Operation that is traced.
+        args: Arguments of the operation.
     """
     if not args or not isinstance(args[0], FakeTensor):
         return args

@@ -1,7 +1,7 @@
-"""Extrapolate a trace of two updates to a third.
+"""Extrapolate a trace of two updates to a third update.
 
-The allocator places blocks of memory differently after each of the first few updates, and reserved memory grows.
-Therefore a third update is added, which repeats the second.
+In each of the first updates, the allocator places blocks of memory differently, and reserved memory grows. Therefore
+the trace is extended by a third update, whose events repeat those of the second.
 """
 
 from dataclasses import replace
@@ -14,13 +14,13 @@ _END = "end"
 
 
 def _find_kept(left: list[MemoryEvent], second: list[MemoryEvent]) -> list[MemoryEvent] | None:
-    """Return the allocations of the second update that are not freed in it.
+    """Return the allocations that the second update does not free, or None if they do not match those of the first.
 
-    Return None if they differ from those of the first update. When a traced loop ends, its variables are freed, too. So
-    frees at the end of the trace may belong to memory that a longer loop would keep.
+    When a traced loop ends, its variables are freed, too. So a longer loop might keep memory that is freed at the end
+    of the trace.
 
     Args:
-        left: Allocations of the first update that are not freed in it.
+        left: Allocations of the first update that the second update frees.
         second: Events of the second update.
     """
     last = len(second)
@@ -43,9 +43,9 @@ def _find_kept(left: list[MemoryEvent], second: list[MemoryEvent]) -> list[Memor
 def add_third_update(traced: Trace) -> Trace:
     """Extend the trace of two updates by a third, whose events repeat those of the second.
 
-    The second update frees memory that the first has allocated, such as the old outputs of a loop. Likewise, the
-    third frees the corresponding memory of the second. If the two updates leave different memory allocated, the
-    trace is returned unchanged.
+    The second update frees memory that the first has allocated, such as the loop's previous outputs. Likewise, the
+    third frees the corresponding memory of the second. If the two updates leave different memory allocated, the trace
+    is returned unchanged.
     """
     begin, end = traced.phases.get(_LAST), traced.phases.get(_END, 0)
     first = traced.phases.get("step 1 forward")

@@ -1,13 +1,13 @@
-"""Record all memory that one training step on fake tensors allocates and frees, in order.
+"""Record all memory that training steps on fake tensors allocate and free, in order.
 
-The tracker follows the storages behind tensors by weak references. Views allocate nothing, and memory is freed when the
-last tensor on it is gone, wherever that tensor was kept. Nothing is computed, so a step of any size takes seconds and
-hardly any memory.
+The tracker watches the storages of tensors with weak references. Views allocate nothing. Memory is freed when the last
+tensor that uses it is deleted, wherever that tensor was stored. Nothing is computed, so a step of any size takes
+seconds and hardly any memory.
 
-FSDP resizes storages without torch's dispatcher, so a trace sees no operation. `fully_shard` allocates the memory of a
-gathered parameter once. It frees the bytes after the unit's forward and allocates them again at the next gather
-(`UntypedStorage.resize_`). The tracker knows these storages from the operation that fills them. Before each later
-operation it checks whether their sizes have changed.
+FSDP resizes storages without torch's dispatcher, so a trace sees no operation. `fully_shard` creates the storage of a
+gathered parameter once. After the unit's forward, it frees the storage's bytes, and at the next gather it allocates
+them again (`UntypedStorage.resize_`). The tracker recognizes these storages by the operation that fills them. Before
+each later operation, it checks whether their sizes have changed.
 """
 
 import gc
@@ -46,14 +46,14 @@ from headway.forecasting.tracing.work import StepWork, WorkCounter
 Storage = torch.UntypedStorage
 
 _WORTH_A_LINE = 1 << 20
-"""Minimum size of a request, in bytes, for which the user's source line is looked up.
+"""Minimum size in bytes of a request for which the user's source line is looked up.
 
-The look-up takes longer than all other tracing work.
+The lookup takes longer than all other tracing work.
 """
 _DEVICE = torch.ops.prim.device.default
 """Operation that returns a tensor's device.
 
-It accounts for two thirds of all calls. Handling it in the dispatch mode takes a fifth of the time.
+Two thirds of all calls are of this operation. If the dispatch mode handles it, a call takes a fifth of the time.
 """
 _RESIZE = "resize_"
 _WAIT = "_c10d_functional::wait_tensor"
@@ -62,33 +62,33 @@ _SPLIT = "fsdp::split_with_sizes_copy"
 _REDUCE = "c10d::_reduce_scatter_base_"
 _COPY = "aten::copy_"
 _OF_SHARDS = {_GATHER: 1, _SPLIT: 0, _REDUCE: 2, _COPY: 0}
-"""CUDA stream on which each of FSDP's operations allocates its results, by operation name."""
+"""CUDA stream on which each of FSDP's operations allocates its results, by the operation's name."""
 _OF_ONE = "wait_for_unshard"
-"""Name of FSDP's function that copies parameters that only one rank has, such as experts."""
+"""Name of the FSDP function that copies parameters which only one rank has, such as experts."""
 _FOR_A_SHAPE = "_propagate_tensor_meta"
-"""Prefix of DTensor's function that runs an operation only to find out the shape of its result."""
+"""Prefix of the DTensor function that runs an operation only to determine the shape of its result."""
 _DEEPEST = 64
-"""Maximum number of stack frames between an operation and torch's function that calls it."""
+"""Maximum number of stack frames that are searched for a torch function that called the current operation."""
 _WRAPPERS = ("_fn", "inner")
-"""Names of torch's functions that wrap the dispatch of a mode."""
+"""Names of torch's functions that wrap the dispatch method of a mode."""
 _ADDS = tuple(f"aten::{name}" for name in ("add", "scatter", "scatter_add", "index_add", "index_put"))
-"""Operations with which autograd may accumulate gradients."""
+"""Names of the operations with which autograd can accumulate gradients."""
 _IN_PLACE = ("aten::sub", "aten::mul", "aten::div")
-"""Operations that torch's C++ code runs in place in the backward of the binary cross-entropy with logits.
+"""Operations that torch's C++ code runs in place in the backward of binary cross-entropy with logits.
 
-For subclasses of tensors, such as fake tensors, torch allocates their results.
+For tensor subclasses, such as fake tensors, torch allocates the results of these operations instead.
 """
 _LOGITS_LOSS = "BinaryCrossEntropyWithLogitsBackward0"
-"""Autograd node of the binary cross-entropy with logits."""
+"""Name of the autograd node of binary cross-entropy with logits."""
 _COMPILED = ("compile_wrapper", "_call_impl_compiled")
-"""Functions of TorchDynamo through which a compiled function is called."""
+"""Names of TorchDynamo's functions through which a compiled function is called."""
 
 
 class GatheredStorages:
-    """Storages of gathered parameters, grouped by FSDP unit. The storages of a unit are allocated and freed together.
+    """Storages of gathered parameters, grouped by FSDP unit. All storages of a unit are allocated and freed together.
 
     Args:
-        changed: Function that is called with each storage whose size may have changed.
+        changed: Function that is called with each storage whose size has changed.
     """
 
     def __init__(self, changed: Callable[[Storage], None]) -> None:
@@ -97,7 +97,7 @@ class GatheredStorages:
         self._known: set[int] = set()
 
     def register_unit(self, tensors: Iterable[Any]) -> list[torch.Tensor]:
-        """Register the storages of an FSDP unit's tensors. Return the tensors whose storages are new."""
+        """Register the storages of an FSDP unit's tensors, and return the tensors whose storages are new."""
         new = [
             leaf
             for each in tensors
@@ -107,15 +107,15 @@ class GatheredStorages:
         ]
         if new:
             storages = [leaf.untyped_storage() for leaf in new]
-            # FSDP keeps these storages as long as the model exists, so an address is not used for another one meanwhile.
+            # FSDP keeps these storages as long as the model exists, so their addresses are not reused.
             self._known.update(storage._cdata for storage in storages)
             self._units.append(([weakref.ref(storage) for storage in storages], storages[0].nbytes()))
         return new
 
     def check_sizes(self) -> None:
-        """Find FSDP units whose parameters were gathered or freed since the last check.
+        """Find the FSDP units whose parameters were gathered or freed since the last check.
 
-        `changed` is called with each of their storages.
+        The function `changed` is called with each storage of these units.
         """
         for index, (storages, size) in enumerate(self._units):
             first = storages[0]()
@@ -131,7 +131,7 @@ class GatheredStorages:
 def _refuse_compiled() -> None:
     """Raise UnsupportedError if a compiled function is running.
 
-    On fake tensors the function would silently run uncompiled, and its memory requests would differ.
+    On fake tensors, a compiled function would run uncompiled without a warning, and its memory requests would differ.
     """
     if "torch._dynamo.eval_frame" not in sys.modules:
         return
@@ -151,7 +151,7 @@ def _get_backward_name() -> str:
 def _is_for_a_shape() -> bool:
     """Whether DTensor runs the current operation only to determine the shape of its result.
 
-    DTensor does this with full tensors before it computes with shards.
+    DTensor does this with tensors of the full shape before it computes with shards.
     """
     return any(frame.f_code.co_name.startswith(_FOR_A_SHAPE) for frame in islice(walk_stack(), _DEEPEST))
 
@@ -160,9 +160,8 @@ def _is_sum_of_gradients(args: tuple[Any, ...], result: Any) -> bool:
     """Whether an addition sums two gradients of one tensor into a new tensor, but would run in place on plain tensors.
 
     The trace runs on fake tensors, for which autograd allocates a tensor in two cases that need none for plain tensors:
-
-    - The engine sums two gradients of one tensor. It adds plain tensors in place if nothing else refers to the first
-      one (`can_accumulate_inplace` in input_buffer.cpp).
+    - The engine sums two gradients of one tensor. For plain tensors, it adds in place if nothing else refers to the
+      first gradient (`can_accumulate_inplace` in input_buffer.cpp).
     - The backward of an operation that selects values (gather, index, max, sort) adds its gradient to a tensor of zeros
       that it has just allocated (FunctionsManual.cpp).
 
@@ -201,12 +200,12 @@ class Trace:
     """Allocation events of traced training steps.
 
     Attributes:
-        events: Events in order.
+        events: Allocations and frees, in order.
         phases: Index of the first event of each phase, by name: "step 1 forward", "step 1 backward", "step 1 update"
             and so on.
-        operations: Number of calls by operation.
+        operations: Number of calls of each operation, by name.
         caveats: Assumptions and known gaps of the trace, as sentences.
-        work: Floating point operations and memory traffic by phase. Empty unless they were counted.
+        work: Floating point operations and memory traffic by phase. Empty if they were not counted.
     """
 
     events: list[MemoryEvent]
@@ -219,12 +218,13 @@ class Trace:
 class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untyped-call]
     """Dispatch mode that records when the memory of tensors is allocated and freed, for fake and real tensors.
 
-    Only tensors that are created while the mode is active are recorded.
+    Only tensors that are created while the mode is active, or passed to `mark_tensors`, are recorded.
 
     Args:
-        device: Device whose kernels' scratch memory is added.
+        device: Device that is traced for. The scratch memory of its kernels is added.
         counting: Counter to which every operation is reported, or None to count no work.
-        graphs: Paths of the graphs that inductor has compiled (see `compiled.skip_kernels`), or None without inductor.
+        graphs: Paths of the graphs that inductor has compiled (see `compiled.skip_kernels`), or None if compiled models
+            are not traced.
 
     Attributes:
         events: Events so far.
@@ -260,9 +260,9 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self._sum = (0, 0, 0)  # key of the first term, key of the sum, address of the sum's storage
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
-        """Whether TorchDynamo may compile while this mode is active.
+        """Whether TorchDynamo can compile while this mode is active.
 
-        Compilation itself is not traced, but the compiled code is.
+        If so, the compilation itself is not traced, but the compiled code is.
         """
         return self._graphs is not None
 
@@ -278,7 +278,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             return func(*args, **(kwargs or {}))
         name = func._schema.name
         if name == _WAIT and isinstance(args[0], FakeTensor):
-            return args[0]  # real tensors are returned as they are, but for fake ones torch allocates a copy
+            return args[0]  # torch returns a real tensor itself, but allocates a copy of a fake one
         self._gathered.check_sizes()
         self.last = name
         self._operations[name] += 1
@@ -324,9 +324,13 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
                     self._register_tensor(each, name, args, min_bytes[index] if index < len(min_bytes) else 0)
 
     def _count_unsure(self, name: str, args: tuple[Any, ...]) -> None:
-        """Record an upper bound for a kernel's workspace whose size is unknown.
+        """Record an upper bound for the workspace of an operation whose kernel has a workspace of unknown size.
 
-        The bound is the sum of the bytes that the operation reads and the bytes that it may keep.
+        The bound is the sum of the bytes that the operation reads and the bytes that it is assumed to keep.
+
+        Args:
+            name: Name of the operation.
+            args: Arguments of the operation.
         """
         if name in UNKNOWN_SCRATCH and self._device.is_cuda:
             num_bytes = sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
@@ -344,7 +348,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self.phases.setdefault(phase, len(self.events))
 
     def _collect_garbage(self) -> None:
-        """Run Python's garbage collector, and record the freed bytes as memory that may still be in use in a real run.
+        """Run Python's garbage collector, and record the freed bytes as memory that a real run might still use.
 
         After a graph break, reference cycles in TorchDynamo keep tensors of the first call alive until Python collects
         garbage.
@@ -356,7 +360,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
     def mark_tensors(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Set the kind of the memory of some tensors, such as "weights" or "gradients".
 
-        Tensors that the tracker has not seen count as allocated from now on.
+        If a tensor is not known to the tracker, its allocation is recorded now.
         """
         for each in tensors:
             for tensor in iterate_plain_tensors(each):
@@ -365,7 +369,10 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
                     self._kinds[key] = kind
 
     def mark_activations(self) -> None:
-        """Set the kind of all memory that forward has allocated and not freed to activations."""
+        """Set the kind of all memory that forward has allocated and not freed to "activations".
+
+        Memory whose kind is already known keeps it.
+        """
         self._gathered.check_sizes()
         held = {key for _, key, _ in self._live.values()}
         for event in self.events[self._begin :]:
@@ -373,11 +380,11 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
                 self._kinds.setdefault(event.key, "activations")
 
     def count_held_bytes(self, kind: str) -> int:
-        """Return the bytes that memory of one kind, such as "gradients", currently uses."""
+        """Return the bytes in use for one kind of memory, such as "gradients"."""
         return sum(size for _, key, size in self._live.values() if self._kinds.get(key) == kind)
 
     def build_trace(self) -> Trace:
-        """Return the trace of the recorded events. Must be called after the dispatch mode has ended."""
+        """Return the trace of the recorded events. Call it after the dispatch mode has ended."""
         events = [
             event._replace(kind=self._kinds.get(event.key, event.kind), stream=self._streams.get(event.key, 0))
             for event in _sort_frees(self.events[: self.phases.get("end")])
@@ -396,10 +403,9 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
 
         Args:
             tensor: Tensor to register.
-            what: Operation that created it.
+            what: Operation that created the tensor.
             args: Arguments of the operation.
-            min_bytes: Minimum size of the storage in bytes. A negative number if the device's kernel creates no such
-                tensor.
+            min_bytes: Minimum size of the storage in bytes. Negative if the device's kernel creates no such tensor.
 
         Returns:
             The key, or None if the tensor has no memory or is in host memory.
@@ -427,24 +433,25 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         return key
 
     def _drop_in_place_sum(self, key: int, size: int) -> bool:
-        """Undo the recorded allocation of a gradient sum that a real run would compute in place.
+        """Remove the recorded allocation of a gradient sum if a real run would compute the sum in place.
 
-        In a run, autograd adds the second gradient to the first if nothing else uses the first. The sum must be the
-        last recorded allocation, apart from workspaces.
+        In a real run, autograd adds the second gradient to the first in place if nothing else uses the first. Here, the
+        first gradient is freed right after the sum was allocated: the sum must be the last recorded allocation, apart
+        from workspaces.
 
         Args:
             key: Key of the freed gradient's memory.
-            size: Bytes of that memory.
+            size: Bytes of the freed gradient's memory.
 
         Returns:
-            Whether the allocation was dropped.
+            Whether the allocation was removed.
         """
         first, total, address = self._sum
         known = self._live.get(address)
         if first != key or known is None or known[1:] != (total, size):
             return False
         for index in range(len(self.events) - 1, self._begin - 1, -1):
-            if self.events[index].num_bytes > 0:  # no other tensor may have been allocated after the sum
+            if self.events[index].num_bytes > 0:  # no other tensor must have been allocated after the sum
                 if self.events[index].key != total:
                     if self._kinds.get(self.events[index].key) == "workspaces":
                         continue
@@ -456,7 +463,12 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         return False
 
     def _is_on_host(self, tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
-        """Whether a tensor is an optimizer's step count, which torch keeps on the CPU unless the optimizer is fused."""
+        """Whether a tensor is an optimizer's step count, which torch keeps on the CPU unless the optimizer is fused.
+
+        Args:
+            tensor: Result of an operation.
+            args: Arguments of the operation.
+        """
         return (
             self._device.is_cuda
             and self._is_updating
@@ -467,7 +479,12 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
     def _record_sharding(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record that FSDP has gathered a unit's parameters or reduced its gradients, and on which stream.
 
-        CUDA's allocator keeps separate pools for each stream.
+        The stream matters because CUDA's allocator has separate pools for each stream.
+
+        Args:
+            name: Name of FSDP's operation.
+            args: Arguments of the operation.
+            kwargs: Keyword arguments of the operation.
         """
         if name in (_SPLIT, _COPY):
             if name == _SPLIT or any(frame.f_code.co_name == _OF_ONE for frame in islice(walk_stack(), _DEEPEST)):
@@ -497,7 +514,12 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         return self.events[-1]
 
     def _record_late_scratch(self, name: str, args: tuple[Any, ...]) -> None:
-        """Record the scratch memory that a kernel allocates after its results."""
+        """Record the scratch memory that an operation's kernel allocates after its results.
+
+        Args:
+            name: Name of the operation.
+            args: Arguments of the operation.
+        """
         asked: list[MemoryEvent] = []
         for size in self._late[name](args) if name in self._late else ():
             if size > 0:
@@ -509,7 +531,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self.events += [event._replace(num_bytes=-event.num_bytes) for event in asked]
 
     def _record_workspace(self) -> None:
-        """Record cuBLAS's workspace at its first use in a thread.
+        """Record cuBLAS's workspace when a thread first uses cuBLAS.
 
         cuBLAS has one handle, and therefore one workspace, per thread. Autograd runs backward in a separate thread.
         """

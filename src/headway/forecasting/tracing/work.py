@@ -11,14 +11,17 @@ from headway.forecasting._torch import tree_leaves
 from headway.forecasting.device.devices import Device
 
 LAUNCH = 5e-6
-"""Assumed, not measured: seconds that the host needs to launch an operation in eager mode, its minimum duration."""
+"""Seconds that the host needs to launch an operation in eager mode, which is the operation's minimum duration.
+
+The value is assumed, not measured.
+"""
 
 _HALVES = (torch.float16, torch.bfloat16)
-"""Dtypes for which the device's half-precision rate applies."""
+"""Dtypes whose matrix products run at the device's half-precision rate."""
 _NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::detach", "aten::_local_scalar_dense")
 """Prefixes of the names of operations that launch no kernel."""
 
-# torch's registry of formulas has only the kernels of accelerators.
+# Of the attention kernels, torch's registry of FLOP formulas has only those of accelerators.
 _OF_CPUS: dict[str, Callable[..., int]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": lambda query, key, value, *_: int(
         sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
@@ -30,9 +33,15 @@ _OF_CPUS: dict[str, Callable[..., int]] = {
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the floating point operations of a matrix product, convolution or attention. 0 for other operations.
+    """Return the floating point operations of a matrix product, convolution or attention, or 0 for other operations.
 
     Causal attention counts half of what torch's formulas give, because kernels skip the masked half.
+
+    Args:
+        func: Operation.
+        args: Arguments of the operation.
+        kwargs: Keyword arguments of the operation.
+        result: Result of the operation.
     """
     if func._overloadpacket in flop_registry:
         counted = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
@@ -55,7 +64,8 @@ class StepWork:
         flops: Floating point operations of matrix products, convolutions and attention.
         num_bytes: Bytes that the operations read and write.
         launches: Number of operations that launch a kernel.
-        seconds: Lower bound of the duration at the device's published rates. Not a forecast of the time.
+        seconds: Lower bound of the duration, computed from the device's published rates. It is no forecast of the real
+            time.
     """
 
     flops: int = 0
@@ -80,8 +90,8 @@ class StepWork:
 class WorkCounter:
     """Counter of floating point operations, memory traffic, kernel launches and minimum time, by phase of the step.
 
-    The time of each operation is the longest of three: its floating point operations at the device's rate, its bytes at
-    the memory bandwidth, and the launch time on the host. The rate depends on the dtype.
+    The time of an operation is the longest of three: its computing time, its memory time and its launch time on the
+    host. The first follows from the device's rate for the dtype, the second from the memory bandwidth.
 
     Args:
         device: Device to count for.
@@ -98,7 +108,15 @@ class WorkCounter:
     def add_operation(
         self, phase: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
     ) -> None:
-        """Add the floating point operations, memory traffic and time of an operation that has run."""
+        """Add the floating point operations, memory traffic and minimum time of an operation that has run.
+
+        Args:
+            phase: Phase of the step.
+            func: Operation.
+            args: Arguments of the operation.
+            kwargs: Keyword arguments of the operation, or None.
+            result: Result of the operation.
+        """
         name = func._schema.name
         if func.is_view or name.startswith(_NO_KERNEL):
             return

@@ -1,8 +1,8 @@
 """Lock object next to a checkpoint directory in an object store.
 
 The object is created only if it does not exist. The process that holds the lock rewrites it every few seconds, on
-condition that no other process has changed it (if-match). Another process observes, with its own clock, whether the
-object still changes. Clocks of different machines are never compared.
+condition that no other process has changed it (if-match). Another process uses its own clock to observe whether the
+object still changes. The clocks of different machines are never compared.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from headway.errors import CheckpointError
 
 
 class ObjectLock(lock.PlaceLock):
-    """Lock on a checkpoint directory in an object store, which is an object next to the directory.
+    """Lock on a checkpoint directory in an object store. The lock is an object next to the directory.
 
     Args:
         folder: Directory to lock.
@@ -49,7 +49,7 @@ class ObjectLock(lock.PlaceLock):
             raise CheckpointError(self._describe_holder(b"" if found is None else found[0], lock.TAKEN))
 
     def _remove(self) -> None:
-        # The object stays, and other runs find its holder dead after lock.SILENCE.
+        # If a request fails, the object stays, and other runs consider its holder dead after lock.SILENCE seconds.
         with contextlib.suppress(CheckpointError):
             if self._etag and self._beat():  # just rewritten, so no other run can judge it dead before it is removed
                 self._path.unlink()
@@ -73,7 +73,7 @@ class ObjectLock(lock.PlaceLock):
             found = client.get(key)
             if found is None or f'"beat": "{self._token} '.encode() not in found[0] or found[1] == replaces:
                 return False
-            replaces = found[1]  # an earlier write of this process succeeded, but its answer was lost
+            replaces = found[1]  # an earlier write of this process succeeded, but the store's response was lost
 
     def _take(self) -> None:
         client, key, judged = self._path.client, self._path.key, None
@@ -88,7 +88,7 @@ class ObjectLock(lock.PlaceLock):
         threading.Thread(target=self._beats, name="headway-lock", daemon=True).start()
 
     def _wait_for_end(self, text: bytes, etag: str) -> None:
-        """Block until the lock's owner counts as dead, or the lock object has been deleted.
+        """Block until the lock's owner is considered dead, or until the lock object has been deleted.
 
         Args:
             text: Content of the lock object.
@@ -114,6 +114,6 @@ class ObjectLock(lock.PlaceLock):
 
     def _beats(self) -> None:
         while not self._over.wait(lock.BEAT):
-            with contextlib.suppress(CheckpointError):  # the store may be unavailable for a while
+            with contextlib.suppress(CheckpointError):  # the store might be unavailable for a while
                 if not self._beat():
                     return

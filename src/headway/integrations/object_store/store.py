@@ -3,17 +3,18 @@
 Layout::
 
     <name>/data-<16 hexadecimal digits>/...   files of one save; no two saves share a prefix
-    <name>/manifest.json                      exists when the checkpoint does; file names in it are relative to <name>
+    <name>/manifest.json                      makes the checkpoint exist; file names in it are relative to <name>
     <name>.lock, latest                       next to the checkpoint
 
-The manifest is written only if there is none, or only over the one that existed when the commit began. A removal
-deletes the manifest first. An interrupted save leaves a `data-...` prefix that no manifest lists. The next save of
-the run that holds the lock deletes such prefixes, and no other objects.
+The manifest is written only if there is none, or only over the one that existed when the commit began. When a
+checkpoint is removed, its manifest is deleted first. An interrupted save leaves a `data-...` prefix that no manifest
+lists. The next save of the run that holds the lock deletes such prefixes, and no other objects.
 
-A reader downloads the ranges that its rank needs into sparse local files, and compares each piece, a block of bytes
-whose hash is in the manifest, with that hash (`FetchedCheckpoint`). The local files have the length of the stored
-ones, but take disk space (in TMPDIR) only for downloaded pieces. The local files are removed together with the
-`FetchedCheckpoint`. Tensors that have already been mapped from them stay valid.
+A reader (`FetchedCheckpoint`) downloads the byte ranges that its rank needs into sparse local files. Each stored file
+consists of pieces, which are blocks of bytes whose hashes are in the manifest. The reader compares each downloaded
+piece with its hash. A local file has the length of the stored file, but takes disk space (in TMPDIR) only for
+downloaded pieces. The local files are removed together with the `FetchedCheckpoint`. Tensors that have already been
+mapped from them stay valid.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ _DATA = re.compile(r"data-[0-9a-f]{16}")
 
 
 class FetchedCheckpoint:
-    """Local directory into which pieces of a checkpoint's files (blocks of bytes with a hash each) are downloaded.
+    """Local directory into which blocks of a checkpoint's files are downloaded. The manifest has a hash of each block.
 
     Args:
         source: URL of the checkpoint in the object store.
@@ -98,7 +99,7 @@ class FetchedCheckpoint:
         """Download every byte of the checkpoint and compare it with the hashes. The bytes are not kept.
 
         Raises:
-            CheckpointError: If a block of a file does not match its hash. The message names the first one.
+            CheckpointError: If a block of a file is missing or does not match its hash. The message names the file.
         """
         tasks = (
             partial(_fetch, self._source / name, None, written, run)
@@ -108,7 +109,7 @@ class FetchedCheckpoint:
         run_in_order(tasks, THREADS)
 
     def _begin(self, file: str) -> set[int]:
-        """Return which pieces of a file (blocks with a hash each) are already downloaded, as a set of piece numbers.
+        """Return the numbers of a file's pieces that are already downloaded. A piece is a block of bytes with a hash.
 
         The first call for a file creates the sparse local file.
         """
@@ -122,7 +123,12 @@ class FetchedCheckpoint:
 
 
 def _runs(pieces: Sequence[int], written: WrittenFile) -> Iterator[range]:
-    """Yield ranges of consecutive piece numbers, each within one stored object."""
+    """Yield ranges of consecutive piece numbers, each within one stored object.
+
+    Args:
+        pieces: Sorted numbers of the pieces to cover. A piece is a block of bytes with a hash.
+        written: Entry of the file in the manifest.
+    """
     per_part, start = max(1, PART // written.piece), 0
     for index, number in enumerate(pieces):
         after = pieces[index + 1] if index + 1 < len(pieces) else None
@@ -132,13 +138,19 @@ def _runs(pieces: Sequence[int], written: WrittenFile) -> Iterator[range]:
 
 
 def _fetch(source: ObjectPath, local: Path | None, written: WrittenFile, run: range) -> None:
-    """Download consecutive pieces of a file (blocks with a hash each) in one request, twice if a hash does not match.
+    """Download consecutive pieces of a file in one request. If a hash does not match, download them once more.
+
+    A piece is a block of bytes with a hash.
 
     Args:
-        source: URL of the checkpoint in the object store.
+        source: URL of the file in the object store.
         local: Local file to write the pieces to; None to only compare the hashes.
         written: Entry of the file in the manifest.
         run: Numbers of the pieces.
+
+    Raises:
+        CheckpointDamaged: If the file no longer exists, or if a hash does not match at the second attempt either.
+        CheckpointError: If the local file cannot be written.
     """
     start, end = run.start * written.piece, min(run.stop * written.piece, written.num_bytes)
     for is_last in (False, True):
@@ -174,12 +186,12 @@ def _hash(view: memoryview, number: int, run: range, written: WrittenFile) -> st
 
 
 class ObjectStore:
-    """Checkpoint store in an object store, for one checkpoint or a prefix of checkpoints.
+    """Checkpoint store in an object store, for one checkpoint or for all checkpoints under a prefix.
 
     It has the interface of `DiskStore`.
 
     Args:
-        folder: URL of the checkpoint or checkpoints.
+        folder: URL of the checkpoint, or prefix of the checkpoints.
 
     Attributes:
         poll: Seconds between two checks for files of other ranks.
@@ -241,27 +253,27 @@ class ObjectStore:
     def abandon(self) -> None:
         """Delete the files of a failed save unless the manifest lists them.
 
-        The commit of that save may have succeeded although the store's answer was lost.
+        The manifest lists them if the save's commit succeeded but the store's response was lost.
 
         Raises:
-            ObjectStoreError: If the store does not answer. The next save removes the leftovers.
+            ObjectStoreError: If the store does not answer. The next save then deletes the files.
         """
         known = _named_by(self.folder.parent)
         if known is not None and self.folder.name not in known:
             self.folder.client.delete([each.key for _, each in self.folder.list_objects()])
 
     def commit(self, staging: Path, manifest: Manifest, fence: Callable[[], None]) -> None:
-        """Commit uploaded files as a checkpoint, by one conditional write of the manifest.
+        """Commit uploaded files as a checkpoint, with one conditional write of the manifest.
 
         Args:
             staging: Prefix of the uploaded files.
             manifest: Manifest with file names relative to `staging`.
-            fence: Function that raises `CheckpointError` if another run has taken the lock. That run may have removed
+            fence: Function that raises `CheckpointError` if another run has taken the lock. That run might have removed
                 the files.
 
         Raises:
-            CheckpointError: If an uploaded object is missing, or another save committed first. The previous checkpoint
-                is unchanged.
+            CheckpointError: If an uploaded object is missing, if another save has committed first, or if another run has
+                taken the lock and removed the files. The previous checkpoint is then unchanged.
         """
         placed = manifest.moved(staging.name)
         data = placed.encode()
@@ -308,9 +320,9 @@ class ObjectStore:
         return True
 
     def _tidy(self, kept: str) -> None:
-        """Delete the files of all other saves under the checkpoint's name.
+        """Delete the files of all saves of this checkpoint except one.
 
-        A failure only logs a warning, because the next save tries again.
+        If this fails, only a warning is logged, because the next save tries again.
 
         Args:
             kept: Prefix of the save whose files are kept.
@@ -332,7 +344,7 @@ class ObjectStore:
     def locate(self) -> Path:
         """Return the URL of the checkpoint, which never changes.
 
-        A checkpoint on a disk, in contrast, may have another name during a save.
+        A checkpoint on a disk, in contrast, can have another name during a save.
         """
         return self.folder
 
@@ -344,7 +356,7 @@ class ObjectStore:
     def identity(self) -> tuple[int, int]:
         """Return two numbers that identify the manifest object: its length and a hash of its ETag.
 
-        (0, 0) if there is none.
+        Return (0, 0) if the manifest does not exist.
         """
         path = self.folder / MANIFEST
         found = path.client.get(path.key)
@@ -362,7 +374,7 @@ class ObjectStore:
                 key, wanted = path.make_part_key(start // PART), min(PART, written.num_bytes - start)
                 found = there.get(key)
                 if found != wanted:
-                    found = path.client.get_size(key)  # listings may lag behind writes
+                    found = path.client.get_size(key)  # listings can lag behind writes
                 if found != wanted:
                     what = "is not there" if found is None else f"has {found} bytes"
                     return f"{path.client.root}/{key} {what}, {wanted} were written"
@@ -375,14 +387,14 @@ class ObjectStore:
     # ---------------------------------------------------------------- remove
 
     def remove(self) -> None:
-        """Delete a checkpoint: the manifest first, then its files. Other objects below its name are kept."""
+        """Delete the checkpoint: first its manifest, then its files. Other objects under its name are kept."""
         (self.folder / MANIFEST).unlink()
         self.folder.client.delete([each.key for name, each in self.folder.list_objects() if _is_data(name)])
 
     def sweep(self, name: str | None = None) -> list[Path]:
         """Delete the files of interrupted saves, and return their prefixes.
 
-        Do not call this method while a save of that name is running.
+        Do not call this method while any checkpoint that `name` selects is being saved.
 
         Args:
             name: Name of the checkpoint whose leftover files are deleted. Default: None, for the leftover files of all
@@ -416,9 +428,9 @@ def _is_data(name: str) -> bool:
 
 
 def _named_by(folder: ObjectPath) -> set[str] | None:
-    """Return the prefixes of saves that a checkpoint's manifest lists, or None if the manifest is damaged.
+    """Return the prefixes (`data-...`) that a checkpoint's manifest lists, or None if the manifest is damaged.
 
-    The set is empty if there is no manifest.
+    Each prefix holds the files of one save. The set is empty if there is no manifest.
 
     Raises:
         ObjectStoreError: If the store does not answer.

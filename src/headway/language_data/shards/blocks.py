@@ -24,8 +24,8 @@ class BlockTable:
 
     Attributes:
         offsets: Byte offset of each block in the file.
-        sizes: Number of bytes of each block.
-        counts: Number of records of each block.
+        sizes: Size of each block in bytes.
+        counts: Number of records in each block.
         excluded: Damaged records that are left out, as pairs of (index of the block, index of the record in the block).
         num_skipped: Number of damaged records that are left out, including those of blocks that are left out
             completely.
@@ -80,14 +80,14 @@ class RecordBlock(Protocol):
     num_bytes: int
 
     def read(self, numbers: Sequence[int]) -> list[Any]:
-        """Return the records with these indices in the block.
+        """Return the records with the given indices in the block.
 
         Raises:
             DataError: If a record is damaged. The message names the file and the offset.
         """
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Remove the records with these indices, so that later records get smaller indices."""
+        """Remove the records with the given indices, so that later records get smaller indices."""
 
 
 class OpenShard(Protocol):
@@ -99,7 +99,7 @@ class OpenShard(Protocol):
         Args:
             data: Bytes of the block.
             offset: Byte offset of the block in the file.
-            count: Number of records of the block.
+            count: Number of records in the block.
 
         Raises:
             DataError: If the block is damaged. The message names the file and the offset.
@@ -140,12 +140,12 @@ class SlotBlock:
         self._decode = decode
 
     def read(self, numbers: Sequence[int]) -> list[Any]:
-        """Return the records with these indices in the block."""
+        """Return the records with the given indices in the block."""
         slots, decode = self._slots, self._decode
         return [decode(slots[number]) for number in numbers]
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Remove the records with these indices, so that later records get smaller indices."""
+        """Remove the records with the given indices, so that later records get smaller indices."""
         for number in sorted(numbers, reverse=True):
             del self._slots[number]
 
@@ -156,7 +156,7 @@ def describe_damage(name: str, offset: int, reason: object) -> str:
     Args:
         name: Name of the file.
         offset: Byte offset of the record or block.
-        reason: Error of the decoder.
+        reason: Error that the decoder raised, or a description of the damage.
     """
     return f"{name}: the record at byte {offset} is damaged: {' '.join(str(reason).split())[:300]}"
 

@@ -1,4 +1,4 @@
-"""Local cache of decompressed shards and of blocks of remote shards, shared by all processes of a machine.
+"""Local file cache for decompressed shards and for blocks of remote shards. All processes of a machine share it.
 
 Each cached file, called a copy, is written once, under a lock, and renamed when it is complete. When the copies exceed
 the limit, those that were used least recently are removed. A process that has opened a removed copy can still read it.
@@ -28,7 +28,7 @@ class LocalCopies:
 
     Args:
         folder: Folder of the cached files. It is created if necessary.
-        max_bytes: Limit of their total size in bytes. A single file may exceed it.
+        max_bytes: Limit on the total size of the cached files, in bytes. A single file may exceed it.
         policy: Retry policy, whose `limit` also bounds the wait for another process that writes the same file.
     """
 
@@ -76,7 +76,7 @@ class LocalCopies:
 
 
 class CopiedBlocks:
-    """Reader of a remote file that caches the byte ranges it has read as local files.
+    """Reader of byte ranges of a remote file. It caches each range that it has read as a local file.
 
     Args:
         remote: Reader of the remote file.

@@ -42,32 +42,35 @@ class ShardedDataset(Dataset[Any]):
 
     Sample `i` is a pure function of (files, seed, epoch, i). A prepared loader therefore reads the same samples in the
     same order on any number of ranks and workers. A resumed run continues at its position without reading the samples
-    before it. Leave out `shuffle=True` in the DataLoader: the dataset itself shuffles, so that neighboring positions
-    read neighboring records.
+    before it. Leave out `shuffle=True` in the DataLoader. The dataset itself shuffles, in such a way that neighboring
+    positions are read from the same blocks of a file.
 
     The formats and their records:
 
     - "jsonl": JSON lines; each value is a record.
-    - "parquet" and "arrow" (stream or file format): a dict of the columns; needs pyarrow.
+    - "parquet" and "arrow" (stream or file format): a dict from column names to values; needs pyarrow.
     - "tar" (WebDataset): a dict of bytes by extension, and the base name as "__key__".
-    - "mds" (MosaicML): a dict of the columns. Give the dataset's folder or its `index.json`.
+    - "mds" (MosaicML): a dict from column names to values. Give the dataset's folder or its `index.json`.
 
-    Files may be compressed by gzip, bz2, xz, zstd or lz4. A compressed shard is decompressed into the folder of local
-    copies when it is needed, and its records stay together in the order of shards.
+    Files may be compressed with gzip, bz2, xz, zstd or lz4. A compressed shard is decompressed into the folder of local
+    copies when it is needed. Shuffling keeps the records of a compressed shard together.
 
-    The blocks of each file are found by a scan, whose result is kept in `cache_dir`. The scan reads JSON lines, tar and
-    arrow files completely, but only the footer or header of parquet and mds files.
+    The blocks of each file are found by a scan, whose result is kept in `cache_dir`. The scan reads JSON lines and
+    arrow files completely. In tar files, it can skip data only in members larger than 1 MiB. In parquet and mds files,
+    it reads only the footer or header.
 
     Args:
-        shards: Path, pattern (`*`, `?`, `[...]`) or URL of the shards, or a list of them. `http://` and `https://` are
-            read with range requests, `s3://`, `gs://` and `az://` as checkpoints are, other schemes by fsspec.
+        shards: Path, pattern (`*`, `?`, `[...]`) or URL of the shards, or a list of them. `http://` and `https://` URLs
+            are read with range requests, `s3://`, `gs://` and `az://` URLs by Headway's own client, and URLs with other
+            schemes by fsspec.
         format: Format of all shards. Default: chosen by the suffix of each file.
-        shuffle: Whether to shuffle: the blocks of all shards, then the records within windows of `shuffle_buffer`.
+        shuffle: Whether to shuffle the blocks of all shards, and then the records within windows of `shuffle_buffer`
+            records.
         seed: Seed of the order, equal on all ranks.
         shuffle_buffer: Number of records that are shuffled together.
-        num_stripes: Number of ranges of the shuffled data that are read in parallel, for remote shards on several
-            machines. Each machine then fetches only the blocks that its ranks read. Choose a multiple of the numbers of
-            machines on which the run may be resumed. Default: 1, so that each machine fetches all blocks.
+        num_stripes: Number of ranges of the shuffled data that are read in parallel, for remote shards in a run on
+            several machines. Each machine then fetches only the blocks that its ranks read. Choose a multiple of the
+            numbers of machines on which the run may be resumed. Default: 1, so that each machine fetches all blocks.
         samples_per_step: Number of samples that all ranks together read per step: batch size times ranks. It must be a
             multiple of `num_stripes`, and is needed only with it.
         columns: Columns of parquet and arrow shards to read. Default: all.
@@ -76,11 +79,11 @@ class ShardedDataset(Dataset[Any]):
         cache_dir: Folder for indexes and local copies, which all processes of a machine share. Default:
             `~/.cache/headway/shards`.
         memory_bytes: Memory for decoded blocks in each process that reads. At least one block is kept.
-        copy_bytes: Limit of the local copies in `cache_dir`, in bytes.
+        copy_bytes: Limit on the total size of the local copies in `cache_dir`, in bytes.
         stall_limit: Seconds for which a read from remote storage is repeated while it fails for a transient reason,
-            such as HTTP 429 or 503. The other ranks wait meanwhile. Then the run ends with an error that names the
-            shard.
-        attempt_timeout: Seconds that one attempt of such a read may go without receiving data.
+            such as HTTP 429 or 503. The other ranks wait meanwhile. If the read still fails after this time, the run
+            ends with an error that names the shard.
+        attempt_timeout: Seconds that one attempt to read from remote storage may go without receiving data.
 
     Attributes:
         num_skipped: Number of damaged records that are left out.
@@ -178,9 +181,9 @@ class ShardedDataset(Dataset[Any]):
 
     @property
     def source_fingerprint(self) -> str:
-        """Hash of the files' names and sizes, the number of records and the order.
+        """Hash of the files' names and sizes, of their numbers of records, and of the settings of the order.
 
-        Ranks that read the same data have equal hashes.
+        Ranks that read the same data in the same order have equal hashes.
         """
         digest = hashlib.sha256(repr(self._settings).encode())
         for file in self._files:
@@ -193,7 +196,7 @@ class ShardedDataset(Dataset[Any]):
         return {"source": self.source_fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise an error unless the dataset has the data and the order of the one that saved `state`.
+        """Check that the files and the order are those of the dataset that saved `state`. Nothing is loaded.
 
         Raises:
             DataError: If the files or the order differ, so that a position would refer to a different sample.
@@ -256,8 +259,8 @@ class _AllBlocks:
     Attributes:
         shards: Index of each block's file.
         offsets: Byte offset of each block in its file.
-        sizes: Number of bytes of each block.
-        counts: Number of records of each block, without damaged records.
+        sizes: Size of each block in bytes.
+        counts: Number of records in each block, without damaged records.
         units: Index of the unit that each block belongs to. A unit is a group of blocks that `ShardOrder` keeps
             together, such as those of a compressed shard.
         excluded: Indices of the damaged records that are left out, by block.
@@ -364,9 +367,9 @@ class _BlockCache:
 
 
 def _find_shards(places: ShardPlaces, form: str | None, policy: RetryPolicy) -> list[ShardFile]:
-    """Return the files of the shards.
+    """Return the shard files that are denoted by paths, patterns and URLs.
 
-    The folder or the index of an MDS dataset is replaced by the shards that it lists.
+    The folder or the index of an MDS dataset is replaced by the shards that the index lists.
     """
     listed = [places] if isinstance(places, str | os.PathLike) else list(places)
     found: list[str | os.PathLike[str]] = []

@@ -66,9 +66,9 @@ def choose_compression(url: str) -> str | None:
 
 
 def require_decompressor(url: str) -> None:
-    """Import the package that decompresses a file.
+    """Import the package that is needed to decompress a file, if any.
 
-    Worker threads must not be the first to import it, because pyarrow fails if two threads import it at the same time.
+    Call this before worker threads start, because pyarrow fails if two threads import it at the same time.
 
     Raises:
         OptionalDependencyMissing: If the package is not installed.
@@ -84,7 +84,7 @@ def list_suffixes(url: str) -> list[str]:
 
 
 def build_format(name: str, columns: Sequence[str] | None) -> ShardFormat:
-    """Create the reader of a format.
+    """Create the object that reads files of a format.
 
     Args:
         name: Name of the format.

@@ -1,8 +1,8 @@
-"""Index of shards: the blocks of each file, found once by a scan and kept in a cache folder.
+"""Index of shards: a table of each file's blocks, which is built once by a scan and kept in a cache folder.
 
 The name of an index file is a hash of the shard's URL, size and modification time or ETag, and of the options that
-affect the index. A changed file therefore gets a new index. The first process of a machine builds it under a lock, and
-the others wait.
+affect the index. A changed file therefore gets a new index. The first process of a machine builds the index under a
+lock, while the others wait.
 """
 
 import contextlib
@@ -44,14 +44,14 @@ class ShardAccess:
 
     Attributes:
         copies: Folder of local copies.
-        policy: Retry policy of remote reads, with their time limits.
+        policy: Retry policy of remote reads, with its time limits.
     """
 
     copies: LocalCopies
     policy: RetryPolicy
 
     def open_content(self, file: ShardFile, *, keeps_blocks: bool) -> tuple[RangeReader, int]:
-        """Open a file and return a reader of its content, with the number of bytes of that content.
+        """Open a file, and return a pair of (reader of the content, size of the content in bytes).
 
         A compressed file is decompressed first.
 
@@ -130,7 +130,7 @@ def load_tables(
 
     for file in files:
         require_decompressor(file.url)
-    # Scans of remote files wait for the network; those of local files read at the speed of the disk.
+    # Use several threads, because scans of remote files mostly wait for the network. Scans of local files gain less.
     with ThreadPoolExecutor(min(_THREADS, max(1, len(files)))) as pool:
         return list(pool.map(load, range(len(files))))
 

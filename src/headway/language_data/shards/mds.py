@@ -2,8 +2,8 @@
 
 A shard begins with the number of its samples and their offsets, followed by a JSON description of its columns. Text,
 bytes, numbers, JSON and arrays are decoded by this module, because the package `mosaicml-streaming` cannot be installed
-together with current versions of NumPy and transformers. Columns of pickles, which can run code, raise an error, and so
-do columns of images.
+together with current versions of NumPy and transformers. Columns that contain pickles are refused, because a pickle can
+run code. Columns that contain images are not supported either.
 """
 
 import json
@@ -48,7 +48,7 @@ def list_shards(index_url: str, policy: RetryPolicy, find: Callable[[str, RetryP
         find: Function that returns the files of a path or URL.
 
     Raises:
-        DataError: If the index is missing, is not an index of MDS shards, or lists none.
+        DataError: If the index is missing, is not an index of MDS shards, or lists no shards.
     """
     found = find(index_url, policy)
     if not found:
@@ -153,7 +153,7 @@ def decode_array(data: bytes, dtype: str, shape: tuple[int, ...] | None) -> "num
 
     Args:
         data: Encoded array.
-        dtype: Name of the dtype; "" if `data` begins with MDS's code of the dtype.
+        dtype: Name of the dtype; "" if `data` begins with the MDS code of the dtype.
         shape: Shape of the array; None if `data` contains it.
     """
     at = 0
@@ -166,7 +166,7 @@ def decode_array(data: bytes, dtype: str, shape: tuple[int, ...] | None) -> "num
         shape = tuple(int(size) for size in numpy.frombuffer(data[at + 1 : end], _SHAPE_DTYPES[width]))
         at = end
     flat = numpy.frombuffer(data, numpy.dtype(dtype).newbyteorder("<"), offset=at)
-    # A copy, because an array over bytes cannot be written to, as collate functions may do.
+    # Copy, because an array over bytes is read-only, and a collate function may want to write to it.
     array: numpy.ndarray[Any, Any] = flat.reshape(shape).copy()
     return array
 
@@ -177,7 +177,7 @@ class OpenMDS:
     Args:
         offsets: Byte offset of each sample, followed by the end of the last one.
         decoders: Pairs of (name, decoder), one per column.
-        sizes: Number of bytes of each column's values; None for a column whose values store their sizes.
+        sizes: Size in bytes of each column's values; None for a column whose values store their sizes.
         name: Name of the file, for messages.
     """
 

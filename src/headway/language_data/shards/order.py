@@ -1,13 +1,14 @@
-"""Order of records: a pure function of (seed, epoch, position) that reads neighboring blocks together.
+"""Order of records: a pure function of (seed, epoch, position) in which records of the same block stay close together.
 
 Shuffling permutes the blocks of all shards, and then the records within windows of `buffer_size` consecutive records.
 A window corresponds to the content of a shuffle buffer, but no record is copied or saved. The permutation of a window
-is computed from the seed, the epoch and the window's index. Permutations sort hashes, so they do not depend on a
+is computed from the seed, the epoch and the window's index. It is found by sorting hashes, so it does not depend on a
 library's random generator.
 
-On several machines, all ranks read from all blocks of a window, so each machine fetches all of them. Stripes avoid this.
-Each stripe is a range of the shuffled blocks, and provides the same part of every step. A machine then fetches only
-the blocks of its ranks' stripes. The order depends on the number of stripes, but not on the number of machines.
+In a run on several machines, all ranks read from all blocks of a window, so each machine fetches all of them. Stripes
+avoid this. Each stripe is a range of the shuffled blocks, and provides a fixed part of every step. A machine then
+fetches only the blocks of its ranks' stripes. The order depends on the number of stripes, but not on the number of
+machines.
 """
 
 from dataclasses import dataclass
@@ -59,14 +60,14 @@ class Stripes:
     step_size: int = 1
 
     def interleave(self, positions: Integers, num_records: int) -> Integers:
-        """Map positions in the order in which ranks read to positions in the shuffled order.
+        """Convert positions in the order in which ranks read to positions in the shuffled order.
 
-        Each stripe is a range of consecutive positions in the shuffled order, of which every step reads the next
-        part. Positions after the last complete step do not change.
+        Each stripe is a range of consecutive positions in the shuffled order. Every step reads the next part of each
+        stripe. Positions after the last complete step do not change.
 
         Args:
             positions: Positions in the order in which the ranks read.
-            num_records: Number of records of the epoch.
+            num_records: Number of records in the epoch.
         """
         width, num_steps = self.step_size // self.count, num_records // self.step_size
         steps, within = numpy.divmod(positions, self.step_size)
@@ -78,16 +79,16 @@ _ONE_STRIPE = Stripes()
 
 
 class ShardOrder:
-    """Order of the records of all shards.
+    """Order in which the records of all shards are read.
 
     Args:
-        counts: Number of records of each block.
+        counts: Number of records in each block.
         units: Index of the unit that each block belongs to, in ascending order. The blocks of a unit stay together,
             because a compressed shard has to be decompressed as a whole.
         seed: Seed of the order.
-        buffer_size: Number of records that are shuffled together, divided by the number of stripes. 0 to keep the order
-            of the files.
-        stripes: Ranges of the order that are read in parallel. Default: one.
+        buffer_size: Number of records that are shuffled together, in all stripes taken together. 0 to keep the order of
+            the files.
+        stripes: Division of the order into ranges that are read in parallel. Default: a single range.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class ShardOrder:
         return self._num_records
 
     def locate(self, positions: Integers, epoch: int) -> Places:
-        """Return the blocks, and the indices in them, of the records at these positions of an epoch."""
+        """Return the locations of records: for each position in an epoch, the block and the index within the block."""
         plan = self._get_plan(epoch)
         if self._stripes.count > 1:
             positions = self._stripes.interleave(positions, self._num_records)

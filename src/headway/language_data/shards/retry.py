@@ -78,7 +78,7 @@ def read_with_retries(act: Callable[[], T], what: str, policy: RetryPolicy, bega
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether a read error is transient, which means that the read may succeed if it is retried."""
+    """Whether a read error is transient, which means that a retry of the read might succeed."""
     status = getattr(error, "code", None) or getattr(error, "status", None)
     if isinstance(status, int):
         return status in TRANSIENT_STATUSES

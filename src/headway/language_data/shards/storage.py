@@ -1,8 +1,8 @@
 """Storage of shards: find files by path, pattern or URL, and read byte ranges of them.
 
-`http://` URLs are read with range requests, URLs of object stores (`s3://`, `gs://`,
-`az://`) by Headway's own client, and every other scheme by fsspec. Remote reads are repeated while they fail for a
-transient reason.
+`http://` and `https://` URLs are read with range requests, URLs of object stores (`s3://`, `gs://`, `az://`) by
+Headway's own client, and URLs with other schemes by fsspec. Remote reads are repeated while they fail for a transient
+reason.
 """
 
 import fnmatch
@@ -53,7 +53,7 @@ class ShardFile:
 
 
 class RangeReader(Protocol):
-    """Interface of a reader of byte ranges of one file."""
+    """Interface for reading byte ranges of one file."""
 
     def read_range(self, offset: int, num_bytes: int) -> memoryview:
         """Return `num_bytes` bytes from `offset` on. The result is shorter only at the end of the file."""
@@ -79,7 +79,9 @@ def join_url(folder: str, name: str) -> str:
 def find_files(
     places: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], policy: RetryPolicy
 ) -> list[ShardFile]:
-    """Return the files that match paths, patterns and URLs, in the given order. The matches of a pattern are sorted.
+    """Return the files that match paths, patterns and URLs, in the order of `places`.
+
+    The matches of a pattern are sorted.
 
     Args:
         places: Paths, URLs, or patterns with `*`, `?` and `[...]`. Patterns are not supported for `http://`.
@@ -181,7 +183,7 @@ def _list_fsspec(url: str, has_wildcards: bool, policy: RetryPolicy) -> list[Sha
 
 
 def open_file_system(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, and the path in it.
+    """Return a pair of (fsspec file system of a URL, path within this file system).
 
     Raises:
         OptionalDependencyMissing: If fsspec is not installed.
@@ -216,8 +218,8 @@ def open_ranges(file: ShardFile, policy: RetryPolicy) -> RangeReader:
 class LocalFile:
     """Reader of byte ranges of a local file.
 
-    Reads do not use the file's position, so forked workers may share the open file. The file is not memory-mapped. A
-    process that reads a mapped file while another one shortens it ends with a bus error.
+    Reads do not use the file's position, so forked workers can share the open file. The file is not memory-mapped,
+    because a process that reads a mapped file is killed by a bus error if another process shortens the file.
 
     Args:
         path: Path of the file.
@@ -227,7 +229,7 @@ class LocalFile:
     """
 
     def __init__(self, path: str) -> None:
-        self._descriptor = -1  # stays so if the file cannot be opened
+        self._descriptor = -1  # for `__del__`, if the file cannot be opened
         self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         self.num_bytes = os.fstat(self._descriptor).st_size
 
@@ -299,7 +301,7 @@ class HttpRanges:
     def fetch(self, start: int, end: int) -> bytes:
         """Return the bytes from `start` up to `end`.
 
-        A server without range requests sends the whole file, of which the other bytes are discarded.
+        A server that does not support range requests sends the whole file. The other bytes are then discarded.
         """
         headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
         with urllib.request.urlopen(urllib.request.Request(self.url, headers=headers), timeout=self.timeout) as answer:
@@ -308,7 +310,7 @@ class HttpRanges:
 
 
 class BucketRanges:
-    """Reader of byte ranges from an object store, by Headway's own client.
+    """Reader of byte ranges of an object in an object store. It uses Headway's own client.
 
     Args:
         url: URL of the object.
@@ -328,7 +330,7 @@ class BucketRanges:
 
 
 class FsspecRanges:
-    """Reader of byte ranges from any storage for which fsspec has a file system.
+    """Reader of byte ranges of a file in any storage for which fsspec has a file system.
 
     Args:
         url: URL of the file.

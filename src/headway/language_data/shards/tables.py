@@ -1,6 +1,6 @@
-"""Shards of columns: Parquet files, and Arrow files in the stream or file format, read by pyarrow.
+"""Shards in columnar formats: Parquet files, and Arrow files in the stream or file format, read with pyarrow.
 
-A record is a dict of the columns. A block is a row group or a record batch.
+A record is a dict from column names to values. A block is a row group or a record batch.
 """
 
 import io
@@ -31,7 +31,7 @@ class TableBlock:
         self._where = name, offset
 
     def read(self, numbers: Sequence[int]) -> list[Any]:
-        """Return the rows with these indices as dicts."""
+        """Return the rows with the given indices as dicts."""
         try:
             rows: list[Any] = self._table.take(list(numbers)).to_pylist()
         except (ValueError, OSError) as error:  # such as text that is not UTF-8
@@ -39,7 +39,7 @@ class TableBlock:
         return rows
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Remove the rows with these indices, so that later rows get smaller indices."""
+        """Remove the rows with the given indices, so that later rows get smaller indices."""
         left_out = set(numbers)
         self._table = self._table.take([number for number in range(self._table.num_rows) if number not in left_out])
 
@@ -55,7 +55,8 @@ class Parquet:
     """
 
     def __init__(self, columns: Sequence[str] | None = None) -> None:
-        require("pyarrow.parquet", "Parquet shards need", "pyarrow")  # here, because scans run in several threads
+        # Import it here, because scans run in several threads, which must not import pyarrow at the same time.
+        require("pyarrow.parquet", "Parquet shards need", "pyarrow")
         self._columns = None if columns is None else list(columns)
 
     def scan(self, reader: RangeReader, num_bytes: int, name: str) -> ShardScan:
@@ -94,7 +95,7 @@ def read_footer(reader: RangeReader, num_bytes: int, name: str) -> Any:
 
 
 def find_extent(group: Any) -> tuple[int, int]:
-    """Return the byte offset of a row group, and its number of bytes."""
+    """Return a pair of (byte offset of a row group, its number of bytes)."""
     columns = [group.column(number) for number in range(group.num_columns)]
     begins = [
         min(column.data_page_offset, column.dictionary_page_offset)
@@ -142,7 +143,7 @@ class OpenParquet:
 
 
 class Segment:
-    """File reader over a part of a file that is already in memory.
+    """Reader of byte ranges of a file, of which one part is in memory. Only this part can be read.
 
     Args:
         data: Bytes of the part.
@@ -154,7 +155,11 @@ class Segment:
         self._offset = offset
 
     def read_range(self, offset: int, num_bytes: int) -> memoryview:
-        """Return `num_bytes` bytes from `offset` of the file on, which must be within the part."""
+        """Return `num_bytes` bytes of the file from `offset` on.
+
+        Raises:
+            DataError: If some of these bytes are not in the part that is in memory.
+        """
         begin = offset - self._offset
         if begin < 0 or begin + num_bytes > len(self._data):
             raise DataError(f"bytes {offset} to {offset + num_bytes} are outside of the row group")
@@ -175,7 +180,8 @@ class Arrow:
     """
 
     def __init__(self, columns: Sequence[str] | None = None) -> None:
-        require("pyarrow.ipc", "Arrow shards need", "pyarrow")  # here, because scans run in several threads
+        # Import it here, because scans run in several threads, which must not import pyarrow at the same time.
+        require("pyarrow.ipc", "Arrow shards need", "pyarrow")
         self._columns = None if columns is None else list(columns)
 
     def scan(self, reader: RangeReader, num_bytes: int, name: str) -> ShardScan:

@@ -1,4 +1,4 @@
-"""Shards in the WebDataset format: tar files in which consecutive members with one base name form a record.
+"""Shards in the WebDataset format: tar files in which consecutive members with the same base name form a record.
 
 A record is a dict with the base name as "__key__", and the bytes of each member by its extension, as `webdataset`
 returns them before decoding.
@@ -26,7 +26,7 @@ _BUFFER_BYTES = 2**20
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Split the path of a tar member into base name and extension in lower case; None if it belongs to no record."""
+    """Return a tar member's base name and its extension in lower case, or None if the member belongs to no record."""
     match = _NAME.fullmatch(name)
     return None if match is None or _META.match(name) else (match[1], match[2].lower())
 
@@ -35,9 +35,10 @@ class WebDatasetTar:
     """Format of WebDataset tar files."""
 
     def scan(self, reader: RangeReader, num_bytes: int, name: str) -> ShardScan:
-        """Find the blocks of a shard, reading only the headers of the tar members.
+        """Find the blocks of a shard from the headers of the tar members.
 
-        Each block consists of whole records with at least `BLOCK_BYTES` bytes in total, except the last.
+        Each block consists of whole records with at least `BLOCK_BYTES` bytes in total, except the last. Reads are
+        buffered, so the data of members smaller than 1 MiB are read too.
         """
         table = BlockTable()
         begin, last, end, count, key = 0, 0, 0, 0, None  # offsets: of the block, of its last record, after that record
@@ -60,7 +61,7 @@ class WebDatasetTar:
         except tarfile.TarError as error:
             if not end:
                 raise DataError(describe_damage(name, 0, f"not a tar file ({error})")) from error
-            # The record before the damage may lack members, so it counts as damaged.
+            # The record before the damage might lack members, so it counts as damaged.
             damage = describe_damage(name, last, error)
             count, end = count - 1, last
         if count:

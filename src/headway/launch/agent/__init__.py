@@ -1,1 +1,1 @@
-"""Agent of the launcher on each machine: it starts and ends ranks, watches other machines and reports failures."""
+"""The launcher's agent on each machine, which starts and ends ranks, watches other machines and reports failures."""

@@ -1,7 +1,8 @@
 """Private members of torch's elastic agent that the launcher's agent overrides or reads, each with the reason.
 
-torch documents no way to extend `LocalElasticAgent` other than subclassing it, so nothing public replaces these names.
-A test resolves the methods. The attributes exist on instances only, and each launch of the tests uses them.
+torch documents no way to extend `LocalElasticAgent` other than subclassing it, so there are no public names to use
+instead. A test checks that the methods exist. The attributes exist only on instances, and every test that launches a
+run uses them.
 """
 
 OVERRIDDEN = (
@@ -9,7 +10,7 @@ OVERRIDDEN = (
     "_rendezvous",
     # Starts the ranks' processes. Overridden to start watching them.
     "_start_workers",
-    # Checks the ranks once per interval. Overridden to decide by what all machines report.
+    # Checks the ranks once per interval. Overridden to decide on the basis of the reports of all machines.
     "_monitor_workers",
     # Ends the ranks before a new attempt. Overridden to report the failed attempt.
     "_restart_workers",

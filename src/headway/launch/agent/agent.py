@@ -1,7 +1,7 @@
 """Agent: the process that manages one machine's workers, built on torch's elastic agent, with failure reports.
 
-Run as `python -m headway.launch agent ORDER`, where ORDER is plan.AgentOrder as JSON. On a single machine, the store
-of its rendezvous listens on a free port. The agent is a separate process because it imports torch.
+It is run as `python -m headway.launch agent ORDER`, where ORDER is `plan.AgentOrder` as JSON. In a run on one machine,
+the rendezvous store listens on a free port. The agent is a separate process because it imports torch.
 """
 
 import contextlib
@@ -50,18 +50,18 @@ from headway.launch.watch.hang_watch import HangWatch, Worker
 from headway.log import silence_elastic
 
 GRACE = 15
-"""Seconds that workers have to end after they are asked to, before they are killed."""
+"""Seconds that workers have to end after the agent has asked them to. After that they are killed."""
 
 POLITE = 3
 """Seconds between a SIGINT and a SIGTERM to the workers, if the launcher was interrupted by SIGINT."""
 
 SETTLE = 0.5
-"""Seconds to wait after the first failure, in which other workers may fail and record their own errors."""
+"""Seconds to wait after the first failure, so that other workers that fail can record their own errors."""
 
 WITHOUT_PEER = 5
 """Seconds that workers have to end after another machine was lost.
 
-The agent itself has twice as long. Then all processes of this machine are killed.
+The agent itself has twice as long to end. After that, all processes of the run on this machine are killed.
 """
 
 TAKES_TIMEOUT = "shutdown_timeout" in signature(LocalElasticAgent).parameters
@@ -74,15 +74,16 @@ class Agent(LocalElasticAgent):
     Args:
         order: Instructions from the launcher for this agent.
         spec: torch's description of the workers.
-        files: Files of the ranks.
-        seal: Computes and checks HMACs with the user's secret.
+        files: Paths of the ranks' files.
+        seal: Object that computes and checks HMACs with the user's secret.
 
     Attributes:
         handed_on: Signal that the agent has forwarded to the ranks so that they save a checkpoint. None if there was
             none.
         exit_code: Exit code of the run. None until it is known.
-        code_when_stuck: Exit code of the run if all ranks had ended well when a signal arrived. None otherwise.
-        report: Report of how the last attempt (start of all ranks) ended. None if it ended well.
+        code_when_stuck: Exit code to use if a signal arrives when the ranks have already ended and the agent then fails
+            to end. None if no such signal has arrived.
+        report: Report of how the last attempt ended. None if it ended well. An attempt is one start of all ranks.
     """
 
     def __init__(self, order: AgentOrder, spec: WorkerSpec, files: RankFiles, seal: Seal) -> None:
@@ -130,7 +131,7 @@ class Agent(LocalElasticAgent):
 
     @property
     def _ranks(self) -> dict[int, int]:
-        """Global ranks by local rank."""
+        """Global ranks of this machine's workers by local rank."""
         return {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -144,7 +145,8 @@ class Agent(LocalElasticAgent):
                 watch.stop()
         self._has_ended_attempt = False
         self._attempt += 1
-        # Only a static rendezvous uses one store for all attempts. Otherwise agents may count attempts differently.
+        # Only a static rendezvous uses one store for all attempts. With other backends, agents can count attempts
+        # differently.
         attempt = self._order.max_restarts - self._remaining_restarts if self._order.backend == "static" else 0
         world_size = worker_group.workers[0].world_size
         num_here = worker_group.group_world_size or 1
@@ -179,13 +181,13 @@ class Agent(LocalElasticAgent):
         if self.handed_on is None:
             self.handed_on = signal.Signals(number)
             message = f"headway: {self.handed_on.name}: the ranks save and end, within {self._order.grace:g} s\n"
-            os.write(2, message.encode())  # print is not reentrant: the signal may have interrupted it
+            os.write(2, message.encode())  # print is not reentrant, and the signal might have interrupted it
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def _has_ended_well(self) -> bool:
-        """Whether all ranks of this machine have ended successfully. A signal then has no process to end."""
+        """Whether all ranks of this machine have ended successfully, so that a signal has no process to end."""
         handlers = self._workers.values()
         return bool(handlers) and all(get_exit_code(handler.proc) in (0, PREEMPTED) for handler in handlers)
 
@@ -217,9 +219,9 @@ class Agent(LocalElasticAgent):
         return result
 
     def _observe_run(self, worker_group: WorkerGroup) -> tuple[decision.AgentSnapshot, PreemptedRun | None]:
-        """Return the current state of the run, and the record of a preemption's checkpoint if there is one.
+        """Return the current state of the run, and the record of a preempted run's checkpoint if there is one.
 
-        If ranks start to end after they have saved such a checkpoint, wait until all of them have ended.
+        If ranks have started to end after they saved such a checkpoint, wait until all of them have ended.
         """
         codes = self._read_ended()
         self._update_watch(worker_group, codes)
@@ -233,7 +235,7 @@ class Agent(LocalElasticAgent):
         return decision.AgentSnapshot(codes, left is not None, is_aborted, hangs, is_alone), left
 
     def _find_failed_alive(self) -> list[int]:
-        """Return the local ranks that have recorded a failure but whose processes still run."""
+        """Return the local ranks that have recorded a failure, but whose processes are still running."""
         codes = self._read_exit_codes()
         return [one for one, path in self._files.records.items() if one not in codes and path.exists()]
 
@@ -260,7 +262,7 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED, failures=result.failures)
 
     def _update_watch(self, worker_group: WorkerGroup, ended: dict[int, int]) -> None:
-        """Pass the current ranks, and those that have ended, to the thread that detects hangs."""
+        """Pass the list of current ranks and the list of ended ranks to the thread that detects hangs."""
         if not self._is_watching:
             pids, paths = self._pids, self._files.pulses
             workers = worker_group.workers
@@ -270,7 +272,7 @@ class Agent(LocalElasticAgent):
             )
             self._is_watching = True
         ranks = self._ranks
-        # A rank that has failed but not ended yet explains why others wait, so there is no hang to diagnose.
+        # A rank that has failed but has not ended yet explains why others wait, so there is no hang to diagnose.
         known = {**dict.fromkeys(self._find_failed_alive(), 1), **ended}
         self._watch.note_ended({ranks[local_rank]: code for local_rank, code in known.items()})
         self._exchange.note_left([ranks[local_rank] for local_rank, code in ended.items() if code == 0])
@@ -293,13 +295,13 @@ class Agent(LocalElasticAgent):
     def _find_unkillable_pids(self) -> list[int]:
         """Return the process IDs of workers that have survived SIGKILL.
 
-        They wait for a disk that does not respond.
+        Such a worker waits for a disk that does not respond.
         """
         codes = self._read_exit_codes()
         return [pid for local_rank, pid in self._pids.items() if local_rank not in codes]
 
     def _blame_a_machine(self, peers: PeerMachines, report: endings.FailureReport | None) -> endings.Report | None:
-        """Return a report that names the lost machine instead of the failures that its loss has caused here.
+        """Return a report that names the lost machine instead of the failures that its loss has caused on this machine.
 
         Args:
             peers: Connections to the other machines.
@@ -312,7 +314,7 @@ class Agent(LocalElasticAgent):
         self._has_ended_attempt = True
         if report is not None and not report.is_consequence:
             return report
-        # Wait, because the other side often notices first what closed a connection here.
+        # Wait, because other machines often detect the loss first, while this one only notices a closed connection.
         deadline = time.monotonic() + WITHOUT_PEER
         while peers.lost is None and peers.find_silent() is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -326,8 +328,8 @@ class Agent(LocalElasticAgent):
     def _schedule_forced_end(self) -> None:
         """Schedule a forced end of this machine's processes, because another machine is lost.
 
-        It takes effect if the main thread has not ended them in time, for example because it waits for the lost
-        machine. Called on the thread that watches the other machines.
+        The forced end takes effect if the main thread has not ended the processes in time, for example because it waits
+        for the lost machine. This method is called on the thread that watches the other machines.
         """
         attempt = self._attempt
 
@@ -335,7 +337,7 @@ class Agent(LocalElasticAgent):
             assert self._peers is not None
             has_ended = self._has_ended_attempt or attempt != self._attempt
             if has_ended and not self._peers.has_lost_hub:
-                return  # the main thread handles the loss, and may be waiting for that machine to return
+                return  # the main thread handles the loss, and might be waiting for that machine to return
             if not has_ended:
                 _say(
                     endings.MachineLost(
@@ -355,9 +357,9 @@ class Agent(LocalElasticAgent):
         return {ranks[local]: path for local, path in dict(self._files.pulses).items() if local in ranks}
 
     def find_resume_advice(self) -> str:
-        """Return advice on how to continue the run, from the ranks' pulses. Empty if the program saves no checkpoints.
+        """Return the ranks' advice on how to continue the run. Empty if the program saves no checkpoints.
 
-        Only the machine of rank 0 returns advice, because the ranks of other machines may not know what was saved.
+        Only the machine of rank 0 returns advice, because the ranks of other machines might not know what was saved.
         """
         if 0 not in self._ranks.values():
             return ""
@@ -392,9 +394,9 @@ class Agent(LocalElasticAgent):
             self._peers.announce_end(why, exit_code)
 
     def _read_ended(self) -> dict[int, int]:
-        """Return the exit codes by local rank of the workers that have ended.
+        """Return the exit codes of the workers that have ended, by local rank.
 
-        A worker that had failed before it was killed has exit code 1.
+        The exit code is 1 for a worker that had failed before the agent killed it.
         """
         return {
             local_rank: 1 if local_rank in self._given_up else code
@@ -485,7 +487,7 @@ class Agent(LocalElasticAgent):
         return True
 
     def finish(self, has_failed: bool) -> int:
-        """Report how the last start of the ranks has ended, on the screen and to the other machines.
+        """Report on the screen, and to the other machines, how the last start of the ranks has ended.
 
         Args:
             has_failed: Whether torch's agent reports a failure.

@@ -20,7 +20,7 @@ def wait_for_host(host: str, port: int, waiting: RendezvousWait, me: str, unit: 
         port: Port of the rendezvous.
         waiting: Deadline and messages of this wait.
         me: Name of this machine in messages.
-        unit: "machine", or "task" if each process has its own launcher.
+        unit: Word for a machine in messages: "machine", or "task" if each process has its own launcher.
 
     Raises:
         LaunchError: If no program listens there before the deadline.
@@ -51,7 +51,12 @@ def list_missing(store: SealedStore, machines: Sequence[int]) -> list[int]:
 
 
 def name_machines(machines: Sequence[int], unit: str = "machine") -> str:
-    """Return the machines as a phrase: [1, 3] -> "machines 1, 3"."""
+    """Return a phrase that lists machines, such as "machines 1, 3".
+
+    Args:
+        machines: Ranks of the machines.
+        unit: Word for a machine: "machine", or "task" if each process has its own launcher.
+    """
     return f"{unit}{'s' if len(machines) > 1 else ''} {', '.join(map(str, machines))}"
 
 
@@ -66,7 +71,7 @@ def wait_for_all(
         num_machines: Number of machines.
         waiting: Deadline and messages of this wait.
         where: Address of the rendezvous in messages.
-        unit: "machine", or "task" if each process has its own launcher.
+        unit: Word for a machine in messages: "machine", or "task" if each process has its own launcher.
 
     Raises:
         LaunchError: If machines have not arrived before the deadline. The message names them.
@@ -85,11 +90,11 @@ def describe_late(absent: Sequence[int], num_machines: int, waiting: RendezvousW
     """Return the error message for a rendezvous that was not complete at its deadline.
 
     Args:
-        absent: Machines that have not arrived. Empty if all arrived, but the rendezvous did not finish.
+        absent: Machines that have not arrived. Empty if all have arrived, but the rendezvous has not finished.
         num_machines: Number of machines.
         waiting: Wait whose deadline has passed.
         where: Address of the rendezvous.
-        unit: "machine", or "task" if each process has its own launcher.
+        unit: Word for a machine in messages: "machine", or "task" if each process has its own launcher.
     """
     who = f"{name_machines(absent, unit)} did not come" if absent else f"not all {unit}s began"
     return (
@@ -107,7 +112,7 @@ class RendezvousWatch:
         num_machines: Number of machines.
         waiting: Deadline and messages of the wait.
         where: Address of the rendezvous in messages.
-        unit: "machine", or "task" if each process has its own launcher.
+        unit: Word for a machine in messages: "machine", or "task" if each process has its own launcher.
     """
 
     def __init__(

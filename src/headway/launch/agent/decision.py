@@ -1,4 +1,4 @@
-"""Choose the agent's next action, as a pure function of the state of its ranks and of the other machines."""
+"""Choice of the agent's next action, as a pure function of the state of its ranks and of the other machines."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class AgentSnapshot:
         has_saved: Whether a rank has recorded that it saved the checkpoint that a preemption requested.
         is_aborted: Whether a rank has ended the run on purpose.
         hangs: Whether the hang watch has diagnosed a hang.
-        is_alone: Whether another machine has failed or is lost, so that this machine must end its ranks, too.
+        is_alone: Whether another machine has failed or is lost, so that the agent must end the ranks of this machine.
     """
 
     codes: Mapping[int, int] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class AgentSnapshot:
 def decide_action(seen: AgentSnapshot) -> AgentAction:
     """Return the agent's next action.
 
-    A failure of a rank on this machine has priority over an abort or a hang, because the failure may have caused it.
+    A failed rank on this machine has priority over an abort or a hang, because the failure might have caused them.
     """
     codes = set(seen.codes.values())
     has_failed = bool(codes - {0})

@@ -1,6 +1,7 @@
 """Reports of the end of a run: the first failure, a lost machine, a hang or an abort.
 
-Each report is printed once on the screen and, for programs, written to failure.json. The first failure comes first.
+Each report is printed once on the screen and also written to failure.json, where other programs can read it. It begins
+with the failure that occurred first.
 """
 
 import json
@@ -26,7 +27,7 @@ _WHY = {
     "collectives, such as a call on a sharded model under `if accelerator.is_main_process:`, or losses that ranks computed with "
     "different models",
 }
-"""Explanation of a rank's death by signal number, appended to its description."""
+"""Explanation of a rank's death by exit code (-n for signal n), appended to the description of the rank."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class FailureReport:
         world_size: Number of processes on all machines.
         memory: Description of kills by the kernel's out-of-memory killer. Empty if there were none.
         finished: Ranks that had reached the end of their script.
-        is_told_by_rank_0: Whether rank 0's agent prints the full report, on a screen that this agent also prints to.
+        is_told_by_rank_0: Whether rank 0's agent prints the full report on the screen that this agent also prints to.
     """
 
     deaths: tuple[RankExit, ...]
@@ -50,24 +51,24 @@ class FailureReport:
 
     @property
     def first(self) -> RankExit:
-        """The first failure, which caused all others."""
+        """Exit record of the rank that failed first. The other failures are assumed to be its consequences."""
         return min(self.deaths, key=lambda death: death.sort_key)
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the first failure, or 128 + n if signal n ended it. It becomes the run's exit code."""
+        """Exit code of the run: that of the rank that failed first, or 128 + n if signal n ended that rank."""
         code = self.first.exit_code or 1
         return code if code > 0 else 128 - code
 
     def format_headline(self) -> str:
-        """Return the first failure in one sentence, for the other machines."""
+        """Return a sentence that describes the first failure. It is also sent to the other machines."""
         first = self.first
         where = first.line and f", at {first.line}"
         return f"rank {first.rank} of {self.world_size} failed first{where} ({first.describe()})"
 
     @property
     def is_consequence(self) -> bool:
-        """Whether every failed rank of this machine reports only that it lost its connection to other ranks."""
+        """Whether every failed rank of this machine reports only that its connection to other ranks was lost."""
         return all(death.record is not None and death.record.is_consequence for death in self.deaths)
 
     def format_text(self) -> str:
@@ -138,7 +139,7 @@ class MachineLost:
         here: Rank of this machine.
         report: Failures of this machine's ranks. None if no rank failed, because the launcher ended all of them.
         exit_code: Exit code of the run.
-        unit: "machine", or "task" if each process has its own launcher.
+        unit: Word for a machine in the report: "machine", or "task" if each process has its own launcher.
     """
 
     machine: str
@@ -176,7 +177,7 @@ class MachineLost:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """Report of a run that was ended on purpose by a rank, or because not all ranks joined it.
+    """Report of a run that was ended without a failed rank: by a call of a rank, or because not all ranks joined it.
 
     Attributes:
         reason: Sentence that explains the end.
@@ -192,7 +193,7 @@ class RunEnded:
         return 1
 
     def format_headline(self) -> str:
-        """Return the reason why the run was ended, in one sentence."""
+        """Return a sentence with the reason why the run was ended."""
         return self.reason
 
     def format_text(self) -> str:
@@ -200,18 +201,18 @@ class RunEnded:
         return f"headway: {self.reason}\nheadway: all {self.world_size} ranks have been ended"
 
     def write(self, path: Path) -> None:
-        """Write failure.json with the reason why the run was ended. It contains no failed rank."""
+        """Write failure.json with the reason why the run was ended and an empty list of failed ranks."""
         content = {"world_size": self.world_size, "exit_code": self.exit_code, "reason": self.reason, "ranks": []}
         write_json(path, content)
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """Report of a hung run, made after the launcher terminated its ranks.
+    """Report of a hung run whose ranks the launcher has ended.
 
     Attributes:
         hang: Diagnosis of the hang, and the stacks of this machine's ranks.
-        left: IDs of processes on this machine that could not be killed.
+        left: Process IDs of ranks on this machine that could not be killed.
     """
 
     hang: Hang
@@ -223,7 +224,7 @@ class HangReport:
         return 1
 
     def format_headline(self) -> str:
-        """Return a description of the hang in one sentence."""
+        """Return a sentence that describes the hang."""
         return report.format_headline(self.hang.verdict)
 
     def format_text(self) -> str:
@@ -237,7 +238,7 @@ class HangReport:
     def write(self, path: Path) -> None:
         """Write failure.json with the hang and every rank's stack.
 
-        For this machine's ranks it contains the stacks of all threads.
+        For the ranks of this machine, the file contains the stacks of all threads.
         """
         stacks_by_rank = {str(rank): text for rank, text in self.hang.dumps.items()}
         hang = {**report.encode_diagnosis(self.hang.verdict), "threads": stacks_by_rank}
@@ -250,14 +251,14 @@ Report = FailureReport | MachineLost | RunEnded | HangReport | PreemptedRun
 
 
 def describe_consequences(deaths: Sequence[RankExit], world_size: int, first: int | None = None) -> list[str]:
-    """Return the lines about ranks that failed after the first failure, or after a machine was lost.
+    """Return lines of text about the ranks that failed after the first failure, or after a machine was lost.
 
-    There is one line per rank. Ranks that lost their connection at the same line of the script share one.
+    Each rank has its own line, but ranks that lost their connection at the same line of the script share one.
 
     Args:
         deaths: Exit records of the failed ranks.
-        world_size: Number of processes in the run. If it is 2, the line names the rank to which the connection was
-            lost.
+        world_size: Number of processes in the run. In a run of two processes, the text names the rank to which a
+            connection was lost.
         first: Rank that failed first, or None if a machine was lost.
     """
     lost: dict[str, list[int]] = {}

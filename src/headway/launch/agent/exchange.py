@@ -1,7 +1,7 @@
-"""The agents' connection to the control plane, over which they receive aborts and exchange their failures.
+"""The agents' connection to the control plane, over which they receive aborts and exchange reports of failures.
 
-Machine 0's agent hosts the control plane's store. All calls to the store are made by the thread in this file. A call
-may never return if the store's machine is cut off, and the agent must still be able to end its workers.
+Machine 0's agent hosts the control plane's store. Only a background thread calls the store, because a call might never
+return if the store's machine is cut off. The agent can then still end its workers.
 """
 
 import json
@@ -29,30 +29,30 @@ LOOK = 0.2
 """Seconds between two checks for aborts and for failures on other machines."""
 
 GATHER = 8.0
-"""Seconds that other machines have to report their failures."""
+"""Seconds that an agent waits for other machines to report their failures."""
 
 TELL = 2.0
-"""Seconds for which the agents of other machines wait, so that machine 0's agent can print its report and end first.
+"""Seconds that the agents of other machines wait so that machine 0's agent can print its report and end first.
 
 mpirun ends all tasks when the first one has ended.
 """
 
 
 class AgentChannel:
-    """Connection of one agent to the control plane, over which it receives aborts and failures.
+    """Connection of one agent to the control plane, over which it receives aborts and reports of failures.
 
-    Renewed at each start of the ranks.
+    The connection is renewed at each start of the ranks.
 
     Args:
         machine: Rank of this machine.
         num_machines: Number of machines.
-        host: Address of machine 0 that the other machines use.
-        seal: Computes and checks HMACs with the user's secret, from which the run's secret is derived.
-        unit: "task" if each process has its own launcher and all print to one screen. Then only one of them reports a
-            failure. Otherwise "machine".
+        host: Address by which the other machines reach machine 0.
+        seal: Object that computes and checks HMACs with the user's secret, from which the run's secret is derived.
+        unit: "task" if each process has its own launcher and all launchers print to one screen, so that only one of
+            them reports a failure. Otherwise "machine".
 
     Attributes:
-        notice: Reason why the run must end. Empty until a rank has ended it.
+        notice: Reason why the run must end. Empty until a rank has aborted the run.
         has_failed_elsewhere: Whether another machine has reported a failure.
     """
 
@@ -83,19 +83,19 @@ class AgentChannel:
     def begin_attempt(
         self, meeting: SealedStore, world_size: int, attempt: int = 0, num_here: int | None = None, hub_port: int = 0
     ) -> StoreAddress:
-        """Begin a start of all ranks (an attempt): agree on the run's secret and a key prefix, and listen for failures.
+        """Begin an attempt (one start of all ranks): agree on a secret and a key prefix, and listen for failures.
 
         The run's secret is derived from the user's secret and a random salt of machine 0. If the user has set no
-        secret, the salt alone determines it. So the salt is deleted from the rendezvous store after all machines
-        have read it.
+        secret, the salt alone determines the run's secret. So the salt is deleted from the rendezvous store after all
+        machines have read it.
 
         Args:
             meeting: Store of the rendezvous, whose values are authenticated with the user's secret.
             world_size: Number of processes on all machines.
-            attempt: Number of the attempt, if all attempts share one store and all agents count them equally. Otherwise
-                0.
+            attempt: Number of the attempt, if all attempts share one rendezvous store and all agents count attempts
+                equally. Otherwise 0.
             num_here: Number of machines that take part in the attempt. Default: all machines.
-            hub_port: Port on which machine 0 listens for heartbeats of the other machines.
+            hub_port: Port on which machine 0 listens for heartbeats from the other machines; 0 for none.
 
         Returns:
             Address of the control plane for the workers of this attempt.
@@ -147,7 +147,7 @@ class AgentChannel:
     def _listen(self, link: StoreLink) -> None:
         """Poll the control plane for aborts and failures.
 
-        Runs on a thread, which the next start of the ranks replaces.
+        This method runs on a thread, which the next start of the ranks replaces by a new one.
         """
         try:
             store = link.store
@@ -163,12 +163,12 @@ class AgentChannel:
                 if self._num_machines > 1 and store.find(_FAILED) is not None:
                     self._hear_failures(store)
         except (RuntimeError, OSError, ValueError) as error:
-            # With several machines, their heartbeats report that the host of the store is gone.
+            # In a run on several machines, the heartbeats between them report that the host of the store is gone.
             if link is self._link and self._num_machines == 1:
                 print(f"headway: the control plane is lost: {error}", file=sys.stderr, flush=True)
 
     def _check_contract(self, store: SealedStore) -> None:
-        """End the run if a rank has ended before joining it, because the other ranks would wait for it forever."""
+        """Abort the run if a rank has ended before it joined, because the other ranks would wait for it forever."""
         here = list_present(store, self._world_size)
         missing = [rank for rank in self._left if rank not in here]
         if missing and here:
@@ -189,11 +189,11 @@ class AgentChannel:
     # ---------------------------------------------------------------- failures
 
     def merge(self, own: FailureReport | None, is_over: Callable[[], bool]) -> FailureReport | None:
-        """Report this machine's failures to the others, and merge the reports of all machines.
+        """Report this machine's failures to the other machines, and merge the reports of all machines.
 
         Args:
             own: Failures on this machine. None if there are none.
-            is_over: Function that returns whether to stop waiting for the others, because one of them is lost.
+            is_over: Function that returns whether to stop waiting for the reports, because a machine is lost.
 
         Returns:
             The merged report, with the same first failure on every machine. None if no machine has failed.
@@ -202,7 +202,8 @@ class AgentChannel:
             return own
         self._own = json.dumps({} if own is None else asdict(own))
         _wait_until(lambda: len(self._others) == self._num_here - 1 or is_over(), GATHER)
-        # Give this machine's failures time to reach the others. This process may end next, and on machine 0 its store with it.
+        # Give this machine's failures time to reach the others. This process might end next, and on machine 0 the store
+        # ends with it.
         time.sleep(2 * LOOK)
         reports = [report for report in (own, *map(_decode, self._others.values())) if report is not None]
         deaths = tuple(death for report in reports for death in report.deaths)

@@ -12,7 +12,7 @@ _BLOCK = 1 << 20
 
 
 class LogTail:
-    """Incremental reader of a run's log, which may grow, be replaced, or have an incomplete last line.
+    """Incremental reader of a run's log, which can grow, be replaced, or have an incomplete last line.
 
     Attributes:
         values: Latest number logged under each name.
@@ -35,7 +35,9 @@ class LogTail:
         self.commit: tuple[float, int] | None = None
 
     def read_new_lines(self, path: str) -> None:
-        """Read the lines added to the log, or all of it if it is a different log. Do nothing if it does not exist.
+        """Read the lines added since the last call, or all lines if the log is a different one.
+
+        Do nothing if the log does not exist.
 
         Args:
             path: File of the log; empty if there is none.
@@ -69,7 +71,7 @@ class LogTail:
                 if name == "checkpoint":
                     self.commit = when, step if isinstance(step, int) else 0
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return  # an incomplete line, or another program's
+            return  # an incomplete line, or a line of another program
 
 
 def _select_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

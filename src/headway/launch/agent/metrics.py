@@ -2,7 +2,7 @@
 
 The agent reads the pulses of this machine's ranks (files in shared memory with each rank's state), /proc, and the run's
 log. Rank 0 writes the log's path into its pulse. Serving metrics takes no time on the ranks. Each request for metrics
-reads only what was added to the log since the last one. The format is Prometheus' text exposition format 0.0.4.
+reads only what was added to the log since the previous request. The format is Prometheus' text exposition format 0.0.4.
 
 `/metrics` returns the numbers. `/healthz` answers 200, or 503 in two cases: no rank of this machine has run for a
 minute, or a rank has waited in a collective for longer than `LONGEST_COLLECTIVE`.
@@ -36,12 +36,12 @@ Rows = Iterable[tuple[Mapping[str, object], float]]
 
 
 def find_awaited(readings: Mapping[int, PulseReading], now: float) -> int | None:
-    """Return the rank of this machine for which its other ranks wait in a collective, or None if no rank waits.
+    """Return the rank for which other ranks of this machine wait in a collective, or None if no rank waits.
 
-    It is the rank that has entered the fewest collectives.
+    The ranks wait for the one that has entered the fewest collectives.
 
     Args:
-        readings: State of each rank of this machine, as read from its pulse file, by rank.
+        readings: State of each rank of this machine by rank, as read from the rank's pulse file.
         now: Current time on the monotonic clock.
     """
     entered = {rank: reading.calls[-1].number for rank, reading in readings.items() if reading.calls}
@@ -60,9 +60,9 @@ class RunMetrics:
     """Metrics of the ranks on one machine.
 
     Args:
-        pulses: Function that returns the pulse files (each with a rank's state) of this machine's current ranks by
-            global rank.
-        restarts: Function that returns the number of restarts of the processes.
+        pulses: Function that returns, by global rank, the pulse files of this machine's current ranks. A pulse file
+            contains the state of a rank.
+        restarts: Function that returns how often the processes have been restarted.
     """
 
     def __init__(self, pulses: Callable[[], Mapping[int, Path]], restarts: Callable[[], int]) -> None:

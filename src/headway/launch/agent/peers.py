@@ -1,11 +1,11 @@
 """Heartbeats between the launchers' agents, which detect lost machines.
 
 The heartbeats need neither the rendezvous store nor the workers. The agent of machine 0 is the hub. It listens on a
-free port, which the others receive at the rendezvous. Each other agent keeps one connection to it and sends one line
-per beat. The hub answers, and reports the machines that it has lost. So a cut link, a stopped machine and a dead one
-are detected within `timeout`, whereas a communication library's timeouts take minutes. If a link is cut, the
-machines on both sides end. The agents use plain TCP, because a call to a store whose machine is cut off may never
-return.
+free port, which the other agents receive at the rendezvous. Each of them keeps one connection to the hub and sends one
+line per second. The hub answers, and reports the machines that it has lost. So a cut link, a stopped machine and a dead
+machine are detected within `timeout`, whereas a communication library's timeouts take minutes. If a link is cut, the
+machines on both sides end their ranks. The agents use plain TCP, because a call to a store whose machine is cut off
+might never return.
 
 Each side of a connection first sends a random word (nonce). Every later line carries a MAC, keyed by the run's
 secret, over both words and the line's direction and number. So a line cannot be forged, changed, replayed or
@@ -33,13 +33,13 @@ BEAT = 1.0
 """Seconds between two heartbeats."""
 
 _MEETING = 10.0
-"""Maximum number of seconds to connect to machine 0's port and to authenticate there.
+"""Maximum seconds for connecting to machine 0's port and authenticating there.
 
 If a firewall blocks the port, the run continues without heartbeats.
 """
 
 _MOST_UNPROVEN = 256
-"""Maximum number of connections that have not authenticated yet. The oldest one is closed to make room."""
+"""Maximum number of connections that have not authenticated yet. If there are more, the oldest one is closed."""
 
 _WORD = re.compile(rb"[0-9a-f]{32}")
 _LONGEST_UNPROVEN, _LONGEST = 1 << 12, 1 << 24
@@ -52,13 +52,13 @@ class PeerMachine:
 
     Attributes:
         machine: Rank of the machine.
-        unit: "machine", or "task" if each process has its own launcher.
+        unit: Word for a machine in messages: "machine", or "task" if each process has its own launcher.
         host: Host name.
         address: Address of the machine.
         ranks: Global ranks of the processes on the machine.
-        heard: Time of its last heartbeat on this process's monotonic clock.
+        heard: Time of the machine's last heartbeat, on this process's monotonic clock.
         is_leaving: Whether the machine has announced its end, or counts as lost.
-        views: State of its ranks (`RankView` as dicts), for the hang watch.
+        views: States of the machine's ranks (`RankView` as dicts), for the hang watch.
     """
 
     machine: int
@@ -89,11 +89,11 @@ class _PeerConnection:
     Args:
         connection: Socket of the connection.
         peer: Machine at the other end, as far as it is known.
-        seal: Computes and checks HMACs with the run's secret.
+        seal: Object that computes and checks HMACs with the run's secret.
         is_hub: Whether this end is on machine 0.
 
     Attributes:
-        is_proven: Whether the other end has authenticated by a line with a valid MAC.
+        is_proven: Whether the other end has authenticated itself by sending a line with a valid MAC.
         begun: Time at which the connection was opened, on this process's monotonic clock.
         unsent: Bytes that the other end has not accepted yet.
     """
@@ -200,10 +200,11 @@ class _PeerConnection:
     def wait_for_word(self, seconds: float) -> bool:
         """Wait for the random word (nonce) that the other side sends as its first line.
 
-        Return whether a valid one arrived.
-
         Args:
             seconds: Maximum time to wait.
+
+        Returns:
+            Whether a valid word has arrived in time.
         """
         self.connection.settimeout(seconds)
         try:
@@ -222,14 +223,15 @@ class PeerMachines:
         machine: Rank of this machine; 0 is the hub.
         address: Address by which the other machines reach this one.
         timeout: Seconds without a heartbeat after which a machine counts as lost.
-        on_loss: Function that is called on a thread, once per start of the ranks, after `lost` has been set.
-        unit: "machine", or "task" if each process has its own launcher.
+        on_loss: Function that is called after `lost` has been set, at most once per start of the ranks. It is called on
+            a background thread.
+        unit: Word for a machine in messages: "machine", or "task" if each process has its own launcher.
 
     Attributes:
         lost: Sentence that names the lost machine. None while all machines send heartbeats.
         has_lost_hub: Whether the lost machine is machine 0, which hosts the rendezvous.
-        exit_code: Exit code of the run after a loss, never 0. If a rank on another machine ended the run, that rank's
-            exit code.
+        exit_code: Exit code of the run after a loss, never 0. If another machine ended the run after a failure, it is
+            that machine's exit code.
     """
 
     def __init__(
@@ -250,10 +252,10 @@ class PeerMachines:
         self.exit_code = 1
 
     def open_hub(self, host: str) -> int:
-        """Listen for connections of the other machines, if this is machine 0.
+        """Listen for connections from the other machines, if this is machine 0.
 
         Args:
-            host: Address of machine 0 that the others use.
+            host: Address by which the other machines reach machine 0.
 
         Returns:
             Port on which machine 0 listens. 0 on other machines.
@@ -265,13 +267,13 @@ class PeerMachines:
         return int(self._listener.getsockname()[1]) if self._listener is not None else 0
 
     def connect(self, host: str, port: int, seal: Seal, ranks: Sequence[int]) -> str | None:
-        """Connect to machine 0 after a rendezvous, and start to exchange heartbeats.
+        """Connect to machine 0 after a rendezvous, and start exchanging heartbeats.
 
         Args:
             host: Address of machine 0.
             port: Port that machine 0 listens on.
-            seal: Computes and checks HMACs with the run's secret.
-            ranks: Ranks on this machine.
+            seal: Object that computes and checks HMACs with the run's secret.
+            ranks: Global ranks on this machine.
 
         Returns:
             Reason why heartbeats cannot be exchanged with machine 0. None if they can.
@@ -299,12 +301,12 @@ class PeerMachines:
         return None
 
     def announce_end(self, why: str = "", exit_code: int = 0) -> None:
-        """Announce to the others that this machine ends, and stop the exchange of heartbeats.
+        """Announce to the other machines that this machine ends, and stop exchanging heartbeats.
 
         Args:
-            why: Failure that ended this machine's ranks. The other machines then end, too. Empty if the ranks ended
-                well.
-            exit_code: Exit code of this machine, with which the other machines end after a failure.
+            why: Failure that ended this machine's ranks, after which the other machines end theirs. Empty if the ranks
+                ended well.
+            exit_code: Exit code of this machine. After a failure, the other machines end with it, too.
         """
         with self._lock:
             for line in self._lines.values():
@@ -354,7 +356,7 @@ class PeerMachines:
         line.send(hello={"machine": me.machine, "host": me.host, "address": me.address, "ranks": me.ranks})
 
     def _watch(self) -> None:
-        """Receive messages, check for lost machines and send a heartbeat, once per beat."""
+        """Receive messages, and once per second check for lost machines and send a heartbeat."""
         due = time.monotonic()
         while not self._is_over.is_set():
             for key, _ in self._selector.select(max(0.0, due - time.monotonic())):
@@ -364,7 +366,7 @@ class PeerMachines:
                     self._receive_messages(key.data)
             if time.monotonic() < due:
                 continue
-            # If this process itself was stopped, heartbeats wait in its buffers. Read them before checking their ages.
+            # If this process itself was stopped, unread heartbeats are in its buffers. Read them before checking ages.
             now = time.monotonic()
             if now - due < BEAT:
                 self._check_silence(now)
@@ -385,7 +387,7 @@ class PeerMachines:
             )
 
     def _close_unproven(self, since: float, most: int = _MOST_UNPROVEN) -> None:
-        """Close connections that have not authenticated and are too old, or of which there are too many.
+        """Close connections that have not authenticated if they are too old or too many.
 
         Args:
             since: Connections that were opened before this time are closed.
@@ -435,7 +437,7 @@ class PeerMachines:
         for line in list(self._lines.values()):
             silence = now - line.peer.heard
             if silence > self._timeout and not line.peer.is_leaving and line.peer.machine >= 0:
-                line.peer.is_leaving = True  # its later messages or its end change nothing
+                line.peer.is_leaving = True  # later messages from this machine, or its end, must change nothing
                 text = _describe_silence(line.peer, now)
                 line.send(given_up=text)
                 self._report_loss(text, line.peer.machine)

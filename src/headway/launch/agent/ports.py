@@ -2,7 +2,7 @@
 
 
 def is_port_taken(error: BaseException | None) -> bool:
-    """Whether an error, or one of its causes, reports that the port is in use."""
+    """Whether an error, or one of its causes, reports that a port is in use."""
     if error is None:
         return False
     is_said = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
@@ -24,7 +24,10 @@ def describe_taken_port(port: int, free: int) -> str:
 
 
 def _find_holder(port: int) -> str:
-    """Return the program that listens on a port, such as "python (pid 12: python -m http.server)". Empty if unknown."""
+    """Return a description of the program that listens on a port. Empty if it is unknown.
+
+    An example is "python (pid 12: python -m http.server)".
+    """
     import psutil
 
     try:

@@ -1,8 +1,8 @@
 """Exit codes and termination of the ranks' processes.
 
-A signal ends the launcher even if its main thread is blocked. Each rank leads its own session. Everything that a rank
-starts (data-loading workers, programs) belongs to this session, unless it leaves it on purpose (`setsid`). So the
-agent can also end processes that the ranks leave behind when a run fails.
+A signal ends the launcher even if its main thread is blocked. Each rank leads its own session. Every process that a
+rank starts (a data-loading worker, a program) belongs to this session, unless the process leaves it on purpose
+(`setsid`). So the agent can also end processes that the ranks leave behind when a run fails.
 """
 
 import os
@@ -23,7 +23,7 @@ DEADLY = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.S
 _DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 POLITE = 2.0
-"""Seconds that processes left by the ranks have to end after SIGTERM, before they are killed."""
+"""Seconds that processes left behind by the ranks have to end after SIGTERM. After that they are killed."""
 
 
 class Stoppable(Protocol):
@@ -32,7 +32,8 @@ class Stoppable(Protocol):
     Attributes:
         handed_on: Signal that the agent has forwarded to the ranks so that they save a checkpoint. None if there was
             none.
-        code_when_stuck: Exit code of the run if all ranks had ended well when the signal arrived. None otherwise.
+        code_when_stuck: Exit code to use if a signal arrives when the ranks have already ended and the agent then fails
+            to end. None if no such signal has arrived.
     """
 
     handed_on: signal.Signals | None
@@ -42,13 +43,13 @@ class Stoppable(Protocol):
         """Return advice on how to continue the run from its last checkpoint. Empty if there is none."""
 
     def kill_workers(self) -> None:
-        """Kill the workers immediately."""
+        """Kill the workers and their children immediately."""
 
 
 def get_exit_code(process: Popen[Any]) -> int | None:
     """Return the exit code of a process, or None while it runs.
 
-    May be called in a signal handler, even if the signal has interrupted `poll`.
+    It can be called in a signal handler, even if the signal has interrupted `poll`.
     """
     if process.returncode is not None or not hasattr(os, "waitid"):
         return process.returncode
@@ -64,7 +65,8 @@ def get_exit_code(process: Popen[Any]) -> int | None:
 def ignore_signals() -> None:
     """Ignore all signals that end a launcher.
 
-    Called when the run is over and its exit code is known, so that no signal changes it while Python shuts down.
+    Call this when the run is over and its exit code is known, so that no signal changes the code while Python shuts
+    down.
     """
     for number in DEADLY:
         signal.signal(number, signal.SIG_IGN)
@@ -78,7 +80,7 @@ def kill_when_stuck(agent: Stoppable, grace: float, usual: float, say: Callable[
     Args:
         agent: Agent whose workers are killed.
         grace: Seconds between the signal and the kill if the ranks save a checkpoint.
-        usual: Seconds between the signal and the kill if the ranks save no checkpoint.
+        usual: Seconds between the signal and the kill if the ranks do not save a checkpoint.
         say: Function that prints a line.
     """
     receiver, sender = socket.socketpair()
@@ -133,7 +135,11 @@ def end_sessions(leaders: Iterable[int], seconds: float = POLITE) -> list[int]:
 
 
 def list_session_members(leaders: Iterable[int]) -> list[int]:
-    """Return the IDs of the running processes in the sessions that these processes lead."""
+    """Return the process IDs of all running processes in the given sessions.
+
+    Args:
+        leaders: Process IDs of the processes that lead the sessions.
+    """
     wanted, found = set(leaders), []
     for process in psutil.process_iter(["status"]):
         with suppress(OSError):

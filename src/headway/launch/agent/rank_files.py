@@ -16,12 +16,12 @@ from headway.launch.watch.hang_watch import describe_progress
 class RankFiles(LogsSpecs):
     """Paths of each rank's files: its output, the record of its exception, and its state (pulse).
 
-    Each start of the ranks has a new folder.
+    In a run that can be restarted, each start of the ranks has its own log folder.
 
     Args:
         order: Instructions from the launcher for this agent.
         scratch: Temporary folder of the agent.
-        memory: Folder in shared memory, whose path each rank receives in an environment variable.
+        memory: Folder in shared memory. Each rank receives its path in an environment variable.
 
     Attributes:
         records: Paths of the exception records by local rank.
@@ -81,9 +81,9 @@ class RankFiles(LogsSpecs):
         )
 
     def read_exit(self, rank: int, local_rank: int, pid: int, code: int | None) -> RankExit | None:
-        """Return a description of how a rank ended, or None if it wrote no record and its exit code is 0.
+        """Return a description of how a rank ended, or None if it has neither failed nor recorded an exception.
 
-        The rank's own traceback is appended to its log file. The screen shows the traceback once for all ranks.
+        The rank's own traceback is appended to its log file. The screen shows one traceback for all ranks.
 
         Args:
             rank: Global rank.

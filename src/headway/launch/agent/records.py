@@ -14,7 +14,7 @@ from headway.common.callsite import find_users_line
 from headway.common.tracebacks import format_short_traceback, remove_engine_noise
 from headway.log import is_debugging
 
-# Messages of a rank that another rank has left alone in a collective. They are a consequence, not a cause.
+# Messages of a rank that waited in a collective for a rank that is gone. They are a consequence, not a cause.
 _LEFT_ALONE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|peer closed|connectFullMesh|remote process has terminated"
     r"|socket (error|closed)|ncclRemoteError|Timed out waiting|timed out after|Stop_waiting|recvValue failed"
@@ -64,17 +64,17 @@ class ExceptionRecord:
 
 @dataclass(frozen=True)
 class RankExit:
-    """End of one rank.
+    """Description of how one rank ended.
 
     Attributes:
         rank: Global rank.
-        host: Host name of its machine.
+        host: Host name of the rank's machine.
         pid: Process ID.
         exit_code: Exit code; -n if signal n ended the rank. None if the agent ended the rank because the run was over.
         record: Exception that the rank recorded. None if it recorded none.
         crash: Python stack at a crash in C code. Empty if there was none.
         crashed_at: Time of the crash in seconds since the epoch.
-        progress: Progress of training, "update 12, micro-step 1". Empty if the rank has not reported any.
+        progress: Progress of training, such as "update 12, micro-step 1". Empty if the rank has not reported any.
     """
 
     rank: int
@@ -123,7 +123,7 @@ def write_record(path: Path, error: BaseException, note: str = "") -> bool:
     Args:
         path: File in which the agent looks for the record.
         error: Exception whose traceback starts at the user's first frame.
-        note: Additional text, such as a list of what used the memory.
+        note: Additional text, such as a list of the largest users of memory. Default: "".
 
     Returns:
         Whether the record could be written.
@@ -142,7 +142,7 @@ def write_record(path: Path, error: BaseException, note: str = "") -> bool:
         "headway": asdict(record),
     }
     try:
-        atomic.write_text(path, json.dumps(content))  # atomic, because the agent may read it at any time
+        atomic.write_text(path, json.dumps(content))  # atomic, because the agent can read it at any time
     except OSError:
         return False
     return True

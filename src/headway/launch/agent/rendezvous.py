@@ -1,7 +1,8 @@
 """Rendezvous handlers for torch's elastic agent: for one machine, for machines with given ranks, and for torch's c10d.
 
-A single machine opens a new store for each attempt. Several machines connect to a store on machine 0. Their ranks are
-given in advance, or follow from the order of arrival (c10d).
+In a run on one machine, the agent opens a new store for each start of the ranks. In a run on several machines, all
+agents connect to a store on machine 0. The ranks of the machines are given in advance, or follow from the order of
+arrival (c10d).
 """
 
 import math
@@ -37,10 +38,10 @@ MEETING = "meeting"
 """Name of the rendezvous store in error messages and in the HMACs of its values."""
 
 LAST_CALL = 3
-"""Seconds that a complete rendezvous stays open. No further machine can join it."""
+"""Seconds that torch waits for further machines if all machines are required. It is short, because none can follow."""
 
 LATECOMERS = 10
-"""Seconds in which other machines may join after the minimum number has arrived."""
+"""Seconds that torch waits for further machines after the minimum number of machines has arrived."""
 
 _CALL = 300
 """Minimum timeout in seconds of one call to the store."""
@@ -49,16 +50,16 @@ _FOR_EVER = 10**7
 """Seconds that represent an infinite timeout in libraries that require a number."""
 
 ALIVE = 2
-"""Seconds between two heartbeats to the rendezvous, if a run can continue without a machine.
+"""Seconds between two heartbeats to the rendezvous store in a run that can continue after it has lost a machine.
 
-After three missing heartbeats, another machine can take the place of this one.
+After three missing heartbeats, another machine can take the place of the lost one.
 """
 
 
 class _SingleRendezvous(RendezvousHandler):
     """Base class of rendezvous handlers in which no machine can join after the ranks have been started.
 
-    Workers use the agents' store.
+    The workers use the store that the agents share.
 
     Args:
         backend: Name of the rendezvous backend.
@@ -76,7 +77,7 @@ class _SingleRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Return True, because workers use the agents' store.
+        """Whether workers use the agents' store. Always True.
 
         If workers opened their own store, another program could take its port before they do.
         """
@@ -98,12 +99,12 @@ class _SingleRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Return True. The store ends with this process, so there is nothing to shut down."""
+        """Do nothing and return True, because the store ends with this process."""
         return True
 
 
 class LocalRendezvous(_SingleRendezvous):
-    """Rendezvous of a single machine, with a new store at each restart of the ranks.
+    """Rendezvous of a run on one machine, with a new store at each start of the ranks.
 
     The store's port is chosen by the system and stays bound, so no other program can take it.
     """
@@ -119,7 +120,7 @@ class LocalRendezvous(_SingleRendezvous):
 
 
 def find_host(order: AgentOrder) -> str:
-    """Return the host of the rendezvous; the loopback address for a single machine."""
+    """Return the host of the rendezvous; in a run on one machine, the loopback address."""
     return LOOPBACK if not order.endpoint else str(parse_rendezvous_endpoint(order.endpoint, default_port=-1)[0])
 
 
@@ -143,9 +144,9 @@ class StaticRendezvous(_SingleRendezvous):
     While it waits, it prints which machines are missing. At the deadline it raises an error.
 
     Args:
-        order: Settings of the launch that the agent has received: endpoint, number of machines and this machine's rank.
+        order: Instructions from the launcher for this agent: endpoint, number of machines and this machine's rank.
         say: Function that prints a line for the user.
-        seal: Adds an HMAC with the user's secret to the messages between machines.
+        seal: Object that adds HMACs with the user's secret to the messages between machines.
     """
 
     def __init__(self, order: AgentOrder, say: Callable[[str], None], seal: Seal) -> None:
@@ -158,7 +159,7 @@ class StaticRendezvous(_SingleRendezvous):
         """Wait until all machines have arrived. Return the store, this machine's rank and the number of machines.
 
         Raises:
-            LaunchError: If the port is in use, or machines do not arrive before the deadline.
+            LaunchError: If the port is in use, if machines do not arrive before the deadline, or if machine 0 ends.
         """
         order = self._order
         host, port = parse_rendezvous_endpoint(order.endpoint, default_port=-1)
@@ -195,12 +196,16 @@ class _SealedBackend(C10dRendezvousBackend):
         self._seal = seal
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """Return the state and its token for `set_state`, or None if there is no state yet."""
+        """Return the shared state and its token for `set_state`, or None if there is no state yet."""
         found = super().get_state()
         return None if found is None else (self._opened(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Write the state, unless another machine has changed it since `token` was issued.
+        """Write the shared state, unless another machine has changed it since `token` was issued.
+
+        Args:
+            state: New state, as pickled by torch.
+            token: Token that an earlier call of `get_state` or `set_state` has returned. None for the first state.
 
         Returns:
             The current state, its token, and whether it is the given state. None if the state cannot be written.
@@ -235,7 +240,9 @@ def create_wait(order: AgentOrder, say: Callable[[str], None]) -> RendezvousWait
 
 
 def _connect_in_time(order: AgentOrder, waiting: RendezvousWait, make: Callable[[], T]) -> T:
-    """Call a function that opens or connects to machine 0's port. Other machines first wait until the port is open.
+    """Call a function that opens machine 0's port or connects to it, until the deadline of a wait.
+
+    On machines other than machine 0, first wait until the port is open.
 
     Args:
         order: Instructions from the launcher for this agent.
@@ -265,14 +272,14 @@ def _connect_in_time(order: AgentOrder, waiting: RendezvousWait, make: Callable[
 
 
 def read_timeout() -> float:
-    """Return the number of seconds that a rank may be missing from a collective; 0 for no limit."""
+    """Return the run's timeout: seconds that a rank may be missing from a collective; 0 for no limit."""
     return float(resolve_run_setting("timeout", None, DEFAULT_TIMEOUT)[0])
 
 
 def read_time_to_meet(order: AgentOrder) -> float:
     """Return how many seconds to wait for all machines to arrive.
 
-    This is the timeout in --rdzv_conf, otherwise the run's timeout. If that is 0, there is no limit.
+    This is the timeout in --rdzv_conf if there is one, otherwise the run's timeout. If both are 0, there is no limit.
     """
     return float(order.conf.get("timeout", 0)) or read_timeout() or math.inf
 
@@ -283,7 +290,7 @@ def create_handler_for(order: AgentOrder, say: Callable[[str], None], seal: Seal
     Args:
         order: Instructions from the launcher for this agent.
         say: Function that prints a line.
-        seal: Computes and checks HMACs with the user's secret.
+        seal: Object that computes and checks HMACs with the user's secret.
     """
     if order.backend == "local":
         return LocalRendezvous()
@@ -317,12 +324,12 @@ def create_handler_for(order: AgentOrder, say: Callable[[str], None], seal: Seal
 def create_watch(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> RendezvousWatch | None:
     """Return a thread that reports missing machines while torch's own rendezvous blocks.
 
-    Return None for other backends, which report missing machines themselves.
+    Return None for backends other than c10d, whose rendezvous handlers report missing machines themselves.
 
     Args:
         order: Instructions from the launcher for this agent.
         say: Function that prints a line.
-        seal: Computes and checks HMACs with the user's secret.
+        seal: Object that computes and checks HMACs with the user's secret.
     """
     if order.backend != "c10d":
         return None

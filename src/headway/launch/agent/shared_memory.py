@@ -1,7 +1,7 @@
-"""Folder in shared memory whose contents outlive the workers, and exist as long as the launcher's agent.
+"""Folder in shared memory whose contents outlive the workers and exist as long as the launcher's agent.
 
-The agent holds a lock on the folder (`flock`, which the kernel releases with its holder). If an agent is killed, its
-folder remains. The next agent on the machine finds it unlocked and removes it.
+The agent holds a lock on the folder (`flock`), which the kernel releases when the agent ends. If an agent is killed,
+its folder remains. The next agent of the user on this machine finds the folder unlocked and removes it.
 """
 
 import fcntl

@@ -2,12 +2,12 @@
 
 With the launcher's agent, `HangWatch` is a thread of the agent that watches one machine and does not import torch.
 It only reads mapped files and /proc, so it can locate a rank that does not respond. Before it reports a hang, it
-requests live stacks from the ranks by a signal that is also handled in C code.
+requests live stacks from the ranks with a signal whose handler runs even while a rank executes C code.
 
 Without an agent (torchrun, a cluster's tasks), `PeerWatch` runs in each process, and ranks query one another. A rank
 that has waited in a collective for longer than the timeout sends a request over the control plane. Every rank that can
-still respond sends its state (`RankView`). The requesting rank diagnoses the hang and ends the run. A rank that does
-not respond is reported as such: only the launcher's agent can inspect it from outside.
+still respond sends its state (`RankView`). The requesting rank diagnoses the hang and ends the run. About a rank that
+does not respond, it can report only this fact, because only the launcher's agent can inspect a rank from outside.
 """
 
 import json
@@ -35,7 +35,7 @@ GRACE = 4
 """Seconds that ranks have to end after a hang has been diagnosed."""
 
 _AT_WORK = 0.02
-"""Fraction of a CPU core above which a process counts as active after its script has ended."""
+"""CPU use, as a fraction of one core, above which a process counts as active after its script has ended."""
 
 _SOON = 30.0
 """Seconds after which a process that still runs after its script has ended is reported."""
@@ -43,7 +43,7 @@ _SOON = 30.0
 _LINGERS, _SILENT = "lingers", "silent"
 
 _ANSWER = 1.0
-"""Seconds to wait for live stacks."""
+"""Seconds that ranks have to write their stacks after they have received the signal that requests them."""
 
 
 class Machines(Protocol):
@@ -67,10 +67,10 @@ class Worker:
         rank: Global rank.
         pid: Process ID.
         path: File in which the rank records its state (its pulse).
-        exit_code: Exit code. None while it runs.
-        reader: Reader of that file. None before the first check.
-        num_written: Bytes that it has written to files, except stacks that the agent requested. -1 before the first
-            check.
+        exit_code: Exit code. None while the rank runs.
+        reader: Reader of the rank's pulse file. None before the first check.
+        num_written: Bytes that the rank has written to files, except stacks that the agent requested. -1 before the
+            first check.
         written: Time of the last check that found new bytes.
         excused: Latest time at which the rank had a valid reason to keep other ranks waiting.
         cpu: CPU seconds that the process had used at the time `active`.
@@ -196,16 +196,16 @@ class HangWatch:
             return
         else:
             dumps = _dump_stacks(workers, views)
-            # Judge again: ranks that were only late may have arrived in the meantime.
+            # Judge again, because ranks that were only late might have arrived in the meantime.
             views = [_use_live_stack(self._read_view(worker), dumps.get(worker.rank, "")) for worker in workers]
             verdict = judge.diagnose_hang([*views, *elsewhere], self._timeout)
         if verdict is not None and workers == self._workers:
             self.found = Hang(verdict, dumps)
 
     def _report_lingering_ranks(self, workers: tuple[Worker, ...], views: Sequence[RankView]) -> None:
-        """Print once which processes keep running after their scripts have ended.
+        """Print, once per process, which processes keep running after their scripts have ended.
 
-        The line of code that each executes is included.
+        The message includes the line of code that the process executes.
         """
         found = [view for view in views if view.has_ended and view.exit_code is None and view.phase_age > _SOON]
         found = [view for view in found if (view.rank, _LINGERS) not in self._said]
@@ -241,7 +241,7 @@ class HangWatch:
         )
         reason = judge.find_excuse(view, self._timeout)
         if reason:
-            # A write excuses the rank up to its last byte, not for another timeout after it.
+            # A write excuses the rank until the last byte was written, not for a further timeout after that.
             worker.excused = max(worker.excused, worker.written) if judge.is_writing(view) else now
         return replace(view, excused_age=now - worker.excused)
 
@@ -279,7 +279,14 @@ def describe_progress(path: Path) -> str:
 
 
 def _dump_stacks(workers: Sequence[Worker], views: Sequence[RankView], *, of_ended: bool = False) -> dict[int, str]:
-    """Request live stacks of all threads from the ranks, and return those that arrive in time, by rank."""
+    """Request live stacks of all threads from the ranks, and return those that arrive in time, by rank.
+
+    Args:
+        workers: Ranks of this machine.
+        views: State of each of these ranks, in the same order.
+        of_ended: Whether to also request stacks from ranks whose scripts have ended, but not their processes.
+            Default: False.
+    """
     started: dict[int, tuple[Path, int]] = {}
     for worker, view in zip(workers, views):
         path = Path(f"{worker.path}.stacks")

@@ -1,9 +1,9 @@
 """Diagnose hangs: determine from the states of all ranks (`RankView`) for which rank the others wait.
 
-The diagnosis is a pure function. A rank waits if it has entered a collective and not left it (by Headway's ledger or
-torch's flight recorder), or if its innermost frame is torch.distributed's own code. If a rank has waited for longer
-than the timeout, the ranks that do not wait are missing. Times are ages in seconds, so that the states of ranks on
-several machines can be compared.
+The diagnosis is a pure function. A rank waits if, according to Headway's ledger or torch's flight recorder, it has
+entered a collective and not left it. It also waits if its innermost frame is torch.distributed's own code. If a rank
+has waited for longer than the timeout, the ranks that do not wait are missing. Times are ages in seconds, so that the
+states of ranks on different machines can be compared.
 """
 
 import math
@@ -17,7 +17,7 @@ from headway.launch.watch.views import CollectiveCall, RankView
 _CERTAIN = 30.0
 """Seconds that all ranks must wait before ranks that have left a loop too early are reported.
 
-It applies only if the timeout is longer.
+A shorter timeout replaces this value.
 """
 
 
@@ -30,7 +30,7 @@ class HangDiagnosis:
         waiting: Ranks that wait, in descending order of their waiting time.
         missing: Ranks that have not reached the collective. Empty if every rank waits.
         world_size: Number of processes on all machines.
-        lenience: Seconds by which a rank has requested to extend the timeout.
+        lenience: Seconds that were added to the timeout at a rank's request.
     """
 
     timeout: float
@@ -50,7 +50,7 @@ def diagnose_hang(views: Sequence[RankView], timeout: float, world_size: int | N
         world_size: Number of ranks. Default: the length of `views`.
 
     Returns:
-        The diagnosis. None if nothing hangs, or if a rank has failed, because the failure is then the cause to report.
+        The diagnosis. None if no rank hangs, or if a rank has failed, because the failure is then the cause to report.
     """
     if timeout <= 0 or any(view.exit_code for view in views):
         return None
@@ -91,7 +91,7 @@ def _is_parted(waiting: Sequence[RankView], seconds: float) -> bool:
 
 
 def list_operations(waiting: Sequence[RankView]) -> set[tuple[str, int, str]]:
-    """Return the operations in which ranks wait, as a set of (process group, number, name)."""
+    """Return the operations in which ranks wait, as a set of tuples (process group, number, name)."""
     return {(view.wait.group, view.wait.number, view.wait.operation) for view in waiting if view.wait is not None}
 
 
@@ -108,7 +108,7 @@ def find_excuse(view: RankView, timeout: float) -> str:
 
 
 def is_writing(view: RankView) -> bool:
-    """Whether the rank runs code that writes a checkpoint or weights, and does not wait there for other ranks."""
+    """Whether the rank is inside code that writes a checkpoint or weights, and does not wait for other ranks in it."""
     is_at_the_door = view.wait is not None and view.wait.group in ("headway", "")
     return not is_at_the_door and (stacks.is_saving(view.frames) or view.phase.startswith("saving"))
 
@@ -127,14 +127,15 @@ def is_stuck_writing(view: RankView, seconds: float) -> bool:
 
 
 def diagnose_lingering(views: Sequence[RankView], timeout: float, world_size: int) -> HangDiagnosis | None:
-    """Return a diagnosis if all scripts have ended and an idle process keeps the run from ending.
+    """Return a diagnosis if all scripts have ended and an idle process keeps the run from ending, else None.
 
-    A thread that still uploads something is active and may take its time. A thread that waits forever is idle.
+    A process with a thread that still uploads data is active and may take its time. A process whose threads only wait
+    is idle.
 
     Args:
         views: State of each rank.
         timeout: Seconds that a process may be idle after its script has ended; 0 for no limit.
-        world_size: Number of ranks. There is no diagnosis without the states of all of them.
+        world_size: Number of ranks. There is no diagnosis unless `views` contains all of them.
     """
     if timeout <= 0 or len(views) < world_size or any(view.exit_code or not view.has_ended for view in views):
         return None
@@ -145,7 +146,7 @@ def diagnose_lingering(views: Sequence[RankView], timeout: float, world_size: in
 
 
 def _has_passed(view: RankView, call: CollectiveCall) -> bool:
-    """Whether a rank has entered the collective `call` as well, its script has not ended, and its process responds."""
+    """Whether a rank has already entered the collective `call`, its script has not ended, and its process responds."""
     number = view.number_in(call.group)
     return number is not None and number >= call.number > 0 and not view.has_ended and not view.is_mute
 
@@ -154,7 +155,7 @@ def find_loop_left_behind(view: RankView, waiting: Sequence[RankView]) -> tuple[
     """Return a loop that a waiting rank has left and in which other ranks still wait.
 
     Args:
-        view: State of the rank that may have left a loop.
+        view: State of the rank that might have left a loop.
         waiting: States of the ranks that wait.
 
     Returns:

@@ -1,9 +1,10 @@
 """Report of a hang, which describes where each waiting and each missing rank is, with advice.
 
-This module only formats locations in code. A rank's heartbeat thread reads its stack
-(`headway.core.runtime.heartbeat`), `views` makes a `RankView` of it, `stacks` selects the frames of the user's files,
-and `locate_rank` names the innermost one. If a report names a wrong line, check `headway.common.callsite.is_user_file`
-(which files are the user's) and `hang_watch._use_live_stack` (which replaces the stack of a heartbeat by a newer one).
+This module only formats locations in code. A rank's heartbeat thread (`headway.core.runtime.heartbeat`) reads the stack
+of the main thread, and `views` stores the stack in a `RankView`. `stacks` selects the frames of user code, and
+`locate_rank` names the innermost one. If a report names a wrong line, check two functions:
+`headway.common.callsite.is_user_file` decides which files are user code, and `hang_watch._use_live_stack` replaces the
+stack of a heartbeat by a newer one.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ def describe_blocked_writers(views: Sequence[RankView]) -> str:
     """Return a message about ranks whose checkpoint writes are blocked, because their file system does not respond.
 
     Args:
-        views: State of each of these ranks, at least one.
+        views: State of each of these ranks. At least one is required.
     """
     first, has = views[0], "has" if len(views) == 1 else "have"
     return (
@@ -150,7 +151,7 @@ def _describe_lingering(view: RankView) -> list[str]:
 
 
 def _quote_source(view: RankView) -> list[str]:
-    """Return the source of the innermost line of user code, as a list of one line; [] if the file is not available."""
+    """Return the source text of the innermost line of user code, as a list of one line; [] if it is not available."""
     return [f"      {frame.source}" for frame in stacks.select_user_frames(view.frames)[:1] if frame.source]
 
 

@@ -1,4 +1,4 @@
-"""Analysis of a rank's stack: its activity (saving, loading data, waiting), and the conditions and loops it is in."""
+"""Analysis of a rank's stack: its activity (saving, loading data, waiting), and the conditions and loops around it."""
 
 import ast
 import linecache
@@ -61,7 +61,7 @@ def parse_stacks(text: str) -> list[list[Frame]]:
 
 
 def is_in_debugger(frames: Sequence[Frame]) -> bool:
-    """Whether the program is stopped in a debugger."""
+    """Whether the stack contains code of a debugger, in which the program is then stopped."""
     return _contains_library_path(frames, _DEBUGGERS)
 
 
@@ -79,7 +79,7 @@ def is_in_saver(frames: Sequence[Frame]) -> bool:
 
 
 def is_loading_data(frames: Sequence[Frame]) -> bool:
-    """Whether the rank waits for a batch."""
+    """Whether the stack contains library code that loads data, so that the rank waits for a batch."""
     return _contains_library_path(frames, ("/torch/utils/data/", "/headway/core/data/"))
 
 
@@ -116,7 +116,7 @@ def find_meeting_call(frames: Sequence[Frame]) -> str:
 
 
 def is_in_backward(frames: Sequence[Frame]) -> bool:
-    """Whether the rank is computing gradients."""
+    """Whether the innermost frames contain autograd code, so that the rank is computing gradients."""
     return _contains_library_path(frames[:6], ("/torch/autograd/",))
 
 
@@ -128,7 +128,7 @@ def _contains_library_path(frames: Iterable[Frame], parts: tuple[str, ...]) -> b
 
 
 def find_condition(frames: Sequence[Frame]) -> tuple[Frame, str] | None:
-    """Return the innermost condition around these frames that refers to ranks, such as `if rank == 0`.
+    """Return the innermost condition around the given frames that refers to ranks, such as `if rank == 0`.
 
     Under such a condition only some ranks run the code.
 
@@ -157,16 +157,17 @@ def _list_conditions(node: ast.stmt, line: int) -> list[tuple[int, str]]:
 
 
 def find_left_loop(gone: Sequence[Frame], waiting: Sequence[Frame], *, both_wait: bool = False) -> Frame | None:
-    """Return the user's loop that contains the `waiting` frames and that the `gone` frames have left.
+    """Return the loop in user code that one rank has left and in which another rank waits.
 
     Args:
-        gone: Frames of the rank that may have left the loop, innermost first.
+        gone: Frames of the rank that might have left the loop, innermost first.
         waiting: Frames of a rank that waits, innermost first.
         both_wait: Whether both ranks wait in a collective. A rank that is past an inner loop then counts as having left
-            it, even if an outer loop contains both ranks. Otherwise it is unknown in this case which rank is ahead.
+            it, even if an outer loop contains both ranks. If only one rank waits, it is unknown in this case which rank
+            is ahead.
 
     Returns:
-        Location of the loop. None if there is none.
+        Location of the loop. None if there is no such loop.
     """
     inward = list(reversed(select_user_frames(waiting)))
     for depth, (left, here) in enumerate(zip(reversed(select_user_frames(gone)), inward)):

@@ -39,7 +39,7 @@ class CollectiveCall:
         group: "headway" for collectives that Headway itself counts, otherwise torch's name of the process group.
         number: Number of collectives that this rank has entered in this group.
         operation: Name of the operation.
-        age: Seconds since the rank entered it. None if the rank has left it.
+        age: Seconds since the rank entered the collective. None if the rank has left it.
         members: Ranks of the process group. None if unknown.
     """
 
@@ -58,28 +58,28 @@ class RankView:
 
     Attributes:
         rank: Global rank.
-        host: Host name of its machine.
+        host: Host name of the rank's machine.
         pid: Process ID.
-        exit_code: Exit code. None while it runs.
+        exit_code: Exit code. None while the rank runs.
         state: The kernel's letter for the process state: R, S, D, T (stopped), t (traced), Z. Empty if unknown; "?" for
             a rank that does not answer.
-        beat_age: Age of its last heartbeat. None if it has none (a program that is not Python).
+        beat_age: Age of the rank's last heartbeat. None if it sends none, for example if it is not a Python program.
         timeout: Seconds that a rank may be missing from a collective, as set by its program. 0.0 if not set.
-        lenience: Seconds by which it currently asks to extend the timeout.
+        lenience: Seconds by which the rank currently requests to extend the timeout.
         phase: Activity that the rank has announced, such as saving a checkpoint; "ended" after its program has ended;
             otherwise empty.
         update: Number of completed updates.
-        micro_step: Current micro-batch in the accumulation window.
-        frames: Stack of its main thread, innermost frame first.
-        frames_age: Age of the stack; 0 for a live one.
+        micro_step: Number of micro-batches started in the current accumulation window.
+        frames: Stack of the main thread, innermost frame first.
+        frames_age: Age of the stack; 0 for a live stack.
         still_age: Seconds for which the stack has not changed.
-        calls: Its latest collective in each process group. None while this information is being updated.
-        writing_age: Seconds since it last wrote to a file.
-        excused_age: Seconds since there was last a reason for the others to wait (a debugger, a file being written).
+        calls: Latest collective that the rank has entered in each process group. None while collectives advance.
+        writing_age: Seconds since the rank last wrote to a file.
+        excused_age: Seconds since the rank last had a valid reason to keep others waiting (a debugger, a file write).
         phase_age: Seconds since the phase began.
-        idle_age: Seconds since it last used the CPU or wrote to a file. math.inf if not observed.
-        transfer: Transfer from another rank that it waits for. Empty if it waits for none.
-        transfer_age: Seconds since it began to wait for the transfer.
+        idle_age: Seconds since the rank last used the CPU or wrote to a file. math.inf if not observed.
+        transfer: Transfer with another rank that the rank waits for. Empty if it waits for none.
+        transfer_age: Seconds since the rank began to wait for the transfer.
     """
 
     rank: int
@@ -154,7 +154,7 @@ class RankView:
 
 
 def make_view(rank: int, reading: pulse.PulseReading, now: float) -> RankView:
-    """Return a rank's state as a `RankView`, made from the contents of its pulse, with times converted to ages.
+    """Convert the contents of a rank's pulse to a `RankView`, in which times are replaced by ages.
 
     Args:
         rank: Global rank.
@@ -206,7 +206,7 @@ def encode_view(view: RankView) -> dict[str, Any]:
 
 
 def decode_view(content: Mapping[str, Any]) -> RankView:
-    """Decode a `RankView` from a JSON object of `encode_view`."""
+    """Decode a `RankView` from a JSON object that `encode_view` has returned."""
     frames, calls = tuple(Frame(*frame) for frame in content["frames"]), content["calls"]
     if calls is not None:
         calls = tuple(CollectiveCall(**{**call, "members": _members(call)}) for call in calls)

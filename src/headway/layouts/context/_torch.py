@@ -6,8 +6,8 @@ A test checks that all names exist.
 import torch
 from torch._subclasses.fake_tensor import is_fake as is_fake
 
-# is_fake: a forecast on fake tensors has no values, so the dry run on a few tokens is left out. A public module for fake tensors
-# would replace it.
+# is_fake: in a forecast on fake tensors there are no values, so the dry run on a few tokens compares only shapes. A
+# public module for fake tensors would replace it.
 
 flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """Attention kernel that also returns the log-sum-exp of the scores, which is needed to merge partial results.

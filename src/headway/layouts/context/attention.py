@@ -38,7 +38,7 @@ from headway.log import get_logger
 Causal = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]
 """Function of (queries, keys, values, scale or None) that computes causal attention on this rank's sequence shard."""
 RING_STEP = 64
-"""Torch's ring attention is used only if the number of tokens per rank is a multiple of this number.
+"""Number that must divide the number of tokens per rank for torch's ring attention to be used.
 
 The ring computes half a shard at a time, and the memory-efficient kernel pads one of its results to a multiple of 32.
 """
@@ -68,7 +68,7 @@ class WholeSequenceAttention(TorchFunctionMode):
         self.num_calls = 0
 
     def set_active(self, is_open: bool) -> None:
-        """Enable or disable this mode for later forwards of the model's blocks.
+        """Enable or disable this mode for later forward passes of the model's blocks.
 
         Args:
             is_open: Whether to enable the mode.
@@ -244,8 +244,8 @@ class WholeSequenceAttention(TorchFunctionMode):
     ) -> torch.Tensor:
         """Compute causal attention separately for the two pieces of the sequence that this rank holds.
 
-        Each piece attends to the keys up to its own end. The mask is torch's `causal_lower_right`, which its kernels
-        support without allocating a mask.
+        Each piece attends to the keys up to its own end. The mask is torch's `causal_lower_right`, which torch's
+        kernels apply without allocating a mask.
         """
         from torch.nn.attention.bias import causal_lower_right
 
@@ -384,7 +384,7 @@ def _gather_keys_and_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys and values of the full sequence, with heads repeated to match the queries.
 
-    Repeating heads after the gather sends each head only once.
+    Heads are repeated after the gather, so that each head is sent only once.
     """
     both = sequences.gather_sequence(torch.cat([key, value], -1), axis, -2)
     times = query.shape[1] // key.shape[1]
@@ -459,7 +459,10 @@ class RingDispatcher:
         self._held.append(ring)
 
     def remove_ring(self, ring: "RingAttention") -> None:
-        """Remove a ring, and restore torch's dispatcher and rotation method after the last one."""
+        """Unregister a model's ring attention.
+
+        When no ring attention is left in the process, torch's dispatcher and rotation method are restored.
+        """
         if ring not in self._held:
             return
         self._held.remove(ring)
@@ -471,7 +474,7 @@ class RingDispatcher:
 def find_ring_attention(mesh: Any, rotation: str, known: RingDispatcher) -> "RingAttention | None":
     """Return torch's causal ring attention, or None if it is not available.
 
-    It is not available if torch has no kernel for the device, or if this version lacks one of `RING_NAMES`.
+    It is not available if torch has no kernel for the device, or if this torch version lacks one of `RING_NAMES`.
 
     Args:
         mesh: One-dimensional DeviceMesh of the ranks.

@@ -7,15 +7,15 @@ arguments of blocks: rotary embeddings, position IDs, and rows of masks. Attenti
 
 If the model gets labels, they are sharded, too. The model's loss is then the sum of the ranks' terms, and logits stay
 sharded. Without labels, the model's outputs are all-gathered. Some models need full sequences after their blocks (to
-pool a token, or to reshape to the full length). For these, the last block's output is all-gathered. In each case a
-rank has the gradient of its own term of the loss.
+pool a token, or to reshape to the full length). For these, the last block's output is all-gathered. In each case, a
+rank computes the gradient of its own term of the loss.
 
 In a pipeline the first stage shards the sequences, and stages send shards to each other. Each stage shards the other
 arguments of its blocks.
 
-The first call is a dry run on a few tokens (`sequences.py`), once with full and once with sharded sequences. It finds
-which of these cases applies. A model that mixes tokens outside of torch's attention function then raises an error
-instead of computing a wrong result.
+The first call begins with a dry run on a few tokens (`sequences.py`), once with full and once with sharded sequences.
+The dry run finds which of these cases applies. If a model mixes tokens outside of torch's attention function, the dry
+run raises an error, so that the model does not compute a wrong result.
 """
 
 import inspect
@@ -51,7 +51,7 @@ class CallPhase(Enum):
         NONE: The block is called outside of the prepared model.
         WHOLE: The model is called with full sequences.
         CUT: The model is called with its sequences split across ranks.
-        BACKWARD: Backward, in which activation checkpointing may recompute blocks.
+        BACKWARD: Backward pass, in which activation checkpointing can recompute blocks.
     """
 
     NONE = "no call of the prepared model"
@@ -61,7 +61,7 @@ class CallPhase(Enum):
 
 
 class SplitRegion(Enum):
-    """Part of a model that computes on sequence shards, with the kind of its loss.
+    """Part of a model that computes on sequence shards, and the kind of the model's loss.
 
     Attributes:
         MEANS: The whole model. Its loss, if any, is a mean over labels.
@@ -119,7 +119,7 @@ class ContextParallel(SplitModel):
 
     Attributes:
         serves_evaluation: Whether calls without gradients also run through this object. Always True.
-        is_in_stage: Function that returns whether the current call belongs to one pipeline stage. Ranks of other stages
+        is_in_stage: Function that returns whether the current call is made by a pipeline stage. Ranks of other stages
             then call the model at other times, so errors are raised on this rank only.
 
     Raises:
@@ -250,8 +250,8 @@ class ContextParallel(SplitModel):
 
         Raises:
             PrepareError: If the model does not compute equal results with sharded sequences.
-            UnsupportedError: If this call cannot be split, because it uses a key-value cache while training, for
-                example.
+            UnsupportedError: If this call cannot be split, for example because it uses a key-value cache while
+                training.
         """
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             if torch.is_grad_enabled():
@@ -495,9 +495,9 @@ class ContextParallel(SplitModel):
         self._attention.set_length(self._length)
 
     def _after_any_block(self, *_: Any) -> None:
-        """Switch back to the common RNG state of all ranks, and disable the attention mode, after a block's forward.
+        """After a block's forward, switch back to the RNG state that all ranks share, and disable the attention mode.
 
-        The hook also runs if the forward raised an error.
+        In backward, the mode stays enabled. The hook also runs if the forward raised an error.
         """
         self._rng_states.join()
         self._attention.set_active(self._recomputes)

@@ -158,7 +158,7 @@ def join_sequence(part: torch.Tensor, axis: SplitAxis, dim: int, length: int, ti
 def divide_gradient(whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """Return the tensor unchanged. Backward divides its gradient by the number of ranks.
 
-    All ranks compute this gradient identically, and their gradients are summed later.
+    The division is needed because all ranks compute this gradient identically, and their gradients are summed later.
     """
     return cross(whole, view_unchanged, lambda grad: grad / axis.size) if whole.requires_grad else whole
 
@@ -205,7 +205,7 @@ class LabeledCall:
 
 
 class SplitLabels:
-    """Finder and splitter of labels among a model's arguments.
+    """Helper that finds the labels among a model's arguments, and shards them.
 
     Labels are sharded across ranks like the model's sequences.
 

@@ -1,4 +1,4 @@
-"""Checking and completing DeepSpeed's JSON configuration, with a report of how each key was handled.
+"""Checks and completes DeepSpeed's JSON configuration, and reports how each key was handled.
 
 Each key is handled by these rules::
 
@@ -43,7 +43,7 @@ _SECTIONS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler")
 _BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 _SCALER_KEYS = ("fp16.initial_scale_power", "fp16.loss_scale_window")
 _SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-"""Sizes that "auto" derives from the model's hidden size."""
+"""Keys of `zero_optimization` whose "auto" is replaced with a size that is computed from the model's hidden size."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Wrapper of DeepSpeed's engine that adds Headway's accumulation windows.
 
-DeepSpeed keeps gradients in its own buffers. Its optimizer step divides them by the loss scale, and clips them. So the
-correction of a window's gradients is applied as a loss scale for one step, and clipping sets a limit for that step.
-The norm is computed before the step::
+DeepSpeed keeps gradients in its own buffers. Its optimizer step divides them by the loss scale, and clips them. Headway
+therefore applies the correction of a window's gradients as a loss scale for one step, and clipping as a limit for this
+step. The norm is computed before the step::
 
     backward ... backward -> final (reduced, partitioned) -> norm, limit, correction -> step, or drop
 """
@@ -89,7 +89,7 @@ class ZeroEngine:
             )
         self._num_open -= 1
         if not self._is_forwarded:
-            # Another loss over this forward. DeepSpeed separates gradients by their forwards, so clear its flag.
+            # This is a second backward through one forward. DeepSpeed separates gradients by forward: clear its flag.
             self.inner.clear_backward_seen_flag()
         self._is_forwarded = False
         self._is_closed = False

@@ -37,7 +37,7 @@ class HfDeepSpeedConfig:
             ds_key_long: Dotted name, such as "zero_optimization.stage".
 
         Returns:
-            Section and last component. The section is None if it is missing.
+            Pair of (section, last component). The section is None if the JSON does not contain it.
         """
         node: Any = self.config
         *sections, key = ds_key_long.split(".")

@@ -58,7 +58,7 @@ def find_known_keys(section: str) -> list[str] | None:
     module, _, name = path.partition(":")
     try:
         model: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):  # this version of DeepSpeed has it elsewhere
+    except (ImportError, AttributeError):  # this version of DeepSpeed defines the class elsewhere
         return None
     for part in rest:
         model = _find_section(model, part)
@@ -68,7 +68,7 @@ def find_known_keys(section: str) -> list[str] | None:
 
 
 def _find_section(model: Any, name: str) -> Any:
-    """Return DeepSpeed's class for a nested section, or None if it has none.
+    """Return DeepSpeed's class for a nested section, or None if DeepSpeed has no class for it.
 
     Args:
         model: Class of the outer section.

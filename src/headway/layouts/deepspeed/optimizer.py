@@ -33,7 +33,7 @@ _BY_SHAPE = {
     "Muon": "it orthogonalises matrices",
     "SparseAdam": "its gradients are sparse",
 }
-"""Optimizers that cannot step on flat partitions, each with the reason, by class name."""
+"""Reasons why certain optimizers cannot step on flat partitions, by the class name of the optimizer."""
 _CPU_ADAM_TAKES = {"params", "lr", "betas", "eps", "weight_decay", "initial_lr"}
 """Settings of a parameter group that DeepSpeed's CPU Adam supports."""
 
@@ -53,7 +53,7 @@ class PartitionedOptimizer:
 
     Raises:
         UnsupportedError: If the optimizer needs unflattened tensors, which ZeRO does not keep.
-        PrepareError: If none of its parameters is trainable.
+        PrepareError: If none of the optimizer's parameters is trainable.
     """
 
     def __init__(self, given: torch.optim.Optimizer, untested: bool, uses_cpu_adam: bool) -> None:
@@ -129,7 +129,7 @@ def _keep_trainable(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy_kind(given: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return an optimizer with the class and attributes of another one, but with other groups and no state.
+    """Return a copy of an optimizer with the same class and attributes, but with other parameter groups and no state.
 
     Args:
         given: Optimizer to copy.
@@ -233,7 +233,7 @@ class FlatSlice:
     place: int = 0
 
     def view_range(self, other: torch.Tensor) -> torch.Tensor:
-        """Return the elements of another tensor, such as an optimizer state, that belong to this range.
+        """Return this range of another tensor, such as an optimizer state, as a one-dimensional view.
 
         Args:
             other: Tensor with the layout of `flat`.
@@ -313,7 +313,7 @@ class ZeroState:
         weights.
 
         Raises:
-            UnsupportedError: If DeepSpeed has swapped them to NVMe, from which they cannot be read.
+            UnsupportedError: If DeepSpeed has swapped parameters or optimizer state to NVMe.
         """
         if any(getattr(self._optimizer, name, False) for name in ("swap_optimizer", "params_in_nvme_and_cpu")):
             raise UnsupportedError(
@@ -340,7 +340,7 @@ class ZeroState:
             if run is None:
                 continue
             flat = run.flat
-            if flat is None:  # another rank has all of it; state names must be equal on all ranks
+            if flat is None:  # another rank has all of the parameter; state names must be equal on all ranks
                 flat = next(iter(self._optimizer.single_partition_of_fp32_groups), None)
             if flat is not None and (state := inner.state.get(flat)):
                 given.state[parameter] = {key: self._view_state(run, flat, value) for key, value in state.items()}
@@ -363,7 +363,7 @@ class ZeroState:
     def apply_loaded_values(self) -> None:
         """Copy loaded parameters and optimizer states into the engine.
 
-        Before this call, the checkpoint was loaded into the exported shards and into the user's optimizer.
+        The checkpoint must already have been loaded into the exported shards and into the user's optimizer.
         """
         given, inner, optimizer = self._partitioned.given, self._optimizer.optimizer, self._optimizer
         with torch.no_grad():

@@ -17,7 +17,7 @@ from headway.layouts.deepspeed.json_config import AUTO, HfDeepSpeedConfig
 STAGES = (1, 2, 3)
 """Supported ZeRO stages."""
 DEFAULT_STAGE = 2
-"""ZeRO stage if none is given."""
+"""ZeRO stage that is used if none is requested."""
 _FIELDS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -28,7 +28,7 @@ _FIELDS = {
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
-"""Dotted names in the JSON that correspond to the plugin's fields."""
+"""Dotted name in DeepSpeed's JSON that corresponds to each field of `DeepSpeedPlugin`, by field name."""
 
 
 @dataclass
@@ -41,16 +41,17 @@ class DeepSpeedPlugin:
         hf_ds_config: DeepSpeed's JSON: a dict, a path, or its text. None: it is created from the other fields.
         gradient_accumulation_steps: Micro-batches per update. None or "auto": the Accelerator's.
         gradient_clipping: Largest gradient norm. None or "auto": the argument of `clip_grad_norm_`.
-        zero_stage: ZeRO stage 1, 2 or 3. None: 2.
-        is_train_batch_min: Whether DeepSpeed is configured with the smallest batch size of several loaders. False: the
-            largest.
-        offload_optimizer_device: "none", "cpu" or "nvme" (which needs a path).
-        offload_param_device: "none", "cpu" or "nvme" (which needs a path). Needs stage 3.
+        zero_stage: ZeRO stage 1, 2 or 3. None: the stage in the JSON, or 2 if the JSON has none.
+        is_train_batch_min: Whether DeepSpeed is configured with the smallest of the loaders' batch sizes. False: with
+            the largest.
+        offload_optimizer_device: Device for optimizer state: "none", "cpu" or "nvme" (which needs a path).
+        offload_param_device: Device for parameters: "none", "cpu" or "nvme" (which needs a path). Needs stage 3.
         offload_optimizer_nvme_path: Folder for optimizer state on NVMe.
         offload_param_nvme_path: Folder for parameters on NVMe.
         zero3_init_flag: False or None; True is not supported. A model is built whole and partitioned in prepare().
         zero3_save_16bit_model: Written to the JSON. Checkpoints and `save_model` of Headway do not need it.
-        transformer_moe_cls_names: Class names of blocks that ZeRO-3 gathers whole, separated by commas.
+        transformer_moe_cls_names: Class names, separated by commas, of blocks whose parameters ZeRO-3 gathers all at
+            once.
         enable_msamp: False or None; True is not supported.
         msamp_opt_level: Ignored, because MS-AMP is not supported.
     """
@@ -184,7 +185,7 @@ def _stage(config: HfDeepSpeedConfig) -> int:
 
 
 def choose_plugin(strategy: str, given: Any, origin: str) -> DeepSpeedPlugin | None:
-    """Return the DeepSpeed plugin for the script's and the launcher's settings, or None if DeepSpeed is not requested.
+    """Return the plugin for the script's and the launcher's DeepSpeed settings, or None if DeepSpeed is not requested.
 
     Args:
         strategy: Requested strategy. "ddp" if none was requested.

@@ -11,9 +11,9 @@ from headway.layouts.deepspeed.json_config import AUTO, HfDeepSpeedConfig
 from headway.layouts.deepspeed.placeholders import DummyOptim, DummyScheduler
 
 _OPTIMIZERS = ("Adagrad", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
-"""Optimizers of torch that the JSON may define."""
+"""Names of the torch optimizers that DeepSpeed's JSON may define."""
 _OWN_SETTINGS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}
-"""Optimizer settings that DeepSpeed's classes have and torch's lack."""
+"""Settings that DeepSpeed's optimizer classes have, but torch's optimizer classes do not have."""
 
 
 class StandIns:
@@ -51,7 +51,7 @@ class StandIns:
             else:
                 assert isinstance(placeholder, DummyScheduler)
                 real = self._create_scheduler(placeholder, share)
-            # The placeholder is kept with the real object, so that its id is not given to another one.
+            # The placeholder is kept with the real object, so that no other object gets the placeholder's id.
             known = placeholder, real
             self._made[id(placeholder)] = known
         return known[1]
@@ -107,9 +107,10 @@ class StandIns:
         return getattr(lr_schedules, kind)(optimizer, **params)
 
     def _find_optimizer(self, dummy: DummyScheduler) -> torch.optim.Optimizer:
-        """Return the optimizer that a scheduler's placeholder refers to.
+        """Return the optimizer to which a scheduler's placeholder refers, directly or through a `DummyOptim`.
 
-        The scheduler's placeholder may refer to it through an optimizer's placeholder.
+        Raises:
+            PrepareError: If the `DummyOptim` has not been prepared.
         """
         bound = dummy.optimizer
         if isinstance(bound, DummyOptim):
@@ -121,9 +122,9 @@ class StandIns:
 
 
 def _fill_in(params: dict[str, Any], answers: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with "auto" replaced by the given values.
+    """Return the settings with each "auto" replaced by a given value.
 
-    Settings without a given value are removed, so that the class's default applies.
+    If there is no value for an "auto", the setting is removed, so that the default of the class applies.
 
     Args:
         params: Settings from the JSON.

@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO as a strategy: optimizer state, gradients and parameters partitioned across ranks.
 
-The engine needs the model together with its optimizer. `setup_model` takes the model, and `create_engine` creates the engine when
-prepare() knows both. The user's model and optimizer objects stay in use (`optimizer.py`). Corrections for
-accumulation windows use the engine's loss scale (`engine.py`).
+The engine needs the model together with its optimizer. `setup_model` only keeps the model, and `create_engine` creates
+the engine when prepare() has got both. The user's model and optimizer objects stay in use (`optimizer.py`). Corrections
+for accumulation windows use the engine's loss scale (`engine.py`).
 """
 
 import logging
@@ -39,9 +39,10 @@ class DeepSpeedSettings(Protocol):
     Attributes:
         hf_ds_config: DeepSpeed's JSON as an `HfDeepSpeedConfig`.
         zero_stage: ZeRO stage 1, 2 or 3.
-        is_train_batch_min: Whether DeepSpeed is configured with the smallest batch size of several loaders. False: the
-            largest.
-        transformer_moe_cls_names: Class names of blocks that ZeRO-3 gathers whole, separated by commas.
+        is_train_batch_min: Whether DeepSpeed is configured with the smallest of the loaders' batch sizes. False: with
+            the largest.
+        transformer_moe_cls_names: Class names, separated by commas, of blocks whose parameters ZeRO-3 gathers all at
+            once.
     """
 
     hf_ds_config: Any
@@ -98,9 +99,9 @@ class DeepSpeedStrategy(Strategy):
     # ---------------------------------------------------------------- the engine
 
     def setup_model(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
-        """Apply the transforms, and return a function that runs the forward of the DeepSpeed engine.
+        """Apply the transforms to the model, and return a function that runs the forward of the DeepSpeed engine.
 
-        The engine is created later by `create_engine`. Returns None if no parameter is trainable.
+        The engine is created later, by `create_engine`. Return None if no parameter is trainable.
         """
         super().setup_model(model, transforms)
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -125,7 +126,7 @@ class DeepSpeedStrategy(Strategy):
             micro_batches: Rows per rank and micro-batch, for each loader.
 
         Returns:
-            Partitioned copy of the user's optimizer, or an empty sequence if no engine was created.
+            Sequence with the partitioned copy of the user's optimizer. Empty if no engine was created.
 
         Raises:
             UnsupportedError: If there are several optimizers, or ZeRO cannot train with this optimizer or a parameter.
@@ -240,16 +241,16 @@ class DeepSpeedStrategy(Strategy):
     def get_local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's gradient shards in DeepSpeed's buffers.
 
-        The gradients are not clipped yet and still multiplied by the loss scale.
-
-        The list is empty while the accumulation window is open.
+        The gradients are not clipped yet, and they are still multiplied by the loss scale. The list is empty while the
+        accumulation window is open.
         """
         return [] if self._zero is None else self._zero.get_local_gradients(parameters)
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Mark the accumulation window as complete, and broadcast rank 0's module buffers.
 
-        DeepSpeed reduces the gradients later, when they are first read.
+        DeepSpeed reduces the gradients later, when they are first read. Buffers are broadcast only if the model is in
+        training mode and the option `broadcast_buffers` is set.
         """
         self._require_engine().close_window()
         model = self._model
@@ -367,7 +368,7 @@ class DeepSpeedStrategy(Strategy):
         """Destroy the engine. A stage 3 model stays partitioned, because the full model might not fit into memory."""
         super().release_model()
         zero = self._zero
-        # First, so that nothing uses an engine that could not be destroyed.
+        # The references are removed first, so that nothing uses an engine whose destruction has failed.
         self._zero = None
         self._partitioned = None
         self._model = None
@@ -379,7 +380,7 @@ class DeepSpeedStrategy(Strategy):
 def _ensure_group(device: torch.device) -> bool:
     """Create a process group if there is none, because DeepSpeed needs one even on a single process.
 
-    The local rank is set, too. DeepSpeed keeps the group, so it exists until the process ends.
+    The environment variable `LOCAL_RANK` is set, too. DeepSpeed keeps the group, so it exists until the process ends.
 
     Returns:
         Whether a group was created.
@@ -424,9 +425,9 @@ def _check_shapes(model: torch.nn.Module) -> None:
 
 
 def _find_hidden_size(model: torch.nn.Module) -> int | None:
-    """Return the hidden size from the model's transformers config, or None if it has none.
+    """Return the hidden size from the model's transformers config, or None if the config has none.
 
-    It is read from the attributes that Accelerate reads.
+    The attributes of the config that are read are those that Accelerate reads.
     """
     config = getattr(model, "config", None)
     for each in (config, getattr(config, "text_config", None)):
@@ -440,7 +441,7 @@ def _find_hidden_size(model: torch.nn.Module) -> int | None:
 
 
 def _mark_whole_blocks(model: torch.nn.Module, plugin: DeepSpeedSettings) -> None:
-    """Mark the blocks whose parameters ZeRO-3 gathers all at once. The plugin gives the names of their classes."""
+    """Mark the blocks whose parameters ZeRO-3 gathers all at once. The plugin contains the names of their classes."""
     text = plugin.transformer_moe_cls_names
     if not text or plugin.zero_stage != 3:
         return

@@ -1,1 +1,1 @@
-"""Support for optimizers with states in 8 or 4 bits (torchao, bitsandbytes) on shards, with portable checkpoints."""
+"""Support for 8-bit and 4-bit optimizers (torchao, bitsandbytes) of sharded parameters, with portable checkpoints."""

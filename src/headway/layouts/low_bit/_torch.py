@@ -1,7 +1,7 @@
-"""Private names of torch that low-bit optimizers use, each with the reason and a possible replacement."""
+"""Private names of torch that the support for low-bit optimizers uses, each with the reason."""
 
 HOOKS = "_optimizer_step_pre_hooks"
-"""Name of the attribute of an optimizer that contains the hooks that run before its step.
+"""Name of the optimizer attribute that contains the hooks that run before each step.
 
-torch has no public function that returns them.
+torch has no public function that returns these hooks.
 """

@@ -1,4 +1,4 @@
-"""Optimizers of bitsandbytes, including 8-bit and paged ones: conversion of states, and registration of overrides."""
+"""Support for bitsandbytes optimizers, 8-bit and paged ones included: converts states and registers overrides."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from headway.errors import CheckpointError
 from headway.layouts.low_bit.blocks import dequantize_blocks, quantize_blocks
 
 BLOCK_SIZE = 256
-"""Number of values in a quantization block. It is fixed in the kernels of bitsandbytes."""
+"""Number of values in a quantization block. It is fixed in bitsandbytes' kernels."""
 _NESTED = "__bnb_optimizer_quant_state__"
 """Key under which an optimizer's `state_dict` nests quantization codes, scales and code tables."""
 _MOMENTS = ("state1", "state2")
@@ -18,7 +18,7 @@ _MOMENTS = ("state1", "state2")
 
 
 def keeps_low_bit_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is one of bitsandbytes, whose states have 8 or 32 bits and may be paged."""
+    """Whether an optimizer is one of bitsandbytes' optimizers, whose states have 8 or 32 bits and can be paged."""
     return any(
         (kind.__module__, kind.__name__) == ("bitsandbytes.optim.optimizer", "Optimizer8bit")
         for kind in type(optimizer).__mro__
@@ -26,9 +26,9 @@ def keeps_low_bit_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def needs_whole_norms(optimizer: Any) -> bool:
-    """Whether an optimizer of bitsandbytes uses the norms of whole parameters, so that it cannot update shards.
+    """Whether a bitsandbytes optimizer uses the norms of whole parameters, so that it cannot update shards.
 
-    LAMB, LARS, and any optimizer with a limit on the norm of its updates (`max_unorm`) use them.
+    LAMB, LARS, and any optimizer with a limit on the norm of its updates (`max_unorm`) use these norms.
     """
     return keeps_low_bit_state(optimizer) and (
         optimizer.args.max_unorm > 0.0 or optimizer.optimizer_name in ("lamb", "lars")
@@ -57,7 +57,7 @@ def export_entry(entry: dict[str, Any]) -> dict[str, Any]:
         is_double = local.ndim > num_dims
         for number, each in enumerate(local if is_double else [local]):
             if scales is not None and table is not None:
-                # A shard of their size, such as one of 256 values, is the reason for a DTensor.
+                # Scales and table are DTensors if the parameter's shard has their size, such as 256 values.
                 own, levels = get_local_shard(scales), get_local_shard(table)
                 own = own[number] if is_double else own
                 values = dequantize_blocks(each.to(own.device), own, levels, BLOCK_SIZE)
@@ -76,12 +76,12 @@ def import_entry(
 
     Args:
         optimizer: Optimizer of bitsandbytes.
-        parameter: Parameter, which may be a DTensor. The state is sharded like it.
+        parameter: Parameter, which may be a DTensor. The state is sharded like the parameter.
         entry: State as `export_entry` returns it. A state in the optimizer's own form is returned unchanged.
-        place: Index of the parameter's group, and index of the parameter in it.
+        place: Index of the parameter's group, and index of the parameter in this group.
 
     Raises:
-        CheckpointError: If the state has codes of whole parameters, and the parameter is sharded.
+        CheckpointError: If the state contains quantization codes of the whole parameter, but the parameter is sharded.
     """
     own = get_local_shard(parameter).detach()
     if _NESTED in entry:  # codes and scales, as earlier versions of Headway saved them
@@ -125,7 +125,7 @@ def import_entry(
 def register_overrides(optimizer: Any) -> None:
     """Register overridden options (`GlobalOptimManager`) by the positions of their parameters in the groups.
 
-    bitsandbytes also stores them by the IDs of parameters, which `prepare` replaces by shards.
+    bitsandbytes also stores options by parameter ID, but `prepare` replaces parameters with shards that have other IDs.
 
     Args:
         optimizer: Optimizer of bitsandbytes, whose groups contain the parameters that the script has registered.
@@ -146,7 +146,7 @@ def complete_empty_state(optimizer: Any, parameter: torch.Tensor, place: tuple[i
     Args:
         optimizer: Optimizer of bitsandbytes.
         parameter: Plain tensor without elements, which is a key of the optimizer's state.
-        place: Index of the parameter's group, and index of the parameter in it.
+        place: Index of the parameter's group, and index of the parameter in this group.
     """
     if parameter not in optimizer.state:
         optimizer.init_state(optimizer.param_groups[place[0]], parameter, *place)

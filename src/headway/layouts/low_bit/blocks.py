@@ -1,11 +1,10 @@
-"""Block-wise quantization: convert codes and scales to float32 values and back, without loss if blocks stay equal.
+"""Block-wise quantization: converts codes and scales to float32 values and back, without loss if blocks stay equal.
 
 A block of values is stored as one scale, its largest absolute value, and one code per value. A code is the index of
 an entry in a sorted table of values between -1 and 1. Tables of signed values contain 1 but not -1. A block whose
-largest absolute value belongs to a negative number would therefore lose its scale: dequantized, the absolute values
-of all its numbers are smaller than the scale. `restore_extremes` sets the lowest value of such a block to minus its
-scale, which it was before quantization. Quantizing the result again returns the codes and the scale from which it
-was computed.
+largest absolute value belongs to a negative number would therefore lose its scale: after dequantization, the absolute
+values of all its numbers are smaller than the scale. `restore_extremes` sets the lowest value of such a block to minus
+the scale, its value before quantization. Quantizing the dequantized block again then returns the same codes and scale.
 """
 
 import torch
@@ -14,7 +13,7 @@ import torch
 def restore_extremes(values: torch.Tensor, scales: torch.Tensor, lowest_level: torch.Tensor, block_size: int) -> None:
     """Set the lowest value of each block that has lost its scale to minus the scale.
 
-    A block has lost its scale if no value has the scale as its absolute value.
+    A block has lost its scale if the absolute values of all its dequantized values are smaller than the scale.
 
     Args:
         values: Contiguous dequantized values. They are changed in place.
@@ -34,7 +33,7 @@ def restore_extremes(values: torch.Tensor, scales: torch.Tensor, lowest_level: t
 
 
 def dequantize_blocks(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Return the float32 values of quantization codes, after `restore_extremes`.
+    """Convert quantization codes to float32 values, and restore the extremes of blocks with `restore_extremes`.
 
     Args:
         codes: Index of each value's entry in the table, as uint8.

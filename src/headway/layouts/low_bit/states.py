@@ -1,9 +1,9 @@
 """States of low-bit optimizers in checkpoints: saved as float32 values, and quantized again for this rank's shards.
 
 The values in a checkpoint do not depend on quantization blocks, so any layout and any number of ranks can load them.
-Quantizing them again returns the saved codes and scales if the blocks have not changed (`blocks.py`). That is the case
-for the same layout, and wherever shards begin and end at boundaries of blocks. Otherwise the values change by less than
-a quantization step, which is logged.
+Quantizing the values again returns the saved codes and scales if the blocks have not changed (`blocks.py`). Blocks do
+not change if the layout is the same, or if shards begin and end at block boundaries. Otherwise the values change by
+less than a quantization step, and a message is logged.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _MOST_CUT = 0.1
 
 
 def keeps_low_bit_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer of torchao or bitsandbytes keeps its state in few bits and works element by element."""
+    """Whether an optimizer is a low-bit optimizer of torchao, or any optimizer of bitsandbytes."""
     return torchao.keeps_low_bit_state(optimizer) or bitsandbytes.keeps_low_bit_state(optimizer)
 
 
@@ -47,9 +47,9 @@ def export_state(optimizer: torch.optim.Optimizer, entry: Any) -> Any:
 
 
 def quantize_states(optimizer: torch.optim.Optimizer) -> None:
-    """Quantize the states of a low-bit optimizer again after a load. States that are already quantized do not change.
+    """Quantize the states of a low-bit optimizer again after a load.
 
-    Optimizers of other classes do not change.
+    States that are already quantized do not change. Other optimizers do not change either.
 
     Args:
         optimizer: Optimizer whose states contain dequantized values, as returned by `export_state`.
@@ -128,14 +128,16 @@ def _has_equal_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
-    """Raise an error if an optimizer of torchao or bitsandbytes cannot train with a strategy, and keep replicas equal.
+    """Check that a low-bit optimizer can train with a strategy, and make its stochastic rounding equal on all ranks.
+
+    Nothing is done on a single process.
 
     Args:
         optimizer: The user's optimizer.
         strategy: Strategy of the run.
 
     Raises:
-        UnsupportedError: If the optimizer is for one process only.
+        UnsupportedError: If the optimizer works on a single process only.
     """
     if strategy.everyone.world_size == 1:
         return

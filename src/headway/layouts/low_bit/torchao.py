@@ -1,4 +1,4 @@
-"""Conversion of the states of torchao's optimizers with 8 or 4 bits (`AdamW8bit`, `AdamW4bit`, `AdamWFp8` ...)."""
+"""Conversion of the states of torchao's 8-bit and 4-bit optimizers (`AdamW8bit`, `AdamW4bit`, `AdamWFp8` ...)."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def is_quantized(tensor: Any) -> bool:
 
 
 def keeps_low_bit_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is one of torchao's that keep their states in 8 or 4 bits."""
+    """Whether an optimizer is a torchao optimizer that keeps its states in 8 or 4 bits."""
     is_theirs = any(
         (kind.__module__, kind.__name__) == ("torchao.optim.adam", "_AdamBase") for kind in type(optimizer).__mro__
     )
@@ -30,8 +30,8 @@ def keeps_low_bit_state(optimizer: torch.optim.Optimizer) -> bool:
 def export_entry(entry: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter's state with its moments as float32 values. The sharding does not change.
 
-    Small tensors have moments that are not quantized. They become float32, too, because ranks with shards of different
-    sizes must agree on the dtype.
+    The moments of small tensors are not quantized. They are converted to float32, too, because ranks with shards of
+    different sizes must agree on the dtype.
 
     Args:
         entry: State of one parameter.
@@ -58,7 +58,7 @@ def import_entry(optimizer: Any, parameter: torch.Tensor, entry: dict[str, Any])
 
     Args:
         optimizer: Optimizer of torchao.
-        parameter: Parameter, which may be a DTensor. The state is sharded like it.
+        parameter: Parameter, which may be a DTensor. The state is sharded like the parameter.
         entry: State as `export_entry` returns it. Moments that are already quantized do not change.
     """
     own = get_local_shard(parameter).detach()
@@ -75,7 +75,7 @@ def import_entry(optimizer: Any, parameter: torch.Tensor, entry: dict[str, Any])
 def is_cut_between_blocks(optimizer: Any, parameter: torch.Tensor) -> bool:
     """Whether torchao would quantize the state of the whole parameter but not that of this rank's shard.
 
-    The reason is that the size of the shard does not fit torchao's block size.
+    This happens if the size of the shard is not a multiple of torchao's block size.
 
     Args:
         optimizer: Optimizer of torchao.

@@ -9,19 +9,19 @@ from torch._subclasses.fake_tensor import is_fake as is_fake
 # is_fake: a forecast on fake tensors has no values to compare. A public module for fake tensors would replace it.
 
 LAZY_NAMES = (
-    # Compute a stage's gradients as torch's schedules expect, at once, or for inputs and weights apart (zero bubble). The public
-    # `PipelineStage` uses them, but needs a module per stage.
+    # Compute a stage's gradients as torch's schedules expect: all at once, or separately for inputs and weights (zero bubble).
+    # The public `PipelineStage` uses them, but needs a module per stage.
     "torch.distributed.pipelining._backward:stage_backward",
     "torch.distributed.pipelining._backward:stage_backward_input",
     "torch.distributed.pipelining._backward:stage_backward_weight",
     # Base class that torch's schedules accept. The public `PipelineStage` fixes all shapes; a public base class would replace it.
     "torch.distributed.pipelining.stage:_PipelineStageBase",
-    # Tells which outputs share memory with others and have to be copied. There is no public query.
+    # Shows which outputs share memory with other tensors and must be copied. There is no public query.
     "torch:Tensor._is_view",
 )
 
 MODULE_ATTRIBUTES = ("_buffers", "_parameters")
 """Private dicts of a module that contain its buffers and parameters.
 
-Modules of other stages have meta tensors in place of their values there.
+In modules of other stages, these dicts contain meta tensors, which have no values.
 """

@@ -1,4 +1,4 @@
-"""`prepare_pippy`: a model's blocks spread over processes, for inference without an Accelerator."""
+"""`prepare_pippy`: distribute a model's blocks over processes, for inference without an Accelerator."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,16 +28,17 @@ def prepare_pippy(
     through the processes in chunks. For training, use `Accelerator(strategy="pp")`.
 
     Args:
-        model: Model with its values, on every process.
-        split_points: "auto" for equally many blocks per process, or the name of the first block of each process except
-            the first. Default: "auto".
-        no_split_module_classes: Class names of the blocks. None: modules that are repeated in the module tree.
+        model: Model to distribute, built on every process. The values of process 0 are used.
+        split_points: "auto" for an equal number of blocks per process, or a list with the name of the first block of
+            each process after process 0. Default: "auto".
+        no_split_module_classes: Class names of the blocks. None: the blocks are the modules that are repeated in the
+            module tree.
         example_args: Ignored; accepted for compatibility with Accelerate. Shapes are found when the model is called.
         example_kwargs: Ignored; accepted for compatibility with Accelerate.
-        num_chunks: Number of chunks of a batch. None: the number of processes. A batch of fewer rows has one row per
-            chunk.
-        gather_output: Whether all processes get the outputs. False: only the last one; the others get None. Default:
-            False.
+        num_chunks: Number of chunks into which a batch is split. None: the number of processes. A batch with fewer rows
+            is split into chunks of one row.
+        gather_output: Whether all processes get the outputs. False: only the last process gets them, and the others get
+            None. Default: False.
 
     Raises:
         PrepareError: If the model has fewer repeated blocks than there are processes.

@@ -2,8 +2,8 @@
 
 The blocks run in micro-batches (GPipe). The rest of the model runs once, on the entire batch, on the last stage. All
 ranks get its outputs, so that the script's loss is equal everywhere. The outputs are leaves of the script's autograd
-graph. After the script's backward, the last stage gets their gradients, continues backward, and sends gradients to the
-previous stages.
+graph. After the script's backward, the last stage gets the gradients of the outputs, continues backward, and sends
+gradients to the previous stages.
 """
 
 import weakref
@@ -40,7 +40,7 @@ class ReturnedOutputs:
 class _HandOver(torch.autograd.Function):
     """Autograd function that returns outputs to the script, detached from the graph of the stages.
 
-    The script's graph begins here, and its backward ends here, where the gradients are stored.
+    The script's autograd graph begins at these outputs. Its backward ends at them, and their gradients are stored.
     """
 
     @staticmethod
@@ -59,13 +59,14 @@ class _HandOver(torch.autograd.Function):
 
 @dataclass
 class PendingForward:
-    """Record of a call of the model whose backward may still run.
+    """Record of a model call whose backward might still run.
 
     Attributes:
         returned: Weak reference to the gradients of the outputs. It is dead once the script has dropped the outputs.
         batch: Autograd graphs of the micro-batches. None: backward has run.
         whole: Outputs that require gradients, with their autograd graph. Empty except on the last stage.
-        joined: Outputs of the last block, which are leaves of that graph. Empty except on the last stage.
+        joined: Outputs of the last block for the entire batch. They are leaves of the autograd graph of `whole`. Empty
+            except on the last stage.
     """
 
     returned: "weakref.ref[ReturnedOutputs]"
@@ -93,14 +94,14 @@ class PlainCalls:
         """Run the model on a batch and return its outputs.
 
         Args:
-            call: Original call of the model.
+            call: The model's original `__call__`.
             args: Positional arguments for the entire batch.
             kwargs: Keyword arguments for the entire batch.
-            is_shared: Whether all ranks get the outputs. False: only the rank of the last stage; the others get None.
-                Default: True.
+            is_shared: Whether all ranks get the outputs. False: only the rank of the last stage gets them, and the
+                others get None. Default: True.
 
         Raises:
-            UnsupportedError: If gradients are enabled and the schedule is not GPipe.
+            UnsupportedError: If gradients are needed and the schedule is not GPipe.
         """
         pipe = self._pipe
         learns = torch.is_grad_enabled() and any(p.requires_grad for p in pipe.model.parameters())
@@ -148,7 +149,7 @@ class PlainCalls:
         return activation, list(list_tensors(result)), joined, batch
 
     def _run_forwards(self, batch: PipelineBatch) -> None:
-        """Run the forward of each micro-batch for which `PipelineRunner.begin_batch` has not already run it."""
+        """Run the forwards of those micro-batches that `PipelineRunner.begin_batch` has not already run."""
         if len(batch.chunks) > 1:
             self._pipe.run_schedule(batch, has_backward=False)
             return
@@ -164,7 +165,7 @@ class PlainCalls:
     def _join_micro_batches(self, batch: PipelineBatch, pieces: Sequence[Tree]) -> tuple[Tree, list[torch.Tensor]]:
         """Concatenate the outputs of the model's last block over all micro-batches.
 
-        Return the joined tree and its tensors.
+        Return the concatenated tree of tensors, and a list of its tensors.
 
         Raises:
             UnsupportedError: If an output does not have one row per sample of its micro-batch.
@@ -196,7 +197,7 @@ class PlainCalls:
         Args:
             activation: Description of the outputs.
             found: Tensors of the outputs. Empty except on the last stage.
-            joined: Outputs of the last block. Empty except on the last stage.
+            joined: Outputs of the last block for the entire batch. Empty except on the last stage.
             batch: Autograd graphs of the micro-batches.
             learns: Whether gradients are needed.
         """
@@ -217,7 +218,7 @@ class PlainCalls:
     # ---------------------------------------------------------------- backward
 
     def list_pending(self) -> list[tuple[PendingForward, ReturnedOutputs | None]]:
-        """Return the calls of the model whose backward may still run.
+        """Return the model calls whose backward might still run.
 
         Returns:
             Pairs of (call, gradients of its outputs). The gradients are None if the script has dropped the outputs.
@@ -228,11 +229,11 @@ class PlainCalls:
         """Continue backward through the stages, for each call whose outputs the script's backward has reached.
 
         Args:
-            held: Return value of `list_pending`, called before the script's backward.
+            held: Calls that `list_pending` returned before the script's backward.
             is_kept: Whether the script's backward keeps its graph (`retain_graph=True`), which is not supported.
 
         Raises:
-            StateError: If backward reached a call for the second time, or keeps its graph.
+            StateError: If the script's backward reached a call for the second time, or keeps its graph.
         """
         for pending, returned in reversed(held):
             if returned is None or returned.grads is None:
@@ -270,8 +271,8 @@ class PlainCalls:
         Args:
             chunk: Last stage, which gets the gradients.
             batch: Autograd graphs of the micro-batches.
-            pending: Call whose backward runs.
-            grads: Gradients of the outputs.
+            pending: Model call whose backward runs.
+            grads: Gradients of the outputs of this call.
         """
         reached = [(out, grad) for out, grad in zip(pending.whole, grads) if grad is not None]
         torch.autograd.backward([out for out, _ in reached], [grad for _, grad in reached])

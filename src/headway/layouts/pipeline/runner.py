@@ -1,11 +1,12 @@
 """Run micro-batches through pipeline stages: find shapes, run torch's schedules, synchronize RNG states.
 
-The shapes that pass between stages are known only after a micro-batch has passed. So the first micro-batch of each
-shape is run before the schedule, one stage after the other. After each stage, all ranks receive a description of its
-output or of its error, so a failure raises on all of them. The schedule then skips the forward of this micro-batch.
+The shapes of the tensors that stages exchange are known only after a micro-batch has passed through the stages. So the
+first micro-batch of each shape is run before the schedule, one stage after the other. After each stage, all ranks
+receive a description of its output or of its error, so a failure raises an error on all of them. The schedule then
+skips the forward of this micro-batch.
 
 Pipeline ranks read identical data, and their RNG states must stay equal, although each stage draws a different number
-of values. So RNG states are restored after a batch. Those that any rank has used then advance by one draw on all
+of values. So RNG states are restored after a batch. The states that any rank has used then advance by one draw on all
 ranks. The order of micro-batches in a stage depends on the schedule and on earlier batches. So each micro-batch starts
 with seeds derived from its number.
 """
@@ -51,7 +52,7 @@ class PipelineTask:
     Attributes:
         fn: Function from a micro-batch to its loss.
         pieces: Micro-batches.
-        weights: Number of items over which each micro-batch's loss is computed.
+        weights: Number of items, such as rows or tokens, over which each micro-batch's loss is computed.
         reduction: How the loss is reduced over items: "mean" or "sum".
         loss: Placeholder tensor that receives the value of the batch's loss.
     """
@@ -63,7 +64,7 @@ class PipelineTask:
     loss: torch.Tensor
 
     def compute_share(self, number: int) -> float:
-        """Return the factor by which a micro-batch's loss is multiplied in the loss of the batch.
+        """Return the factor with which a micro-batch's loss is included in the loss of the batch.
 
         It is 1 for a sum. For a mean, it is the micro-batch's fraction of all items, or 0 if the batch has no items.
 
@@ -81,7 +82,8 @@ class PipelineBatch:
     Attributes:
         chunks: This rank's stages, by stage number.
         num: Number of micro-batches.
-        keys: Cache key of each micro-batch. It contains everything that determines the shapes between stages.
+        keys: Cache key of each micro-batch. It contains everything that determines the shapes of the tensors that
+            stages exchange.
         ahead: Indices of the micro-batches whose forward was run before the schedule.
     """
 
@@ -131,7 +133,7 @@ class PipelineRunner:
     def split_batch(self, batch: Tree) -> list[Tree]:
         """Return the micro-batches of a batch.
 
-        Their number is the requested one if the schedule supports it, but at most one per row.
+        Their number is the largest that the schedule supports, up to the requested number and the number of rows.
         """
         num_rows = find_batch_size(batch) or 1
         return [
@@ -140,7 +142,7 @@ class PipelineRunner:
         ]
 
     def split_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the arguments of a model's call for each micro-batch. Each argument is split along its rows."""
+        """Return the (args, kwargs) of a model call for each micro-batch. Each argument is split along its rows."""
         num_rows = find_batch_size((args, kwargs)) or 1
         made = []
         for bounds in self._compute_bounds(num_rows):
@@ -154,7 +156,8 @@ class PipelineRunner:
         """Return the rows of each micro-batch.
 
         Returns:
-            Pairs of (first row, row after the last). A single micro-batch with all rows is represented by [None].
+            Pairs of (index of the first row, index after the last row). The result is [None] if one micro-batch has all
+            rows.
         """
         wanted = self.options.choose_num_microbatches(self.group.world_size)
         num = next((number for number in range(min(wanted, num_rows), 0, -1) if self._supports_number(number)), 1)
@@ -163,7 +166,8 @@ class PipelineRunner:
     def _supports_number(self, number: int) -> bool:
         """Whether the schedule supports this number of micro-batches.
 
-        Interleaved schedules divide micro-batches into `number // world_size` groups, which must have equal size.
+        Schedules with several stages per rank, except "zbv", divide micro-batches into `number // world_size` groups,
+        which must have equal size.
 
         Args:
             number: Number of micro-batches.
@@ -173,9 +177,9 @@ class PipelineRunner:
         return number % max(1, number // self.group.world_size) == 0
 
     def begin_batch(self, pieces: Sequence[Tree], compute: Compute, what: Any) -> PipelineBatch:
-        """Start a batch.
+        """Start a batch, and find the shapes of the tensors that the stages will exchange.
 
-        If the shapes that a micro-batch passes between stages are unknown, run its forward now to find them.
+        If the shapes for a micro-batch are unknown, its forward is run now.
 
         Args:
             pieces: Micro-batches.
@@ -183,9 +187,9 @@ class PipelineRunner:
             what: Hashable value that also affects these shapes, such as the code of the loss function.
 
         Raises:
-            HeadwayError: On all ranks, if a stage fails.
+            HeadwayError: On the other ranks, if a stage fails. The rank of that stage raises the original error.
         """
-        # A script freezes parameters on all ranks, so the flags of other stages' parameters are valid, too.
+        # A script freezes parameters on all ranks, so `requires_grad` is valid for parameters of other stages, too.
         frozen = bytes(not parameter.requires_grad for parameter in self.model.parameters())
         mode = None if self.route.context is None else self.route.context.mode
         state = (what, mode, self.model.training, torch.is_grad_enabled(), _autocast(self.device), frozen)
@@ -289,7 +293,7 @@ class PipelineRunner:
     # ---------------------------------------------------------------- torch's schedules
 
     def run_schedule(self, batch: PipelineBatch, has_backward: bool) -> None:
-        """Run the remaining forwards with the chosen schedule, and backward if requested.
+        """Run the forwards of a batch that have not run yet, and backward if requested, in the schedule's order.
 
         After backward, the `outputs` of the last stage are the losses.
 
@@ -331,23 +335,25 @@ def wait_for_transfers(works: Iterable[dist.Work]) -> None:
 
 
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the last stage's output, which is already the loss. Torch's schedules call it as their loss function."""
+    """Return the last stage's output, which is already the loss. torch's schedules need a loss function to call."""
     return output
 
 
 def _describe_error(error: Exception) -> tuple[str, str]:
-    """Return the class name and message of an error, with which other ranks raise an equal error."""
-    if is_out_of_memory(error):  # the allocator's message would look like one about this rank's memory
+    """Return the class name and message of an error, from which other ranks rebuild it."""
+    if is_out_of_memory(error):  # on other ranks, the allocator's message would seem to be about their own memory
         return PeerOutOfMemory.__name__, "another rank of the pipeline ran out of memory, and its own error says where"
     return type(error).__name__, str(error)
 
 
 def rebuild_error(problem: tuple[str, str], stage: int, rank: int) -> HeadwayError:
-    """Return an error that another rank raised, with its class if that is one of Headway's.
+    """Return an equivalent of an error that another rank raised.
+
+    Errors of Headway keep their class. Others become a `CollectiveError`.
 
     Args:
-        problem: Class name and message.
-        stage: Number of the stage that failed.
+        problem: Class name and message of the error.
+        stage: Index of the stage that failed.
         rank: Pipeline rank that failed.
     """
     name, text = problem
@@ -362,7 +368,7 @@ def _autocast(device: torch.device) -> str:
 
 
 def check_loss(found: Any) -> None:
-    """Raise `LossError` if the value is not a loss: a tensor with one element that requires gradients.
+    """Raise `LossError` if a value is not a loss, which is a one-element tensor that requires gradients.
 
     Args:
         found: Return value of the user's loss function.
@@ -379,7 +385,7 @@ def check_loss(found: Any) -> None:
 
 
 _GENERATORS = ("python", "numpy", "torch", "device")
-"""Names of the RNG states that a stage may use."""
+"""Names of the random generators that a stage can use, in the order of `StageRNG.flags`."""
 
 
 class StageRNG:
@@ -390,15 +396,15 @@ class StageRNG:
         common: RNG states before the batch, equal on all ranks of a pipeline.
 
     Attributes:
-        flags: Four values, for Python's, NumPy's, torch's and the device's generator. 1: numbers were drawn from it; 0:
-            none were.
+        flags: Four values, for the generators of Python, NumPy, torch and the device. A value is 1 if numbers were
+            drawn from the generator, else 0.
     """
 
     def __init__(self, hardware: Hardware, common: dict[str, Any]) -> None:
         self.flags = [0.0] * len(_GENERATORS)
         self._hardware = hardware
         self._main = "torch" if hardware.kind == "cpu" else "device"
-        # A NumPy generator of another kind cannot be seeded here. It continues from one micro-batch to the next.
+        # Only NumPy's default bit generator has a tuple as its state. Others cannot be seeded here, and are left as they are.
         seeded = {name: state for name, state in common.items() if name != "numpy" or isinstance(state, tuple)}
         self._seeds = {name: zlib.crc32(_bytes(state)) for name, state in seeded.items()}
         self._start = common
@@ -407,8 +413,8 @@ class StageRNG:
         """Seed the random generators for one micro-batch in one stage.
 
         The generator of the device on which models compute gets a different seed on each stage. The other generators
-        get equal seeds on all stages. On a GPU, every stage thus draws equal numbers on the host, for the part of
-        the forward outside of the blocks.
+        get equal seeds on all stages. So if models compute on a GPU, host generators draw equal numbers on all stages.
+        The code outside of the blocks, which runs on all stages, needs this.
 
         Args:
             stage: Index of the stage.
@@ -439,7 +445,7 @@ class StageRNG:
 
 @contextmanager
 def isolate_generators(hardware: Hardware) -> Iterator[StageRNG]:
-    """Return a context that yields a `StageRNG`, and restores all random generators at its end."""
+    """Return a context that yields a `StageRNG`, and restores the states of all random generators on exit."""
     common = read_rng_states(hardware)
     told = StageRNG(hardware, common)
     try:
@@ -450,12 +456,12 @@ def isolate_generators(hardware: Hardware) -> Iterator[StageRNG]:
 
 
 def advance_generators(flags: Sequence[float], device: torch.device) -> None:
-    """Advance each random generator by one draw if any rank has used it.
+    """Advance each random generator that any rank has used by one draw.
 
     The next batch then draws different numbers.
 
     Args:
-        flags: Flags of `StageRNG`, equal on all ranks.
+        flags: Maximum of `StageRNG.flags` over the ranks, equal on all of them.
         device: Device on which models compute.
     """
     drawn = {name for name, flag in zip(_GENERATORS, flags) if flag}

@@ -1,15 +1,15 @@
-"""One pipeline stage for torch's schedules. Its transfers have names for reports of hangs.
+"""Pipeline stage for torch's schedules. Its transfers have names for reports of hangs.
 
 torch's own `PipelineStage` has one shape for all micro-batches, and finds it by running the stage on the meta device.
-`PipelineStage` in this module supports micro-batches of different shapes. The shapes between stages are known from a
-micro-batch that was run before the schedule (`runner.py`), and each micro-batch has its own buffers. torch determines
-the order of computation and transfers. Backward is torch's, too, including its split into two halves for zero-bubble
-schedules.
+`PipelineStage` in this module supports micro-batches of different shapes. The shapes of the tensors that stages
+exchange are known from a micro-batch that was run before the schedule (`runner.py`). Each micro-batch has its own
+buffers. torch determines the order of computation and transfers. Backward is torch's, too, including its split into two
+halves for zero-bubble schedules.
 
 While a rank waits for a transfer between two stages, its pulse (the file that the hang watch reads) contains the name
 of the transfer. Transfers are not collectives: ranks make different numbers of them. So the ledger of collectives does
-not number them. If an engine combines several transfers in one launch (NCCL), the host does not wait, and nothing is
-recorded.
+not number them. If a backend such as NCCL combines several transfers in one launch, the host does not wait, and nothing
+is recorded.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from headway.core.runtime.collectives.tree import Tree, list_tensors, map_leaves
 
 
 class StageTransfer(dist.P2POp):
-    """Point-to-point operation of torch with a name for reports of hangs.
+    """Point-to-point operation whose transfer has a name for reports of hangs.
 
     Args:
         op: `dist.isend` or `dist.irecv`.
@@ -41,10 +41,7 @@ class StageTransfer(dist.P2POp):
         self.op: Any = _NamedTransfer(op, name)
 
     def __new__(cls, op: Any, tensor: torch.Tensor, peer: int, group: Any, name: str) -> "StageTransfer":
-        """Create the operation without its name.
-
-        torch's class checks the arguments of `__new__` and does not accept a name.
-        """
+        """Create the operation. The base class's `__new__` does not accept a name, so the name is not passed on."""
         made: StageTransfer = super().__new__(cls, op, tensor, peer, group)
         return made
 
@@ -79,7 +76,7 @@ class _Awaited:
     """Handle of a running transfer. Reports of hangs can name the transfer while a rank waits for it.
 
     Args:
-        work: torch's handle.
+        work: torch's handle of the transfer.
         name: Name of the transfer.
     """
 
@@ -90,7 +87,7 @@ class _Awaited:
     def wait(self) -> Any:
         """Wait for the transfer.
 
-        Meanwhile, this rank's pulse (the file that the hang watch reads) contains its name.
+        Meanwhile, this rank's pulse (the file that the hang watch reads) contains the name of the transfer.
         """
         own = pulse.get_own_pulse()
         own.set_transfer(self._name)
@@ -105,7 +102,7 @@ class TensorSlot:
     """Placeholder for a tensor in a tree whose structure and tensors are sent separately.
 
     Attributes:
-        number: Index of the tensor among those of the tree.
+        number: Index of the tensor among the tensors of the tree.
     """
 
     number: int
@@ -141,7 +138,7 @@ class StageActivation:
 
 
 def describe_tree(tree: Tree) -> tuple[StageActivation, list[torch.Tensor]]:
-    """Return a description of a tree, in which slots replace the tensors, and the list of its tensors."""
+    """Return a tree's description, in which slots replace the tensors, and a list of these tensors."""
     found = list(list_tensors(tree))
     numbers = iter(range(len(found)))
     empty = map_leaves(lambda leaf: TensorSlot(next(numbers)) if isinstance(leaf, torch.Tensor) else leaf, tree)
@@ -159,8 +156,8 @@ class PipelineStage(_PipelineStageBase):
         owners: Pipeline rank of each stage.
         learning: Function that returns the stage's trainable parameters: under FSDP, the all-gathered ones that
             autograd uses.
-        compute: Function of (index of the micro-batch, tree received from the previous stage). Returns the last block's
-            output or the loss.
+        compute: Function of (index of the micro-batch, tree received from the previous stage). Returns the output of
+            the stage's last block or, on the last stage, the loss.
     """
 
     def __init__(
@@ -173,7 +170,8 @@ class PipelineStage(_PipelineStageBase):
         learning: Callable[[], Sequence[Any]],
         compute: Callable[[int, Tree], Tree],
     ) -> None:
-        super().__init__(torch.nn.Identity(), stage, num_stages, device, group)  # schedules reshard FSDP modules
+        # The model itself is not passed, because schedules would reshard it if it is an FSDP module.
+        super().__init__(torch.nn.Identity(), stage, num_stages, device, group)
         self.stage_index_to_group_rank = dict(enumerate(owners))
         self._parameters = learning
         self._compute = compute
@@ -186,11 +184,11 @@ class PipelineStage(_PipelineStageBase):
         self.gradients: dict[int, list[torch.Tensor]] = {}
         self._back: dict[int, list[torch.Tensor]] = {}
         self._halves: dict[int, Any] = {}
-        # torch checks these for transfers that skip a stage; there are none.
+        # torch looks for transfers that skip a stage in these attributes. There are none.
         self.args_recv_info = {0: ()}
         self.act_send_info = {}
 
-    # ---------------------------------------------------------------- what torch prepares, and does not need here
+    # ---------------------------------------------------------------- preparations of torch that are not needed here
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         self.chunks = num_microbatches
@@ -231,14 +229,14 @@ class PipelineStage(_PipelineStageBase):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that receive a micro-batch's input.
 
-        The list is empty if the micro-batch's forward was run before the schedule.
+        The list is empty on the first stage, and if the micro-batch's forward was run before the schedule.
         """
         return [] if self.is_first or fwd_chunk_id in self.ahead else self.receive_ops(fwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that send a micro-batch's output.
 
-        The list is empty if the micro-batch's forward was run before the schedule.
+        The list is empty on the last stage, and if the micro-batch's forward was run before the schedule.
         """
         return [] if self.is_last or fwd_chunk_id in self.ahead else self.send_ops(fwd_chunk_id)
 
@@ -268,7 +266,7 @@ class PipelineStage(_PipelineStageBase):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Set the gradients of a micro-batch's outputs if the next stage is on this rank.
 
-        Nothing has to be received then.
+        In this case, no gradients have to be received.
         """
         self.gradients[mb_index] = list(next_stage_bwd_outputs)
 
@@ -280,14 +278,14 @@ class PipelineStage(_PipelineStageBase):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any = (), kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
-        """Run a micro-batch's forward and return its outputs; on the last stage, the loss."""
+        """Run a micro-batch's forward and return its outputs. On the last stage, return the loss."""
         if fwd_chunk_id not in self.ahead:
             self.compute(fwd_chunk_id)
         found = self.outputs[fwd_chunk_id]
         return found[0] if self.is_last else tuple(found)
 
     def compute(self, number: int) -> None:
-        """Run the stage on the received input of micro-batch `number`, and keep the outputs."""
+        """Run the stage on the input of micro-batch `number`, and store the outputs."""
         received: Tree = None
         if not self.is_first:
             known = self.arriving[number]
@@ -297,7 +295,7 @@ class PipelineStage(_PipelineStageBase):
         else:
             self.inputs[number] = []
         self.activations[number], found = describe_tree(self._compute(number, received))
-        # Zero bubble detaches outputs in place, which views do not allow. A block may also return its input unchanged.
+        # Zero-bubble schedules detach outputs in place, which views do not allow. A block might also return its input unchanged.
         own = {id(tensor) for tensor in self.inputs[number]}
         self.outputs[number] = [t.clone() if t._is_view() or id(t) in own else t for t in found]
 

@@ -3,13 +3,13 @@
 The classes of the model, its blocks and the modules outside of them are replaced by subclasses whose calls go
 through a `ModuleRouter`. While a stage runs, a `StageForward` determines what each call returns. Blocks of earlier
 stages return placeholders, except the last of them, which returns the tree received from the previous stage. After the
-stage's own last block, an exception ends the forward and its callers. So everything that a model's forward computes
-around its blocks (masks, positions) exists on each stage. Model code needs neither changes nor tracing.
+stage's own last block, an exception ends the forward and the code that called it. So everything that a model's forward
+computes around its blocks (masks, positions) exists on each stage. Model code needs neither changes nor tracing.
 
 A placeholder has the right shape but no values. Anything computed from one is a placeholder, too. If one reaches a
 block or a result, an error is raised.
 
-`CallCache` stores results by the shapes and values of a call, and evicts the least recently used.
+`CallCache` stores results by the shapes and values of a call's arguments, and evicts the least recently used result.
 """
 
 import inspect
@@ -114,7 +114,7 @@ _ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Arguments of transformers' models that request outputs of all blocks."""
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Function that replaces a module's call. Its arguments are the original call, and the call's args and kwargs."""
+"""Function that replaces a module's `__call__`. Its arguments are the original `__call__`, args and kwargs."""
 
 
 class PlaceholderTensor(torch.Tensor):
@@ -122,7 +122,7 @@ class PlaceholderTensor(torch.Tensor):
 
 
 def make_placeholder(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a placeholder with the shape and dtype of `like`, which takes no memory.
+    """Return a placeholder with the shape and dtype of `like`. It takes no memory.
 
     In a forecast on fake tensors, tensors have no values anyway, so a plain fake tensor is returned.
 
@@ -138,8 +138,8 @@ class StageDone(BaseException):
     """Raised to end a forward after the stage's last block. It is not an error, and model code must not catch it.
 
     Args:
-        running: Forward of the stage that has ended.
-        output: Output of the last block.
+        running: Stage's forward that has ended.
+        output: Output of the stage's last block.
     """
 
     def __init__(self, running: "StageForward", output: Tree) -> None:
@@ -153,8 +153,8 @@ class StageForward:
 
     Args:
         route: Router of the model's calls.
-        stage: Number of the stage.
-        received: Tree from the previous stage; None for the first.
+        stage: Index of the stage.
+        received: Tree from the previous stage. None on the first stage.
         goes_on: Whether the forward continues after the stage's last block, instead of ending with `StageDone`.
         is_tail: Whether all blocks have run, so that only the computation after them is needed. Default: False.
     """
@@ -193,7 +193,7 @@ class StageForward:
 
         Args:
             index: Index of the block.
-            bare: Original call of the block.
+            bare: Original `__call__` of the block.
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
 
@@ -245,7 +245,8 @@ class StageForward:
     def _check_gradients(self, index: int, used: Tree) -> None:
         """Raise an error if gradients are turned off around a trainable block.
 
-        Reentrant checkpointing turns them off. `StageDone` would leave it before it builds its graph.
+        Reentrant activation checkpointing turns them off. `StageDone` would leave the checkpointed function before
+        checkpointing has built its autograd graph.
 
         Raises:
             UnsupportedError: If gradients are turned off, but were enabled when the forward began.
@@ -273,7 +274,7 @@ class StageForward:
 
 
 class ModuleRouter:
-    """Router that decides for each call of a model and its modules whether to run it or to return placeholders.
+    """Router that decides for each call of a model or its modules whether to run it or to return placeholders.
 
     Args:
         model: User's model.
@@ -284,8 +285,8 @@ class ModuleRouter:
     Attributes:
         running: Forward of the stage that is running, or None.
         whole: Function that runs all stages, for calls of the model outside of a stage.
-        leave: Function that completes the model's forward after a stage has ended it early. It is given the last
-            block's output.
+        leave: Function that completes the model's forward after a stage has ended it early. It takes the output of the
+            stage's last block, and returns the stage's output. None: nothing remains to be done.
         context: Context parallelism of the model. None: sequences are not sharded.
     """
 
@@ -317,7 +318,7 @@ class ModuleRouter:
 
         Args:
             stage: Index of the stage.
-            received: Tree from the previous stage; None for the first.
+            received: Tree from the previous stage. None on the first stage.
             forward: Function that calls the model.
             goes_on: Whether the forward continues after the stage's last block. Default: False.
             is_tail: Whether to skip all blocks and run only the computation after them. Default: False.
@@ -444,8 +445,8 @@ class ModuleRouter:
 def _without_values(module: torch.nn.Module) -> Iterator[None]:
     """Return a context in which all parameters and buffers of a module are replaced by meta tensors.
 
-    Modules on other stages may have tensors on this rank, too. An example is a tied embedding, whose weight is on this
-    rank but whose scale is not.
+    Modules of other stages can have some of their tensors on this rank. An example is a tied embedding whose weight is
+    on this rank but whose scale is not.
     """
     tables: list[dict[str, Any]] = [t for each in module.modules() for t in (each._parameters, each._buffers)]
     before = [dict(table) for table in tables]

@@ -1,11 +1,11 @@
 """Split a model's blocks into pipeline stages, and export the state of a split model for checkpoints.
 
-A stage is a sequence of consecutive repeated blocks of the model. Modules outside of the blocks (embeddings, norms,
-heads) are on the first stage if they precede the blocks in the module tree, and on the last stage if they follow them.
+A stage is a sequence of consecutive repeated blocks of the model. A module outside of the blocks (embedding, norm,
+head) is on the first stage if it precedes the blocks in the module tree. If it follows them, it is on the last stage.
 A parameter is on every stage whose modules contain it. So a head that is tied to an embedding is on both the first and
-the last stage. All stages hold the parameters of modules that contain blocks.
+the last stage. All stages hold the parameters that belong directly to modules that contain blocks.
 
-In checkpoints, each tensor is complete on the ranks of its stage, and one of them writes it.
+If several pipeline ranks hold a tensor, the first of them writes it into checkpoints.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,8 +35,10 @@ class StageSplit:
         blocks: Repeated blocks in the order in which they run.
         names: Names of the blocks.
         bounds: Index of each stage's first block, followed by the number of blocks.
-        sides: Stages that hold each module outside of the blocks, by the module's name. Only modules with parameters.
-        loose: Names of parameters and buffers directly in modules that contain blocks. All stages hold them.
+        sides: Stages that hold each module outside of the blocks, by the module's name. Modules without parameters are
+            not included.
+        loose: Names of parameters and buffers that belong directly to modules that contain blocks. All stages hold
+            them.
     """
 
     blocks: tuple[torch.nn.Module, ...]
@@ -71,7 +73,7 @@ class StageSplit:
         return {key: every if key in loose or not stages else stages for key, stages in found.items()}
 
     def describe(self) -> str:
-        """Return a text for the log that names the blocks of each stage."""
+        """Return a text for the log that names the blocks and other modules of each stage."""
         runs = [self.names[a : b or None] for a, b in zip(self.bounds, self.bounds[1:])]
         parts = []
         for stage, run in enumerate(runs):
@@ -87,11 +89,12 @@ def find_stages(model: torch.nn.Module, num_stages: int, options: PipelineOption
     Args:
         model: User's model.
         num_stages: Number of stages of the whole pipeline.
-        options: Options that may name blocks, bounds and modules.
+        options: Options that can name the blocks, the first block of each stage, and the stages of other modules.
 
     Raises:
         PrepareError: If the model has fewer blocks than stages.
-        ConfigError: If the options name modules that do not exist.
+        ConfigError: If the options name modules that do not exist, or if their `split` does not name one first block
+            for each later stage, in order.
     """
     blocks = find_blocks(model, options.blocks)
     by_id = {id(module): name for name, module in model.named_modules()}
@@ -111,9 +114,10 @@ def find_stages(model: torch.nn.Module, num_stages: int, options: PipelineOption
 
 
 def _split_evenly(num_blocks: int, num_stages: int) -> list[int]:
-    """Return the bounds of stages with equally many blocks: each stage's first block, followed by the number of blocks.
+    """Return the index of each stage's first block, followed by the number of blocks, for stages of equal size.
 
-    If the blocks cannot be divided evenly, the last stage, which has the head, is the last to get an additional block.
+    If the blocks cannot be divided evenly, the middle stages get an additional block first, and then the first stage.
+    The last stage, which has the head, never gets one.
     """
     size, rest = divmod(num_blocks, num_stages)
     order = sorted(range(num_stages), key=lambda stage: (stage == num_stages - 1, stage == 0, stage))
@@ -136,11 +140,14 @@ def _named_bounds(names: list[str], num_stages: int, split: tuple[str, ...]) -> 
 def _place_sides(
     model: torch.nn.Module, blocks: set[int], num_stages: int, options: PipelineOptions
 ) -> tuple[dict[str, frozenset[int]], list[str]]:
-    """Return the placement of everything outside of the blocks.
+    """Return the stages of modules outside of the blocks, and the names of tensors that all stages hold.
 
     Returns:
-        Pair of (stages of each module outside of the blocks by name, names of tensors directly in modules that contain
-        blocks).
+        Pair of (stages of each module outside of the blocks by name, names of tensors that belong directly to modules
+        that contain blocks).
+
+    Raises:
+        ConfigError: If the options name a module that is not outside of the blocks or has no parameters.
     """
     around = {id(module) for module in model.modules() if any(id(each) in blocks for each in module.modules())} - blocks
     found: dict[str, frozenset[int]] = {}
@@ -180,7 +187,7 @@ def _tensor(model: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 class PipelineState:
-    """Reader and writer of the state of one model that is split into stages, for checkpoints.
+    """State of a model that is split into pipeline stages, in the form in which checkpoints save and load it.
 
     Args:
         model: User's model, which has been split.
@@ -234,7 +241,7 @@ class PipelineState:
     def export_state(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, tensor) for each entry of the model's state dict.
 
-        A tensor that only some ranks hold is yielded as a `ShardPiece`.
+        A tensor that not all pipeline ranks hold completely is yielded as a `ShardPiece`, with this rank's values only.
         """
         made: dict[int, Any] = {}
         for name, value in self._model.state_dict(keep_vars=True).items():
@@ -246,7 +253,10 @@ class PipelineState:
             yield name, made[id(value)]
 
     def get_part(self, parameter: torch.Tensor) -> Any:
-        """Return this rank's part of a parameter as a `ShardPiece`."""
+        """Return this rank's part of a parameter: a `ShardPiece`, or the full tensor if all pipeline ranks hold it.
+
+        A parameter that does not belong to the model is returned unchanged.
+        """
         name = self._names().get(id(parameter))
         return parameter if name is None else self._part(name, parameter)
 
@@ -259,10 +269,10 @@ class PipelineState:
     def expose_state(self, optimizer: torch.optim.Optimizer, group: Collectives) -> Iterator[None]:
         """Return a context in which the optimizer also holds entries for the states of parameters on other stages.
 
-        These entries are `ShardPiece` objects without data. All ranks must call it.
+        These entries are `ShardPiece` objects without data. All ranks must enter the context, which runs a collective.
 
         Args:
-            optimizer: Optimizer whose state is replaced.
+            optimizer: Optimizer whose state is replaced until the context exits.
             group: Collectives over the ranks of one pipeline.
         """
         names = self._names()
@@ -302,7 +312,7 @@ class PipelineState:
         return self._piece(told.shape, told.dtype, on, held)
 
     def convert_loaded_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Convert optimizer states that a checkpoint loaded as `ShardPiece` objects to tensors.
+        """Convert optimizer states that were loaded from a checkpoint as `ShardPiece` objects to tensors.
 
         States of parameters that only other ranks hold are deleted.
         """
@@ -319,11 +329,11 @@ class PipelineState:
 
 
 def _join_state(piece: ShardPiece, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a loaded optimizer state as a tensor that is sharded like its parameter.
+    """Return a loaded optimizer state as a tensor that is sharded like the parameter to which it belongs.
 
     Args:
         piece: Loaded shard of the state.
-        parameter: Parameter to which the state belongs.
+        parameter: Parameter on this rank.
     """
     if is_dtensor(parameter):
         return dtensors.assemble_boxes(((box.offsets, box.values) for box in piece.boxes), piece.dtype, parameter)
@@ -332,9 +342,9 @@ def _join_state(piece: ShardPiece, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _describe_value(value: Any) -> Any:
-    """Return a description of an optimizer state for other ranks: shape and dtype of a tensor.
+    """Return a description of one value in an optimizer state, for ranks of other stages.
 
-    Numbers are returned unchanged.
+    For a tensor with dimensions, it contains only the shape and dtype. Scalars are returned as they are.
     """
     if isinstance(value, torch.Tensor):
         return TensorSpec(tuple(value.shape), value.dtype) if value.ndim else value.detach().cpu()

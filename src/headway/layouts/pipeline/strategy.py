@@ -2,8 +2,8 @@
 
 `forward_backward` runs torch's schedules. A model that is called directly runs in GPipe's order. Replicas of a
 pipeline (`ddp x pp`) average their gradients at the end of an accumulation window. Gradients of parameters that several
-stages hold (tied ones) are summed at that point. In combination with other axes, a `MeshStrategy` shards the parameters
-of this rank's stages over all ranks that hold the same stages.
+stages hold (tied weights) are then also summed over these stages. In combination with other axes, a `MeshStrategy`
+shards the parameters of this rank's stages over all ranks that hold the same stages.
 """
 
 import weakref
@@ -111,7 +111,7 @@ class PipelineStrategy(Strategy):
         A model that this run has already split into stages is not checked again.
 
         Raises:
-            PrepareError: If a module on the meta device cannot initialize its values, or if an earlier run has split
+            PrepareError: If a module on the meta device cannot initialize its values. Also if an earlier run has split
                 the model into stages, so that this process holds only some of them.
         """
         if model in self.everyone.runtime.scope.own(ShardedModels):
@@ -134,10 +134,11 @@ class PipelineStrategy(Strategy):
             transforms: Functions that change the model before it is split.
 
         Returns:
-            Callable that replaces the model under context parallelism, else None.
+            Callable that replaces the model under context parallelism, or None without context parallelism.
 
         Raises:
             PrepareError: If the model cannot be split into the required number of stages.
+            UnsupportedError: If the model is compiled in a way that stages do not support.
             StateError: If the strategy's process groups have ended.
         """
         if self._has_ended and self.layout.num_ranks > self.layout.pp:
@@ -181,7 +182,8 @@ class PipelineStrategy(Strategy):
         """Configure calls of the model for inference, without gradients.
 
         Args:
-            is_shared: Whether all ranks get the outputs. False: only the rank with the last stage; the others get None.
+            is_shared: Whether all ranks get the outputs. False: only the rank with the last stage gets them, and the
+                others get None.
         """
         pipe, calls = self._pipe, self._calls
         assert pipe is not None
@@ -229,8 +231,13 @@ class PipelineStrategy(Strategy):
     def _keep_own_tensors(self, model: torch.nn.Module, owners: dict[int, frozenset[int]]) -> dict[str, frozenset[int]]:
         """Move this rank's tensors to the device and replace those of other ranks with meta tensors.
 
+        Args:
+            model: Model that is split.
+            owners: Pipeline ranks that hold each tensor, by the tensor's `id`. The tensors that replace others are
+                added.
+
         Returns:
-            Ranks that hold each tensor, by name.
+            Pipeline ranks that hold each tensor, by name.
         """
         rank, device = self._group.rank, self.everyone.runtime.device
         made: dict[int, torch.Tensor] = {}
@@ -242,7 +249,7 @@ class PipelineStrategy(Strategy):
                         continue
                     key = id(tensor)
                     if key not in made:
-                        is_whole = self._spread is None and not tensor.is_meta  # otherwise it is moved shard by shard
+                        is_whole = self._spread is None and not tensor.is_meta  # `self._spread` moves only shards
                         if rank not in owners[key]:
                             made[key] = wrap_like(tensor, torch.empty_like(tensor, device="meta"))
                         elif is_whole and tensor.device != device:
@@ -258,7 +265,7 @@ class PipelineStrategy(Strategy):
         return found
 
     def _find_shared(self, model: torch.nn.Module, state: PipelineState) -> None:
-        """Find parameters that several pipeline ranks hold, and the process groups that sum their gradients.
+        """Find parameters that several pipeline ranks hold, and create the process groups that sum their gradients.
 
         Also choose, for each of these parameters, the rank that includes it in gradient norms.
         """
@@ -299,15 +306,15 @@ class PipelineStrategy(Strategy):
     def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor that replaced a parameter.
 
-        The tensor is a shard, or an empty tensor if only other ranks hold the parameter.
+        The tensor is the full parameter, a shard, or a meta tensor if only other pipeline ranks hold the parameter.
         """
         now = self._replaced.current(parameter)
         return now if self._spread is None else self._spread.find_current(now)
 
     def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a tensor, given a parameter that has its shape and determines how it is sharded.
+        """Return this rank's part of a tensor, which is sharded like a parameter of the same full shape.
 
-        The part is the full tensor, a shard, or an empty tensor if only other ranks hold the parameter.
+        The part is the full tensor, a shard, or a meta tensor if only other pipeline ranks hold the parameter.
         """
         return torch.empty_like(tensor, device="meta") if parameter.is_meta else dtensors.shard_like(tensor, parameter)
 
@@ -317,7 +324,7 @@ class PipelineStrategy(Strategy):
             self._spread.free_gathered(model)
 
     def silence_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> Any:
-        """Return a context in which backward produces zero gradients, also for all-gathered parameters."""
+        """Return a context in which backward produces zero gradients, even for all-gathered parameters."""
         return (
             super().silence_gradients(parameters)
             if self._spread is None
@@ -335,7 +342,8 @@ class PipelineStrategy(Strategy):
     ) -> torch.Tensor:
         """Return a placeholder for the batch's loss.
 
-        Backward computes the loss and stores its value in the placeholder.
+        Backward computes the loss and stores its value in the placeholder. Without a prepared model, the loss itself is
+        returned.
 
         Args:
             fn: Function from a micro-batch to its loss.
@@ -353,12 +361,12 @@ class PipelineStrategy(Strategy):
         return loss
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
-        """Run the pipeline schedule if `loss` is a placeholder from `compute_loss`. Otherwise run backward of `loss`.
+        """Run the pipeline schedule if `loss` is a placeholder from `compute_loss`, else run backward of `loss`.
 
-        Backward of `loss` continues through the stages from the last to the first.
+        If the loss was computed from outputs of the model, backward continues through the stages, from last to first.
 
         Raises:
-            UnsupportedError: If the loss is computed from parameters that only other stages have.
+            UnsupportedError: If the loss is computed from parameters that only other stages hold.
         """
         if loss.is_meta:
             raise UnsupportedError(
@@ -427,7 +435,8 @@ class PipelineStrategy(Strategy):
     def _stash_summed(self) -> None:
         """Move gradients of shared parameters out of `grad`, if the stages have already summed these gradients.
 
-        The next sum over stages then contains only later gradients, and the earlier ones are added afterwards.
+        The next sum over stages then contains only the gradients of later backward passes. The earlier gradients are
+        added to it afterwards.
         """
         for _, shared in self._shared:
             for parameter in shared:
@@ -439,7 +448,8 @@ class PipelineStrategy(Strategy):
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Reduce the gradients of an accumulation window, and broadcast the first replica's module buffers.
 
-        Gradients of parameters that several stages hold are summed. All are then averaged over the pipeline's replicas.
+        Gradients of parameters that several stages hold are summed over these stages. All gradients are averaged over
+        the replicas of the pipeline.
         """
         if self._model is None:
             return
@@ -510,7 +520,7 @@ class PipelineStrategy(Strategy):
     def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         """Yield (name, tensor) for each entry of the state dict, named as in the model without wrappers.
 
-        A tensor that only some ranks hold is yielded as a `ShardPiece`.
+        A tensor that not all pipeline ranks hold completely is yielded as a `ShardPiece`, with this rank's values only.
         """
         if self._state is None or model is not self._model:
             return super().export_state(model)
@@ -527,14 +537,14 @@ class PipelineStrategy(Strategy):
     def expose_state(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """Return a context in which the optimizer's state covers the parameters of all pipeline stages.
 
-        All ranks must call it.
+        All ranks must enter the context, which runs a collective.
         """
         return nullcontext() if self._state is None else self._state.expose_state(optimizer, self._group)
 
     def apply_loaded_values(self) -> None:
-        """Convert loaded optimizer states to tensors of this rank's parameters.
+        """Convert loaded optimizer states to tensors with the device and sharding of this rank's parameters.
 
-        States of parameters that only other ranks hold are deleted.
+        States of parameters that only other pipeline ranks hold are deleted.
         """
         if self._state is not None:
             for optimizer in list(self._optimizers):

@@ -1,15 +1,15 @@
 """Derive a tensor-parallel plan from a model's structure, and test it before anything is split.
 
-Modules are visited innermost first, and their linear layers in the order of their calls. A group consists of some
-layers that are split by columns, followed by one that is split by rows. A group is used only if a test on a copy of
-the module (`ModuleTrial`) shows that the split module computes the same result. The test tries whether head counts
-must be divided, and whether tables with a column per head (relative positions) must be split. Layers for which no test
-succeeds are not split.
+Modules are visited innermost first, and their linear layers in the order in which they are called. A group consists of
+some layers that are split by columns, followed by one that is split by rows. A group is used only if a test on a copy
+of the module (`ModuleTrial`) shows that the split module computes the same result. The tests also determine whether
+head counts must be divided, and whether tables with a column per head (relative positions) must be split. Layers for
+which no test succeeds are not split.
 
-A test calls a copy with random weights, in float32 on the CPU. The rowwise matrix gets each rank's shard of the input
-and returns that rank's term of the sum. The computation then continues with the result of the unsplit module. So the
-terms must add up to that result, and everything else must equal the unsplit module's values. A test needs no
-communication between ranks, and does not change the model's own tensors or the RNG state.
+A test calls a copy with random weights, in float32 on the CPU, once with each rank's shards. The rowwise matrix then
+returns one rank's term of a sum, and the forward continues with the unsplit matrix's output in place of this term. The
+terms must add up to that output, and the module's result must equal the unsplit module's. A test needs no communication
+between ranks, and does not change the model's own tensors or the RNG state.
 """
 
 import copy
@@ -37,7 +37,7 @@ from headway.log import get_logger
 
 _MOST_LINEARS, _MOST_CHOICES = 16, 6
 _PACKED = {1: "colwise", 2: "packed_colwise", 3: "packed_qkv_colwise"}
-"""Style of a matrix that is split by columns, by the number of matrices packed in it."""
+"""Style for a layer that is split by columns. The key is the number of matrices that are packed in the layer."""
 _CLOSE = 1e-4
 """Largest accepted difference between results, as a fraction of the largest value.
 
@@ -45,21 +45,21 @@ It is not 0, because float32 sums depend on the order of their terms.
 """
 _LENGTH, _MOST_TOKENS = 8, 1024
 _STATES = ("key_value_states", "encoder_hidden_states")
-"""Arguments of transformers' cross attention. A test calls the module with and without them."""
+"""Names of the encoder arguments of transformers' cross attention. A test calls the module with and without them."""
 Call = tuple[tuple[torch.Tensor, ...], dict[str, Any]]
 log = get_logger(__name__)
 
 
 @dataclass
 class ModuleRun:
-    """Record of the tensors in one call of the copy of a module on which a split is tested.
+    """Record of the tensors in one call of a `ModuleTrial`'s module.
 
     Attributes:
-        out: First floating-point tensor of the output.
-        inputs: First floating-point tensor of each module's input, by the module's name, in the order in which the
-            calls end.
-        outputs: First floating-point tensor of each module's output, by the module's name.
-        is_once: Whether no module was called twice.
+        out: First floating-point tensor of the module's output.
+        inputs: First floating-point tensor of each submodule's input, by the submodule's name, in the order in which
+            their calls end.
+        outputs: First floating-point tensor of each submodule's output, by the submodule's name.
+        is_once: Whether no submodule was called twice.
     """
 
     out: torch.Tensor | None = None
@@ -73,12 +73,13 @@ class ModuleTrial:
 
     Args:
         module: Module to copy; its parameters may be meta tensors.
-        linears: Names of its linear layers that may be split.
+        linears: Names of the module's linear layers that may be split.
         size: Number of ranks.
 
     Attributes:
         module: Copy of the module.
-        wholes: Pairs of (call, record of its tensors), for each call that the unsplit copy accepts.
+        wholes: Pairs of (arguments of a call, record of the call's tensors), one for each call that the unsplit copy
+            accepts.
     """
 
     def __init__(self, module: torch.nn.Module, linears: Iterable[str], size: int) -> None:
@@ -101,13 +102,13 @@ class ModuleTrial:
         """Test whether the module computes the same result when it is split.
 
         Args:
-            plan: Styles by the names of modules and parameters in the module.
+            plan: Style of each submodule or parameter to split, by name.
             divide: Names of attributes, such as head counts, that are divided by the number of ranks.
             row: Name of the rowwise matrix, whose outputs on all ranks are added.
 
         Returns:
-            Names of modules that the plan does not split but whose input is sharded. None: the split module computes a
-            different result.
+            Names of submodules that the plan does not split but whose input is sharded. None: the split module computes
+            a different result, or no call of the copy reaches the rowwise matrix.
         """
         with self._isolate():
             found = [self._parts_seen(plan, divide, row, *each) for each in self.wholes if row in each[1].outputs]
@@ -119,8 +120,8 @@ class ModuleTrial:
         """Whether the module computes each token independently, except within submodules that get all tokens.
 
         Args:
-            stubs: Names of submodules that get all tokens. In the trial they return their output for the whole
-                sequence.
+            stubs: Names of submodules that get all tokens. In the test, their forwards return slices of the outputs
+                that they computed for the full sequence.
             linears: Names of linear layers whose input must have the shape (rows, tokens, width).
         """
         with self._isolate():
@@ -173,11 +174,11 @@ class ModuleTrial:
 
     @contextmanager
     def _as_rank(self, axis: SplitAxis, plan: Mapping[str, str], divide: Iterable[str], row: str) -> Iterator[None]:
-        """Return a context in which the copy has one rank's shards of its parameters.
+        """Return a context in which the copy's parameters and divided attributes are those of one rank.
 
         Args:
             axis: Rank and number of ranks to imitate.
-            plan: Styles by the names of modules and parameters in the module.
+            plan: Style of each submodule or parameter to split, by name.
             divide: Names of attributes, such as head counts, that are divided by the number of ranks.
             row: Name of the rowwise matrix, whose outputs on all ranks are added.
         """
@@ -209,13 +210,13 @@ class ModuleTrial:
                 where[key] = value
 
     def _holders(self, name: str, style_name: str) -> list[tuple[torch.nn.Module, list[str]]]:
-        """Return the modules and parameters of the copy that an entry of a plan splits.
+        """Return the modules and parameters that one entry of a plan splits.
 
-        For a layer with LoRA adapters, these are its split submodules.
+        For a layer with LoRA adapters, the modules are the submodules that are split.
 
         Args:
             name: Name of a module or parameter in the copy.
-            style_name: Name of the tensor-parallel style that the plan gives it.
+            style_name: Name of the tensor-parallel style that the plan gives to the module or parameter.
 
         Returns:
             Pairs of (module, names of its parameters).
@@ -229,9 +230,9 @@ class ModuleTrial:
 
     @contextmanager
     def _isolate(self) -> Iterator[None]:
-        """Return a context that preserves the process's RNG state and leaves fake-tensor mode.
+        """Return a context that disables gradients and fake-tensor mode, and preserves the CPU's RNG state.
 
-        So a test can compute with real values even while a forecast uses fake tensors.
+        A test can then compute with real values even while a forecast uses fake tensors.
         """
         with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.no_grad():
             yield
@@ -252,9 +253,9 @@ class ModuleTrial:
         return torch.randn(*shape, generator=self._drawn, device="cpu", dtype=torch.float32)
 
     def _lengths(self) -> Iterator[int]:
-        """Yield the sequence lengths to try in calls of the copy, until the copy accepts one.
+        """Yield the sequence lengths with which to call the copy, in the order in which to try them.
 
-        Attention over image windows accepts only one length. It is derived from the size of the module's buffers.
+        Attention over image windows accepts only one length, which is derived from the sizes of the module's buffers.
         """
         known = {math.isqrt(buffer.numel()) for buffer in self.module.buffers()}
         return iter([_LENGTH, *sorted(length for length in known if 1 < length <= _MOST_TOKENS and length != _LENGTH)])
@@ -275,11 +276,11 @@ class ModuleTrial:
                 yield (hidden,), {**needed, name: self._normal(2, length + 1, width)}
 
     def _run(self, call: Call, row: str = "", result: torch.Tensor | None = None) -> ModuleRun | None:
-        """Call the copy, and return the record of its tensors. Return None if the call fails or calls a module twice.
+        """Call the copy and record its tensors. Return None if the call fails or calls a submodule twice.
 
         Args:
             call: Positional and keyword arguments.
-            row: Name of a module whose output is replaced. Default: "", for none.
+            row: Name of a submodule whose output is replaced. Default: "", none is replaced.
             result: Tensor that replaces the output of `row`. Default: None.
         """
         run = ModuleRun()
@@ -297,7 +298,7 @@ class ModuleTrial:
                 for name, part in self._watched.items():
                     stack.enter_context(part.register_forward_hook(watch(name), with_kwargs=True))
                 run.out = _first(torch.nn.Module.__call__(self.module, *call[0], **call[1]))
-        except Exception:  # any error of a forward means that the module cannot be called so
+        except Exception:  # whatever the forward raises, the module cannot be called with these arguments
             return None
         return run if run.is_once else None
 
@@ -328,9 +329,9 @@ class SplitGroups:
     A group consists of matrices that are split by columns and the matrix after them, which is split by rows.
 
     Attributes:
-        plan: Styles by the names of modules and parameters.
+        plan: Style of each module or parameter to split, by name.
         divide: Names of attributes, such as head counts, that must be divided by the number of ranks.
-        keep: Names of attributes that count heads and must keep their value.
+        keep: Names of attributes that count heads. Those that are not in `divide` keep their value.
     """
 
     plan: dict[str, str] = field(default_factory=dict)
@@ -338,11 +339,11 @@ class SplitGroups:
     keep: list[str] = field(default_factory=list)
 
     def add(self, other: "SplitGroups", prefix: str = "") -> None:
-        """Add the groups of a submodule, with its name as prefix.
+        """Add other groups, with a prefix before all of their names.
 
         Args:
-            other: Groups of the submodule.
-            prefix: Prefix of the names, such as "attn.". Default: "".
+            other: Groups to add, such as those of a submodule.
+            prefix: Prefix of the names, such as "attn." for the groups of the submodule `attn`. Default: "".
         """
         self.plan |= {prefix + name: style for name, style in other.plan.items()}
         self.divide += [name for each in other.divide if (name := prefix + each) not in self.divide]
@@ -352,15 +353,16 @@ class SplitGroups:
 def complete_plan(
     model: torch.nn.Module, options: TensorParallelOptions, size: int, is_sharded: bool = False
 ) -> TensorParallelOptions:
-    """Return the options of tensor parallelism, with a derived plan if the model has none.
+    """Return tensor-parallel options with a plan, which is derived from the model's structure if there is none.
 
-    The options are returned unchanged if less than half of the model's matrix elements could be split.
+    The options are returned unchanged if they or the model have a plan. They are also returned unchanged if a derived
+    plan would split less than half of the elements of the model's matrices.
 
     Args:
         model: Model to split; its parameters may be meta tensors.
         options: User's options.
         size: Number of ranks.
-        is_sharded: Whether parameters are also sharded along their first dimension afterwards. Default: False.
+        is_sharded: Whether parameters are afterwards also sharded along their first dimension. Default: False.
     """
     if options.plan is not None or plans.get_model_plan(model):
         return options
@@ -406,7 +408,8 @@ def check_parts(model: torch.nn.Module, cuts: plans.ModelSplit, region: plans.Se
         region: Stacks of blocks whose activations are sharded along the sequence.
 
     Raises:
-        PrepareError: If a block mixes tokens elsewhere, or if a copy of the block cannot be called to test this.
+        PrepareError: If a block mixes tokens outside of these modules, or if a copy of the block cannot be called to
+            test this.
     """
     known = set[str]()
     for name in (name for stack in region.stacks for name in stack):
@@ -426,13 +429,13 @@ def check_parts(model: torch.nn.Module, cuts: plans.ModelSplit, region: plans.Se
 
 
 def _likeness(module: torch.nn.Module, inside: list[str]) -> str:
-    """Return a key that is equal for modules with identical computation.
+    """Return a key that is equal for two modules if they differ only in the values of their weights and buffers.
 
-    Weights and position in the model have no influence.
+    The positions of the two modules in the model do not matter.
 
     Args:
         module: Module to describe.
-        inside: Names of its linear layers.
+        inside: Names of the module's linear layers.
     """
     shapes = [(name, tuple(each.shape)) for name, each in (*module.named_parameters(), *module.named_buffers())]
     settings = [
@@ -443,9 +446,10 @@ def _likeness(module: torch.nn.Module, inside: list[str]) -> str:
 
 
 def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield (name, module) for each linear layer that shares no parameter with other modules.
+    """Yield (name, module) for each linear layer that tensor parallelism can split.
 
-    For a layer with adapters, the module is the wrapper that contains the adapters.
+    The layer's weight must not be quantized or shared with other modules. For a layer with adapters, the module is the
+    wrapper that contains the adapters.
     """
     shared = {id(p) for p, owners in find_holders(model).values() if len(owners) > 1}
     closed: list[str] = []
@@ -465,15 +469,15 @@ def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 def _scopes(
     model: torch.nn.Module, linears: Mapping[str, torch.nn.Module], taken: Mapping[str, str]
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield modules whose linear layers may form a group, innermost modules first.
+    """Yield modules whose linear layers might form a group, innermost modules first.
 
-    These are the modules with at least two linear layers that belong to no group yet. Modules that contain a non-empty
-    `ModuleList` are skipped.
+    A group consists of layers that are split by columns and the layer after them, which is split by rows. The modules
+    have 2 to 16 linear layers that belong to no group yet. Modules that contain a non-empty `ModuleList` are skipped.
 
     Args:
         model: Model to split.
         linears: Linear layers by name.
-        taken: Plan derived so far. The layers it names belong to a group.
+        taken: Plan derived so far. The layers that it names already belong to a group.
 
     Yields:
         Pairs of (name of the module, names of its linear layers relative to it).
@@ -507,15 +511,15 @@ def _groups(module: torch.nn.Module, inside: list[str], size: int, is_sharded: b
 def _group(
     trial: ModuleTrial, whole: ModuleRun, columns: list[str], row: str, size: int, is_sharded: bool
 ) -> SplitGroups | None:
-    """Return a split of a group of matrices that passes the test of equal results, or None if there is none.
+    """Return a way to split a group of matrices that does not change the module's result, or None if there is none.
 
     Args:
-        trial: Copy of the module for tests.
+        trial: Copy of the module on which splits are tested.
         whole: Record of a call of the unsplit copy.
         columns: Names of the matrices to split by columns.
         row: Name of the matrix to split by rows.
         size: Number of ranks.
-        is_sharded: Whether parameters are also sharded along their first dimension afterwards.
+        is_sharded: Whether parameters are afterwards also sharded along their first dimension.
     """
     layers = {name: plans.get_base_layer(trial.module.get_submodule(name)) for name in (*columns, row)}
     inner, widths = styles.num_inputs(layers[row]), [styles.num_outputs(layers[name]) for name in columns]
@@ -533,7 +537,7 @@ def _group(
             if (partial := trial.test_split(plan | cut, divide, row)) is None:
                 continue
             if is_sharded and max(factors) > 1 and not styles.is_transposed(layers[columns[0]]):
-                # A packed matrix cannot be stored split along the dimension that is sharded, too. Gather its outputs instead.
+                # A packed matrix cannot be split along a dimension that is also sharded. So its outputs are gathered instead.
                 gathered = dict.fromkeys(columns, "colwise_gather_output")
                 return SplitGroups({**gathered, row: "rowwise_split_input"}, [], [*counts])
             return SplitGroups(plan | cut | dict.fromkeys(partial, "replicated_with_grad_allreduce"), divide, [*counts])
@@ -541,7 +545,7 @@ def _group(
 
 
 def _choices(module: torch.nn.Module, inner: int, size: int) -> tuple[dict[str, int], list[str], list[str]]:
-    """Return the attributes and parameters of a module that may have to be divided by the tensor-parallel size.
+    """Return a module's attributes and parameters that might have to be divided by the tensor-parallel size.
 
     Args:
         module: Module with column-parallel linear layers that are followed by a row-parallel one.
@@ -549,8 +553,9 @@ def _choices(module: torch.nn.Module, inner: int, size: int) -> tuple[dict[str, 
         size: Number of ranks.
 
     Returns:
-        Three collections: attributes that count heads, as {name: value}; names of parameters that have one column per
-        head; and names of attributes whose value is `inner`.
+        Tuple of three collections. The first has the values of attributes that count heads, by name. The second has the
+        names of parameters with one column per head. The third has the names of other attributes with the value
+        `inner`.
     """
     owners = dict(module.named_modules())
     linears = {name for name, part in owners.items() if _is_linear(part)}
@@ -570,10 +575,10 @@ def _choices(module: torch.nn.Module, inner: int, size: int) -> tuple[dict[str, 
 
 
 def _subsets(first: list[str], others: list[str]) -> Iterator[tuple[str, ...]]:
-    """Yield combinations of attributes and parameters to divide by the number of ranks, in the order to test them.
+    """Yield combinations of names to divide by the number of ranks, in the order in which to test them.
 
-    The first combination contains all names that refer to attention heads. The others are all combinations of the first
-    `_MOST_CHOICES` names in `[*first, *others]`, smallest first.
+    A name is that of an attribute or a parameter. The first combination contains all names that refer to attention
+    heads. The others are all combinations of the first six names in `[*first, *others]`, smallest first.
 
     Args:
         first: Names that refer to attention heads.
@@ -597,7 +602,7 @@ def _is_enough(model: torch.nn.Module, linears: Mapping[str, Any], plan: Mapping
     Args:
         model: Model to split.
         linears: Linear layers by name.
-        plan: Styles by name.
+        plan: Style of each linear layer to split, by name.
     """
     tables = {
         id(p) for module in model.modules() if isinstance(module, torch.nn.Embedding) for p in module.parameters()
@@ -608,9 +613,9 @@ def _is_enough(model: torch.nn.Module, linears: Mapping[str, Any], plan: Mapping
 
 
 def _head(model: torch.nn.Module) -> str | None:
-    """Return the name of the model's output head, if tensor parallelism can split it.
+    """Return the name of the model's output head, or None if tensor parallelism cannot split the head.
 
-    The head must be a linear layer whose weight is not shared, except with plain embeddings. Return None otherwise.
+    The head must be a linear layer whose weight is shared with nothing but plain embeddings.
     """
     head = plans.find_output_head(model)
     if not isinstance(head, torch.nn.Linear):

@@ -39,13 +39,13 @@ class LocalParameters:
     """Hooks that replace modules' DTensor parameters with local tensors during a forward.
 
     Args:
-        modules: Modules whose parameters are replaced. Those of their submodules are not.
+        modules: Modules whose parameters are replaced. Parameters of their submodules are not replaced.
         axis: Mesh axis of tensor or expert parallelism.
         is_partial: Whether gradients of replicated parameters are terms that must be summed over the ranks. Default:
             False.
         only_whole: Whether to replace only replicated parameters. Default: False.
-        keeps_parameters: Whether frozen parameters are replaced with parameters instead of tensors. torch's
-            parametrizations need parameters: PEFT adapts stacked parameters by them. Default: False.
+        keeps_parameters: Whether frozen parameters are replaced with `Parameter` objects instead of plain tensors.
+            PEFT adapts stacked parameters with torch's parametrizations, which accept only these. Default: False.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class LocalParameters:
                         self._lend(holder, key, value, is_whole)
 
     def _lend(self, holder: torch.nn.Module, key: str, value: Any, is_whole: bool) -> None:
-        # Not inlined: in a loop over a dict that it changes, TorchDynamo traces into `to_local` and breaks the graph.
+        # Not inlined: within a loop over the dict that changes, TorchDynamo would trace into `to_local` and break the graph.
         local = value.to_local()
         if is_whole and self._is_partial:
             local = crossings.spread(local, self._axis)
@@ -89,7 +89,7 @@ class LocalParameters:
     def after(self, *_: Any) -> None:
         """Restore the DTensor parameters after a forward.
 
-        It is called even if the forward raised an error. If the forward has assigned a new parameter, that one is kept.
+        The hook also runs if the forward raised an error. A parameter that the forward itself has assigned is kept.
         """
         while self._lent:
             holder, key, value, local = self._lent.pop()
@@ -102,10 +102,10 @@ class SplitCall:
 
     Args:
         site: Split module, with its style.
-        rng_states: RNG states for replicated and sharded activations. None: this module does not switch between them,
-            because `SequenceBlock` does.
-        keeps_cut: Function of (module, output) that wraps sharded logits in training, so that they are not gathered.
-            None: gather them. Default: None.
+        rng_states: RNG states for replicated and sharded activations. None: these hooks do not switch the RNG state,
+            for example because `SequenceBlock` does.
+        keeps_cut: Function of (module, output) that returns sharded logits as a DTensor. It is called in training in
+            place of all-gathering the logits. None: the style converts the output. Default: None.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class SplitCall:
         return self._site.style.convert_inputs(self._site, args, kwargs)
 
     def after_any(self, *_: Any) -> None:
-        """Restore the attributes that the module's style replaced. Called even if the forward raised an error."""
+        """Restore the attributes that the module's style replaced. This also happens if the forward raised an error."""
         self._site.style.restore_module(self._site)
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -149,7 +149,7 @@ class GatheredInput:
         self._axis = axis
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments with the activations gathered along the sequence."""
+        """Return the arguments of the forward, with the activations all-gathered along the sequence dimension."""
         return change_activations(args, kwargs, lambda x: crossings.join_for_terms(x, self._axis, SEQUENCE_DIM))
 
 
@@ -193,9 +193,8 @@ class SequenceBlock:
     def _spread_states(self, given: Any) -> Any:
         """Return an argument of the block unchanged.
 
-        If the argument may be the output of an encoder, backward sums its gradient over the ranks.
-
-        An encoder's output is replicated, but each rank's attention heads yield only one term of its gradient.
+        If the argument might be the output of an encoder, backward sums the argument's gradient over the ranks. An
+        encoder's output is replicated, but each rank's attention heads yield only one term of its gradient.
         """
         is_states = isinstance(given, torch.Tensor) and given.dim() == 3 and given.requires_grad
         return crossings.spread(given, self._axis) if is_states else given
@@ -214,9 +213,9 @@ class SequenceBlock:
 
 
 COUNTS = re.compile(r"(num|n)?_?(local_|attention_|key_value_|query_|kv_|q_|k_|v_)*n?heads?")
-"""Pattern for names of attributes that count heads."""
+"""Regular expression for names of attributes that count attention heads."""
 _SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size")
-"""Names of attributes that contain the size of one head."""
+"""Names of attributes that contain the number of features of one attention head."""
 
 
 def check_heads(model: torch.nn.Module, cuts: ModelSplit, size: int, options: TensorParallelOptions) -> None:
@@ -229,8 +228,10 @@ def check_heads(model: torch.nn.Module, cuts: ModelSplit, size: int, options: Te
         options: Options with the patterns `divide` and `keep`, which match names of attributes.
 
     Raises:
-        PrepareError: If a head would be split, or if the options do not cover an attribute that counts heads.
-        ConfigError: If a pattern of `divide` or `keep` matches nothing, or if a count cannot be divided.
+        PrepareError: If a head would be split, or if neither `divide` nor `keep` matches an attribute that counts
+            heads.
+        ConfigError: If a pattern of `divide` or `keep` matches nothing, or if the value of an attribute that `divide`
+            matches is not a multiple of `size`.
     """
     _check_names(model, size, options)
     for site in cuts.sites.values():
@@ -245,9 +246,9 @@ def check_heads(model: torch.nn.Module, cuts: ModelSplit, size: int, options: Te
 
 
 def divide_counts(model: torch.nn.Module, cuts: ModelSplit, size: int, options: TensorParallelOptions) -> None:
-    """Divide the attributes that `options.divide` names by the number of ranks.
+    """Divide each attribute that `options.divide` matches by the number of ranks.
 
-    The number of outputs that each split `Conv1D` stores is divided, too.
+    For each `Conv1D` that is split by columns, its stored number of outputs (`nf`) is divided, too.
 
     Args:
         model: Model to split.

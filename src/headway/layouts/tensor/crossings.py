@@ -1,13 +1,13 @@
 """Conversions between replicated and sharded activations ("crossings"): collectives, their gradients, and RNG states.
 
-Backwards are composed of these conversions, too, so they can be differentiated again (for a gradient penalty). In this
-module, `whole` is a tensor that is equal on all ranks of the axis, `part` is a rank's shard, and `term` is one rank's
-summand.
+The backward of each conversion also consists of these conversions, so that it can be differentiated again (for a
+gradient penalty). In this module, a `whole` tensor is equal on all ranks of the axis. A `part` is one rank's shard, and
+a `term` is one rank's summand.
 
 Ranks of one group have equal RNG states, so that dropout on replicated activations is equal on all of them. On sharded
 activations, an equal state would give each rank's heads identical dropout masks. So a rank then uses a state that is
-derived from the common state and its rank. The derived state is not saved anywhere: recomputation from an equal common
-state (activation checkpointing, a resumed run) draws equal numbers.
+derived from the common state and its rank. The derived state does not have to be saved. Activation checkpointing and
+resumed runs restore the common state, from which it is derived again.
 """
 
 import zlib
@@ -24,9 +24,9 @@ from headway.errors import DataError
 from headway.layouts.tensor._torch import functional_collectives
 
 Noted = Callable[[], AbstractContextManager[None]]
-"""Function that returns a context manager. A collective that runs in it is recorded in the ledger while it waits."""
+"""Function that returns a context manager. A collective that runs in this context is recorded for reports of hangs."""
 Way = Callable[[torch.Tensor], torch.Tensor]
-"""Function that converts activations from replicated to sharded, or from sharded to replicated."""
+"""Function that converts a tensor, such as from replicated to sharded or from sharded to replicated."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SplitAxis:
 
     @classmethod
     def of(cls, mesh: Any) -> "SplitAxis":
-        """Return the ranks of a one-dimensional DeviceMesh."""
+        """Return the `SplitAxis` of a one-dimensional DeviceMesh."""
         return cls(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
 
@@ -63,7 +63,7 @@ class _Crossing(torch.autograd.Function):
 
 
 def cross(given: torch.Tensor, there: Way, back: Way) -> torch.Tensor:
-    """Return `there(given)`. Its backward computes `back(grad)`, and autograd does not trace into `there`.
+    """Return `there(given)`, with `back` as its backward. Autograd does not record the operations within `there`.
 
     Args:
         given: Tensor to convert.
@@ -79,15 +79,15 @@ def view_unchanged(given: torch.Tensor) -> torch.Tensor:
 
 
 def spread(whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
-    """Return a replicated tensor unchanged, for a computation that differs by rank.
+    """Return a replicated tensor unchanged, for a computation that differs between ranks.
 
-    Backward sums its gradients over ranks.
+    Backward sums the tensor's gradients over the ranks.
     """
     return whole if axis.size == 1 else cross(whole, view_unchanged, partial(sum_terms, axis=axis))
 
 
 def sum_terms(term: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
-    """Return the sum of the ranks' tensors on all ranks (all-reduce). The gradient of the sum is replicated."""
+    """Return the sum of the ranks' tensors on all ranks (all-reduce). Backward returns the sum's gradient unchanged."""
     return term if axis.size == 1 else cross(term, partial(_sum, axis=axis), partial(spread, axis=axis))
 
 
@@ -106,7 +106,7 @@ def join(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None = None)
 
 
 def join_for_terms(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
-    """Return the full tensor, all-gathered, for a computation that differs by rank. Backward reduce-scatters gradients.
+    """All-gather a sharded tensor for a computation that differs between ranks. Backward reduce-scatters its gradients.
 
     Args:
         part: This rank's shard. All ranks' shards must have equal length.
@@ -148,12 +148,12 @@ def check_divides(whole: torch.Tensor, axis: SplitAxis, dim: int) -> None:
     """Raise `DataError` if a sequence cannot be divided evenly among the ranks.
 
     Args:
-        whole: Full sequence.
+        whole: Tensor with the full sequence.
         axis: Mesh axis whose ranks divide the sequence.
-        dim: Dimension of the sequence.
+        dim: Sequence dimension of the tensor.
 
     Raises:
-        DataError: If its length is not a multiple of the number of ranks.
+        DataError: If the sequence length is not a multiple of the number of ranks.
     """
     if whole.shape[dim] % axis.size:
         raise DataError(
@@ -163,7 +163,10 @@ def check_divides(whole: torch.Tensor, axis: SplitAxis, dim: int) -> None:
 
 
 def take_chunk(tensor: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
-    """Return this rank's chunk of a tensor, as `torch.chunk` returns it. Empty if there are fewer chunks than ranks."""
+    """Return this rank's chunk of a tensor, as `torch.chunk` returns it.
+
+    The chunk is empty if `torch.chunk` makes fewer chunks than there are ranks and has none for this rank.
+    """
     length = tensor.shape[dim]
     step = -(-length // axis.size)
     start = min(step * axis.rank, length)
@@ -171,7 +174,9 @@ def take_chunk(tensor: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
 
 
 def take_packed_chunks(tensor: torch.Tensor, axis: SplitAxis, dim: int, factor: int) -> torch.Tensor:
-    """Split each of several packed matrices across ranks, and return this rank's chunks, concatenated in new memory.
+    """Return a new tensor with this rank's chunk of each of several packed matrices.
+
+    The chunks are concatenated along `dim`.
 
     Args:
         tensor: Matrices that are concatenated along `dim`.
@@ -190,7 +195,7 @@ def all_gather(part: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
 
 
 def reduce_scatter(terms: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
-    """Return this rank's shard of the ranks' summed tensors, along the first dimension. Not differentiable."""
+    """Return this rank's shard of the sum of the ranks' tensors, along the first dimension. Not differentiable."""
     found = functional_collectives.reduce_scatter_tensor(terms.contiguous(), "sum", axis.size, axis.group.group_name)
     return functional_collectives.wait_tensor(found)  # type: ignore[no-any-return]
 
@@ -260,7 +265,7 @@ def _sum_part(term: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
 
 
 class SplitRNG:
-    """Switch between two RNG states on one rank: one for replicated, and one for sharded activations of a model.
+    """Pair of RNG states of one rank: one for replicated activations, and one for sharded activations of a model.
 
     Args:
         axis: Mesh axis across whose ranks the model is split.

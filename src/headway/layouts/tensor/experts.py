@@ -2,12 +2,13 @@
 
 Experts are recognized by the structure they have in transformers 5: a module with `num_experts` and stacked
 parameters of shape (experts, rows, columns), whose forward takes (hidden_states, top_k_index, top_k_weights). Ranks
-along the axis read different data. Before the module's own forward, each (token, expert) pair is sent to the
-expert's rank. The result is sent back, and the rank that sent the token multiplies it by the routing weight. The
-router and all other parameters are replicated.
+along the axis `ep` read different data. Before the module's own forward, each (token, expert) pair is sent to the
+expert's rank. The result is sent back, and the rank that receives it multiplies it by the routing weight. The router
+and all other parameters are replicated.
 
-In combination with tensor parallelism, each expert is also split by its plan. All ranks of one tensor-parallel group
-then send identical tokens. Each computes a term of the result, and the terms are summed after they are sent back.
+In combination with tensor parallelism, each expert is also split according to the tensor-parallel plan. All ranks of
+one tensor-parallel group then send identical tokens. Each rank computes one term of the result, and the terms are
+summed after they have been sent back.
 """
 
 import inspect
@@ -53,7 +54,8 @@ class ExpertAxis(ModelAxis):
             ranks: Collectives over all ranks of the run.
 
         Raises:
-            PrepareError: If the model has no experts that can be distributed, or they cannot be divided evenly.
+            PrepareError: If the model has no experts that can be distributed, or if they cannot be divided evenly among
+                the ranks.
         """
         return SplitExperts(distribute_experts(model, mesh, ranks.ledger))
 
@@ -70,18 +72,19 @@ class SplitExperts(SplitModel):
 
 
 def distribute_experts(model: torch.nn.Module, mesh: Any, ledger: CollectiveLedger) -> list[torch.nn.Module]:
-    """Keep only this rank's experts in each module, as DTensors sharded along their first dimension.
+    """Keep only this rank's experts in each mixture-of-experts layer, as DTensors sharded along the first dimension.
 
     Args:
         model: Model with equal values on all ranks.
-        mesh: DeviceMesh of the layout, with the axis "ep" and, if matrices are split, "tp".
+        mesh: DeviceMesh of the run, with the axis "ep" and, under tensor parallelism, the axis "tp".
         ledger: Ledger of collectives, in which the all-to-alls of tokens are recorded with module names.
 
     Returns:
         Modules that hold experts. Calling one is now a collective of all ranks of the "ep" axis.
 
     Raises:
-        PrepareError: If the model has no such experts, or if they cannot be divided evenly.
+        PrepareError: If the model has no experts with stacked parameters, or if they cannot be divided evenly. Also if
+            experts share parameters with other modules, or if their adapters cannot be distributed.
     """
     axis = SplitAxis.of(mesh["ep"])
     both = mesh["ep", "tp"] if "tp" in mesh.mesh_dim_names else None
@@ -110,8 +113,8 @@ def distribute_experts(model: torch.nn.Module, mesh: Any, ledger: CollectiveLedg
 def _list_adapters(model: torch.nn.Module, name: str) -> list[Any]:
     """Return PEFT's adapters around a module of experts, outermost first.
 
-    PEFT adapts each parameter of a module by a wrapper (`ParamWrapper`), and nests the wrappers. During a forward they
-    add the product of their two matrices to the parameter.
+    For each adapted parameter of a module, PEFT adds a wrapper (`ParamWrapper`). The wrappers are nested. During a
+    forward, each of them adds the product of its two matrices to its parameter.
 
     Args:
         model: Model that contains the module.
@@ -125,14 +128,14 @@ def _list_adapters(model: torch.nn.Module, name: str) -> list[Any]:
 
 
 def _distribute_adapter(adapter: Any, axis: SplitAxis) -> None:
-    """Keep only this rank's experts in an adapter of stacked parameters.
+    """Keep only this rank's experts in a LoRA adapter of stacked parameters.
 
-    Both matrices have one block of `r` rows or columns per expert. In `lora_A` the rows of one expert are adjacent. In
-    `lora_B` the first columns of all experts come first, then their second columns, and so on.
+    Both matrices have `r` rows or columns per expert, where `r` is the LoRA rank. In `lora_A` the rows of one expert
+    are adjacent. In `lora_B` the first columns of all experts come first, then their second columns, and so on.
 
     Args:
         adapter: PEFT's wrapper of one parameter.
-        axis: Ranks of expert parallelism.
+        axis: Mesh axis of expert parallelism.
     """
     for key, rank in adapter.r.items():
         rows, columns = adapter.lora_A[key], adapter.lora_B[key]
@@ -142,9 +145,9 @@ def _distribute_adapter(adapter: Any, axis: SplitAxis) -> None:
 
 
 def _place(parameter: torch.nn.Parameter, axis: SplitAxis, both: Any) -> torch.nn.Parameter:
-    """Return a parameter with this rank's experts only, as a DTensor.
+    """Return a DTensor parameter that holds only this rank's experts.
 
-    Under tensor parallelism it has only this rank's shard of each expert.
+    Under tensor parallelism, it holds only this rank's shard of each of these experts.
 
     Args:
         parameter: Parameter of shape (experts, rows, columns).
@@ -189,17 +192,18 @@ def _check(model: torch.nn.Module, found: dict[str, torch.nn.Module], size: int)
 
 
 def _check_adapters(kind: str, name: str, module: Any, adapters: Sequence[Any], size: int) -> None:
-    """Check that the adapters around a module of experts can be distributed with it.
+    """Raise an error if the adapters around a module of experts cannot be distributed with the module.
 
     Args:
-        kind: Class of the model, for messages.
-        name: Name of the module of experts, for messages.
+        kind: Class name of the model, for the error message.
+        name: Name of the module of experts, for the error message.
         module: Module of experts.
-        adapters: PEFT's adapters around it.
+        adapters: PEFT's adapters around the module.
         size: Number of ranks of expert parallelism.
 
     Raises:
-        PrepareError: If an adapter is of another method than LoRA, or the experts are trained, too.
+        PrepareError: If an adapter is not LoRA, or if the experts are trained together with their adapters. Also if
+            each rank would get a single expert and PEFT does not transpose the adapter's matrices.
     """
     reason = None
     if any(not hasattr(each, "parameter_name") for each in adapters):
@@ -214,15 +218,15 @@ def _check_adapters(kind: str, name: str, module: Any, adapters: Sequence[Any], 
 
 @dataclass(frozen=True)
 class SentTokens:
-    """Record of the tokens that one call of an experts module has sent, with which their results are sent back.
+    """Record of the tokens that one call of an experts module has sent. It is used to send the results back.
 
     Attributes:
         dtype: Dtype of the hidden states.
         weights: Routing weight of each (token, expert) pair.
-        order: Order of the pairs by expert.
+        order: Indices that sort the pairs by expert.
         sent: Number of rows sent to each rank.
         received: Number of rows received from each rank.
-        is_idle: Whether no rows were received, and a row of zeros was computed instead.
+        is_idle: Whether no rows were received, so that the forward ran on a row of zeros.
     """
 
     dtype: torch.dtype
@@ -234,7 +238,7 @@ class SentTokens:
 
 
 class ExpertCall:
-    """Forward hooks of a module of experts that send tokens to their experts, and send the results back.
+    """Forward hooks of an experts module: send tokens to the ranks of their experts, and send the results back.
 
     Args:
         axis: Mesh axis of expert parallelism.
@@ -277,7 +281,8 @@ class ExpertCall:
         chosen = index.reshape(-1)
         order = chosen.argsort(stable=True)
         owners, sent, received = self._count(chosen, num_local)
-        # FSDP divides experts' gradients only by the ranks that share them. `after` divides by the size of "ep"; undo that here.
+        # FSDP divides experts' gradients only by the number of ranks that share the experts. So `after` divides gradients by the
+        # size of "ep". Gradients of the tokens must not be divided, so this exchange multiplies them by that size again.
         rows = hidden.index_select(0, order // index.shape[-1])
         rows = exchange(rows, axis, sent, received, axis.size, self._record_exchange)
         is_idle = not rows.shape[0]
@@ -289,15 +294,15 @@ class ExpertCall:
         return (rows, owners.unsqueeze(1), weights.new_ones(rows.shape[0], 1)), {}
 
     def _count(self, chosen: torch.Tensor, num_local: int) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Return the numbers of rows that this rank sends and receives in one call.
+        """Return how many rows this rank exchanges with each rank in one call, and the experts of the received rows.
 
         Args:
-            chosen: Expert of each (token, expert) pair on this rank, in ascending order.
+            chosen: Index of the expert of each (token, expert) pair on this rank, in any order.
             num_local: Number of experts on this rank.
 
         Returns:
-            Local expert of each row to receive, number of rows sent to each rank, and number of rows received from each
-            rank.
+            Tuple of (local expert index for each received row, number of rows sent to each rank, number of rows
+            received from each rank).
         """
         size, num_pairs = self._axis.size, chosen.numel()
         if is_fake(chosen):  # a forecast on fake tensors assumes that tokens are spread evenly
@@ -312,13 +317,13 @@ class ExpertCall:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        """Send the experts' results back to the ranks of their tokens.
+        """Send the experts' results back to the ranks that sent the tokens.
 
-        Return the weighted sum of results for each token.
+        Return the sum of the results for each of this rank's tokens, weighted by the routing weights.
         """
         call = self._call
         assert call is not None
-        self._call = None  # holds tensors of the call
+        self._call = None  # it would keep the call's tensors alive
         output = output[:0] if call.is_idle else output
         rows = exchange(output, self._axis, call.received, call.sent, 1 / self._axis.size, self._record_exchange)
         home = rows.index_select(0, call.order.argsort()).view(*call.weights.shape, -1)

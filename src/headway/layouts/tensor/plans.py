@@ -1,6 +1,6 @@
 """Find the modules, LoRA adapters and sequence regions of a tensor-parallel plan, and check them before any change.
 
-Low-rank adapters (peft's LoRA) around split matrices are split with them::
+Low-rank adapters (PEFT's LoRA) around split matrices are split with them::
 
     matrix                 colwise                      rowwise
     input                  replicated                   split
@@ -12,7 +12,7 @@ Dropout on a replicated input draws equal numbers on all ranks. On a split input
 
 With sequence parallelism, each rank computes on its sequence shard between the split matrices of a stack of blocks.
 The first block shards the sequence and the last one gathers it. Within a block, modules with split matrices get the
-full sequence and return one term of a sum. Norms and dropouts between them compute on shards.
+full sequence and return one term of a sum. Norms and dropouts between these modules compute on shards.
 """
 
 import difflib
@@ -31,18 +31,18 @@ from headway.layouts.tensor.crossings import SplitAxis, SplitRNG
 from headway.layouts.tensor.styles import BoundaryLayout, Colwise, PartialGradients, Rowwise, SplitModule, SplitStyle
 
 _VARIANTS = ("lora_magnitude_vector", "lora_variant", "lora_embedding_A")
-"""Attributes of a LoRA layer that are filled only for variants that cannot be split, such as DoRA."""
+"""Attributes of a LoRA layer that have entries only if the layer uses a variant that cannot be split, such as DoRA."""
 
 _WHOLE_ADAPTERS = (
     "Use LoRA or rsLoRA, or one of the layouts fsdp, ddp and ep, which take any adapter. Or leave the layer out of the plan "
     "(TensorParallelOptions(plan={...})): it stays whole"
 )
 _PROMPTS = ("prompt_encoder.", "word_embeddings.")
-"""Prefixes of the names that PEFT's prompt tuning adds beside the model: the prompts, and an alias of its embeddings."""
+"""Prefixes of the names of parameters that PEFT's prompt tuning adds: the prompts, and an alias of the embeddings."""
 
 
 def is_adapted(module: torch.nn.Module) -> bool:
-    """Whether the module is a peft adapter layer that wraps another layer."""
+    """Whether the module is a PEFT adapter layer that wraps another layer."""
     return isinstance(getattr(module, "base_layer", None), torch.nn.Module)
 
 
@@ -52,30 +52,33 @@ def get_base_layer(module: torch.nn.Module) -> Any:
 
 
 def find_output_head(model: torch.nn.Module) -> Any:
-    """Return the layer that computes the logits, from transformers' `get_output_embeddings()`; None if unknown."""
+    """Return the layer that computes the logits, or None if the model has no `get_output_embeddings()` method.
+
+    transformers' models define this method. It can return None itself.
+    """
     ask: Any = getattr(model, "get_output_embeddings", None)
     return ask() if callable(ask) else None
 
 
 def list_split_parts(module: torch.nn.Module, style: SplitStyle) -> list[str]:
-    """Return the relative names of the submodules of a layer with adapters that are split with the layer's style.
+    """Return the names of the submodules that are split if a layer with LoRA adapters is split.
 
-    These are the base layer and one of the two adapter matrices.
+    These are the base layer and one of the two matrices of each adapter. The names are relative to the layer.
 
     Args:
         module: Layer with adapters.
-        style: Style of the layer.
+        style: Tensor-parallel style of the layer.
     """
     inner = "lora_B" if isinstance(style, Colwise) else "lora_A"
     return ["base_layer", *(f"{inner}.{name}" for name in module.get_submodule(inner)._modules)]
 
 
 def describe_misfit(module: torch.nn.Module, style: SplitStyle) -> str | None:
-    """Return the reason why a style cannot split a layer with its adapters, or None if it can.
+    """Return the reason why a style cannot split a layer together with its adapters, or None if it can.
 
     Args:
         module: Layer with adapters.
-        style: Style of the layer.
+        style: Tensor-parallel style of the layer.
     """
     if not isinstance(module._modules.get("lora_A"), torch.nn.ModuleDict):
         return f"tensor parallelism splits no adapters but LoRA and rsLoRA of linear layers. {_WHOLE_ADAPTERS}"
@@ -123,9 +126,9 @@ class ModelSplit:
 
     Attributes:
         sites: Split modules by name.
-        parameters: Styles of parameters that the plan names directly, by name.
-        foreign: torch's `ParallelStyle` objects, by the name of the module to which they apply.
-        adapted: Styles of layers with adapters that contain split modules, by name.
+        parameters: Style of each parameter that the plan names directly, by name.
+        foreign: torch's `ParallelStyle` objects, by the name of the module to which each applies.
+        adapted: Style of each layer whose adapters are split with it, by the layer's name.
     """
 
     sites: dict[str, SplitModule] = field(default_factory=dict)
@@ -135,7 +138,9 @@ class ModelSplit:
 
 
 def read_plan(model: torch.nn.Module, axis: SplitAxis, options: TensorParallelOptions) -> ModelSplit:
-    """Return the modules and parameters that a plan splits. The plan is the one in the options, else the model's own.
+    """Return the modules and parameters that a tensor-parallel plan splits.
+
+    The plan is the one in the options or, if they have none, the one that the model defines.
 
     Args:
         model: Model to split.
@@ -143,7 +148,7 @@ def read_plan(model: torch.nn.Module, axis: SplitAxis, options: TensorParallelOp
         options: User's options.
 
     Raises:
-        ConfigError: If there is no plan, a name matches nothing, a style is unknown, or a module is named twice.
+        ConfigError: If there is no plan, a name matches nothing, a style is unknown, or the plan names a module twice.
         PrepareError: If a style does not fit its module.
     """
     modules = dict(model.named_modules())
@@ -177,19 +182,20 @@ def read_plan(model: torch.nn.Module, axis: SplitAxis, options: TensorParallelOp
 
 
 def is_match(pattern: str, name: str) -> bool:
-    """Whether the pattern matches the name. A `*` in the pattern matches within one component between dots."""
+    """Whether the pattern matches the name. A `*` in the pattern matches text within one component, between dots."""
     wanted, parts = pattern.split("."), name.split(".")
     return len(wanted) == len(parts) and all(fnmatch.fnmatchcase(part, want) for part, want in zip(parts, wanted))
 
 
 def generalize_names(found: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
-    """Merge entries whose names differ only in numbers, by replacing the numbers with `*`.
+    """Merge entries of a dict whose keys differ only in their numbers, by replacing these numbers with `*`.
 
-    A number is replaced only if all known names that match the pattern have equal values.
+    For example, "blocks.0.q" becomes "blocks.*.q". The numbers in a key are replaced only if all known names that match
+    the resulting pattern have the value of this key.
 
     Args:
-        found: Values by name.
-        known: All names that exist.
+        found: Dict to merge. Its keys are names in a model.
+        known: All names of the same sort (modules, parameters or attributes) in the model.
     """
     made: dict[str, str] = {}
     patterns = {name: re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in found}
@@ -201,17 +207,19 @@ def generalize_names(found: Mapping[str, str], known: Iterable[str]) -> dict[str
 
 
 def list_ancestors(name: str) -> Iterator[str]:
-    """Yield the names of the modules that contain the named module, innermost first. The last one is "", the model."""
+    """Yield the names of the modules that contain the named module, innermost first. The last is "", for the model."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def _rename_below_wrappers(plan: Mapping[str, Any], names: list[str], parameters: Iterable[str]) -> Mapping[str, Any]:
-    """Return the plan with its names adapted to the model, in case a wrapper such as peft has added a prefix to them.
+    """Return a plan whose names have the prefix that a wrapper, such as PEFT's, has added to the model's names.
+
+    The plan is returned unchanged if no prefix makes its names match.
 
     Args:
-        plan: Plan to rename.
+        plan: Plan whose names have no prefix.
         names: Names of the model's modules.
         parameters: Names of the model's parameters.
     """
@@ -226,7 +234,7 @@ def _rename_below_wrappers(plan: Mapping[str, Any], names: list[str], parameters
 
 
 def get_model_plan(model: torch.nn.Module) -> Mapping[str, Any]:
-    """Return the tensor-parallel plan that the model itself defines, or an empty one."""
+    """Return the tensor-parallel plan that the model itself defines, or an empty one if it defines none."""
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     return plan if isinstance(plan, Mapping) else {}
 
@@ -254,9 +262,9 @@ def _own_plan(model: torch.nn.Module) -> Mapping[str, Any]:
 
 
 def list_faults(plan: Mapping[str, Any]) -> list[str]:
-    """Return the names in a model's own plan for which the plan is known to be wrong.
+    """Return the names of parameters to which a model's own plan is known to give a wrong style.
 
-    transformers 5.23 has two such plans (Inkling).
+    transformers 5.23 has two models with such plans (Inkling).
     """
     return [name for name, style in plan.items() if style == "colwise" and name.endswith("experts.gate_up_proj")]
 
@@ -283,14 +291,16 @@ def _check_foreign(name: str, style: Any, modules: Mapping[str, torch.nn.Module]
 def _add_sites(
     cuts: ModelSplit, model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: SplitAxis
 ) -> None:
-    """Add a module to the split modules of a plan. If it has adapters or copies, add its split submodules instead.
+    """Add a module to the modules that a plan splits.
+
+    If the module has LoRA adapters, or copies that PEFT trains (`modules_to_save`), add its split submodules instead.
 
     Args:
-        cuts: Split modules, which are extended.
+        cuts: Split modules, to which the module is added.
         model: Model to split.
         name: Name of the module.
         module: Module to add.
-        style: Name of its style.
+        style: Name of the module's tensor-parallel style.
         axis: Mesh axis of tensor parallelism.
     """
     copies = getattr(module, "modules_to_save", None)
@@ -384,16 +394,17 @@ class SequenceRegion:
 
 
 def arrange_sequences(model: torch.nn.Module, cuts: ModelSplit) -> SequenceRegion:
-    """Return the stacks of blocks for sequence parallelism, and choose how their split modules exchange activations.
+    """Return the part of a model whose activations sequence parallelism shards, and configure its split modules.
 
-    The `crossing` of each split module in a block is set to the layout of its input and output.
+    The `crossing` of each split module in a block is set to the layout of the activations at its input and output.
 
     Args:
         model: Model to split.
         cuts: Modules that the plan splits.
 
     Raises:
-        PrepareError: If there is no stack, or if a block contains a module that cannot compute on sequence shards.
+        PrepareError: If the model has no stack of blocks with split matrices, or if a block contains a module that
+            cannot compute on sequence shards. Also if the plan contains `ParallelStyle` objects.
     """
     if cuts.foreign:
         raise PrepareError(
@@ -416,13 +427,13 @@ def arrange_sequences(model: torch.nn.Module, cuts: ModelSplit) -> SequenceRegio
 
 
 def _arrange_within(name: str, module: torch.nn.Module, cuts: ModelSplit, region: SequenceRegion) -> None:
-    """Add a module of a block, and its children, to a sequence region. The module's input is a sequence shard.
+    """Add a module and its children to a sequence region. The module's input must be a sequence shard.
 
     Args:
         name: Name of the module.
-        module: Module to add.
+        module: Block, or module within a block, to add.
         cuts: Modules that the plan splits.
-        region: Region that is extended.
+        region: Region to which the module is added.
 
     Raises:
         PrepareError: If the module cannot compute on sequence shards.

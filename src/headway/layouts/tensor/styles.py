@@ -16,7 +16,7 @@ from headway.layouts.tensor import crossings
 from headway.layouts.tensor.crossings import SplitAxis
 
 SEQUENCE_DIM = 1
-"""Dimension of the sequence in (batch, sequence, features), the layout of transformers and torch's `batch_first`."""
+"""Sequence dimension of activations with shape (batch, sequence, features), as in transformers."""
 
 
 class BoundaryLayout(Enum):
@@ -42,10 +42,10 @@ class SplitModule:
         module: Module that is split.
         name: Name of the module in the model.
         axis: Mesh axis of tensor parallelism.
-        style: Style with which it is split.
+        style: Style with which the module is split.
         crossing: Layout of activations at the module's input and output.
         facts: Values from the model's configuration that the style needs, by name.
-        held: Values that the hook before the forward saves for the hooks after it, by name.
+        held: Values that the forward pre-hook saves for the forward hooks, by name.
     """
 
     module: torch.nn.Module
@@ -62,7 +62,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class SplitStyle:
-    """Base class of tensor-parallel styles. In this class, parameters are replicated, and no collective runs.
+    """Base class of tensor-parallel styles. By itself, it replicates parameters and runs no collectives.
 
     Attributes:
         is_partial: Whether gradients of replicated parameters are terms that must be summed over the ranks.
@@ -110,7 +110,7 @@ class SplitStyle:
             site.module._parameters["bias"] = self.get_call_bias(_local(bias), site.axis)  # type: ignore[assignment]
 
     def get_call_bias(self, bias: torch.Tensor, axis: SplitAxis) -> torch.Tensor | None:
-        """Return the tensor that a call uses in place of a replicated bias. None: the call uses no bias.
+        """Return the tensor that a call uses in place of a replicated bias, or None if the call uses no bias.
 
         Args:
             bias: Replicated bias.
@@ -146,7 +146,7 @@ def change_activations(
     Args:
         args: Positional arguments.
         kwargs: Keyword arguments.
-        change: Function to apply.
+        change: Function to apply to the activations.
     """
     if args:
         return (change(args[0]), *args[1:]), kwargs
@@ -193,7 +193,9 @@ class Colwise(SplitStyle):
 
 
 class PackedColwise(Colwise):
-    """Style that splits several matrices packed in one layer, such as gate and up projections, each by output features.
+    """Style that splits each of several matrices that are packed in one layer by output features.
+
+    An example is a layer that contains the gate and up projections of an MLP.
 
     Args:
         factor: Number of packed matrices. Default: 2.
@@ -204,7 +206,7 @@ class PackedColwise(Colwise):
         self.factor = factor
 
     def describe_misfit(self, module: torch.nn.Module, size: int) -> str | None:
-        """Return the reason why the output features of the packed matrices cannot be split, or None if they can."""
+        """Return the reason why the packed matrices cannot be split by output features, or None if they can."""
         if (found := super().describe_misfit(module, size)) is not None or num_outputs(module) % (
             self.factor * size
         ) == 0:
@@ -214,16 +216,15 @@ class PackedColwise(Colwise):
     def dim(self, key: str, parameter: torch.Tensor) -> int | None:
         """Return the output dimension of a parameter, along which it is sharded. None: the parameter is replicated.
 
-        The bias of a transposed layer is replicated, because the layout may shard it along its only dimension.
+        The bias of a transposed layer is replicated, because FSDP might shard it along its only dimension.
         """
         return None if self.is_transposed and key == "bias" else super().dim(key, parameter)
 
     def convert_inputs(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return the arguments with replicated activations.
 
-        Backward sums the gradients of the activations over the ranks.
-
-        The bias of a transposed layer is replicated. During the call, this rank's slice replaces it.
+        Backward sums the gradients of the activations over the ranks. The bias of a transposed layer is replicated, and
+        this rank's slice replaces it during the call.
         """
         if self.is_transposed:
             self.lend_bias(site)
@@ -255,7 +256,10 @@ class Rowwise(SplitStyle):
         return None if key.endswith("bias") else parameter.dim() - (2 if self.is_transposed else 1)
 
     def convert_inputs(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Return the arguments with activations sharded along their features, and replace the bias during the call."""
+        """Return the arguments with activations sharded along their features.
+
+        Also replace the bias with the value from `get_call_bias` until the end of the call.
+        """
         self.lend_bias(site)
         if self.is_split:
             return change_activations(args, kwargs, lambda x: crossings.take_part(x, site.axis, -1))
@@ -271,7 +275,7 @@ class Rowwise(SplitStyle):
     def convert_output(self, site: SplitModule, output: Any) -> Any:
         """Return the sum of the ranks' outputs plus the bias.
 
-        Under sequence parallelism, return this rank's sequence shard of it.
+        Under sequence parallelism, return only this rank's sequence shard of the result.
         """
         if site.crossing is BoundaryLayout.PLAIN:
             output = crossings.sum_terms(output, site.axis)
@@ -287,7 +291,7 @@ class Rowwise(SplitStyle):
 
 
 class PackedRowwise(Rowwise):
-    """Style that splits several matrices packed along the last dimension of one parameter, each by input features.
+    """Style for a parameter with several matrices packed along its last dimension, each of which is split by inputs.
 
     It is only for parameters that a plan names directly, not for modules.
     """
@@ -295,20 +299,20 @@ class PackedRowwise(Rowwise):
     factor = 2
 
     def describe_misfit(self, module: torch.nn.Module, size: int) -> str | None:
-        """Return the reason why this style cannot split a module: it applies only to packed parameters of experts."""
+        """Return the reason why this style cannot split a module: it applies only to packed parameters."""
         return "it is for a packed parameter, not for a module"
 
 
 class EmbeddingRowwise(SplitStyle):
     """Style that splits an embedding by rows of its weight.
 
-    Each rank looks up the rows it has, and results are summed.
+    Each rank looks up the rows that it holds, and the results are summed over the ranks.
     """
 
     def describe_misfit(self, module: torch.nn.Module, size: int) -> str | None:
         """Return the reason why the module cannot be split, or None if it can.
 
-        Only a plain embedding with rows for each rank can be split.
+        Only a plain embedding that has enough rows for all ranks can be split.
         """
         found = _embedding_misfit(module)
         num_rows = int(getattr(module, "num_embeddings", 0))
@@ -321,7 +325,10 @@ class EmbeddingRowwise(SplitStyle):
         return 0
 
     def convert_inputs(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Return the arguments with token IDs relative to this rank's first row. IDs of other ranks' rows become 0."""
+        """Return the arguments with token IDs relative to this rank's first row.
+
+        IDs whose rows are on other ranks become 0.
+        """
         module: Any = site.module
         step = -(-module.num_embeddings // site.axis.size)
         first = step * site.axis.rank
@@ -345,7 +352,7 @@ class EmbeddingRowwise(SplitStyle):
     def convert_output(self, site: SplitModule, output: Any) -> Any:
         """Return the embeddings of all tokens, summed over the ranks.
 
-        A rank contributes zeros for tokens of other ranks.
+        A rank contributes zeros for tokens whose embeddings other ranks hold.
         """
         return crossings.sum_terms(output.masked_fill(site.held.pop("elsewhere").unsqueeze(-1), 0), site.axis)
 
@@ -353,7 +360,7 @@ class EmbeddingRowwise(SplitStyle):
 class EmbeddingColwise(SplitStyle):
     """Style that splits an embedding by columns of its weight.
 
-    Each rank looks up some features, and results are concatenated.
+    Each rank looks up some features of every token, and the results are concatenated.
     """
 
     def describe_misfit(self, module: torch.nn.Module, size: int) -> str | None:
@@ -370,9 +377,9 @@ class EmbeddingColwise(SplitStyle):
 
 
 class PartialGradients(SplitStyle):
-    """Style of a module with replicated parameters that act on a shard of the activations, such as a norm over a head.
+    """Style of a module whose replicated parameters act on a shard of the activations, such as a norm over each head.
 
-    Gradients of its parameters are summed over the ranks.
+    Gradients of the parameters are summed over the ranks.
     """
 
     is_partial = True
@@ -415,7 +422,7 @@ class IdentityExpert(SplitStyle):
 
 
 class LatentKeys(SplitStyle):
-    """Style of DeepSeek's joint key-value projection. The rotary part of its output is used by all heads of all ranks.
+    """Style of DeepSeek's joint key-value projection, whose output has a rotary part that all heads of all ranks use.
 
     Only the other part of the output passes through the next projection.
     """
@@ -431,9 +438,9 @@ class LatentKeys(SplitStyle):
 
 
 def is_transposed(module: torch.nn.Module) -> bool:
-    """Whether the module is transformers' Conv1D, a linear layer whose weight has the shape (inputs, outputs).
+    """Whether the module is transformers' `Conv1D`, a linear layer whose weight has the shape (inputs, outputs).
 
-    GPT-2 uses it.
+    GPT-2 uses such layers.
     """
     return isinstance(getattr(module, "nf", None), int) and isinstance(getattr(module, "nx", None), int)
 

@@ -1,13 +1,13 @@
 """Tensor parallelism: split a model's matrices across the ranks of one mesh axis, in place.
 
-All parameters become DTensors on that axis, either sharded or replicated. An optimizer then has one kind of tensor,
-and `fully_shard` can shard them along other axes. Forward computes on plain local tensors (`calls`). `crossings`
-contains the collectives that convert between replicated and sharded activations.
+All parameters become DTensors on that axis, either sharded or replicated. So an optimizer has only one kind of tensor,
+and `fully_shard` can shard the parameters along other axes. Forward computes on plain local tensors (`calls`).
+`crossings` contains the collectives that convert between replicated and sharded activations.
 
 Gradients of replicated parameters must be equal on all ranks of tensor parallelism. This is checked once, in the first
-optimizer step. A parameter that the plan leaves replicated may act on sharded activations: a scale within an attention,
-or a trained activation function between two matrices. Its gradient then differs between ranks. Without the check, the
-parameter's values would diverge between ranks without any error.
+optimizer step. A parameter that the plan leaves replicated might act on sharded activations: a scale within an
+attention, or a trained activation function between two matrices. Its gradient then differs between ranks. Without the
+check, the parameter's values would diverge between ranks without any error.
 """
 
 from contextlib import ExitStack
@@ -34,9 +34,12 @@ from headway.layouts.tensor.styles import SplitModule
 _RELATIVE = 1e-3
 """Largest accepted difference between ranks' gradients, as a fraction of the gradient's norm."""
 _NUM_NAMES = 4
-"""Number of parameters that the error message lists."""
+"""Maximum number of parameters that the error about differing gradients names."""
 _OF_LARGEST = 1e-6
-"""Additional tolerance as a fraction of the largest gradient's norm, for kernels whose order of additions varies."""
+"""Additional tolerance for gradient differences, as a fraction of the largest gradient norm.
+
+Some kernels need it, because they add numbers in a different order on each call.
+"""
 _BLOCK = 2**22
 """Number of gradient elements that `_digest` converts to float64 at once."""
 
@@ -47,14 +50,14 @@ def compare_gradients(model: torch.nn.Module, axis: SplitAxis, everyone: Collect
     Args:
         model: Model that is split along the axis.
         axis: Mesh axis whose ranks must have equal gradients.
-        everyone: Collectives over all ranks of the run, which exchange the result. Otherwise ranks of groups without an
-            error would wait in the next collective.
+        everyone: Collectives over all ranks of the run, so that all of them learn the result. Otherwise ranks of groups
+            without an error would hang in the next collective.
 
     Returns:
         Whether any parameter on any rank has a gradient.
 
     Raises:
-        PrepareError: On all ranks, if the gradients of replicated parameters differ within any group.
+        PrepareError: On all ranks, if the gradients of replicated parameters differ within any tensor-parallel group.
     """
     named = [
         (name, dtensors.get_local_shard(parameter.grad).detach())
@@ -79,7 +82,7 @@ def compare_gradients(model: torch.nn.Module, axis: SplitAxis, everyone: Collect
             'modules the style "replicated_with_grad_allreduce", which sums their gradients; if their inputs are whole, something '
             "before them draws different random numbers on each rank, or the ranks of a group read different batches"
         )
-    return any(row[1] for row in rows)  # one pipeline stage may be frozen entirely
+    return any(row[1] for row in rows)  # of all ranks, because one pipeline stage can be frozen entirely
 
 
 def _find_differing(named: list[tuple[str, torch.Tensor]], axis: SplitAxis) -> list[str]:
@@ -96,7 +99,7 @@ def _find_differing(named: list[tuple[str, torch.Tensor]], axis: SplitAxis) -> l
 def _digest(grad: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the norm and one projection of a gradient, so that ranks can compare gradients cheaply.
 
-    It is computed in blocks: a full embedding in float64 would take many times the gradient's memory.
+    The gradient is processed in blocks, because a float64 copy of all of it would take many times its memory.
     """
     flat, wide = grad.reshape(-1), dtensors.choose_wide_dtype(grad.device)
     sums = torch.zeros(2, device=flat.device, dtype=wide)
@@ -175,9 +178,8 @@ class TensorParallel(SplitModel):
     def check_gradients(self, ranks: Collectives) -> None:
         """Raise an error if gradients of replicated parameters differ between ranks.
 
-        Only the first optimizer step is checked.
-
-        Calls while no parameter has a gradient are not counted as the first step.
+        Only the first optimizer step is checked. A step in which no parameter has a gradient does not count as the
+        first.
 
         Args:
             ranks: Collectives over all ranks of the run.
@@ -207,10 +209,7 @@ class TensorParallel(SplitModel):
         self._ends.close()
 
     def _apply_foreign(self, model: torch.nn.Module, cuts: ModelSplit) -> set[torch.nn.Module]:
-        """Apply torch's `ParallelStyle` objects of the plan.
-
-        Return the modules whose parameters they have converted.
-        """
+        """Apply torch's `ParallelStyle` objects in a plan, and return the modules whose parameters they converted."""
         for name, style in cuts.foreign.items():
             style.src_data_rank = None
             style._apply(model.get_submodule(name), self.axis.mesh)
@@ -277,7 +276,7 @@ class TensorParallel(SplitModel):
 
 
 def _complete_gradient(parameter: Any) -> None:
-    """Redistribute a gradient to the placements of its parameter, if one of torch's styles has left it as `Partial`.
+    """Redistribute a parameter's gradient to the parameter's placements, if a style of torch has left it `Partial`.
 
     Args:
         parameter: DTensor parameter with a gradient.
@@ -322,8 +321,8 @@ def _find_head(model: torch.nn.Module, cuts: ModelSplit) -> SplitModule:
 def _scopes(model: torch.nn.Module, cuts: ModelSplit) -> list[torch.nn.Module]:
     """Return the modules in which activations are sharded between two of their submodules.
 
-    For each style that shards activations (`opens`), this is the innermost module that also contains a style that
-    returns replicated activations (`closes`).
+    Sharding begins at a split module whose style has `opens`, and ends at one whose style has `closes`. The modules are
+    the innermost ones that contain both.
     """
     closing = [name for name, site in cuts.sites.items() if site.style.closes]
     found: dict[str, None] = {}
@@ -428,7 +427,7 @@ def place_parameter(
 
     Args:
         parameter: Full parameter.
-        where: Dimension to shard and number of matrices packed along it. None: the parameter is replicated.
+        where: Dimension to shard, and number of matrices packed along it. None: the parameter is replicated.
         axis: Mesh axis of tensor parallelism.
     """
     local, placement = parameter.detach(), tensor.Replicate()

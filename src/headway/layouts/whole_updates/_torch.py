@@ -17,6 +17,6 @@ WAS_CALLED = "_opt_called"
 It is set on ranks that own no parameter, whose schedulers would otherwise warn.
 """
 EXCLUDED = (*HOOKS, "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
-"""Names of the attributes that are empty in a trial copy of an optimizer, because hooks may refer to other objects."""
+"""Names of the hook attributes that are empty in a trial copy of an optimizer. Hooks can refer to other objects."""
 EXCLUDED_LOADS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 """Names of the attributes with the hooks of `load_state_dict`, which are empty in a trial copy of an optimizer."""

@@ -1,4 +1,4 @@
-"""Decide how an optimizer updates sharded parameters: by its class if it is known, otherwise by a trial of a copy.
+"""Decide how an optimizer updates sharded parameters: by its class if that is known, else by trial updates of a copy.
 
 The trial makes a few updates of small parameters with copies of the optimizer, in three ways: all parameters in one
 call, each parameter in a separate call, and each parameter cut into up to four tensors. If cutting does not change the
@@ -51,8 +51,9 @@ _KNOWN = {
 }
 """Kinds by package and class name. Other classes, including subclasses of these, are tested by a trial."""
 _LEFT_ALONE = ("torchao", "bitsandbytes", "deepspeed")
-"""Packages whose other optimizers manage the storage of parameters themselves. These are called directly, or rejected
-by other checks.
+"""Packages whose optimizers manage the storage of parameters themselves.
+
+Those that do not keep low-bit states are called directly, or rejected by other checks.
 """
 _NEVER_FUSED = ("SGD", "Adagrad")
 """Optimizers whose fused step supports plain tensors only."""
@@ -109,7 +110,7 @@ def _holds_other_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def try_kind(optimizer: torch.optim.Optimizer) -> UpdateKind:
-    """Find out how an optimizer can update sharded parameters, with trial updates of small parameters by copies of it.
+    """Find out how an optimizer can update sharded parameters, by trial updates with copies of the optimizer.
 
     The optimizer, its parameters and the state of the CPU random number generator do not change. If the trial fails,
     the kind is `TOGETHER`, which is right for every optimizer. If the step needs a closure, it is `DIRECT`.

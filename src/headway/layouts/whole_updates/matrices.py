@@ -1,4 +1,4 @@
-"""`MatrixOptimizer`: applies an optimizer for matrices, such as torch's Muon, to convolutions and fused experts."""
+"""`MatrixOptimizer`: apply an optimizer for matrices, such as torch's Muon, to convolutions and fused experts."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

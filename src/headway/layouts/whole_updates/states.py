@@ -1,4 +1,4 @@
-"""Convert optimizer states of parameters that single ranks own: for other ranks, for checkpoints, and for shards."""
+"""Convert optimizer states when each parameter's state is on one rank: for other ranks, for checkpoints, for shards."""
 
 from collections.abc import Callable
 from typing import Any

@@ -19,8 +19,9 @@ from headway.core.weights.pieces import is_dtensor, iterate_boxes, make_slices
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Rectangular part of a tensor: pair of (offsets in the full tensor, shape)."""
 _ALIGNMENT = 16
-"""Alignment of boxes in a message, in bytes. Boxes are padded to multiples of it, so that views of any dtype are
-aligned.
+"""Alignment of boxes in a message, in bytes.
+
+Boxes are padded to multiples of it, so that views of any dtype are aligned.
 """
 
 
@@ -53,7 +54,7 @@ class TensorPlan:
 
 
 def make_plan(tensor: torch.Tensor, owner: int, boxes: Sequence[Sequence[Box]]) -> TensorPlan:
-    """Return the plan of a tensor's transfer to its owner and back.
+    """Return the plan for transferring a tensor to its owner and back.
 
     Args:
         tensor: This rank's tensor or DTensor.

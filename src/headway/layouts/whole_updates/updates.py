@@ -52,7 +52,7 @@ class _Adopted:
         parameters: Sharded parameters of all groups at the time when the plans were made.
         owners: Rank that owns each parameter.
         plans: Plan of each parameter's transfer to its owner.
-        is_dirty: Whether a load may have put states on ranks other than their owners.
+        is_dirty: Whether a load might have put states on ranks that do not own the parameters.
         has_gaps: Whether a rank owns no parameter of some group. After updates, this group's counters are set on that
             rank.
         calls_closure_first: Whether the optimizer's step calls a closure once, before it reads a parameter. True for
@@ -131,7 +131,7 @@ class WholeUpdates:
     def find_step(self, optimizer: torch.optim.Optimizer, closure: object) -> Callable[[], None] | None:
         """Return a function that updates an optimizer's parameters, or None if the optimizer's own step must be called.
 
-        An optimizer that a trial has found to work element by element steps on DTensors itself if there is a closure.
+        If there is a closure, an optimizer that works element by element according to a trial steps on DTensors itself.
         For other optimizers, the caller runs the closure before the returned function.
 
         Args:
@@ -139,8 +139,8 @@ class WholeUpdates:
             closure: Closure that the script passes to the step, or None.
 
         Raises:
-            UnsupportedError: If a closure is given to an optimizer that reads whole parameters, and that may call the
-                closure later than at the start of its step.
+            UnsupportedError: If there is a closure, and the optimizer reads whole parameters and might call the closure
+                later than at the start of its step.
         """
         found = self._adopted.get(optimizer)
         is_local = found is not None and found.kind is UpdateKind.LOCAL

@@ -39,31 +39,32 @@ def infer_auto_device_map(
     fallback_allocation: bool = False,
     workload: Workload | None = None,
 ) -> DeviceMap:
-    """Place the model's layers on devices in order, so that they fit and can run.
+    """Place a model's layers on devices in order, so that every device has enough memory to store and run its layers.
 
-    Each device gets a contiguous run of layers. If there is a contiguous placement on accelerators alone, it is
-    found. Otherwise the smallest possible number of layers at the end is offloaded, to main memory and then to disk.
-    The first accelerator in use keeps memory free for the largest offloaded layer, which runs there. Layers that
-    share tensors stay together, on the device of the first one. No device stays empty if it could store an offloaded
-    layer.
+    Each device gets a contiguous run of layers. If there is a contiguous placement on accelerators alone, it is found.
+    Otherwise the smallest possible number of layers at the end is offloaded, to main memory and then to disk. The first
+    accelerator in use keeps memory free for the largest offloaded layer, which runs there. Layers that share tensors
+    are placed together, on the device of the first of them. No device stays empty if it could store an offloaded layer.
 
     Args:
         model: Model on any device, including the meta device.
-        max_memory: Memory limits as for get_max_memory. The disk has no limit unless one is given.
+        max_memory: Memory limit of each device, in the form that get_max_memory accepts. The disk has no limit unless
+            one is given.
         no_split_module_classes: Names of classes whose modules must stay on one device, such as blocks with a residual
             connection. Modules without children are never divided.
-        dtype: Dtype in which the model will be loaded.
+        dtype: Dtype in which the model will be loaded, or None for the model's dtype.
         special_dtypes: Dtypes of tensors by name. They take precedence over `dtype`.
         verbose: Whether to log the table of DeviceMap.explain.
-        clean_result: Whether a module that is on one device gets a single entry. If False, each indivisible module or
-            tensor gets an entry.
-        offload_buffers: Whether buffers are offloaded, too. Otherwise those of offloaded layers stay on the main device
-            and count in its budget.
-        fallback_allocation: No effect, because no device is left empty unnecessarily. Exists for compatibility.
+        clean_result: Whether a module gets a single entry if all of its parts are on one device. If False, each
+            indivisible module or tensor gets an entry.
+        offload_buffers: Whether the buffers of offloaded layers are offloaded, too. If False, they stay on the main
+            device and count against its budget.
+        fallback_allocation: No effect, because no device is left empty unnecessarily. Accepted for compatibility with
+            Accelerate.
         workload: Workload of the first forward. If given, its KV cache and activations are taken into account.
 
     Raises:
-        DeviceMapError: If a budget is invalid, or the largest layer fits nowhere.
+        DeviceMapError: If a budget is invalid, or no device has enough memory to run the largest layer.
     """
     surveyed = survey_model(model, no_split_module_classes, dtype, special_dtypes, offload_buffers, workload)
     return _infer_map(surveyed, get_max_memory(max_memory), clean_result, verbose)
@@ -133,14 +134,14 @@ def get_balanced_memory(
 ) -> dict[Device, int]:
     """Return memory budgets for infer_auto_device_map that spread the model evenly over the accelerators.
 
-    Arguments that are not listed, and errors, are those of infer_auto_device_map. The largest load of an accelerator
-    is as small as a contiguous placement allows. The last accelerator keeps its full budget. If the model does not
-    fit, all of them keep their full budgets. With one accelerator and `max_memory=None`, 10% of its memory stays
-    free.
+    See infer_auto_device_map for the arguments that are not listed, and for errors. The largest load of an accelerator
+    is as small as a contiguous placement allows. The last accelerator keeps its full budget. If the model does not fit
+    on the accelerators, all of them keep their full budgets. With one accelerator and `max_memory=None`, 10% of its
+    memory stays free.
 
     Args:
-        low_zero: Whether to leave as much memory as possible free on the first accelerator, such as for generation, and
-            to balance the other accelerators.
+        low_zero: Whether to leave as much memory as possible free on the first accelerator, for example for generation,
+            and to balance only the other accelerators.
     """
     budgets = get_max_memory(max_memory)
     surveyed = survey_model(model, no_split_module_classes, dtype, special_dtypes, offload_buffers, workload)
@@ -175,16 +176,18 @@ def resolve_device_map(
     offload_buffers: bool = False,
     workload: Workload | None = None,
 ) -> DeviceMap:
-    """Convert any value that users give as `device_map` to a map that covers the model.
+    """Convert any value that users can give as `device_map` to a map that covers the model.
 
-    Arguments that are not listed are those of infer_auto_device_map. `no_split_module_classes=None` uses the model's
-    own `_no_split_modules`.
+    See infer_auto_device_map for the arguments that are not listed. `no_split_module_classes=None` uses the model's own
+    `_no_split_modules`.
 
     Args:
-        device_map: "auto" or "balanced" (equivalent), "balanced_low_0", "sequential", one device for all, or a map.
+        device_map: "auto" or "balanced" (equivalent), "balanced_low_0", "sequential", one device for the whole model,
+            or a map.
 
     Raises:
-        DeviceMapError: If the strategy name is unknown, or the map has faults. The message lists all of them.
+        DeviceMapError: If the strategy name is unknown, the map has faults, or a device is not on this machine. The
+            message lists the faults.
     """
     if isinstance(device_map, Mapping):
         check_device_map(model, device_map)

@@ -13,7 +13,7 @@ from headway.core.runtime.device import HARDWARE
 from headway.offload.placement.budget import measure_available_memory
 
 _MOST = 256 << 20
-"""Maximum number of bytes for a bandwidth measurement."""
+"""Maximum number of bytes that one bandwidth measurement reads."""
 _COLUMNS = 4096
 """Number of columns of the measured matrix."""
 _PIECE = 8 << 20
@@ -23,14 +23,14 @@ _READERS = 4
 
 
 def measure_memory_bandwidth(device: torch.device, num_repeats: int = 5) -> float:
-    """Measure a device's memory bandwidth in bytes per second, by a matrix-vector product as in token generation.
+    """Measure a device's memory bandwidth in bytes per second, with a matrix-vector product as in token generation.
 
-    The result is the best of several measurements. It is an upper limit, because other work on the machine only
-    makes it slower.
+    The result is that of the fastest of several measurements. It is an upper limit, because other work on the machine
+    only slows a measurement down.
 
     Args:
-        device: Device whose memory is measured, and which computes the product.
-        num_repeats: Number of measurements after the first.
+        device: Device that computes the product, and whose memory is measured.
+        num_repeats: Number of measurements after the first. Default: 5.
     """
     size = min(_MOST, measure_available_memory() // 4) if device.type == "cpu" else _MOST
     matrix = torch.ones(max(1, size // (4 * _COLUMNS)), _COLUMNS, device=device)
@@ -39,11 +39,13 @@ def measure_memory_bandwidth(device: torch.device, num_repeats: int = 5) -> floa
 
 
 def measure_copy_bandwidth(device: torch.device, num_repeats: int = 5) -> float:
-    """Measure the bandwidth of copies from pinned main memory to an accelerator, in bytes per second.
+    """Measure the bandwidth of copies from main memory to an accelerator, in bytes per second.
+
+    Main memory is pinned if the accelerator supports that.
 
     Args:
         device: Accelerator to copy to.
-        num_repeats: Number of measurements after the first.
+        num_repeats: Number of measurements after the first. Default: 5.
     """
     is_pinned = device.type != "cpu" and HARDWARE[device.type].can_pin
     source = torch.ones(min(_MOST, measure_available_memory() // 4), dtype=torch.uint8, pin_memory=is_pinned)
@@ -59,8 +61,7 @@ def measure_disk_bandwidth(files: Iterable[Path], most: int = _MOST) -> float | 
         most: Maximum number of bytes to read.
 
     Returns:
-        The bandwidth. None if the file system cannot bypass the page cache, or all files together are smaller than 8
-            MiB.
+        The bandwidth. None if the file system cannot bypass the page cache, or if no file has at least 8 MiB.
     """
     pieces = iter(list(_list_pieces(files, most)))
     lock, num_read = threading.Lock(), [0] * _READERS
@@ -97,7 +98,7 @@ def _list_pieces(files: Iterable[Path], most: int) -> Iterator[tuple[Path, int]]
 
 
 def _read_pieces(pieces: Iterator[tuple[Path, int]], lock: threading.Lock, num_read: list[int], index: int) -> None:
-    # Reading past the cache needs page-aligned memory, such as an anonymous mapping.
+    # A read that bypasses the page cache needs page-aligned memory, such as an anonymous mapping.
     with mmap.mmap(-1, _PIECE) as room:
         while True:
             with lock:
@@ -107,7 +108,7 @@ def _read_pieces(pieces: Iterator[tuple[Path, int]], lock: threading.Lock, num_r
             try:
                 opened = os.open(piece[0], os.O_RDONLY | os.O_DIRECT)
             except (OSError, AttributeError):
-                return  # a file system in memory, or a system without the flag, cannot be measured
+                return  # a file system in memory, or an operating system without O_DIRECT, cannot be measured
             try:
                 num_read[index] += os.preadv(opened, [room], piece[1])
             except OSError:

@@ -1,4 +1,4 @@
-"""Determine memory budgets of this machine's devices, as measured or as given by the user."""
+"""Determine the memory budgets of this machine's devices, as measured or as given by the user."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,26 +20,27 @@ logger = get_logger(__name__)
 Device = int | str
 """Index of an accelerator, "cpu" or "disk".
 
-Accelerators without an index, such as "mps", are identified by their device type.
+An accelerator without an index, such as "mps", is identified by its device type.
 """
 
 UNLIMITED = 1 << 62
-"""Budget of a device without a limit."""
+"""Budget in bytes for a device without a limit."""
 OFFLOAD = ("cpu", "disk")
 """Devices of a device map that store offloaded parts."""
 
 
 def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict[Device, int]:
-    """Return the bytes that a model may use on each device: accelerators first, then "mps", "cpu" and "disk".
+    """Return the bytes that a model may use on each device: first accelerators by index, then "mps", "cpu" and "disk".
 
     Args:
-        max_memory: Bytes, or text such as "10GiB", by device. A device is an index, "cuda:0", "cuda" (the one that this
-            process uses), "mps", "cpu" or "disk". None measures the free memory of each accelerator, including unused
-            memory in torch's allocator, and the main memory available within the container's limits. Budgets for
-            another machine are accepted for planning, and are logged once as a warning.
+        max_memory: Limit in bytes, or as text such as "10GiB", by device. A device is an index, "cuda:0", "cuda" (the
+            one that this process uses), "mps", "cpu" or "disk". None measures the free memory of each accelerator,
+            including unused memory in torch's allocator, and the main memory available within the container's limits.
+            Devices that this machine does not have are accepted, for planning. In that case a warning is logged once.
 
     Raises:
-        DeviceMapError: If devices or sizes are invalid, or a device has two budgets. The message names all of them.
+        DeviceMapError: If any device or size is invalid, or a device has two budgets. The message lists all such
+            faults.
     """
     if max_memory is None:
         return _measure_budgets(detect_hardware())
@@ -50,9 +51,7 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
 
 
 def check_presence(max_memory: Mapping[Device, int | str] | None) -> None:
-    """Raise DeviceMapError if this machine does not have every device of a memory budget.
-
-    Called before a model is placed on the devices.
+    """Raise an error if this machine does not have every device of a memory budget.
 
     Args:
         max_memory: Memory limit by device, or None to check nothing.
@@ -78,7 +77,7 @@ def find_absent_devices(devices: Iterable[Device]) -> list[Device]:
 
 
 def describe_devices() -> str:
-    """Return the accelerators of this machine as text."""
+    """Return text that describes this machine's accelerators, such as "cuda 0 to 3" or "the CPU alone"."""
     hardware = detect_hardware()
     if not hardware.is_indexed:
         return "the CPU alone" if hardware.kind == "cpu" else hardware.kind
@@ -112,9 +111,9 @@ def _parse_budgets(max_memory: Mapping[Device, int | str]) -> dict[Device, int]:
 
 
 def get_fill_order(device: Device) -> tuple[int, int]:
-    """Return the sort key for the order in which devices are filled.
+    """Return the sort key that puts devices in the order in which they are filled.
 
-    Accelerators are filled first, by index, then accelerators without an index, the CPU and the disk.
+    Accelerators with an index are filled first, by index, then accelerators without an index, the CPU and the disk.
     """
     return (0, device) if isinstance(device, int) else (1, 1 + OFFLOAD.index(device) if device in OFFLOAD else 0)
 
@@ -125,10 +124,10 @@ def is_accelerator(device: Device) -> bool:
 
 
 def parse_device(device: object) -> Device:
-    """Convert a description of a device to its form in device maps.
+    """Convert a description of a device to its form in device maps: an index or a name.
 
     Args:
-        device: Index, "1", "cuda:1", "cuda" (the one that this process uses), torch.device, "mps", "cpu" or "disk".
+        device: Index, "1", "cuda:1", "cuda" (the one that this process uses), a torch.device, "mps", "cpu" or "disk".
 
     Raises:
         DeviceMapError: If the value has none of these forms, or is "meta", where tensors have no values.
@@ -157,9 +156,12 @@ def parse_device(device: object) -> Device:
 
 
 def _get_own_index(kind: str) -> int:
-    """Return the index of the device that this process uses. Before it uses one, this follows from its local rank.
+    """Return the index of the device that this process uses, or 0 if the machine has no such device.
 
-    Return 0 if the machine has no such device.
+    Before the process uses a device, the index is derived from its local rank.
+
+    Args:
+        kind: Device type, such as "cuda".
     """
     if process.is_started():
         own = process.current().device
@@ -207,7 +209,7 @@ def measure_available_memory(root: Path = Path("/")) -> int:
     """Return the bytes of main memory that this process can still allocate, within the limits of machine and container.
 
     Args:
-        root: Folder that contains `proc` and `sys`, for the limits.
+        root: Folder that contains `proc` and `sys`, from which the limits are read. Default: "/".
     """
     rooms = [room for group in list_control_groups(root) if (room := group.available_bytes) is not None]
     return min([int(psutil.virtual_memory().available), *rooms])

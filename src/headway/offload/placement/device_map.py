@@ -27,10 +27,10 @@ _SHOWN_FAULTS = 20
 
 
 class DeviceMap(dict[str, Device]):
-    """Dict from names of modules or tensors to devices. It also stores the budgets from which it was inferred.
+    """Dict from names of modules or tensors to devices, with a report on the memory of each device.
 
     Attributes:
-        plan: Budget and load of each device, or None for a map written by hand.
+        plan: Budget and used memory of each device, or None for a map written by hand.
     """
 
     def __init__(
@@ -41,18 +41,28 @@ class DeviceMap(dict[str, Device]):
 
     @property
     def main_device(self) -> Device:
-        """Device that receives inputs and runs offloaded layers: the first accelerator in the map, else the CPU."""
+        """Device that receives inputs and runs offloaded layers: the first accelerator in the map, or else the CPU."""
         return next((device for device in self.values() if is_accelerator(device)), "cpu")
 
     def explain(self) -> str:
-        """Return a table with each device's used bytes, budget and headroom as text."""
+        """Return a table with each device's used bytes, budget and unused bytes, as text.
+
+        For a map without this information, return its entries as lines of text.
+        """
         if self.plan is None:
             return "\n".join(f"{name or 'the whole model'}: {device}" for name, device in self.items())
         return self.plan.table()
 
 
 def get_device(device_map: Mapping[str, Device], name: str) -> Device:
-    """Return the device of a module or tensor, from the map's most specific entry for it or a module that contains it.
+    """Return the device of a module or tensor.
+
+    It is taken from the map's most specific entry: the entry for the module or tensor itself, or for the innermost
+    module that contains it.
+
+    Args:
+        device_map: Device by name of a module or tensor.
+        name: Name of the module or tensor.
 
     Raises:
         DeviceMapError: If the map has no such entry.
@@ -66,12 +76,13 @@ def get_device(device_map: Mapping[str, Device], name: str) -> Device:
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device | torch.device]) -> None:
-    """Raise an error unless a device map fits a model.
+    """Raise an error unless a device map matches a model.
 
-    The map must cover every tensor, its names must exist in the model, and its devices must be valid.
+    The map must cover every tensor, its names must exist in the model, and its devices must be valid. If it places one
+    tied parameter on several devices, a warning is logged.
 
     Raises:
-        DeviceMapError: If the map has faults. The message lists all of them.
+        DeviceMapError: If the map has faults. The message lists the first 20 of them.
     """
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -111,13 +122,13 @@ def check_presence(device_map: Mapping[str, Device]) -> None:
 
 
 def clean_device_map(device_map: Mapping[str, Device], module_name: str = "") -> dict[str, Device]:
-    """Return a copy of a map in which entries are merged if all parts of a module are on one device.
+    """Return a copy of a map that has a single entry for each module whose parts are all on one device.
 
     Runs in linear time.
 
     Args:
         device_map: Device by name of a module or tensor.
-        module_name: Name of the module within which entries are merged. "" is the model.
+        module_name: Name of the module within which entries are merged. Default: "", the whole model.
     """
     uniform: dict[str, Device | None] = {}
     count: Counter[str] = Counter()
@@ -136,7 +147,7 @@ def clean_device_map(device_map: Mapping[str, Device], module_name: str = "") ->
 
 
 def _list_prefixes(name: str) -> list[str]:
-    """Return a name and the names of all modules that contain it. The last one is "", the model."""
+    """Return a name and the names of all modules that contain it, innermost first. The last is "", the whole model."""
     found = [name]
     while found[-1]:
         found.append(found[-1].rpartition(".")[0])

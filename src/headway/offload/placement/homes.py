@@ -1,6 +1,6 @@
-"""Derive the home of each tensor from a device map: the device or file where it stays between forwards.
+"""Derive the home of each tensor from a device map: the device or file where it is stored between forwards.
 
-Homes are derived once, for loading a model and for running it.
+Loading a model and running it both use homes that are derived by this code.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ from headway.offload.placement.budget import (
 from headway.offload.placement.device_map import DeviceMap, get_device
 
 CPU = torch.device("cpu")
-"""torch device of main memory."""
+"""The `torch.device` of main memory."""
 DISK = "disk"
-"""Home of tensors that stay in their files."""
+"""Home of tensors that stay in files on disk."""
 Home = torch.device | str
-"""Device or file where a tensor stays between forwards: a torch device, or `DISK`."""
+"""Place where a tensor is stored between forwards: a torch device, or `DISK`."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ def make_placement(
     """Apply a device map to a model, and return where each tensor is stored and used.
 
     Args:
-        model: Model to place, which the map covers.
+        model: Model to place. Every tensor must have an entry in the map.
         device_map: Map as returned by resolve_device_map().
-        main: Device that runs offloaded parts, or None for the first accelerator in the map, else the CPU.
-        offload_buffers: Whether buffers of offloaded parts are offloaded with them. They are small, and stay on `main`
-            otherwise.
+        main: Device that runs offloaded parts. None: the first accelerator in the map, or else the CPU.
+        offload_buffers: Whether buffers of offloaded parts are offloaded with them. If False, they stay on `main`,
+            because they are small.
 
     Raises:
         DeviceMapError: If this machine does not have `main`.
@@ -82,9 +82,15 @@ def make_placement(
 
 
 def _join_tied(places: Mapping[str, TensorLocation], homes: dict[str, Home], main: torch.device) -> dict[str, Home]:
-    """Return the homes after moving offloaded tensors to the accelerator of a tensor to which they are tied.
+    """Return the homes, with offloaded tensors moved to the accelerator of a tensor to which they are tied.
 
-    A home is the device, or "disk", where a tensor is stored between forwards.
+    A home is the device, or "disk", where a tensor is stored between forwards. A tensor is moved only if that
+    accelerator is the main device or the home of the first tensor of the tied group.
+
+    Args:
+        places: Modules and attributes that hold each tensor, by name.
+        homes: Home of each tensor, by name.
+        main: Device that runs offloaded parts.
     """
     found = dict(homes)
     for name, group in map_ties(places).items():
@@ -96,12 +102,12 @@ def _join_tied(places: Mapping[str, TensorLocation], homes: dict[str, Home], mai
 
 
 def is_offloaded(home: Home) -> bool:
-    """Whether tensors that are stored on this device (or "disk") are used on another device."""
+    """Whether a home is one of offloaded tensors: main memory or "disk". Such tensors can be used on another device."""
     return home in (DISK, CPU)
 
 
 def get_home(device: Device) -> Home:
-    """Convert a device of a device map to a `torch.device`, or to "disk"."""
+    """Convert a device in the form of device maps to a `torch.device`, or to "disk"."""
     if isinstance(device, int):
         return torch.device(detect_hardware().kind, device)
     return DISK if device == DISK else torch.device(device)
@@ -111,11 +117,11 @@ def resolve_compute_device(given: Device | torch.device, argument: str) -> torch
     """Convert a device to a `torch.device`, or raise an error if it cannot compute on this machine.
 
     Args:
-        given: Device from the user.
-        argument: Name of the user's argument, for messages.
+        given: Device that the user gave.
+        argument: Name of the argument that the user passed, for messages.
 
     Raises:
-        DeviceMapError: If the machine does not have the device, or it cannot compute.
+        DeviceMapError: If the machine does not have the device, or the device cannot compute.
     """
     device = parse_device(given)
     found = get_home(device)

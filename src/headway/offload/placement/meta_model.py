@@ -25,7 +25,11 @@ from headway.offload._torch import DisableTorchFunction
 
 _META = torch.device("meta")
 _LARGE = 1 << 16
-"""Minimum number of elements of a new tensor that is replaced by a stand-in, because it may become a parameter."""
+"""Minimum number of elements of a new tensor that is replaced by a placeholder.
+
+A placeholder is a meta tensor that takes no memory. Large tensors are worth replacing because they might become
+parameters.
+"""
 
 _OWN = __file__
 _TORCH = str(Path(torch.__file__).parent)
@@ -35,21 +39,24 @@ _FILLERS = frozenset(
     orthogonal_ fill_ zero_ random_
     """.split()  # noqa: SIM905
 )
-"""Names of functions that fill a tensor.
+"""Names of functions that fill a tensor with values.
 
-Names are compared because libraries replace torch.nn.init's functions by wrappers.
+Names are compared because some libraries replace the functions of torch.nn.init by wrappers.
 """
 _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
-"""torch functions that create a tensor.
-
-Instead of their result, a stand-in (a meta tensor without values) can be used.
-"""
+"""torch functions that create a tensor, and whose result can be replaced by a placeholder without values."""
 _ATTRIBUTES = (
     "shape", "dtype", "ndim", "requires_grad", "layout", "is_leaf", "grad", "grad_fn", "is_quantized", "is_sparse",
 )  # fmt: skip
-"""Attributes that can be read from a stand-in without creating the real tensor. They do not depend on values."""
+"""Attributes that do not depend on a tensor's values.
+
+They can be read from a placeholder, which has no values, without creating the real tensor.
+"""
 _METHODS = ("size", "dim", "numel", "stride", "is_floating_point", "is_complex")
-"""Methods that can be called on a stand-in without creating the real tensor."""
+"""Methods that do not depend on a tensor's values.
+
+They can be called on a placeholder, which has no values, without creating the real tensor.
+"""
 _DESCRIPTIONS = frozenset(
     {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES}
     | {getattr(torch.Tensor, name) for name in _METHODS}
@@ -61,13 +68,13 @@ _DESCRIPTIONS = frozenset(
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
     """Return a context that builds models without memory: parameters created in it are on the meta device.
 
-    Tied weights stay tied. Contexts can be nested, and the innermost one applies. Other threads are not affected. After
-    the context torch is unchanged, even if an error ends it.
+    Tied weights stay tied. Contexts can be nested, and the innermost one applies. Other threads are not affected. When
+    the context ends, torch is restored, even after an error.
 
     Args:
-        include_buffers: Whether buffers are on the meta device, too. None reads `HEADWAY_INIT_INCLUDE_BUFFERS`, and is
-            False if that is not set. Buffers that no checkpoint contains, such as frequencies of rotary embeddings,
-            must have values.
+        include_buffers: Whether buffers are on the meta device, too. None: the value of the environment variable
+            `HEADWAY_INIT_INCLUDE_BUFFERS`, or False if it is not set. Buffers that no checkpoint contains, such as the
+            frequencies of rotary embeddings, need values.
 
     Raises:
         MetaModelError: If a constructor reads a value that a meta tensor does not have. The message names the modules.
@@ -81,14 +88,15 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
     Args:
         device: Any value that torch.device accepts.
-        include_buffers: Whether buffers are on `device`, too. None reads `HEADWAY_INIT_INCLUDE_BUFFERS`, and is False
-            if that is not set. True is equivalent to `with torch.device(device)`, which creates all tensors on
-            `device`. False moves every parameter when it is registered.
+        include_buffers: Whether buffers are on `device`, too. None: the value of the environment variable
+            `HEADWAY_INIT_INCLUDE_BUFFERS`, or False if it is not set. With True, all tensors are created on `device`,
+            as with `with torch.device(device)`. With False, each parameter is moved when a module registers it.
 
     Raises:
-        MetaModelError: On the meta device, if a constructor reads a value that a meta tensor does not have.
+        MetaModelError: If `device` is the meta device, and a constructor reads a value that a meta tensor does not
+            have.
     """
-    # An empty tensor gives the device an index, which 'cuda' alone does not have.
+    # An empty tensor's device has an index, which the name 'cuda' alone does not have.
     place = torch.empty(0, device=device).device
     if include_buffers is None:
         include_buffers = bool(env.get_bool("HEADWAY_INIT_INCLUDE_BUFFERS"))
@@ -102,10 +110,10 @@ class _RegistrationWatch(TorchFunctionMode):
     """Torch function mode that moves new parameters to a device in `init_empty_weights` or `init_on_device`.
 
     Attributes:
-        place: Device of parameters.
-        is_whole: Whether torch.device creates all tensors on `place`. If False, only parameters are moved.
-        delays_tensors: Whether large new tensors are replaced by stand-ins (meta tensors) until their use is known.
-        stand_ins: Pairs of a stand-in and the function that makes the real tensor, by `id` of the stand-in.
+        place: Device to which parameters are moved.
+        is_whole: Whether `torch.device` creates all tensors on `place`. If False, only parameters are moved.
+        delays_tensors: Whether large new tensors are replaced by placeholders (meta tensors) until their use is known.
+        stand_ins: Pairs of a placeholder and the function that makes the real tensor, by `id` of the placeholder.
         moved: Pairs of the original and the moved parameter, by `id` of the original.
     """
 
@@ -115,7 +123,7 @@ class _RegistrationWatch(TorchFunctionMode):
         self.is_whole = is_whole
         self.delays_tensors = place == _META and not is_whole
         self.stand_ins: dict[int, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
-        # A parameter may be registered twice, under two names: the second time gives the same result.
+        # A parameter can be registered twice, under two names. Both registrations must give the same moved parameter.
         self.moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def __torch_function__(
@@ -125,7 +133,7 @@ class _RegistrationWatch(TorchFunctionMode):
         if self.place == _META and getattr(func, "__name__", "") in _FILLERS:
             target = args[0] if args else kwargs.get("tensor")
             if _is_meta(target) and id(target) not in self.stand_ins:
-                return target  # nothing to fill; otherwise these calls would take most of the time
+                return target  # there is nothing to fill, and these calls would take most of the time
         if self.stand_ins and func not in _DESCRIPTIONS:
             self._make_real((args, tuple(kwargs.values())))
         if self.delays_tensors and func in _FACTORIES and _count_elements(args, kwargs) >= _LARGE:
@@ -138,7 +146,7 @@ class _RegistrationWatch(TorchFunctionMode):
             raise MetaModelError(_explain_error(func, error, self.is_whole)) from error
 
     def _make_stand_in(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Create a stand-in for a large new tensor, on the meta device.
+        """Create a placeholder for a large new tensor, on the meta device.
 
         The real tensor is created later, and only if it does not become a parameter.
 
@@ -156,7 +164,11 @@ class _RegistrationWatch(TorchFunctionMode):
         return shadow
 
     def _make_real(self, value: Any) -> None:
-        """Create the real tensors of the stand-ins in `value`, because they do not become parameters."""
+        """Create the real tensors of the placeholders in `value`, because these tensors do not become parameters.
+
+        Args:
+            value: Tensor, or nested lists and tuples of tensors. Other values are ignored.
+        """
         if isinstance(value, torch.Tensor):
             found = self.stand_ins.pop(id(value), None)
             if found is not None:
@@ -167,14 +179,17 @@ class _RegistrationWatch(TorchFunctionMode):
                 self._make_real(item)
 
     def make_remaining_real(self) -> None:
-        """Create the real tensors of stand-ins that are still in use when the context ends, such as attributes."""
+        """Create the real tensors of the placeholders that are still referenced when the context ends.
+
+        For example, an attribute of a module can refer to a placeholder.
+        """
         self._forget_unused()
         self._make_real([shadow for shadow, _ in self.stand_ins.values()])
 
     def _forget_unused(self) -> None:
-        """Drop the stand-ins to which nothing refers except `stand_ins`, because parameters have replaced them."""
+        """Drop the placeholders that are referenced only by `stand_ins`, because parameters have replaced them."""
         for key in list(self.stand_ins):
-            # Two references remain: the pair in `stand_ins`, and getrefcount's own argument.
+            # An unused placeholder has two references: the pair in `stand_ins`, and getrefcount's own argument.
             if sys.getrefcount(self.stand_ins[key][0]) <= 2:
                 del self.stand_ins[key]
 
@@ -208,7 +223,8 @@ class _RegistrationWatch(TorchFunctionMode):
             buffer: New buffer, or None.
 
         Raises:
-            MetaModelError: If the buffer is on the meta device, although this context gives buffers values.
+            MetaModelError: If the buffer is on the meta device because it was computed from parameters, but needs
+                values.
         """
         self._make_real(buffer)
         if self.delays_tensors and isinstance(buffer, torch.Tensor) and buffer.device == _META:
@@ -223,8 +239,8 @@ class _RegistrationWatch(TorchFunctionMode):
 class _RegistrationHooks:
     """Global torch hooks on the registration of parameters and buffers.
 
-    They are installed while any thread is in an `init_empty_weights` or `init_on_device` context. Each thread uses
-    only its own `_RegistrationWatch`.
+    They are installed while any thread is in an `init_empty_weights` or `init_on_device` context. In each thread, they
+    use only the `_RegistrationWatch` of that thread.
     """
 
     def __init__(self) -> None:
@@ -284,9 +300,9 @@ def _move_parameter(parameter: nn.Parameter, place: torch.device) -> nn.Paramete
 
 
 def _count_elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the number of elements that a call of a factory such as `torch.empty` requests.
+    """Return the number of elements that a call of a tensor factory such as `torch.empty` requests.
 
-    Return 0 if the arguments do not determine it.
+    Return 0 if the arguments do not determine the number.
     """
     size = kwargs.get("size", args[0] if args else 0)
     try:
@@ -303,7 +319,7 @@ def _is_meta(value: Any) -> bool:
 
 
 def _has_meta(values: Any) -> bool:
-    if isinstance(values, dict | list | tuple):  # includes subclasses of the user
+    if isinstance(values, dict | list | tuple):  # includes subclasses that users define
         return any(map(_has_meta, values.values() if isinstance(values, dict) else values))
     return _is_meta(values)
 
@@ -319,7 +335,7 @@ def _explain_error(func: Callable[..., Any], error: Exception, is_whole: bool) -
 
 
 def _describe_site() -> str:
-    """Return the names of the running constructors, outermost first, and the source line of the innermost one."""
+    """Return the names of the running module constructors, outermost first, and the innermost one's source line."""
     names: list[str] = []
     seen: list[nn.Module] = []
     line = ""

@@ -1,4 +1,4 @@
-"""Report the memory of a placement per device: stored weights, other required memory, and the remaining memory."""
+"""Report the memory of each device in a placement: stored weights, other required memory, and unused memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,9 +17,9 @@ class DeviceUse:
         device: Index or name of the device.
         budget: Available memory, or None for no limit.
         weights: Weights and buffers stored on the device.
-        kept: Memory that stays in use after a forward, such as KV caches of the declared workload.
-        passing: Peak of memory that is in use only during a forward.
-        streamed: Memory for the largest offloaded layer, if offloaded layers run on this device.
+        kept: Memory that stays in use after a forward, such as the KV caches of the declared workload.
+        passing: Peak of the memory that is in use only during a forward.
+        streamed: Memory for the largest offloaded layer, or 0 if offloaded layers run on another device.
         units: Names of the indivisible modules and tensors stored on the device.
     """
 
@@ -33,7 +33,7 @@ class DeviceUse:
 
     @property
     def used(self) -> int:
-        """Bytes of all memory that is in use at the peak."""
+        """Bytes of all memory that is in use at the peak of a forward."""
         return self.weights + self.kept + self.passing + self.streamed
 
     @property
@@ -47,7 +47,7 @@ class PlacementReport:
     """Memory of all devices in a placement.
 
     Attributes:
-        rows: Memory of each device, in the order in which they are filled.
+        rows: Memory of each device, in the order in which devices are filled.
         main_device: Device that runs offloaded layers.
     """
 
@@ -82,12 +82,12 @@ class PlacementReport:
 def make_report(
     surveyed: ModuleTree, solution: Solution, devices: list[Device], num_compute: int, budgets: Mapping[Device, int]
 ) -> PlacementReport:
-    """Return the memory that a solution needs on each device.
+    """Return the memory that a placement needs on each device.
 
     Args:
         surveyed: Parts of the model.
         solution: Placement of the parts.
-        devices: All devices: those that compute, then those that only store weights.
+        devices: All devices: first those that compute, then those that only store weights.
         num_compute: Number of devices that compute.
         budgets: Available bytes of each device.
     """

@@ -11,11 +11,14 @@ from headway.errors import ConfigError
 from headway.offload._torch import is_traceable_wrapper_subclass
 
 _PACKED = {f"{sign}int{bits}": bits / 8 for bits in range(1, 8) for sign in ("", "u")}
-"""Bytes per element of torch's small integers. torch stores each in a byte, but in use they are packed."""
+"""Bytes per element of torch's integer dtypes with fewer than 8 bits, as packed in use.
+
+torch itself stores each element in a byte.
+"""
 
 
 class CustomDtype(Enum):
-    """Formats of weights that have no exact counterpart among torch's dtypes."""
+    """Weight formats that have no exact counterpart among torch's dtypes."""
 
     FP8 = "fp8"
     INT4 = "int4"
@@ -31,6 +34,8 @@ _CUSTOM_BYTES = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 
 
 def parse_dtype(dtype: Dtype | None) -> torch.dtype | CustomDtype | None:
     """Return the dtype for a name such as `"float16"`, `"torch.float16"` or `"int4"`.
+
+    Dtypes and None are returned unchanged.
 
     Raises:
         ConfigError: If there is no dtype of this name.
@@ -48,7 +53,11 @@ def parse_dtype(dtype: Dtype | None) -> torch.dtype | CustomDtype | None:
 
 
 def dtype_byte_size(dtype: Dtype) -> int | float:
-    """Return the bytes per element: 2 for float16, 1 for bool and float8, 0.5 for (packed) int4."""
+    """Return the bytes per element of a dtype: 2 for float16, 1 for bool and float8, 0.5 for (packed) int4.
+
+    Raises:
+        ConfigError: If `dtype` is None or not the name of a dtype.
+    """
     known = parse_dtype(dtype)
     if isinstance(known, torch.dtype):
         return _PACKED.get(str(known).removeprefix("torch."), known.itemsize)
@@ -60,7 +69,11 @@ def dtype_byte_size(dtype: Dtype) -> int | float:
 def get_stored_dtype(tensor: torch.Tensor, dtype: Dtype | None) -> torch.dtype | CustomDtype:
     """Return the dtype that a tensor has after the model is loaded in `dtype`.
 
-    Floating tensors of 16 bits and more are converted. Integers, bools, float8, complex and quantized tensors are not.
+    Floating tensors of 16 bits or more are converted. Integer, bool, float8, complex and quantized tensors are not.
+
+    Args:
+        tensor: Tensor of the model.
+        dtype: Dtype in which the model is loaded, or None for the model's dtype.
     """
     target = parse_dtype(dtype)
     own = tensor.dtype
@@ -69,9 +82,13 @@ def get_stored_dtype(tensor: torch.Tensor, dtype: Dtype | None) -> torch.dtype |
 
 
 def count_tensor_bytes(tensor: torch.Tensor, dtype: Dtype | None = None) -> int:
-    """Return the bytes that a tensor has after a conversion to `dtype`. The tensor may be on any device.
+    """Return the bytes that a tensor has after a conversion to `dtype`.
 
-    For quantized tensors, the bytes of their inner tensors are summed.
+    For a quantized tensor, the bytes of its inner tensors are summed.
+
+    Args:
+        tensor: Tensor on any device, including the meta device.
+        dtype: Dtype to convert to, or None for the tensor's dtype. Default: None.
     """
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
@@ -84,24 +101,27 @@ def _round_up(size: float) -> int:
 
 
 class TensorSizes:
-    """Function object that returns the bytes of a model's tensor in the dtype that it has after loading.
+    """Callable that returns the bytes that a tensor of the model has after loading.
 
     Args:
-        dtype: Dtype in which the model will be loaded, or None for its own.
+        dtype: Dtype in which the model will be loaded, or None for the model's dtype.
         special_dtypes: Dtypes of tensors by name. They take precedence over `dtype`.
     """
 
     def __init__(self, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None) -> None:
         self.dtype = parse_dtype(dtype)
         self.special = {name: parse_dtype(kind) for name, kind in (special_dtypes or {}).items()}
-        # Called once per tensor of the model, so the element sizes of the few dtypes that occur are cached.
+        # This object is called for every tensor of the model, so the element sizes of the few dtypes are cached.
         self.known: dict[torch.dtype, float] = {}
 
     def __call__(self, name: str, tensor: torch.Tensor, is_persistent: bool = True) -> int:
-        """Return the bytes of the tensor `name`.
+        """Return the bytes that a tensor has after loading.
 
-        Non-persistent buffers (`is_persistent=False`), which no checkpoint contains, keep their dtype unless
-        `special_dtypes` names another.
+        Args:
+            name: Name of the tensor, which is looked up in `special_dtypes`.
+            tensor: Tensor of the model.
+            is_persistent: Whether the tensor is in the state dict. If not, it keeps its dtype unless `special_dtypes`
+                has an entry for it. Default: True.
         """
         if type(tensor) not in (nn.Parameter, torch.Tensor) and is_traceable_wrapper_subclass(tensor):
             return count_tensor_bytes(tensor)
@@ -122,18 +142,19 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Dtype] | None = None,
     buffers_only: bool = False,
 ) -> Counter[str]:
-    """Return the bytes of every module and tensor by name. The key `""` is the model; missing names count as 0.
+    """Return the bytes of every module and tensor, by name. The key "" is the whole model. Missing names count as 0.
 
-    A tensor with several names (tied weights, or a module used twice) counts once, under its first name.
+    A tensor with several names counts once, under its first name. It has several names if it is tied or if its module
+    is used twice.
 
     Args:
         model: Model on any device, including the meta device.
-        dtype: Dtype in which the model will be loaded, for persistent floating tensors.
+        dtype: Dtype in which persistent floating tensors will be loaded, or None for the model's dtype.
         special_dtypes: Dtypes of tensors by name. They take precedence over `dtype`.
-        buffers_only: Whether to leave out parameters.
+        buffers_only: Whether to leave out parameters. Default: False.
 
     Raises:
-        ConfigError: If there is no such dtype.
+        ConfigError: If `dtype` is not a dtype.
     """
     price, sizes = TensorSizes(dtype, special_dtypes), Counter[str]()
     for name, tensor, is_persistent in _iterate_tensors(model, parameters=not buffers_only):
@@ -147,7 +168,7 @@ def compute_module_sizes(
 
 
 def _iterate_tensors(model: nn.Module, parameters: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield (name, tensor, whether it is in the state dict) for each tensor once.
+    """Yield (name, tensor, whether the tensor is in the state dict) for each tensor of a model once.
 
     Args:
         model: Any module.
@@ -195,11 +216,11 @@ def _list_non_persistent(module: nn.Module, recurse: bool) -> set[str]:
 def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
     """Return the groups of names that share one parameter.
 
-    Each group is sorted. Groups are in the order of their first names. Works on the meta device, too.
+    Each group is sorted. Groups are in the order of their first names. The model can be on the meta device.
 
     Args:
         model: Any module.
-        kwargs: Ignored, because other libraries pass further arguments.
+        kwargs: Ignored. Accepted because other libraries pass further arguments.
     """
     names: defaultdict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -220,7 +241,7 @@ def get_max_layer_size(
     Args:
         modules: Pairs of a name and a module or tensor to search.
         module_sizes: Sizes as returned by compute_module_sizes.
-        no_split_module_classes: Names of classes.
+        no_split_module_classes: Names of module classes that are not divided.
     """
     whole = collect_class_names(no_split_module_classes)
     largest, found = 0, list[str]()
@@ -240,14 +261,14 @@ def get_max_layer_size(
 
 
 def collect_class_names(classes: Iterable[str] | str | None) -> frozenset[str]:
-    """Convert `no_split_module_classes`, which may be one name, several or None, to a set of class names."""
+    """Convert `no_split_module_classes`, which is one name, several or None, to a set of class names."""
     return frozenset([classes] if isinstance(classes, str) else classes or ())
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
     """Return the bytes of the model, and the bytes and names of its largest layers.
 
-    Layers are delimited by the model's own `_no_split_modules`.
+    A layer is a module that is not divided: one without children, or one of a class in the model's `_no_split_modules`.
     """
     sizes = compute_module_sizes(model)
     parts: list[tuple[str, nn.Module | torch.Tensor]] = [

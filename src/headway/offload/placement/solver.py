@@ -1,15 +1,16 @@
-"""Place parts of a model on devices with memory budgets, in order. Works on integers only.
+"""Place parts of a model on devices with memory budgets, in order, with integer arithmetic only.
 
 A placement is contiguous: the devices, in order, get consecutive runs of parts. Filling the devices one after the other
-is optimal. By an exchange argument, no other placement has placed more parts after the first k devices, for any k. This
+is optimal: for any k, no other placement has more parts on the first k devices. An exchange argument shows this. It
 also holds for demands that are a maximum over the run instead of a sum, because a shorter run never needs more.
 
-If not all parts fit, the last ones are offloaded. They run on the main device, the first one in use, which then also
-needs memory for the largest of them. A smaller offloaded part needs less memory but leaves more parts to place, so
-feasibility is not monotone. Therefore all cuts are tried, from the smallest offloaded part on, each in O(log n).
+If not all parts fit, the last ones are offloaded. They run on the main device, which is the first one in use and also
+needs memory for the largest offloaded part. If fewer parts are offloaded, the main device might need less memory for
+the largest of them, but more parts must be placed. So feasibility is not monotone in the number of offloaded parts.
+Therefore all numbers are tried, starting with the smallest, each in O(log n).
 
-Tied parts may go to any device, which makes this a bin packing problem. If the order alone does not fit, every choice
-of devices for them is tried, up to 512. Models have one or two groups of tied parts.
+Tied parts can be on any device, which makes this a bin packing problem. If the parts do not fit in order, every choice
+of devices for the tied parts is tried, up to 512 choices. Models have one or two groups of tied parts.
 """
 
 from bisect import bisect_right
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, product
 
 _MAX_CHOICES = 512
-"""Maximum number of choices of devices for tied parts."""
+"""Maximum number of choices of devices for tied parts that are tried."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,12 @@ class Part:
     """Part of a model that a placement does not divide. Sizes are in bytes.
 
     Attributes:
-        size: Weights and buffers.
-        buffers: Buffers that stay on the main device when the part is offloaded. Included in `size`.
+        size: Size of weights and buffers.
+        buffers: Size of the buffers that stay on the main device when the part is offloaded. Included in `size`.
         kept: Memory that stays in use after the part has run, such as a KV cache.
         passing: Memory that is in use only while the part runs, such as activations.
-        is_tied: Whether the part consists of tied modules at different positions in the model. It may go to any device.
+        is_tied: Whether the part consists of tied modules at different positions in the model. Such a part can be on
+            any device.
     """
 
     size: int
@@ -45,7 +47,7 @@ class Solution:
     """Placement of all parts of a model.
 
     Attributes:
-        device: Index of each part's device. Indices count the compute devices first, then main memory and disk.
+        device: Index of each part's device. Indices number the compute devices first, then main memory and disk.
         main: Index of the compute device that runs offloaded parts.
         is_offloading: Whether any part is in main memory or on disk.
     """
@@ -62,13 +64,15 @@ def solve_placement(
 
     Args:
         parts: Parts in the order of execution. A tied part has the position of its first member.
-        budgets: Bytes of each compute device, in the order in which they are filled.
-        stores: Bytes of each store, in the order in which they are filled.
-        may_hold_nothing: Whether a device may run offloaded parts without storing any, as the CPU does.
+        budgets: Bytes of each compute device, in the order in which devices are filled.
+        stores: Bytes of each store, in the order in which stores are filled.
+        may_hold_nothing: Whether a device may run offloaded parts without storing any part, as the CPU does. Default:
+            False.
 
     Returns:
-        A placement without offloading if there is a contiguous one, with tied parts on any device. Otherwise the
-            placement that offloads the least. None if no device in use has memory to run the largest offloaded part.
+        If all parts fit on compute devices, a placement without offloading, with tied parts on any device. Otherwise
+        the placement that offloads the fewest bytes. None if no device in use has memory to run the largest offloaded
+        part.
     """
     whole = _place_without_offloading(parts, budgets)
     if whole is not None:
@@ -88,9 +92,10 @@ def solve_placement(
 
 
 def _place_without_offloading(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | None:
-    """Place all parts on compute devices: first in order, then with each choice of devices for tied parts.
+    """Place all parts on compute devices, first in order, then with each choice of devices for tied parts.
 
-    Return the device of each part, or None if they do not fit.
+    Returns:
+        The device of each part, or None if the parts do not fit.
     """
     straight = _fill_devices(parts, budgets)
     tied = [i for i, part in enumerate(parts) if part.is_tied]
@@ -112,14 +117,14 @@ def _place_without_offloading(parts: Sequence[Part], budgets: Sequence[int]) -> 
 
 
 def _fill_devices(parts: Sequence[Part], budgets: Sequence[int], floor: Sequence[int] = ()) -> list[int] | None:
-    """Assign parts to devices in order, and return the device of each part.
+    """Assign parts to devices in order, and return the device of each part, or None if the parts do not fit.
 
-    Each device takes as many parts as fit. None if parts remain after the last device.
+    Each device takes as many parts as fit.
 
     Args:
         parts: Parts to place.
         budgets: Bytes of each device.
-        floor: Minimum of temporary memory on each device, or empty for none.
+        floor: Minimum of the temporary memory on each device in bytes, or empty for no minimum.
     """
     found: list[int] = []
     for device, budget in enumerate(budgets):
@@ -133,7 +138,13 @@ def _place_with_offloading(
 ) -> Solution | None:
     """Return the placement that offloads the fewest parts and uses `main` as the first compute device.
 
-    None if impossible.
+    Return None if there is no such placement.
+
+    Args:
+        parts: Parts to place.
+        budgets: Bytes of each compute device.
+        stores: Bytes of each store (main memory, disk).
+        main: Index of the main device, which runs offloaded parts.
     """
     n = len(parts)
     cut = _find_best_cut(parts, budgets, main)
@@ -152,8 +163,14 @@ def _place_with_offloading(
 def _find_best_cut(parts: Sequence[Part], budgets: Sequence[int], main: int) -> tuple[int, int] | None:
     """Find the number of parts on the main device that leaves the fewest parts to offload.
 
+    Args:
+        parts: Parts to place.
+        budgets: Bytes of each compute device.
+        main: Index of the main device, which runs offloaded parts.
+
     Returns:
-        Number of parts on the main device, and number of parts on all compute devices. None if nothing fits.
+        Number of parts on the main device, and number of parts on all compute devices. None if the main device cannot
+        run the offloaded parts in any case.
     """
     n = len(parts)
     reach = list(range(n + 1))
@@ -187,7 +204,7 @@ def _find_run_end(parts: Sequence[Part], budget: int, start: int, passing: int =
         parts: Parts to place.
         budget: Bytes of the device.
         start: Index of the first part.
-        passing: Minimum of temporary memory on the device.
+        passing: Minimum of the temporary memory on the device in bytes. Default: 0.
     """
     held = 0
     for i in range(start, len(parts)):
@@ -199,9 +216,13 @@ def _find_run_end(parts: Sequence[Part], budget: int, start: int, passing: int =
 
 
 def _find_run_ends(parts: Sequence[Part], budget: int) -> list[int]:
-    """Return, for each start index, the end of the longest run of consecutive parts that fits on a device (exclusive).
+    """Return the end (exclusive) of the longest run of parts that fits on a device, for each start index.
 
-    Uses two pointers and a monotone queue of maxima.
+    The computation uses two pointers and a monotone queue of maxima.
+
+    Args:
+        parts: Parts to place, of which a run takes consecutive ones.
+        budget: Bytes of the device.
     """
     n, end, held = len(parts), 0, 0
     ends: list[int] = []
@@ -229,20 +250,20 @@ def _find_run_ends(parts: Sequence[Part], budget: int) -> list[int]:
 
 
 def _use_empty_devices(parts: Sequence[Part], budgets: Sequence[int], main: int, device: list[int]) -> None:
-    """Move runs of offloaded parts to compute devices that are empty and can store them, in place.
+    """Move runs of offloaded parts to compute devices that are empty and have enough memory for them.
 
     Args:
         parts: All parts.
         budgets: Bytes of each compute device.
         main: Index of the device that runs offloaded parts.
-        device: Device of each part, or -1 for an offloaded part. It is changed.
+        device: Index of each part's device, or -1 for an offloaded part. It is changed in place.
     """
     for d in range(main, len(budgets)):
         if d in device:
             continue
         room = budgets[d]
         if d == main:
-            # No more than these parts stay offloaded, so room to run all of them is enough.
+            # At most the parts in `away` stay offloaded, so enough memory to run all of them is sufficient.
             away = [part for part, where in zip(parts, device) if where < 0]
             room -= max((p.size - p.buffers + p.passing for p in away), default=0)
             room -= sum(p.kept + p.buffers for p in away)
@@ -263,8 +284,8 @@ def _fill_stores(parts: Sequence[Part], stores: Sequence[int], device: list[int]
 
     Args:
         parts: All parts.
-        stores: Bytes of each store.
-        device: Device of each part. It is changed.
+        stores: Bytes of each store (main memory, disk).
+        device: Index of each part's device. It is changed in place.
         num_compute: Number of compute devices, which is the index of the first store.
     """
     store, held = 0, 0
@@ -284,14 +305,15 @@ def _fill_stores(parts: Sequence[Part], stores: Sequence[int], device: list[int]
 def balance_loads(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | None:
     """Return the load of each device in the contiguous placement whose largest load is as small as possible.
 
-    Within that bound, each load is as close as possible to the mean of the remaining loads.
+    Within that bound, loads are as even as possible: each is close to the mean of what the device and those after it
+    have to take.
 
     Args:
         parts: Parts to place.
         budgets: Bytes of each device.
 
     Returns:
-        Bytes for each device, or None if the parts do not fit.
+        Bytes used on each device, or None if the parts do not fit.
     """
     if _fill_devices(parts, budgets) is None:
         return None
@@ -310,9 +332,9 @@ def balance_loads(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | 
 
 
 def _can_fit_sums(held: Sequence[int], budgets: Sequence[int]) -> bool:
-    """Whether parts fit on the devices in order, each of which takes as many as possible.
+    """Whether parts fit on the devices in order if each device takes as many as possible.
 
-    This takes O(log n) per device.
+    Only the parts' sizes count, not their temporary memory. This takes O(log n) per device.
 
     Args:
         held: Cumulative sizes of the parts, starting with 0.
@@ -325,13 +347,14 @@ def _can_fit_sums(held: Sequence[int], budgets: Sequence[int]) -> bool:
 
 
 def _compute_even_loads(parts: Sequence[Part], caps: Sequence[int]) -> list[int]:
-    """Return the most even load of each device.
+    """Return the load of each device in bytes, with the parts spread as evenly as possible.
 
-    Each load is as close as possible to the mean of the remaining loads, while the remaining parts still fit.
+    Each device's load is as close as possible to the mean of what this device and those after it have to take. The
+    remaining parts must still fit.
 
     Args:
         parts: Parts to place.
-        caps: Maximum load of each device.
+        caps: Maximum load of each device in bytes.
     """
     n = len(parts)
     # earliest[d]: index of the first part from which devices d, d+1, ... can store all remaining parts.
@@ -365,10 +388,13 @@ def _compute_even_loads(parts: Sequence[Part], caps: Sequence[int]) -> list[int]
 
 
 def minimize_first_load(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | None:
-    """Return the budgets, with the first one reduced as far as possible.
+    """Return the budgets, with the first one reduced as far as possible, or None if the parts do not fit at all.
 
-    It can be reduced as long as the other devices can store the parts that no longer fit on the first. None if the
-    parts do not fit even without a reduction.
+    It is reduced as long as the other devices can store the parts that no longer fit on the first.
+
+    Args:
+        parts: Parts to place.
+        budgets: Bytes of each device.
     """
     if not budgets:
         return None

@@ -1,4 +1,4 @@
-"""Divide a model into parts that device placement keeps whole, and measure their memory."""
+"""Divide a model into parts that a placement does not split over devices, and measure their memory."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ _PARAMETER, _BUFFER, _TRANSIENT = range(3)
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """Model divided into parts for device placement. A part goes to a device as a whole.
+    """Model divided into parts, each of which a placement puts on a single device.
 
     Attributes:
-        names: Names of the units in order of registration. A unit is an indivisible module, or a tensor of a divided
-            one.
+        names: Names of the units in order of registration. A unit is an indivisible module, or a tensor that a divided
+            module owns directly.
         members: Indices of the units of each part. Units that share tensors form one part.
         parts: Parts in the order of their first units.
     """
@@ -29,7 +29,7 @@ class ModuleTree:
     parts: list[Part]
 
     def make_device_map(self, device: list[int]) -> dict[str, int]:
-        """Return the device index of each unit (indivisible module or tensor) by name.
+        """Return the device index of each unit (indivisible module or tensor), by name.
 
         Args:
             device: Device index of each part.
@@ -57,23 +57,23 @@ def survey_model(
     offload_buffers: bool = False,
     workload: Workload | None = None,
 ) -> ModuleTree:
-    """Divide a model into parts that device placement keeps whole, and measure their memory.
+    """Divide a model into parts that a placement does not split over devices, and measure their memory.
 
     This takes time linear in the number of modules and tensors.
 
     Args:
         model: Model on any device, including the meta device.
         no_split_module_classes: Names of classes whose modules are not divided.
-        dtype: Dtype in which the model will be loaded, or None for its own.
+        dtype: Dtype in which the model will be loaded, or None for the model's dtype.
         special_dtypes: Dtypes of tensors by name. They take precedence over `dtype`.
         offload_buffers: Whether buffers of offloaded parts are offloaded, too.
-        workload: Workload whose memory is measured, or None.
+        workload: Workload whose memory is measured, or None to count only weights.
     """
     price = TensorSizes(dtype, special_dtypes)
     units = list(_list_units(model, collect_class_names(no_split_module_classes)))
     names = [name for name, _ in units]
     needs = measure_demands(model, names, workload, dtype) if workload is not None else {}
-    # A tensor counts for the first unit that contains it. Later units that contain it are tied to that one.
+    # A tensor counts for the first unit that contains it. Later units that contain the tensor are tied to that unit.
     owner: dict[int, int] = {}
     group = list(range(len(units)))
     sizes, buffers = [0] * len(units), [0] * len(units)
@@ -104,9 +104,13 @@ def survey_model(
 
 
 def _find_root(group: list[int], i: int) -> int:
-    """Return the first of the units that are tied to unit `i`, which represents their group.
+    """Return the first of the units that are tied to unit `i`. This first unit represents their group.
 
-    A unit is an indivisible module or a tensor. Uses union-find with path halving.
+    A unit is an indivisible module or a tensor. The search is that of union-find with path halving.
+
+    Args:
+        group: For each unit, the index of an earlier unit of its group, or its own index. It is changed in place.
+        i: Index of a unit.
     """
     while group[i] != i:
         group[i] = group[group[i]]
@@ -115,18 +119,23 @@ def _find_root(group: list[int], i: int) -> int:
 
 
 def _join_units(group: list[int], one: int, other: int) -> None:
-    """Merge the groups of tied units that contain two units (indivisible modules or tensors).
+    """Merge the two groups of tied units that contain the given units (indivisible modules or tensors).
 
     The earlier unit represents the merged group and determines its position.
+
+    Args:
+        group: For each unit, the index of an earlier unit of its group, or its own index. It is changed in place.
+        one: Index of a unit.
+        other: Index of another unit.
     """
     low, high = sorted((_find_root(group, one), _find_root(group, other)))
     group[high] = low
 
 
 def _list_units(model: nn.Module, whole: frozenset[str]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """Yield the indivisible modules and tensors (units) with their names, in order.
+    """Yield the indivisible modules and tensors (units) of a model with their names, in order.
 
-    A module that may be divided yields its parameters, its children and its buffers.
+    For a module that can be divided, its parameters, children and buffers are yielded instead.
 
     Args:
         model: Model to divide.
@@ -154,9 +163,14 @@ def _list_units(model: nn.Module, whole: frozenset[str]) -> Iterator[tuple[str, 
 def _iterate_tensors(
     name: str, part: nn.Module | torch.Tensor, model: nn.Module
 ) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """Yield triples of full name, tensor and kind for each tensor of a unit (indivisible module or tensor).
+    """Yield (full name, tensor, kind) for each tensor of a unit, which is an indivisible module or a tensor.
 
-    The kind is parameter, buffer, or non-persistent buffer.
+    The kind is `_PARAMETER`, `_BUFFER`, or `_TRANSIENT` for a non-persistent buffer.
+
+    Args:
+        name: Name of the unit in the model.
+        part: The unit.
+        model: Model that contains the unit.
     """
     if isinstance(part, torch.Tensor):
         holder, _, key = name.rpartition(".")

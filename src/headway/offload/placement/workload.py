@@ -1,4 +1,4 @@
-"""Measure the memory that a forward needs besides the weights, by a dry run on the meta device."""
+"""Measure the memory that a forward needs in addition to the weights, with a dry run on the meta device."""
 
 import weakref
 from collections import Counter
@@ -20,22 +20,22 @@ _GROUPED = frozenset(
     for found in (getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None))
     if found is not None
 )
-"""Functions for grouped matrix products that the installed torch has."""
+"""Functions for grouped matrix products that the installed version of torch has."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Declared workload, for which memory is reserved when weights are placed.
+    """Workload for which memory is reserved when weights are placed.
 
     Attributes:
         batch_size: Number of samples.
         num_tokens: Tokens per sample, including those to be generated. One forward over all of them is measured, which
-            needs more than generation of the same length.
-        dtype: Dtype of activations and caches. None for the dtype in which the model is loaded, else that of its first
-            floating parameter.
+            needs more memory than generation of the same length.
+        dtype: Dtype of activations and caches. None: the dtype in which the model is loaded, or else that of the
+            model's first floating parameter.
         use_cache: Whether to count the memory that the model keeps between forwards, such as KV caches.
-        inputs: Tensors by argument of forward, with the shapes to be run, for models without `input_ids`. batch_size
-            and num_tokens are then not used.
+        inputs: Tensors by argument of `forward`, with the shapes to be run, for models without `input_ids`. If given,
+            `batch_size` and `num_tokens` are not used.
     """
 
     batch_size: int = 1
@@ -56,12 +56,12 @@ def measure_demands(
 ) -> dict[str, tuple[int, int]]:
     """Return the bytes that stay in use after one forward, and the peak bytes during it, by module name.
 
-    Tensors that the model keeps for the next forward, such as a KV cache, stay in use. Tensors that a forward
-    returns, such as logits, belong to the caller and count only for the peak.
+    Tensors that the model keeps for the next forward, such as a KV cache, stay in use. Tensors that a forward returns,
+    such as logits, belong to the caller and count only for the peak.
 
     The model runs on the meta device. Nothing is computed, and its own tensors are not changed. If the model reads a
-    value, such as whether there is padding, the value is 0. torch.nn.functional.scaled_dot_product_attention counts
-    as a kernel that does not store its scores.
+    value, such as whether there is padding, the value is 0. Each call of
+    `torch.nn.functional.scaled_dot_product_attention` counts as a kernel that does not store its scores.
 
     Args:
         model: Model to measure.
@@ -78,7 +78,13 @@ def measure_demands(
 def measure_cache_and_outputs(model: nn.Module, workload: Workload, dtype: Dtype | None = None) -> tuple[int, int]:
     """Return the bytes that one forward keeps for the next one (a KV cache), and the bytes of its outputs (logits).
 
-    The arguments and errors are those of `measure_demands`.
+    Args:
+        model: Model to measure.
+        workload: Workload to run.
+        dtype: Dtype in which the model will be loaded. The workload's own dtype takes precedence.
+
+    Raises:
+        DeviceMapError: If the model does not run on the meta device with these inputs.
     """
     found, outputs = _run_on_meta(model, [""], workload, dtype)
     return sum(kept for kept, _ in found.values()), outputs
@@ -122,7 +128,7 @@ def _run_on_meta(
 
 
 def _list_returned(outputs: Any) -> dict[int, int]:
-    """Return the bytes of each tensor in a forward's outputs, by storage address.
+    """Return the bytes of the storages of the tensors in a forward's outputs, by storage address.
 
     Caches are containers and are not included.
     """
@@ -134,7 +140,7 @@ def _list_returned(outputs: Any) -> dict[int, int]:
 
 
 def _make_meta_tensors(model: nn.Module, dtype: Dtype | None) -> dict[str, torch.Tensor]:
-    """Return copies of the model's tensors on the meta device by name, with floating tensors in `dtype`.
+    """Return copies of the model's tensors on the meta device, by name, with floating tensors in `dtype`.
 
     Tied tensors stay tied.
     """
@@ -168,7 +174,7 @@ def _make_arguments(model: nn.Module, workload: Workload) -> dict[str, Any]:
 
 
 class _StorageRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that records which module allocates each storage, and when it is freed."""
+    """Dispatch mode that records which module allocates each storage, and when the storage is freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -209,7 +215,7 @@ class _StorageRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.running[-1] if self.running else self.last
 
     def summarize(self, returned: Iterable[int] = ()) -> dict[str, tuple[int, int]]:
-        """Return the bytes that stay in use and the peak bytes by module. Call it while the outputs exist.
+        """Return the bytes that stay in use and the peak bytes, by module. Call it while the outputs still exist.
 
         Args:
             returned: Addresses of the outputs' storages, which belong to the caller and count only for the peak.
@@ -230,7 +236,7 @@ class _StorageRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _FusedOperations(TorchFunctionMode):
-    """Torch function mode that, for operations that accelerators run as one kernel, allocates only the output."""
+    """Torch function mode that allocates only the output of operations that accelerators run as one kernel."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -247,11 +253,11 @@ class _FusedOperations(TorchFunctionMode):
 
 @contextmanager
 def _watch_modules(watched: Mapping[str, nn.Module], record: _StorageRecord) -> Iterator[None]:
-    """Return a context in which forward hooks inform the record about which modules are running.
+    """Return a context in which forward hooks inform a storage record about which modules are running.
 
     Args:
         watched: Modules by name.
-        record: Record to update.
+        record: Storage record to update.
     """
     handles = []
     for name, module in watched.items():

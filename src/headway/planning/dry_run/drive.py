@@ -1,4 +1,4 @@
-"""Run one update of a planned layout, with the calls that training would make around the step."""
+"""Run one update of a planned layout, with the calls that training would make before and after the forward pass."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -21,13 +21,18 @@ Step = Callable[[nn.Module], torch.Tensor]
 
 @runtime_checkable
 class BatchStep(Protocol):
-    """Interface of a training step whose batch can be split into micro-batches, as pipelines need it."""
+    """Interface of a training step whose batch can be split into micro-batches. Pipeline schedules need such a step."""
 
     def inputs(self) -> Tree:
         """Return the batch of one data shard."""
 
     def loss(self, model: nn.Module, inputs: Tree) -> torch.Tensor:
-        """Return the loss of the batch, or of a part of it."""
+        """Return the loss of the batch, or of a part of the batch.
+
+        Args:
+            model: Model to call.
+            inputs: The batch that `inputs` returns, or a part of it.
+        """
 
     def __call__(self, model: nn.Module) -> torch.Tensor:
         """Return the loss of the entire batch."""
@@ -64,7 +69,7 @@ class Forward:
         return loss
 
     def run_within(self, compute: Callable[[], Any]) -> Any:
-        """Call `compute`, which runs the model's forward, in the run's precision, and return its result.
+        """Call `compute` in the run's precision and return its result. The function must run the model's forward.
 
         Raises:
             UnsupportedError: If the result cannot be computed without values.
@@ -82,7 +87,7 @@ class Forward:
 
 
 class StepDriver:
-    """Driver of an update for layouts in which it is enough to call the model: replicas, FSDP and tensor parallelism.
+    """Driver of an update for layouts that only need to call the model: replicas, FSDP and tensor parallelism.
 
     Subclasses add the calls that other layouts need.
     """
@@ -99,7 +104,7 @@ class StepDriver:
 
         Args:
             forward: Forward pass that returns the loss.
-            meter: Meter, which is notified of each phase.
+            meter: Meter that is notified of each phase.
         """
         loss = forward()
         self.end_forward(forward, loss)
@@ -107,7 +112,12 @@ class StepDriver:
         self.run_backward(loss)
 
     def end_forward(self, forward: Forward, loss: torch.Tensor) -> None:
-        """Record the end of forward: all memory that forward still uses is now kept for backward."""
+        """Record the end of forward. All memory that is still in use is now kept for backward.
+
+        Args:
+            forward: Forward pass that has ended.
+            loss: Loss that it returned.
+        """
         forward.saved.end_forward(loss)
 
     def run_backward(self, loss: torch.Tensor) -> None:
@@ -118,7 +128,8 @@ class StepDriver:
 class ContextParallelDriver(StepDriver):
     """Driver of an update for context parallelism, which splits each sequence over ranks.
 
-    The first call of such a model also runs the unsplit model, to compare the results. `warm_up` makes this call.
+    The first call of a model under context parallelism also runs the unsplit model, to compare the results. `warm_up`
+    makes this call, so that it is not measured.
 
     Args:
         strategy: Strategy of the layout.
@@ -132,7 +143,7 @@ class ContextParallelDriver(StepDriver):
     def warm_up(self, forward: Forward) -> None:
         """Call the model once without gradients.
 
-        The first call also runs the unsplit model to compare the results, and that work must not be counted.
+        The first call also runs the unsplit model to compare the results. That work must not be counted.
         """
         with torch.no_grad():
             forward()
@@ -146,8 +157,9 @@ class ContextParallelDriver(StepDriver):
 class PipelineDriver(StepDriver):
     """Driver of an update for pipeline stages.
 
-    Before the update, the first micro-batch of each shape runs once, to find out which shapes the stages send. GPipe is
-    planned like a loop that calls the model. The other schedules are planned like `forward_backward`.
+    Before the update, the first micro-batch of each shape runs once, to determine which shapes the stages send. GPipe
+    is planned as in a training loop that calls the model. The other schedules are planned as in a loop that calls
+    `forward_backward`.
 
     Args:
         strategy: Strategy of the layout.
@@ -155,7 +167,7 @@ class PipelineDriver(StepDriver):
         step: Training step to run, or None.
 
     Raises:
-        UnsupportedError: If the schedule needs a batch that can be split, and the step has none.
+        UnsupportedError: If the schedule needs a batch that can be split, and the step does not provide one.
     """
 
     def __init__(self, strategy: Strategy, schedule: str, step: Step | None) -> None:
@@ -168,7 +180,7 @@ class PipelineDriver(StepDriver):
             )
 
     def warm_up(self, forward: Forward) -> None:
-        """Run the schedule once to find out which shapes the stages send to each other."""
+        """Run the schedule once, to determine which shapes the stages send to each other."""
         self._run_schedule(forward)
         self._strategy.drop_gradients(forward.model.parameters())
 
@@ -183,17 +195,17 @@ class PipelineDriver(StepDriver):
         self._strategy.reduce_gradients()
 
     def end_forward(self, forward: Forward, loss: torch.Tensor) -> None:
-        """Do nothing, because several micro-batches are in progress.
+        """Do nothing, because several micro-batches are in progress when a forward ends.
 
-        Instead, the memory of activations is recorded from the tensors that autograd saves.
+        The memory of activations is instead recorded from the tensors that autograd saves.
         """
 
     def run_backward(self, loss: torch.Tensor) -> None:
-        """Run the backward of the loss, then that of each stage, from the last to the first."""
+        """Run the backward of the loss, then that of each stage, from the last stage to the first."""
         self._strategy.backward(loss, 1.0, Precision())
 
     def _run_schedule(self, forward: Forward) -> None:
-        """Run the schedule on the step's batch, split into micro-batches if the schedule needs that."""
+        """Run the schedule on the step's batch, which is split into micro-batches if the schedule needs that."""
         step, model = forward.step, forward.model
         if self._is_plain or not isinstance(step, BatchStep):
             self.run_backward(forward())

@@ -1,9 +1,8 @@
 """Run one rank of any layout in this process alone, on a process group that sends nothing.
 
-In most layouts, all ranks would pass equal objects to a collective. Pipeline stages differ, because each sends the
-shapes of its outputs to the next. So each pipeline rank has its own dry run, and reads the objects that earlier dry
-runs of other ranks have stored. If an object is missing, the dry run is aborted and repeated after those of the
-other ranks.
+In most layouts, all ranks pass equal objects to a collective. Pipeline stages do not, because each sends the shapes of
+its outputs to the next. So each pipeline rank has its own dry run, and reads the objects that earlier dry runs of other
+ranks have stored. If an object is missing, the dry run is aborted, and repeated after the dry runs of the other ranks.
 """
 
 import gc
@@ -36,10 +35,10 @@ from headway.planning._torch import TorchDispatchMode, is_fake, tree_leaves, uns
 def pretend_ranks(num_ranks: int, rank: int) -> Iterator[None]:
     """Return a context in which this process acts as rank `rank` of `num_ranks`.
 
-    Collectives in it return immediately without data.
+    Within the context, collectives return immediately and transfer no data.
 
     Raises:
-        StateError: If this process has joined a process group. That group is not changed.
+        StateError: If this process has already joined a process group. That group is not changed.
     """
     if dist.is_initialized():
         raise StateError(
@@ -57,12 +56,12 @@ def pretend_ranks(num_ranks: int, rank: int) -> Iterator[None]:
 
 
 class SharedChunks(TorchFunctionMode):
-    """Torch function mode that makes `torch.chunk` of a tensor without values fast for any number of chunks.
+    """Torch function mode that makes `torch.chunk` fast for any number of chunks if a tensor has no values.
 
-    `fully_shard` splits each parameter twice into one chunk per rank, and uses only the chunk of this rank. With
-    16,384 ranks this takes nine tenths of the preparation time. Chunks of equal shape cannot be distinguished
-    without values, so all of them are one shared tensor. The list still has one entry per rank, because
-    `fully_shard` pads it with empty chunks.
+    `fully_shard` splits each parameter twice into one chunk per rank, and uses only the chunk of this rank. With 16,384
+    ranks, this takes nine tenths of the preparation time. Chunks of equal shape cannot be distinguished without values,
+    so all of them are one shared tensor. The list still has one entry per rank, because `fully_shard` pads it with
+    empty chunks.
     """
 
     def __torch_function__(
@@ -74,9 +73,9 @@ class SharedChunks(TorchFunctionMode):
 
 
 class KeepRealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode, used within a fake mode, in which operations return real tensors if all of their inputs are real.
+    """Dispatch mode for use within a fake mode. An operation whose inputs are all real returns real tensors.
 
-    A fake mode alone would remove the values of all tensors, even of those that are read, such as RNG states.
+    A fake mode alone would remove the values of all tensors, even of those whose values are needed, such as RNG states.
     """
 
     def __torch_dispatch__(
@@ -99,7 +98,7 @@ def _has_no_values(args: tuple[Any, ...]) -> bool:
 def _make_chunks(tensor: torch.Tensor, chunks: int, dim: int = 0) -> list[torch.Tensor]:
     """Return the chunks that `torch.chunk` returns, followed by empty chunks up to the requested number.
 
-    All chunks of equal shape are one and the same tensor.
+    All chunks of equal shape are the same tensor object.
     """
     size = tensor.size(dim)
     length = -(-size // chunks)
@@ -113,7 +112,7 @@ def _make_chunks(tensor: torch.Tensor, chunks: int, dim: int = 0) -> list[torch.
 class FakeCollectives(Collectives):
     """Collectives of a dry run, in which only one rank exists.
 
-    Every other rank is assumed to send the data that this rank sends. Tensors have no values and stay unchanged.
+    All other ranks are assumed to send the same data as this rank. Tensors have no values and stay unchanged.
     """
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
@@ -144,14 +143,14 @@ class FakeCollectives(Collectives):
         return [obj] * self.world_size
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Return this rank's object, which is assumed to be that of rank `src`."""
+        """Return this rank's object. The object of rank `src` is assumed to be equal."""
         return obj
 
 
 class AnswerNotReady(BaseException):
-    """Raised to abort a dry run that needs an object which another rank has not stored yet.
+    """Raised to abort a dry run that needs an object which another pipeline rank has not stored yet.
 
-    It is not an error, and derives from `BaseException` so that error handlers do not catch it.
+    It is not an error. It derives from `BaseException` so that error handlers do not catch it.
     """
 
 
@@ -159,7 +158,8 @@ class PeerAnswers:
     """Store of the objects that pipeline ranks pass to object collectives, shared by the dry runs of these ranks.
 
     Attributes:
-        answers: Objects by rank, for each collective in order. The order of collectives is equal on all ranks.
+        answers: For each collective in order, a dict with the object of each rank. All ranks call the collectives in
+            the same order.
     """
 
     def __init__(self) -> None:
@@ -168,13 +168,13 @@ class PeerAnswers:
     def share_answer(self, number: int, rank: int, obj: Any, num_ranks: int) -> list[Any]:
         """Store this rank's object for a collective, and return the list of all ranks' objects.
 
-        Reading an object from the list raises AnswerNotReady if the object's rank has not stored it yet.
+        If an object in the list is read that its rank has not stored yet, AnswerNotReady is raised.
 
         Args:
             number: Index of the collective.
             rank: This rank.
             obj: Object to store.
-            num_ranks: Number of ranks that take part.
+            num_ranks: Number of ranks in the collective.
         """
         if number == len(self.answers):
             self.answers.append({})
@@ -184,9 +184,9 @@ class PeerAnswers:
 
 
 class _Answers(list[Any]):
-    """List of the objects that each rank has passed to one collective.
+    """List of the objects that the ranks have passed to one collective.
 
-    Reading a missing object raises AnswerNotReady.
+    Reading the object of a rank that has not stored one yet raises AnswerNotReady.
     """
 
     def __getitem__(self, rank: Any) -> Any:
@@ -200,9 +200,9 @@ class _Answers(list[Any]):
 
 
 class FakeStageGroup(FakeCollectives):
-    """Collectives over all ranks in the dry run of one pipeline stage.
+    """Collectives over all ranks, for the dry run of one pipeline stage.
 
-    The process groups of their subgroups send nothing.
+    Collectives over a subgroup use a process group that sends nothing.
 
     Args:
         runtime: Runtime of the rank.
@@ -216,7 +216,7 @@ class FakeStageGroup(FakeCollectives):
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         """Return the collectives of the subgroup that contains this rank.
 
-        Process groups of other subgroups are not created.
+        Process groups are not created for the other subgroups.
         """
         own = next(list(ranks) for ranks in groups if self.runtime.rank in ranks)
         if len(own) == 1:
@@ -226,7 +226,7 @@ class FakeStageGroup(FakeCollectives):
 
 
 class StageLink(FakeCollectives):
-    """Collectives over a subgroup of the ranks in the dry run of one pipeline stage.
+    """Collectives over a subgroup of the ranks, for the dry run of one pipeline stage.
 
     Tensors are passed to the process group, so that their bytes are counted. Objects are read from earlier dry runs.
 
@@ -267,7 +267,8 @@ def run_as_rank(
 ) -> Iterator[Strategy | None]:
     """Return a context in which this process is one rank of a run, and the model is distributed over all ranks.
 
-    Yields the layout's strategy, or None for replicas, which have no strategy because DDP's engine reads values.
+    The context yields the layout's strategy, or None for replicas. Replicas have no strategy, because DDP's engine
+    would read tensor values.
 
     Args:
         model: Model of fake tensors.
@@ -276,8 +277,9 @@ def run_as_rank(
         machine_ranks: Ranks per machine.
         precision: "no", "bf16" or "fp16".
         options: Options of the engines.
-        peer_answers: Objects stored by the dry runs of other pipeline ranks, or None without stages.
-        computes_on: Device type of the real ranks.
+        peer_answers: Objects stored by the dry runs of other pipeline ranks, or None for a layout without pipeline
+            stages.
+        computes_on: Device type of the ranks in the real run.
 
     Raises:
         PrepareError: If the model cannot be sharded.
@@ -298,17 +300,17 @@ def run_as_rank(
             if strategy is not None:
                 strategy.release_model()
             del strategy
-            gc.collect()  # engines and models form reference cycles, and the next model would need memory on top
+            gc.collect()  # engines and models form reference cycles, which would stay in memory with the next model
 
 
 def spread_model(model: nn.Module, strategy: Strategy | None, options: EngineOptions, computes_on: str = "cpu") -> None:
-    """Transform and shard the model in place, as `prepare` does.
+    """Transform and shard the model in place, in the same way as `prepare`.
 
     Args:
         model: Model of fake tensors.
         strategy: Strategy that shards the model, or None to leave it unsharded.
         options: Options of the engines.
-        computes_on: Device type of the real ranks.
+        computes_on: Device type of the ranks in the real run.
 
     Raises:
         PrepareError: If the model cannot be sharded.

@@ -1,4 +1,4 @@
-"""Count the communication of one update, in bytes by collective and axis, and its floating point operations."""
+"""Count the communication of one update, in bytes by collective and axis, and the update's floating point operations."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ _KINDS = (
     ("reduce", ("reduce",)),
     ("send", ("send",)),
 )
-"""Pairs of (name of a collective, words in the names of its operations). The first match is used."""
+"""Pairs of the name of a collective and words in the names of its operations. The first pair that matches is used."""
 _SILENT = ("wait", "barrier", "recv", "monitored")
 """Words in the names of operations that send nothing. Received messages are counted where they are sent."""
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -35,18 +35,19 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtenso
 
 
 SHARED = {"cp": "shard_cp", "ep": "shard_ep"}
-"""Name under which FSDP's collectives over the ranks along the axis "cp" or "ep" are counted, by axis."""
+"""Name for FSDP's collectives over the ranks along the axis "cp" or "ep", by axis."""
 
 
 @dataclass(frozen=True)
 class MeteredCollective:
-    """Key under which the dry run counts the collectives of one kind in an optimizer step.
+    """Key under which a dry run counts the collectives of one kind in an optimizer step.
 
     Attributes:
         phase: "forward", "backward" or "update".
         kind: Name of the collective, such as "all_gather", "reduce_scatter" or "all_reduce".
-        axis: Axis of the layout, or several joined by "x". "cp" is for collectives of attention and "ep" for those of
-            experts. FSDP's collectives over the ranks along these axes have the names "shard_cp" and "shard_ep".
+        axis: Name of the layout's axis, or several names joined by "x". "cp" is for collectives of attention and "ep"
+            for those of experts. FSDP's collectives over the ranks along these axes have the names "shard_cp" and
+            "shard_ep".
         num_ranks: Size of the process group.
     """
 
@@ -56,7 +57,11 @@ class MeteredCollective:
     num_ranks: int
 
     def sent(self, num_bytes: int) -> float:
-        """Return the bytes that one rank sends in a ring collective on tensors of `num_bytes` in total."""
+        """Return the bytes that each rank sends in a collective over a ring of ranks.
+
+        Args:
+            num_bytes: Bytes of the full tensors of the collective.
+        """
         others = (self.num_ranks - 1) / self.num_ranks
         return num_bytes * {"all_reduce": 2 * others, "broadcast": 1.0, "send": 1.0}.get(self.kind, others)
 
@@ -67,8 +72,8 @@ class Volume:
 
     Attributes:
         calls: Number of calls.
-        num_bytes: Bytes of the full tensors: outputs of an all-gather, inputs of a reduce-scatter.
-        largest: Maximum of the bytes of one call.
+        num_bytes: Bytes of the full tensors in all calls: outputs of an all-gather, inputs of a reduce-scatter.
+        largest: Largest number of bytes in one call.
     """
 
     calls: int = 0
@@ -94,10 +99,10 @@ class PlanEvent:
 
 
 class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that counts the communication and computation of real or fake tensors.
+    """Dispatch mode that counts the communication and computation of operations on real or fake tensors.
 
     Args:
-        layout: Layout from whose axes groups of ranks are named.
+        layout: Layout whose axes provide the names of the groups of ranks.
 
     Attributes:
         phase: Current phase, which is recorded with each collective.
@@ -138,9 +143,9 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _record_arrival(self, args: tuple[Any, ...]) -> None:
-        """Record the receipt of a message when its tensor is first read.
+        """Record the receipt of a message when an operation first reads its tensor.
 
-        Receives are posted long before that.
+        Receives are posted long before that, and posting does not make the rank wait.
         """
         for tensor in _list_tensors(args):
             arrived = self._arriving.pop(tensor.untyped_storage()._cdata, None)
@@ -165,7 +170,8 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         kind = next((kind for kind, words in _KINDS if any(word in name for word in words)), name)
         axis, ranks = self._find_axis(args)
-        # Only FSDP uses c10d's own operations along these axes. Attention and experts use functional ones for autograd.
+        # Along the axes in `SHARED`, only FSDP uses c10d's own operations. Attention and experts use functional
+        # collectives, which autograd supports.
         if func.namespace == "c10d":
             axis = next((both for inner, both in SHARED.items() if inner in axis.split("x")), axis)
         results = result if isinstance(result, tuple) else (result,)
@@ -218,12 +224,12 @@ class ActivationMeter:
     """Meter of the memory that autograd keeps for backward. Each storage counts once.
 
     Args:
-        meter: Meter of the step, which has a list of the gathered parameters.
+        meter: Meter of the step, which lists the storages of gathered parameters.
         own: Tensors of the model, which do not count.
         memory: Tracker of all tensors, including those that selective checkpointing keeps outside of autograd.
 
     Attributes:
-        peak: Peak of the bytes kept, so far.
+        peak: Largest number of bytes kept at once so far.
     """
 
     def __init__(self, meter: StepMeter, own: list[torch.Tensor], memory: StorageTracker) -> None:
@@ -250,7 +256,8 @@ class ActivationMeter:
     def keep_tensor(self, tensor: torch.Tensor) -> int:
         """Record that a node of the autograd graph saves a tensor.
 
-        Return the address of the tensor's storage, or 0 if it does not count.
+        Returns:
+            The address of the tensor's storage, or 0 if the tensor does not count.
         """
         storage = get_local_shard(tensor).untyped_storage()
         address: int = storage._cdata
@@ -271,21 +278,25 @@ class ActivationMeter:
             self._now -= self._sizes.pop(address)
 
     def end_forward(self, loss: torch.Tensor) -> None:
-        """Count all memory that forward has allocated and not freed as activations, and set the peak to its size."""
+        """Count all memory that forward has allocated and not freed as activations, and set the peak to the sum.
+
+        Args:
+            loss: Loss that forward returned, which does not count.
+        """
         self._memory.mark_tensors(self._model, "weights")  # FSDP pads parameters anew in its first forward
         self._memory.mark_tensors([loss], "temporaries")
         self._memory.mark_activations()
         self.peak = self._memory.count_held_bytes("activations")
 
     def reset_peak(self) -> None:
-        """Reset the peak to the number of bytes that are kept now."""
+        """Reset the peak to the number of bytes that are kept at this time."""
         self.peak = self._now
 
 
 class _SavedTensor:
     """Tensor that a node of the autograd graph has saved.
 
-    When the node drops the tensor, the release is reported to the meter.
+    When the node releases the tensor, the meter is notified.
     """
 
     __slots__ = ("_address", "_saved", "tensor")

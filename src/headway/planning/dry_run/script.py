@@ -1,9 +1,9 @@
 """Run a user's script on tensors without values up to its second update (`headway estimate --script`).
 
 The script runs as usual, with its arguments, data and loop, in a separate process. When it prepares a model, the
-model's tensors lose their values. Its loaders read real batches, but pass on only their shapes. All memory is traced
-from the first batch on. The script ends after the second update of every optimizer, or after the 50th update of one
-optimizer if another one steps less often.
+model's tensors lose their values. Its loaders read real batches, but pass on only the shapes of their tensors. All
+memory is traced from the first batch on. The script ends after the second update of every optimizer. If one of the
+optimizers steps less often, the script ends after the 50th update of another one.
 """
 
 import contextlib
@@ -34,21 +34,21 @@ from headway.planning._torch import FakeTensorMode, disable_current_modes, tree_
 MOST_UPDATES = 50
 """Number of updates of one optimizer after which the script ends, even if other optimizers have not stepped twice."""
 _SCALER = "torch/amp/grad_scaler.py"
-"""Path of the module of torch's gradient scaler, which reads from the device whether gradients overflow."""
+"""Path of torch's module with the gradient scaler, which reads from the device whether gradients overflow."""
 
 
 class ScriptFinished(BaseException):
     """Raised to end the user's script after its last traced update.
 
-    It derives from BaseException, so that the script's error handlers do not catch it.
+    It derives from `BaseException` so that the script's error handlers do not catch it.
     """
 
 
 def _find_reader() -> Frame | None:
-    """Return the stack frame of the code that reads a tensor's value on the host, for example by `.item()`.
+    """Return the stack frame of the code that reads a tensor's value on the host, for example with `.item()`.
 
-    This is the frame of torch's GradScaler, or else the innermost frame outside of torch. The result is None if
-    there is no such frame.
+    This is the frame of torch's GradScaler if it is on the stack, or else the innermost frame outside of torch. The
+    result is None if there is no such frame.
     """
     for frame in map(Frame.from_frame, walk_stack()):
         if frame.file.endswith(_SCALER):
@@ -59,9 +59,10 @@ def _find_reader() -> Frame | None:
 
 
 class ScriptTracker(StorageTracker):  # type: ignore[no-untyped-call]
-    """Storage tracker that answers every read of a tensor's value with 1, and records the line that reads it.
+    """Storage tracker that answers reads of a tensor's value with 1, and records the lines that read values.
 
-    Loops often read the loss to print it.
+    Reads are common, because loops often print the loss. Only torch's GradScaler gets 0, which means that no gradient
+    overflows.
 
     Attributes:
         read_at: Lines of the user's code that read a value.
@@ -92,10 +93,11 @@ class ScriptDryRun:
         device: Device to forecast for.
 
     Attributes:
-        batch_size: Samples of the first batch, or None if it has no tensor.
+        tracker: Tracker of the memory of tensors.
+        batch_size: Samples of the first batch, or None if unknown.
         precision: Precision of the script's Accelerator.
-        is_running: Whether the first batch has arrived.
-        is_done: Whether all updates that the dry run waits for have been made.
+        is_running: Whether the first batch has been received.
+        is_done: Whether the script has made all updates that the dry run traces.
         num_updates: Number of updates of the optimizer that has stepped most often.
     """
 
@@ -105,8 +107,8 @@ class ScriptDryRun:
         self.tracker = ScriptTracker(device)
         self._block = contextlib.ExitStack()
         self._models: list[nn.Module] = []
-        # New parameters by the `id` of the original. The originals are kept, so that no other tensor gets the same `id`
-        # before an optimizer is prepared.
+        # New parameters by the `id` of the original. The originals are kept in `_before`, so that no other tensor gets
+        # the same `id` before an optimizer is prepared.
         self._made: dict[int, torch.Tensor] = {}
         self._before: list[torch.Tensor] = []
         self.is_running = False
@@ -120,7 +122,7 @@ class ScriptDryRun:
     # ---------------------------------------------------------------- models and optimizers
 
     def strip_values(self, objects: tuple[Any, ...]) -> None:
-        """Replace the tensors of models by fake tensors, and make optimizers update the fake parameters instead.
+        """Replace the tensors of models by fake tensors, and make optimizers update the fake parameters.
 
         Args:
             objects: Arguments that the script passes to `prepare`.
@@ -148,7 +150,7 @@ class ScriptDryRun:
     # ---------------------------------------------------------------- progress of the script
 
     def receive_batch(self, batch: Any) -> Any:
-        """Record a batch from a loader, and return a fake copy of it. The first batch starts the trace."""
+        """Record a batch from a loader, and return a fake copy of the batch. The first batch starts the trace."""
         if not self.is_running:
             self._begin_tracking()
         self._enter_phase("forward")
@@ -196,7 +198,7 @@ class ScriptDryRun:
             raise ScriptFinished
 
     def _list_late(self) -> set[int]:
-        """Return the `id` of each optimizer that has not made the number of updates that the dry run waits for."""
+        """Return the `id` of each optimizer that has made fewer updates than the dry run traces."""
         return {each for each in self._followed if self._steps[each] < STEPS}
 
     def finish_trace(self) -> Trace:
@@ -221,7 +223,7 @@ class ScriptDryRun:
 
 
 class DryRunLoader:
-    """Wrapper of a prepared loader that yields fake tensors in place of the batches' tensors.
+    """Wrapper of a prepared loader that yields batches of fake tensors in place of the real batches.
 
     Args:
         inner: Prepared loader to read from.
@@ -251,7 +253,7 @@ class DryRunLoader:
 
 
 def make_accelerator_class(dry_run: ScriptDryRun) -> type[Accelerator]:
-    """Return the Accelerator class that replaces Headway's in the script."""
+    """Return a class that replaces Headway's Accelerator in the script, and reports its calls to the dry run."""
 
     class DryRunAccelerator(Accelerator):
         def prepare(self, *objects: Any, **options: Any) -> Any:  # type: ignore[override]
@@ -302,25 +304,27 @@ def make_accelerator_class(dry_run: ScriptDryRun) -> type[Accelerator]:
 
 
 def dry_run_script(script: Path, arguments: Sequence[str], device: Device) -> tuple[Trace, int]:
-    """Run a script up to its second update. The process must not be used for anything else.
+    """Run a script up to its second update, and trace its memory. The process must not be used for anything else.
 
     Args:
-        script: Path of a Python file with a training loop on Headway's Accelerator, or on Accelerate's if Headway
-            stands in for it.
+        script: Path of a Python file whose training loop uses Headway's Accelerator, or Accelerate's if Headway
+            replaces Accelerate.
         arguments: Arguments of the script.
         device: Device to forecast for.
 
     Returns:
-        The trace of its first updates, and the number of samples in its first batch, or 0 if unknown.
+        The trace of the script's first updates, and the number of samples in its first batch. The number is 0 if
+        unknown.
 
     Raises:
-        ConfigError: If there is no such file, or it made no update.
-        UnsupportedError: If the step cannot be traced. The message names the operation and the line.
+        ConfigError: If there is no such file, or if the script made no update or ended with an error code before its
+            second update.
+        UnsupportedError: If the step cannot be traced. The message names the operation and the user's line.
     """
     if not script.is_file():
         raise ConfigError(f"there is no script {script}")
     dry_run = ScriptDryRun(device)
-    # The Trainer and Accelerate's names are imported after this, so they build on the replaced class.
+    # The Trainer and Accelerate's names are imported after this replacement, so they use the replaced class.
     begin_forecast()
     home = sys.modules[Accelerator.__module__]
     home.__dict__["Accelerator"] = make_accelerator_class(dry_run)

@@ -1,11 +1,11 @@
 """Run one update of one rank on fake tensors, and record its memory, communication and computation.
 
-The pipeline ranks have their dry runs one after the other, until each has received the objects that it needs from the
-others. The memory of all ranks is then computed from how the tensors of one rank are sharded.
+The dry runs of the pipeline ranks take turns until each has received the objects that it needs from the others. The
+memory of all ranks is then computed from the memory of one rank and from how its tensors are sharded.
 
 If a model has repeated blocks, only a few of them are run, and the results are extrapolated. This requires that the
-counts grow as much with the fifth repetition as with the fourth. The peak is that of the extrapolated allocation events
-(`headway.forecasting.tracing.repeats`).
+fifth repetition adds as much communication and computation as the fourth. The peak memory is computed from the
+extrapolated allocation events (`headway.forecasting.tracing.repeats`).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -39,22 +39,22 @@ from headway.planning.dry_run.fake_group import AnswerNotReady, KeepRealTensors,
 from headway.planning.dry_run.meter import SHARED, ActivationMeter, MeteredCollective, PlanEvent, StepMeter, Volume
 
 _SHARDED = frozenset({"shard", "cp", *SHARED.values()})
-"""Axes along which fully_shard pads, so that every rank stores as many elements as the first."""
+"""Axes along which `fully_shard` pads tensors, so that every rank allocates as many elements as the first."""
 
 _COUNTS = ("buffers", "weights", "gradients", "optimizer_state", "activations", "buckets")
-"""Fields of `StepDryRun` that are extrapolated."""
+"""Fields of `StepDryRun` that are extrapolated linearly with the number of repeated blocks."""
 
 
 @dataclass(frozen=True)
 class TensorShare:
-    """Tensor of the model, and how it is sharded.
+    """Description of a tensor of the model: its shape, and how it is sharded.
 
     Attributes:
-        name: Name in the unwrapped model.
+        name: Name of the tensor in the unwrapped model.
         shape: Shape of the full tensor.
         itemsize: Bytes per element.
-        learns: Whether it has a gradient.
-        cuts: Axes of the layout that shard each dimension, by dimension, in the order of sharding.
+        learns: Whether the tensor gets a gradient.
+        cuts: Axes of the layout that shard a dimension of the tensor, in the order of sharding, by dimension.
         stages: Pipeline stages that have the tensor, or None for all.
     """
 
@@ -67,13 +67,13 @@ class TensorShare:
 
     @property
     def axes(self) -> set[str]:
-        """Axes of the layout that shard the tensor along any dimension."""
+        """Names of the layout's axes that shard the tensor along any dimension."""
         found = {axis for axes in self.cuts.values() for axis in axes}
         return {single for axis in found for single in axis.split("_")}
 
 
 def list_pieces(named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorShare]:
-    """Return a `TensorShare` for each tensor: its shape, and how it is sharded.
+    """Return a description of each tensor: its shape, and how it is sharded.
 
     Args:
         named: Pairs of a name and a tensor. A tensor that is not a DTensor counts as unsharded.
@@ -85,7 +85,7 @@ def list_pieces(named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorShare]:
 
 
 def _list_cuts(tensor: torch.Tensor) -> dict[int, tuple[str, ...]]:
-    """Return the axes of the layout that shard each dimension of a tensor, in the order of sharding.
+    """Return the axes of the layout that shard a tensor, in the order of sharding, by dimension of the tensor.
 
     The dict is empty if the tensor is not a DTensor.
     """
@@ -97,7 +97,8 @@ def _list_cuts(tensor: torch.Tensor) -> dict[int, tuple[str, ...]]:
         not isinstance(placement, Shard) and hasattr(placement, "split_factor") for placement in tensor.placements
     )
     placed: list[tuple[str, Placement]] = list(zip(names, tensor.placements))
-    # fully_shard splits what tensor parallelism has split before, although its axis comes first. A stride marks this.
+    # fully_shard splits shards of tensor parallelism further, although its axis comes first in the mesh. A strided
+    # placement indicates this order.
     for name, placement in reversed(placed) if is_strided else placed:
         if placement.is_shard() or hasattr(placement, "split_factor"):
             found.setdefault(placement.dim, []).append(name)  # type: ignore[attr-defined]
@@ -125,9 +126,12 @@ class RankGroups:
     def count_elements(self, piece: TensorShare) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the number of a tensor's elements on each rank.
 
+        Args:
+            piece: Description of the tensor and its sharding.
+
         Returns:
-            Two tensors of shape (num_ranks,): number of elements that each rank has, and number of elements for which
-                it allocates memory, including padding.
+            Two tensors of shape (num_ranks,): the number of elements that each rank has, and the number of elements for
+            which the rank allocates memory, including padding.
         """
         held = stored = torch.ones(self.num_ranks, dtype=torch.long)
         for dim, size in enumerate(piece.shape):
@@ -153,12 +157,12 @@ class RankGroups:
         return torch.tensor(values, dtype=torch.long)[self.coordinates["pp"]]
 
     def is_on(self, stages: frozenset[int]) -> torch.Tensor:
-        """Return a boolean tensor of shape (num_ranks,): whether each rank belongs to one of these pipeline stages."""
+        """Return a boolean tensor of shape (num_ranks,) that is True for the ranks of the given pipeline stages."""
         return torch.isin(self.coordinates["pp"], torch.tensor(sorted(stages)))
 
 
 def count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the tensors' local storages, including padding. Each storage counts once."""
+    """Return the bytes of the storages of the tensors' local shards, including padding. Each storage counts once."""
     found = {
         storage._cdata: storage.nbytes()
         for storage in (get_local_shard(tensor).untyped_storage() for tensor in tensors)
@@ -171,8 +175,8 @@ class StateBytes:
     """Bytes of the optimizer state of one parameter.
 
     Attributes:
-        per_element: Bytes per element on a rank.
-        fixed: Bytes that do not depend on the size, such as a step count.
+        per_element: Bytes per element of the parameter on a rank.
+        fixed: Bytes that do not depend on the parameter's size, such as those of a step count.
     """
 
     per_element: int
@@ -188,7 +192,7 @@ class StepDryRun:
         buffers: Bytes of buffers.
         weights: Bytes of the parameters' storages.
         gradients: Bytes of the gradients' storages, or None without a step.
-        optimizer_state: Bytes of the optimizer's state, or None without a step or an optimizer.
+        optimizer_state: Bytes of the optimizer state, 0 without an optimizer, or None without a step.
         states: Optimizer state of each parameter.
         volumes: Number of calls and bytes of each kind of collective.
         flops: Floating point operations by phase.
@@ -208,7 +212,7 @@ class StepDryRun:
     flops: dict[str, int] | None = None
     activations: int | None = None
     events: tuple[PlanEvent, ...] = field(default=(), compare=False, repr=False)
-    # Not compared, because kernels may request scratch memory for real tensors that they do not for fake ones.
+    # Not compared, because kernels can request scratch memory for real tensors that they do not request for fake ones.
     trace: Trace | None = field(default=None, compare=False, repr=False)
     buckets: int = 0
 
@@ -216,7 +220,8 @@ class StepDryRun:
     def peak(self) -> int | None:
         """Peak bytes of tensors, including temporaries, in any update after the first. None without a trace.
 
-        The first update is left out, because the optimizer creates its state only at the end of it.
+        The trace is of the first update, at the end of which the optimizer creates its state. In later updates the
+        state exists from the start. Therefore its bytes are added to all events before the optimizer step.
         """
         if self.trace is None:
             return None
@@ -240,10 +245,10 @@ def dry_run_rank(
     peer_answers: PeerAnswers | None = None,
     device: Device | None = None,
 ) -> StepDryRun:
-    """Prepare a model without memory as one rank of the layout, and run one update without computing anything.
+    """Run one update as one rank of a layout, on a model whose tensors have no values and take no memory.
 
     Args:
-        make: Function that makes the model. It is called where parameters take no memory.
+        make: Function that makes the model. It is called in a context in which parameters take no memory.
         layout: Layout of the run.
         rank: Rank to run as.
         step: Training step, or None to only prepare the model.
@@ -251,7 +256,7 @@ def dry_run_rank(
         precision: "no", "bf16" or "fp16".
         options: Options of the engines.
         machine_ranks: Ranks per machine.
-        peer_answers: Objects stored by the dry runs of other pipeline ranks.
+        peer_answers: Objects stored by the dry runs of other pipeline ranks, or None without pipeline stages.
         device: Device whose kernels' scratch memory is counted, or None for a CPU.
     """
     device = device or find_device("cpu")
@@ -259,7 +264,7 @@ def dry_run_rank(
         model = make()
     options, fake = options or EngineOptions(), FakeTensorMode(allow_non_fake_inputs=True)
     fill_model(model, fake)
-    # Outside of the fake mode, in which the ranks of a mesh would have no values either.
+    # Entered outside of the fake mode, because tensors with the ranks of a device mesh must keep their values.
     with run_as_rank(model, layout, rank, machine_ranks, precision, options, peer_answers) as strategy:
         drive = _make_driver(strategy, model, layout, options, step)
         modes: list[AbstractContextManager[Any]] = [substitute_kernels(device, precision), fake]
@@ -285,9 +290,9 @@ def run_update(
     drive: StepDriver | None = None,
     device: Device | None = None,
 ) -> StepDryRun:
-    """Run one update of a prepared model, and measure its memory, communication and computation.
+    """Run one update of a prepared model, and measure the update's memory, communication and computation.
 
-    The tensors may be fake or real.
+    The tensors of the model are fake or real.
 
     Args:
         model: Prepared model.
@@ -296,7 +301,7 @@ def run_update(
         make_optimizer: Function that makes the optimizer, or None to stop after the gradients.
         precision: "no", "bf16" or "fp16".
         within: Context managers in which the update runs.
-        drive: Driver of the layout's strategy, or None if it is enough to call the model.
+        drive: Driver of the layout's strategy, or None for a driver that only calls the model.
         device: Device whose kernels' scratch memory is counted, or None for a CPU.
     """
     device = device or find_device("cpu")
@@ -321,7 +326,9 @@ def run_update(
         forward = Forward(step, model, precision, saved)
         drive.warm_up(forward)
         saved.reset_peak()
-        with meter, memory:  # the inner mode sees shards first, because DTensors compute shapes on whole tensors
+        # The tracker is the inner mode. So it sees operations on local shards, but not those that DTensor runs on full
+        # tensors to determine shapes.
+        with meter, memory:
             memory.enter_phase("forward")
             mark_model(model, memory)
             drive.run_update(forward, meter)
@@ -368,10 +375,7 @@ def _step_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _count_ddp_bytes(model: nn.Module, layout: Layout) -> int | None:
-    """Return the bytes of all gradients if DDP reduces them.
-
-    Return None for other layouts, or if there is only one replica.
-    """
+    """Return the bytes of all gradients if DDP reduces them. Return None for other layouts or a single replica."""
     if not layout.is_replicas_only or layout.replicate == 1:
         return None
     return sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
@@ -380,8 +384,8 @@ def _count_ddp_bytes(model: nn.Module, layout: Layout) -> int | None:
 def _describe_state(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> StateBytes:
     """Return the bytes of a parameter's optimizer state.
 
-    State tensors of the parameter's shape are counted in bytes per element. All other state is counted as a fixed
-    number of bytes.
+    State tensors of the same shape as the parameter's local shard are counted in bytes per element. All other state is
+    counted as a fixed number of bytes.
     """
     held = optimizer.state.get(parameter, {}) if optimizer is not None else {}
     tensors = [get_local_shard(value) for value in held.values() if isinstance(value, torch.Tensor)]
@@ -394,13 +398,13 @@ def _describe_state(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | 
 
 
 def dry_run_stages(layout: Layout, dry_run_rank: Callable[[int, PeerAnswers], StepDryRun]) -> tuple[StepDryRun, ...]:
-    """Make the dry runs of all pipeline ranks of the first replica, and return their results by stage.
+    """Run the dry runs of all pipeline ranks of the first replica, and return their results by stage.
 
     A dry run that needs objects from later ranks is repeated.
 
     Args:
         layout: Layout of the run.
-        dry_run_rank: Function that makes the dry run of one rank, called with the rank and the objects of all ranks.
+        dry_run_rank: Function that runs the dry run of one rank. It takes the rank and the store of all ranks' objects.
 
     Raises:
         StateError: If the ranks wait for each other forever.
@@ -438,12 +442,12 @@ def dry_run_repeated(
 ) -> StepDryRun | None:
     """Return the dry run of a full model, extrapolated from dry runs with a few of its blocks.
 
-    Return None if the blocks of the model do not repeat.
+    Return None if the model has too few repeated blocks, or if they differ in their dry runs.
 
     Args:
-        make: Function that makes the model. It is called where parameters take no memory.
-        dry_run: Function that makes the dry run of a model, called with the function that makes the model. It must
-            treat all blocks equally.
+        make: Function that makes the model. It is called in a context in which parameters take no memory.
+        dry_run: Function that takes a function that makes a model, and returns the model's dry run. It must treat all
+            blocks equally.
     """
     with init_empty_weights(include_buffers=True):
         model = make()
@@ -487,7 +491,7 @@ def dry_run_repeated(
 
 
 def _collect_counts(run: StepDryRun) -> dict[Hashable, int]:
-    """Return the counts of a dry run that grow with the number of repeated blocks, by field and key."""
+    """Return the counts of a dry run that grow with the number of repeated blocks, by the field's name and key."""
     found: dict[Hashable, int] = {name: getattr(run, name) for name in _COUNTS}
     found |= {("flops", phase): number for phase, number in (run.flops or {}).items()}
     for key, volume in (run.volumes or {}).items():
@@ -496,13 +500,13 @@ def _collect_counts(run: StepDryRun) -> dict[Hashable, int]:
 
 
 def _extrapolate_counts(runs: Sequence[dict[Hashable, int]], ahead: int) -> dict[Hashable, int] | None:
-    """Return all counts, extrapolated linearly.
+    """Return all counts, extrapolated linearly to more repetitions of the blocks.
 
     Return None if a count does not grow by the same amount from each run to the next.
 
     Args:
         runs: Counts of three dry runs. Each has one more repetition of the blocks than the previous one.
-        ahead: Number of repetitions to add to the last run.
+        ahead: Number of repetitions to add to the first run.
     """
     first, second, third = runs
     if not first.keys() == second.keys() == third.keys():

@@ -1,4 +1,4 @@
-"""Proofs of `headway verify`: functions that read the records of all runs and return a verdict."""
+"""Proofs, the checks of `headway verify`: functions that take the records of all runs and return a `Verdict`."""
 
 from collections.abc import Callable
 
@@ -24,4 +24,4 @@ PROOFS: dict[str, Callable[[RunSet], Verdict]] = {
     "memory": check_memory,
     "data": check_data_wait,
 }
-"""Proofs by the key that selects them on the command line, in the order of the table."""
+"""Proof functions by the key that selects each on the command line, in the order of the printed table."""

@@ -7,11 +7,11 @@ from headway.verify.verdict import RunSet, Verdict, describe_failure
 _MOST_ERROR = 0.15
 """Largest relative difference between the forecast and the measured peak of tensors."""
 _LEAST_ERROR = 1 << 20
-"""Difference in bytes between the forecast and the measured peak that is always allowed."""
+"""Difference between the forecast and the measured peak of tensors that is always allowed, in bytes."""
 
 
 def compare_with_forecast(runs: RunSet) -> Verdict:
-    """Compare the forecast peak memory of tensors with the measured peak, and report what the full run will need."""
+    """Return the verdict on memory: whether the forecast matches the measured peak, and whether the full run fits."""
     needed, fits = _describe_full_run(runs)
     if fits is False:
         return Verdict(
@@ -42,9 +42,9 @@ def _leave_open(reason: str) -> Verdict:
 
 
 def _describe_full_run(runs: RunSet) -> tuple[str, bool | None]:
-    """Return a phrase about the memory of the full run on its device, and whether it fits.
+    """Return a phrase about the memory of the full run on its device, and whether the run fits (None if unknown).
 
-    The result is ("", None) if it is unknown.
+    The phrase is "" if no forecast of the full run was requested.
     """
     if runs.full is None:
         return "", None

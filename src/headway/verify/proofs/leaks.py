@@ -41,7 +41,7 @@ _PAGES = {"documents": "language_models.md"}
 
 
 def check_leaks(runs: RunSet) -> Verdict:
-    """Return the verdict about leaks, from the run that changed parts of the first training batch."""
+    """Return the verdict on leaks, based on the run in which parts of the first training batch were changed."""
     probed = runs.probed
     if probed is None or "leaks" not in probed.fact:
         why = (
@@ -66,10 +66,10 @@ def check_leaks(runs: RunSet) -> Verdict:
 
 
 def _find_later_steps(first: RunRecord) -> list[dict[str, Any]]:
-    """Return a finding if the model's input is computed from a statistic over all steps of a series, even later ones.
+    """Return a list with one finding if a statistic over all steps of a series enters the model's input, else [].
 
-    Only series are examined whose loss compares the output with the input one step later. The list has at most one
-    item.
+    Such a statistic includes the later steps that the model predicts. A series is examined only if its loss compares
+    the model's output with the input of the next step.
     """
     found = []
     for loss in first.trace(0, min(first.first)):

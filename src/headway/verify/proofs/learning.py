@@ -11,7 +11,7 @@ PAGE = "verify.md#what-learns-learns"
 
 
 def check_learning(runs: RunSet) -> Verdict:
-    """Return the verdict about parameters: trainable ones change, frozen ones do not, and replicas are equal."""
+    """Return the verdict on whether trainable parameters change, frozen ones do not, and replicas stay equal."""
     first = runs.first
     facts, updates = first.fact, list(first.first.values())
     trainable = facts.get("trainable", [])
@@ -34,9 +34,10 @@ def check_learning(runs: RunSet) -> Verdict:
 
 
 def _check_optimizers(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
-    """Return the failed verdict if the optimizers lack a trainable parameter or contain a selected frozen one.
+    """Return the failed verdict if a trainable parameter is in no optimizer, or if some frozen parameters are in one.
 
-    Frozen parameters are only reported if some, but not all of them, are in an optimizer. Return None otherwise.
+    Return None otherwise. If the optimizers contain all frozen parameters, none is reported, because scripts often pass
+    all parameters of a model.
     """
     trainable = facts["trainable"]
     held = set(facts.get("in_optimizer", trainable))
@@ -51,7 +52,7 @@ def _check_optimizers(facts: dict[str, Any], updates: list[Update]) -> Verdict |
         )
     frozen = [name for name in facts.get("frozen", []) if name not in learned]
     given = [name for name in frozen if name in held]
-    # Optimizers often get all parameters. Only a selection shows that these were meant to be trained.
+    # Scripts often pass all parameters. Only a selection of frozen ones shows that they were meant to be trained.
     if given and len(given) < len(frozen) and optimizers:
         return _fail(
             f"{join(given)} was given to the optimizer, but is frozen (requires_grad=False){_describe_lines(optimizers)}",
@@ -85,7 +86,10 @@ def _check_gradients(facts: dict[str, Any], updates: list[Update]) -> Verdict | 
 
 
 def _check_experts(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
-    """Return the failed verdict if an expert in a stacked tensor of experts gets no gradient, else None."""
+    """Return the failed verdict if an expert gets no gradient in any update, else None.
+
+    Only parameters that stack the weights of all experts are examined.
+    """
     for name in facts["trainable"]:
         idle = [set(update.unused.get(name, ())) for update in updates if name in update.norms]
         never = sorted(set.intersection(*idle)) if idle else []
@@ -98,7 +102,7 @@ def _check_experts(facts: dict[str, Any], updates: list[Update]) -> Verdict | No
 
 
 def _check_frozen_norms(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
-    """Return the failed verdict if running statistics of frozen batch norms change, else None."""
+    """Return the failed verdict if the running statistics of a frozen batch norm change, else None."""
     start = facts.get("initial", {})
     drifting = [
         norm for norm in facts.get("norms", [])
@@ -122,7 +126,7 @@ def _check_movement(facts: dict[str, Any], updates: list[Update]) -> Verdict | N
     start = facts.get("initial", {})
     still = [name for name in facts["trainable"] if all(each.hashes.get(name) == start.get(name) for each in updates)]
     largest = max((max(update.norms.values(), default=0.0) for update in updates), default=0.0)
-    # The gradient of a bias before a normalization consists of rounding errors, and may be too small to change it.
+    # The gradient of a bias before a normalization consists of rounding errors. It can be too small to change the bias.
     still = [name for name in still if any(update.norms.get(name, 0.0) > 1e-5 * largest for update in updates)]
     if still and any(rate for update in updates for rate in update.rates):
         return _fail(
@@ -168,22 +172,22 @@ def _check_replicas(runs: RunSet) -> Verdict | None:
 
 
 def _describe_writer(name: str, updates: list[Update]) -> str:
-    """Return where the script changes a tensor in place, as a part of a sentence."""
+    """Return where the script changes a tensor in place, as a phrase such as " at train.py:12"; "" if unknown."""
     lines = [line for update in updates for line in update.written.get(name, ())]
     return f" at {lines[0]}" if lines else ""
 
 
 def _describe_lines(optimizers: list[dict[str, Any]]) -> str:
-    """Return where the prepared optimizers were created, as the end of a sentence."""
+    """Return where the prepared optimizers were created, as a phrase in parentheses; "" if unknown."""
     lines = [f"{each['type']} at {each['line']}" for each in optimizers if each["line"]]
     return f" ({join(lines)})" if lines else ""
 
 
 def _has_sibling(name: str, trainable: list[str], zero: list[str]) -> bool:
-    """Whether another parameter of the same module has a gradient that is not zero.
+    """Whether another parameter of a parameter's module has a gradient that is not zero.
 
     Args:
-        name: Name of a parameter of the module.
+        name: Name of the parameter.
         trainable: Names of all trainable parameters.
         zero: Names of the parameters whose gradients are zero.
     """

@@ -1,4 +1,4 @@
-"""Proofs from the run on one process: its memory does not grow, and its updates do not wait long for data."""
+"""Proofs about the run on one process: its memory does not grow, and its updates do not wait long for data."""
 
 from itertools import pairwise
 from typing import Any
@@ -11,28 +11,26 @@ from headway.verify.verdict import RunSet, Verdict
 _MOST_WAITING = 0.33
 """Largest share of an update's time that may be spent on waiting for data."""
 _LEAST_SECONDS = 0.02
-"""Seconds of waiting for data per update that are always allowed."""
+"""Time in seconds that each update may always wait for data."""
 _MOST_BUSY = 0.5
 """Largest fraction of an update's CPU time that the main process may spend on fetching batches."""
 _LEAST_BUSY = 0.008
-"""Seconds of CPU time per update that fetching batches in the main process may always take."""
+"""CPU time in seconds that the main process may always spend on fetching the batches of an update."""
 _LEAST_GROWTH = 1_000_000
 """Smallest growth of memory that is reported, in bytes per update."""
 _LEAST_GRAPH = 100_000
-"""Smallest size of kept autograd graphs that is reported, in bytes per update."""
+"""Smallest size of autograd graphs kept alive that is reported, in bytes per update."""
 _LEAST_KEPT = 3
-"""Number of earlier updates whose tensors must still be alive before they are reported."""
+"""Smallest number of earlier updates with tensors still alive for which the script line that made them is reported."""
 
 Kept = dict[str, Any]
-"""Entry of the recorded fact "kept": a line of the script, and the updates and bytes of its tensors that are still
-alive.
-"""
+"""Record of a script line whose tensors stay alive: "line", "updates", and the tensors' "bytes" and "graph" bytes."""
 
 
 def check_memory(runs: RunSet) -> Verdict:
-    """Return the verdict about the memory of the run on one process.
+    """Return the verdict on the memory of the run on one process.
 
-    It must not grow with each update, and its peak must be the one that was forecast.
+    The memory must not grow with each update, and its peak must match the forecast.
     """
     first = runs.first
     growth = _find_growth([first.first[each].resident for each in sorted(first.first)])
@@ -44,13 +42,13 @@ def check_memory(runs: RunSet) -> Verdict:
 
 
 def _explain_growth(first: RunRecord, growth: int, kept: list[Kept], graphs: list[Kept]) -> Verdict:
-    """Return the verdict about memory that grows, with the line of the script whose tensors are kept alive.
+    """Return the failed verdict on memory that grows, with the line of the script whose tensors are kept alive.
 
     Args:
         first: Run on one process.
         growth: Bytes by which the memory grows with each update; 0 if it does not grow steadily.
-        kept: Tensors of earlier updates that are alive after the last one, by the line that made them.
-        graphs: Entries of `kept` whose autograd graphs keep tensors alive for a backward pass.
+        kept: One record for each script line whose tensors of earlier updates are still alive after the last update.
+        graphs: Records in `kept` of lines whose tensors keep large autograd graphs alive.
     """
     sizes = ", ".join(format_bytes(first.first[each].resident) for each in sorted(first.first))
     details = [f"after each update: {sizes}"]
@@ -76,7 +74,7 @@ def _explain_growth(first: RunRecord, growth: int, kept: list[Kept], graphs: lis
 def _find_growth(sizes: list[int]) -> int:
     """Return the median number of bytes by which memory grows per update; 0 if it does not grow steadily.
 
-    The first two differences are left out, because early updates fill caches.
+    The growth in the first two updates is left out, because early updates fill caches.
 
     Args:
         sizes: Memory in use after each update, in bytes.
@@ -88,7 +86,12 @@ def _find_growth(sizes: list[int]) -> int:
 
 
 def _explain_wait(first: RunRecord, text: str) -> Verdict:
-    """Return the verdict about updates that wait for data, with the function that takes the time."""
+    """Return the failed verdict on updates that wait for data, with the script's function that takes most of the time.
+
+    Args:
+        first: Run on one process.
+        text: Description of the time that updates wait.
+    """
     slow = first.fact.get("slow_lines", [])
     kind, name = (slow[0][1], slow[0][2]) if slow else ("", "")
     what = {"collate": "the collate function", "item": "reading one sample"}.get(kind, "the script's function")
@@ -102,9 +105,9 @@ def _explain_wait(first: RunRecord, text: str) -> Verdict:
 
 
 def check_data_wait(runs: RunSet) -> Verdict:
-    """Return the verdict about the time that updates wait for data.
+    """Return the verdict on the time that updates wait for data.
 
-    The first update is left out, because the loader starts its workers in it.
+    The first update is left out, because the loader starts its workers then.
     """
     title = "data keeps up"
     updates = [update for number, update in sorted(runs.first.first.items())][1:]
@@ -114,7 +117,7 @@ def check_data_wait(runs: RunSet) -> Verdict:
         return Verdict("data", title, "NOT CHECKED", "too few updates, or no prepared loader")
     share, each = sum(waits) / total, sum(waits) / len(updates)
     text = f"{each * 1000:.1f} ms per update, {100 * share:.0f} % of its time"
-    # CPU time depends little on what else the machine does, so its limit can be lower.
+    # CPU time depends little on other programs on the machine, so its limit can be lower than that of elapsed time.
     busy = sum(batch.get("busy", 0.0) for update in updates for batch in update.batches)
     busy_share = busy / max(sum(update.busy for update in updates), 1e-9)
     is_busy = busy_share > _MOST_BUSY and busy / len(updates) > _LEAST_BUSY

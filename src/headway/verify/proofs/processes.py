@@ -26,7 +26,7 @@ def check_layout(runs: RunSet) -> Verdict:
 
 
 def _check(key: str, title: str, runs: RunSet, other: RunRecord | None, name: str) -> Verdict:
-    """Return the verdict of the comparison between the run on one process and another run.
+    """Compare the run on one process with another run, and return the verdict.
 
     Args:
         key: Key of the proof.
@@ -81,7 +81,7 @@ def _check(key: str, title: str, runs: RunSet, other: RunRecord | None, name: st
 
 
 def _judge_failure(key: str, title: str, other: RunRecord, name: str) -> Verdict:
-    """Return the verdict about a run that ended with an error or made no progress.
+    """Return the verdict on a run that ended with an error or made no progress.
 
     Args:
         key: Key of the proof.
@@ -116,11 +116,11 @@ def _judge_failure(key: str, title: str, other: RunRecord, name: str) -> Verdict
 def _find_written(other: RunRecord, reason: str) -> tuple[str, str, str] | None:
     """Return (parameter, line, rank) of the in-place change that explains why the replicas differ, or None.
 
-    The rank is "" if the line runs on all ranks, such as a draw from a generator that each rank has seeded differently.
+    The rank is "" if all ranks run the line. An example is a draw from a generator that each rank seeds differently.
 
     Args:
         other: Run that failed.
-        reason: Its error, which names the parameters that differ.
+        reason: Error of the failed run, which names the parameters that differ.
     """
     if "replicas of the model are not alike" not in reason:
         return None
@@ -156,7 +156,7 @@ def _find_local_metric(other: RunRecord) -> str | None:
 
 
 def find_diverged(record: RunRecord) -> tuple[int, str, int] | None:
-    """Return (update, parameter, rank) of the first replica that differs from the one on rank 0, or None."""
+    """Return (update, parameter, rank) of the first parameter replica that differs from that on rank 0, or None."""
     for update in sorted(record.first):
         ours = record.first[update].hashes
         for rank, updates in enumerate(record.updates[1:], 1):
@@ -177,7 +177,7 @@ def _list_causes_of_divergence(other: RunRecord, parameter: str) -> tuple[str, .
 def _explain(
     key: str, title: str, runs: RunSet, reference: RunRecord, other: RunRecord, name: str, found: RunDifference
 ) -> Verdict:
-    """Return the verdict about a difference beyond the tolerance, with its likely cause.
+    """Return the verdict on a difference beyond the tolerance, with its likely cause.
 
     Args:
         key: Key of the proof.
@@ -186,7 +186,7 @@ def _explain(
         reference: Run on one process.
         other: Run that differs.
         name: Description of the run that differs, such as "2 processes".
-        found: First difference.
+        found: First difference beyond the tolerance.
     """
     update, difference = found.difference.update, found.difference
     unlike = find_unlike_start(reference, other)
@@ -246,7 +246,7 @@ def _find_cause(
     Args:
         reference: Run on one process.
         other: Run that differs.
-        found: First difference.
+        found: First difference beyond the tolerance.
         is_layout_only: Whether the run on several processes without the layout agrees with the run on one process.
     """
     difference, ranks = found.difference, other.num_processes
@@ -300,9 +300,9 @@ def _find_cause(
 
 
 def blame_ranks(reference: RunRecord, other: RunRecord, update: int) -> Blame | None:
-    """Return the first torch call of an update whose results on the ranks do not match the result on one process.
+    """Return an update's first torch call whose results on the ranks do not match its result on one process.
 
-    None if all results match.
+    Return None if all results match.
 
     Args:
         reference: Run on one process.
@@ -323,7 +323,7 @@ def _find_cause_of_step(reference: RunRecord, other: RunRecord, found: RunDiffer
     Args:
         reference: Run on one process.
         other: Run that differs.
-        found: First difference.
+        found: First difference beyond the tolerance.
     """
     update = found.difference.update
     mine, yours = reference.first[update], other.first[update]
@@ -370,7 +370,7 @@ def find_unlike_start(reference: RunRecord, other: RunRecord) -> list[str]:
 
 
 def _has_equal_samples(reference: RunRecord, other: RunRecord, update: int) -> bool:
-    """Whether both runs trained on equal samples up to an update, or no samples were recorded in it."""
+    """Whether both runs trained on equal samples up to an update. Also True if no samples of this update are known."""
     return any(
         all(count_samples(reference, each, key) == count_samples(other, each, key) for each in range(1, update + 1))
         for key in ("rows", "loose")

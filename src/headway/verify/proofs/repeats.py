@@ -62,9 +62,16 @@ def _find_difference(first: RunRecord, again: RunRecord, update: int) -> Verdict
 def _explain(first: RunRecord, again: RunRecord, update: int, reason: str, details: Sequence[str]) -> Verdict:
     """Return the failed verdict for two runs that differ, with the likely cause.
 
-    The cause is the first of these for which there is evidence in the records, from the strongest evidence to the
-    weakest: seeds that differ, generators without a seed, the order of a folder's files, the first call of the step
-    that differs, a global generator, the clock, the order of a set.
+    Possible causes are examined in this order, and the first one with evidence in the records is reported:
+
+    - seeds that differ
+    - global random number generators without a seed
+    - other generators without a seed
+    - the order of a folder's files
+    - the clock
+    - the first torch call that differs, or a random draw
+
+    If there is no evidence, the order of a set is reported.
 
     Args:
         first: First run.
@@ -130,7 +137,12 @@ def _explain(first: RunRecord, again: RunRecord, update: int, reason: str, detai
 
 
 def _is_batch(call: str, reason: str) -> bool:
-    """Whether the recorded calls show no other difference than the contents of the batch."""
+    """Whether the first call that differs shows only that the two runs have batches with different contents.
+
+    Args:
+        call: Name of the first torch call that differs.
+        reason: Difference between the runs in one line.
+    """
     return call == "input" and "samples" in reason
 
 
@@ -139,7 +151,7 @@ def _fail(reason: str, details: list[str], advice: str) -> Verdict:
 
 
 def _list_unseeded(first: RunRecord, again: RunRecord) -> list[str]:
-    """Return the libraries whose random number generators had different states when the training began."""
+    """Return the libraries whose random number generators had different states in the two runs when training began."""
     ours, theirs = first.fact.get("seeds_at_start") or {}, again.fact.get("seeds_at_start") or {}
     return [name for name in ours if ours[name] != theirs.get(name)]
 

@@ -13,7 +13,7 @@ PAGE = "microbatching.md"
 
 
 def check_out_of_memory(runs: RunSet) -> Verdict:
-    """Return the verdict about a run with one injected out-of-memory error, compared with a run without errors."""
+    """Return the verdict on a run with one injected out-of-memory error, compared with a run without errors."""
     first, replayed = runs.first, runs.replayed
     if not first.fact.get("microbatching"):
         return Verdict(
@@ -83,5 +83,8 @@ def _find_cause(first: RunRecord, replayed: RunRecord, update: int) -> Cause | N
 
 
 def _count_rows(loss: dict[str, Any]) -> int:
-    """Return the number of rows of the first recorded tensor with rows, among the calls behind a loss; 1 by default."""
+    """Return the number of rows of the first tensor that was recorded for a loss; 1 if no tensor has rows.
+
+    Parameters and buffers are left out.
+    """
     return next((call["shape"][0] for call in loss["calls"] if call.get("shape") and not call.get("own")), 1)

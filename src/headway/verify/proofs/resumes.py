@@ -110,7 +110,7 @@ def _find_difference(first: RunRecord, resumed: RunRecord, update: int, saved: i
 
 
 def _explain_samples(first: RunRecord, resumed: RunRecord, update: int, where: str) -> Verdict:
-    """Return the verdict about a resumed run that trains on other samples.
+    """Return the failed verdict on a resumed run whose samples differ from those of the run without a kill.
 
     The verdict names the part of the data loading that has no saved state.
     """
@@ -169,7 +169,10 @@ def _explain_samples(first: RunRecord, resumed: RunRecord, update: int, where: s
 
 
 def _explain_loss(first: RunRecord, resumed: RunRecord, update: int, where: str) -> Verdict:
-    """Return the verdict about a loss that differs on equal samples and weights, with the first call that differs."""
+    """Return the failed verdict on a loss that differs after a resume, although samples and weights are equal.
+
+    The verdict names the first torch call that differs.
+    """
     ours, theirs = first.first[update], resumed.first[update]
     reason = (
         f"{where}: the loss is {theirs.losses[0]:.8g} instead of {ours.losses[0]:.8g}, on the same samples and weights"
@@ -197,7 +200,7 @@ def _explain_loss(first: RunRecord, resumed: RunRecord, update: int, where: str)
 
 
 def _explain_rates(resumed: RunRecord, ours: Update, theirs: Update, where: str) -> Verdict:
-    """Return the verdict about learning rates that differ, with the line of the script that sets them."""
+    """Return the failed verdict on learning rates that differ after a resume, with the script line that sets them."""
     lines = theirs.rate_lines or [line for each in resumed.first.values() for line in each.rate_lines]
     set_at = f", set at {join(lines[-2:])}" if lines else ""
     return _fail(
@@ -208,7 +211,7 @@ def _explain_rates(resumed: RunRecord, ours: Update, theirs: Update, where: str)
 
 
 def _explain_step(resumed: RunRecord, ours: Update, theirs: Update, name: str, where: str) -> Verdict:
-    """Return the verdict about a parameter that differs although gradients and learning rates are equal."""
+    """Return the failed verdict on a parameter that differs after a resume, although gradients and rates are equal."""
     reason = f"{where}: {name} differs after the step, although the gradients are equal"
     if resumed.fact.get("state_emptied"):
         made = [each["line"] for each in resumed.fact.get("optimizers", []) if each["line"]]
@@ -249,7 +252,7 @@ def _check_several(runs: RunSet, saved: int) -> tuple[str, Verdict | None]:
         saved: Number of the update after which the checkpoint was saved.
 
     Returns:
-        Text to append to the result, which may be empty, and the failed verdict or None.
+        Tuple of (text to append to the result, or "" if nothing could be compared; failed verdict or None).
     """
     other, reference = runs.resumed_on_several, runs.first
     if other is None or runs.reference is not runs.first:
@@ -277,7 +280,10 @@ def _check_several(runs: RunSet, saved: int) -> tuple[str, Verdict | None]:
 
 
 def _is_result_different(runs: RunSet) -> bool:
-    """Whether the result depends on the number of processes even without a resume, which another proof reports."""
+    """Whether the result depends on the number of processes even without a resume. Also True if this is unknown.
+
+    Another proof reports such a dependence.
+    """
     if runs.several is None or not runs.several.is_complete or runs.reference is None:
         return True
     return find_first_difference(runs.reference, runs.several, runs.reordered)[0] is not None

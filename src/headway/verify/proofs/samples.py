@@ -1,4 +1,4 @@
-"""Proof that every sample is trained on once: all ranks together train on the samples of a run on one process."""
+"""Proof that every sample is trained on once: all ranks together train on exactly the samples of one process."""
 
 from collections import Counter
 from itertools import pairwise
@@ -13,7 +13,7 @@ PAGE = "data.md"
 
 
 def check_samples(runs: RunSet) -> Verdict:
-    """Return the verdict about samples: all ranks together must train on the samples of a run on one process."""
+    """Return the verdict on whether all ranks together train on exactly the samples of the run on one process."""
     reference, several = runs.reference, runs.several
     restarted = _find_restarts(runs.first)
     if restarted is not None:
@@ -73,8 +73,8 @@ def _find_restarts(first: RunRecord) -> Verdict | None:
 def _find_doubled_streams(first: RunRecord) -> Verdict | None:
     """Return the failed verdict if every worker process of a loader yields all samples of the stream, else None.
 
-    The loader takes one batch from each worker in turn, so as many equal batches as there are workers follow each
-    other.
+    The loader takes one batch from each worker in turn. Each batch then occurs as many times in succession as there are
+    workers.
     """
     by_loader: dict[int, list[Any]] = {}
     for number in sorted(first.first):
@@ -134,13 +134,15 @@ def _reads_apart(several: RunRecord) -> bool:
 
 
 def _describe(reference: RunRecord, several: RunRecord, shared: list[int], total: dict[str, Counter[Any]]) -> Verdict:
-    """Return the failed verdict about samples that differ from those of the run on one process, with the likely cause.
+    """Return the verdict on samples that differ from those of the run on one process, with the likely cause.
+
+    The verdict is PASS only if both runs used the same dataset indices, whose contents are drawn at random.
 
     Args:
         reference: Run on one process.
         several: Run on several processes.
         shared: Numbers of the updates that all ranks of both runs made.
-        total: Samples of all ranks in these updates, by the kind of fingerprint.
+        total: How often each sample occurs on all ranks in these updates, by the kind of fingerprint.
     """
     expected = _add_up(reference, shared, "rows")
     drew = sorted(

@@ -1,8 +1,8 @@
 """Functions for nested batches: move, convert, concatenate and measure them, and exchange them between processes.
 
-Arguments of collective operations (gather, reduce, broadcast and others) are checked before any data is moved.
-`gather_for_metrics` in this module also accepts values that do not have one entry per sample, such as one value per
-batch, because TRL counts tokens and sums entropies this way. The method of `headway.Accelerator` refuses such values.
+Arguments of collective operations (gather, reduce, broadcast and others) are checked before any data is moved. Under
+`import accelerate`, `gather_for_metrics` also accepts values that do not have one entry per sample, such as one value
+per batch (`gather_and_cut`). TRL needs this to count tokens. The method of `headway.Accelerator` refuses such values.
 """
 
 import warnings
@@ -48,11 +48,11 @@ def is_namedtuple(data: object) -> bool:
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """Return the items of an iterable in a container of a given type.
+    """Return the items of an iterable in a container of the same type as `obj`.
 
     Args:
-        obj: List, tuple or named tuple whose type is used.
-        generator: Items of the container.
+        obj: List, tuple or named tuple.
+        generator: Iterable with the items of the new container.
     """
     return rebuild_sequence(obj, generator)
 
@@ -74,10 +74,11 @@ def recursively_apply(
         data: Nested containers.
         args, kwargs: Further arguments of `func`.
         test_type: Predicate that selects leaves for `func`. Default: tensors.
-        error_on_other_type: Whether other leaves are an error. Otherwise they are returned unchanged. Default: False.
+        error_on_other_type: Whether leaves that `test_type` rejects are an error. If False (the default), they are
+            returned unchanged.
 
     Raises:
-        TypeError: If `error_on_other_type` is set and there is another leaf.
+        TypeError: If `error_on_other_type` is set and `test_type` rejects a leaf.
     """
 
     def walk(node: Tree) -> Tree:
@@ -88,7 +89,7 @@ def recursively_apply(
         if test_type(node):
             return func(node, *args, **kwargs)
         if error_on_other_type:
-            # Accelerate's message, which scripts and tests match.
+            # Scripts and tests compare the text with this message of Accelerate.
             raise TypeError(
                 f"Unsupported types ({type(node)}) passed to `{getattr(func, '__name__', func)}`. Only nested list/tuple/dicts of "
                 f"objects that are valid for `{getattr(test_type, '__name__', test_type)}` should be passed."
@@ -103,10 +104,10 @@ def require_tensors(data: Tree, function: str) -> None:
 
     Args:
         data: Argument of a collective operation, such as `gather`.
-        function: Name of Accelerate's internal function, for its error message.
+        function: Name of Accelerate's internal function for the operation, which the error message contains.
 
     Raises:
-        TypeError: If there is any other leaf, including None.
+        TypeError: If a leaf is not a tensor, for example None.
     """
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,7 +120,7 @@ def require_tensors(data: Tree, function: str) -> None:
 def send_to_device(
     tensor: Tree, device: object, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
 ) -> Tree:
-    """Return nested containers with all tensors moved to a device. Objects with a `to` method are moved by it.
+    """Return nested containers with all tensors moved to a device. Other objects are moved if they have a `to` method.
 
     Args:
         tensor: Nested containers of tensors.
@@ -169,7 +170,7 @@ def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
         dim: Dimension to concatenate along. Default: 0.
 
     Raises:
-        TypeError: If several structures contain leaves that are not tensors.
+        TypeError: If a leaf is not a tensor and `data` has more than one item.
     """
     first = data[0]
     if isinstance(first, tuple | list):
@@ -192,7 +193,7 @@ def slice_tensors(
 
     Args:
         data: Nested containers of tensors.
-        tensor_slice: Slice to take of the first dimension.
+        tensor_slice: Slice of the first dimension, such as `slice(0, 4)`.
         process_index, num_processes: Ignored, as in Accelerate.
     """
     return map_tensors(lambda leaf: leaf[tensor_slice], data)
@@ -273,7 +274,7 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
 def verify_operation(function: Any) -> Any:
     """Return the function unchanged.
 
-    Accelerate's decorator of this name is not needed, because Headway checks all collectives.
+    Accelerate's decorator of this name checks the arguments of collectives. Headway always checks them.
     """
     return function
 
@@ -286,15 +287,15 @@ TENSOR_INT_TO_DTYPE = {number: kind for kind, number in TENSOR_TYPE_TO_INT.items
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Return tensors with rows of zeros appended, as many as Accelerate's function of this name appends.
+    """Return tensors with as many rows of zeros appended as by Accelerate's function of this name.
 
-    The new number of rows may not be divisible by `num_processes`.
+    As in Accelerate, the new number of rows is not always divisible by `num_processes`.
 
     Args:
         tensor: Tensor, or nested containers of tensors.
         batch_size: Number of rows of the tensors.
         num_processes: Number of processes among which the rows will be split.
-        dim: Dimension along which the values are copied to the start of the padded tensor. Default: 0.
+        dim: Dimension along which the padded tensor starts with the original values. Default: 0.
     """
     each, rest = divmod(batch_size, num_processes)
     more = num_processes - (each or batch_size)
@@ -309,7 +310,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     return recursively_apply(pad, tensor, error_on_other_type=True)
 
 
-# -------------------------------------------------------------------- a size that fits
+# -------------------------------------------------------------------- batch size search
 
 
 def find_executable_batch_size(
@@ -319,13 +320,13 @@ def find_executable_batch_size(
 ) -> Any:
     """Wrap a function so that it is called with smaller and smaller batch sizes until it does not run out of memory.
 
-    The batch size is equal on all ranks.
+    All ranks use the same batch size.
 
     Args:
         function: Function that takes the batch size as its first argument. None: return a decorator.
         starting_batch_size: Batch size of the first attempt. Default: 128.
-        reduce_batch_size_fn: Function that returns the next smaller size. Default: 90 % of the size
-            (`headway.find_executable_batch_size` uses 50 %).
+        reduce_batch_size_fn: Function that maps a batch size to the next smaller one. None: 90 % of the size, whereas
+            `headway.find_executable_batch_size` uses 50 %.
     """
     from headway.core.memory import batch_size
 
@@ -339,7 +340,7 @@ def find_executable_batch_size(
 def gather(tensor: Tree) -> Tree:
     """Return tensors of all ranks, concatenated along dimension 0 in rank order.
 
-    On one process the input is returned unchanged. The size of dimension 0 may differ between ranks. Nested
+    On one process the input is returned unchanged. The size of dimension 0 can differ between ranks. Nested
     structures are kept.
 
     Args:
@@ -355,7 +356,7 @@ def gather(tensor: Tree) -> Tree:
 
 
 def gather_object(object: Any) -> Any:  # noqa: A002 - its name in Accelerate
-    """Return the lists of all ranks, concatenated in rank order. On one process the input is returned unchanged.
+    """Return a list of all ranks' objects in rank order. On one process the input is returned unchanged.
 
     Args:
         object: List, tuple or set of objects that can be pickled. Any other object counts as one item.
@@ -367,12 +368,10 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - its name in Accelerate
 
 
 def gather_and_cut(values: Any, is_objects: bool) -> Any:
-    """Return the values of all ranks, concatenated.
+    """Return the concatenated values of all ranks, truncated after the last global batch of a loader.
 
-    In a loader's last global batch, truncate them to the number of its samples.
-
-    The truncation is wrong for values that do not have one entry per sample. But scripts depend on it, for example
-    if they gather one mean loss per rank.
+    They are truncated to the number of samples in that batch. This is wrong for values that do not have one entry per
+    sample. But scripts depend on it, for example scripts that gather one mean loss per rank.
 
     Args:
         values: Tensors in nested containers, or objects.
@@ -408,10 +407,10 @@ def broadcast(tensor: Tree, from_process: int = 0) -> Tree:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Copy the objects of one rank into the lists of all ranks, in place, and return the list.
+    """Replace the items of a list on all ranks by those of one rank, in place, and return the list.
 
     Args:
-        object_list: List of equal length on all ranks. Its items on receiving ranks are overwritten.
+        object_list: List of equal length on all ranks.
         from_process: Rank that sends its objects. Default: 0.
     """
     object_list[:] = collectives().broadcast_object(list(object_list), from_process)
@@ -491,10 +490,10 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
 
 
 def is_per_sample(tree: Tree, loader: PreparedLoader | None, collectives: Collectives) -> bool:
-    """Whether the tensors have one row per sample of the batch, on all ranks. All ranks must call it.
+    """Whether tensors have one row per sample of the current batch, on all ranks. All ranks must call it.
 
     Args:
-        tree: Nested containers. If a leaf is not a tensor, the result is True.
+        tree: Nested containers of tensors. If a leaf is not a tensor, the result is True.
         loader: Loader that the batch came from. None: any tensor with at least one dimension is accepted.
         collectives: Collectives over the ranks.
     """
@@ -511,7 +510,7 @@ def _fits(tensor: torch.Tensor, loader: PreparedLoader | None) -> bool:
         return False
     if loader is None or loader.num_rows is None or tensor.shape[0] == loader.num_rows:
         return True
-    # Values repeated to fill a short last batch: Headway's own method cuts them and warns.
+    # The tensor can include samples repeated to fill the last batch. Headway's own method removes them with a warning.
     total, counts = loader.total_batch_size, loader.valid_counts
     if not total or not counts:
         return False

@@ -1,9 +1,9 @@
 """Accelerate's data loaders, as returned by `prepare_data_loader` and by an Accelerator with Accelerate's rules.
 
-Under `import accelerate`, a seedable order is torch's shuffling by a generator that each epoch seeds with the seed plus
-the epoch number. Otherwise one process shuffles like plain torch, and several processes use one generator state, seeded
-once when the loader is prepared. The next batch is fetched before the current one is returned. Iterable datasets are
-read by one process for all ranks unless `dispatch_batches=False`. Their last batches have equal size on all ranks.
+With `use_seedable_sampler`, torch shuffles with a generator that is seeded with the seed plus the epoch number in each
+epoch. Otherwise one process shuffles like plain torch, and several processes share a generator state that is seeded
+when the loader is prepared. The next batch is fetched before the current one is returned. Rank 0 reads iterable
+datasets for all ranks unless `dispatch_batches=False`. The last batches of such datasets have equal size on all ranks.
 """
 
 import copy
@@ -31,28 +31,28 @@ from headway.errors import ConfigError, UnsupportedError
 
 
 class _WholePasses(Position):
-    """Position of a loader that counts epochs as Accelerate does.
+    """Position in a loader's data, with epochs counted as in Accelerate.
 
-    If a pass is left early, the next pass belongs to the same epoch.
+    If a loop over the loader ends early, the next loop belongs to the same epoch.
     """
 
     @property
     def next_epoch(self) -> int:
-        """Number of the epoch that the next pass reads. It is the current epoch if the last pass was left early."""
+        """Number of the epoch that the next loop reads. It is the current epoch if the last loop ended early."""
         return self.epoch if self._left_under and self._pinned is None else super().next_epoch
 
 
 class _AcceleratesLoader(PreparedLoader):
     """Prepared loader with the attributes of Accelerate's loaders.
 
-    Scripts may construct one directly. It then does not split its data among ranks.
+    A loader that a script constructs directly does not split its data among ranks.
 
     Args:
         dataset, kwargs: Arguments of DataLoader.
         device: Device to move batches to. None: batches are not moved.
         rng_types, synchronized_generator: Ignored. A loader that is constructed directly synchronizes no random number
             generators.
-        skip_batches: Number of batches to skip in its first pass. Default: 0.
+        skip_batches: Number of batches to skip in the first pass over the loader. Default: 0.
         use_stateful_dataloader: Whether torchdata's StatefulDataLoader reads the data. Default: False.
         _drop_last, _non_blocking, torch_device_mesh: Ignored.
     """
@@ -74,7 +74,7 @@ class _AcceleratesLoader(PreparedLoader):
         torch_device_mesh: Any = None,
         **kwargs: Any,
     ) -> None:
-        # An argument of the dispatching loader alone, which torch's DataLoader would refuse.
+        # Only the dispatching loader has this argument. torch's DataLoader would refuse it.
         splits = bool(self._dispatches and kwargs.pop("split_batches", False))
         made = prepare_data_loader(
             DataLoader(dataset, **kwargs),
@@ -91,7 +91,7 @@ class _AcceleratesLoader(PreparedLoader):
 
     @classmethod
     def of(cls, config: DataLoaderConfiguration, **parts: Any) -> "_AcceleratesLoader":
-        """Create a loader from its components.
+        """Create a loader from the components that `prepare` has built for it.
 
         Args:
             config: Loader configuration of the run.
@@ -103,18 +103,21 @@ class _AcceleratesLoader(PreparedLoader):
         return made
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of this object only. As in Accelerate, it does not change how the loader reads its data."""
+        """Set an attribute on this wrapper only. As in Accelerate, it does not affect how the loader reads its data."""
         object.__setattr__(self, name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return a function and its arguments for pickling. The unpickled loader starts at the first epoch."""
+        """Return the function that recreates the loader, and its arguments, for pickling.
+
+        The unpickled loader starts at the first epoch.
+        """
         return _prepare, (self._source, self._config, self._shard, self.device)
 
     @property  # type: ignore[misc]  # it cannot be assigned
     def __class__(self) -> Any:
-        """Class for `isinstance` checks in scripts.
+        """Class that `isinstance` checks in scripts see.
 
-        It is torchdata's StatefulDataLoader if that reads the data, else this class.
+        It is torchdata's StatefulDataLoader if that class reads the data, else the loader's own class.
         """
         return choose_loader_class(self._source, self._config) if self.use_stateful_dataloader else type(self)
 
@@ -130,7 +133,7 @@ class _AcceleratesLoader(PreparedLoader):
 
     @property
     def remainder(self) -> int:
-        """Number of samples in the loader's last global batch if it is incomplete, without padding.
+        """Number of samples in the loader's last global batch if that batch is incomplete, not counting padding.
 
         0 if the last global batch is complete, -1 if the number is not known yet.
         """
@@ -138,7 +141,7 @@ class _AcceleratesLoader(PreparedLoader):
 
     @property
     def iteration(self) -> int:
-        """Number of the current pass over the loader, or of the next one between passes. Can be assigned."""
+        """Number of the current pass over the loader; between passes, the number of the next one. Can be assigned."""
         return self.epoch
 
     @iteration.setter
@@ -152,7 +155,7 @@ class _AcceleratesLoader(PreparedLoader):
 
     @property
     def skip_batches(self) -> int:
-        """Number of batches to skip in the next pass."""
+        """Number of batches that the next pass over the loader skips."""
         return self._num_skipped
 
     @property
@@ -172,7 +175,7 @@ class DataLoaderDispatcher(_AcceleratesLoader):
 
 
 class ShardRules(LoadingRules):
-    """Loading rules of `prepare_data_loader`: torch's sampling, and Accelerate's loader classes for the result.
+    """Loading rules of `prepare_data_loader`, which returns Accelerate's loader classes.
 
     Rank 0 reads iterable datasets for all ranks, unless `dispatch_batches=False`.
     """
@@ -198,7 +201,7 @@ class ShardRules(LoadingRules):
     def should_spread(self, is_dispatched: bool) -> bool:
         """Whether an incomplete last global batch is split evenly among the ranks.
 
-        True if rank 0 reads the data for all ranks.
+        This is the case if rank 0 reads the data for all ranks.
 
         Args:
             is_dispatched: Whether rank 0 reads the data for all ranks.
@@ -206,7 +209,7 @@ class ShardRules(LoadingRules):
         return is_dispatched
 
     def wrap_loader(self, config: DataLoaderConfiguration, **parts: Any) -> PreparedLoader:
-        """Return a `DataLoaderDispatcher` if rank 0 reads for all ranks, else a `DataLoaderShard`.
+        """Return a new `DataLoaderDispatcher` if rank 0 reads for all ranks, else a new `DataLoaderShard`.
 
         Args:
             config: Loader configuration of the run.
@@ -244,8 +247,8 @@ def prepare_data_loader(
         num_processes: Number of processes among which the data is split. None: all processes of the run.
         process_index: Index of the process whose shard is read. None: this process.
         put_on_device: Whether to move batches to the device. Default: False.
-        rng_types: Names of random number generators to synchronize. If it contains "generator" or is None, generators
-            in samplers get rank 0's state.
+        rng_types: Names of random number generators to synchronize across ranks. None: only the generators of samplers
+            ("generator"), which get rank 0's state.
         split_batches, dispatch_batches, even_batches, use_seedable_sampler, data_seed, non_blocking,
             use_stateful_dataloader: As in `DataLoaderConfiguration`.
         slice_fn_for_dispatch: Not supported. Batches are always sliced along dimension 0.
@@ -253,7 +256,7 @@ def prepare_data_loader(
 
     Raises:
         UnsupportedError: If `slice_fn_for_dispatch` or `torch_device_mesh` is given.
-        ConfigError: If `dispatch_batches` is combined with another number of processes than the run's.
+        ConfigError: If `dispatch_batches` is combined with a number of processes that differs from the run's.
     """
     if slice_fn_for_dispatch is not None or torch_device_mesh is not None:
         raise UnsupportedError(
@@ -309,7 +312,7 @@ def _prepare(
 
 
 class SeededShuffle:
-    """Sample order of torch's RandomSampler with a generator that is seeded with `seed + epoch` in each epoch.
+    """Sample order of torch's RandomSampler, with a generator that is seeded with `seed + epoch` in each epoch.
 
     Args:
         sampler: Original sampler.
@@ -321,13 +324,15 @@ class SeededShuffle:
         self._seed = seed
 
     def reseed(self, seed: int) -> None:
-        """Do nothing. In a resumed run, `load_state` restores the seed instead."""
+        """Do nothing, because the seed of this order is fixed. In a resumed run, `load_state` restores it."""
 
     def draw_ahead(self) -> None:
         """Do nothing, because no random numbers are drawn in advance."""
 
     def draw(self, epoch: int) -> Sequence[int] | Iterator[int]:
-        """Return the sample order of an epoch. The result can be sliced if every sample occurs exactly once.
+        """Return the sample indices of an epoch in order, as a sequence or an iterator.
+
+        The result is a sequence if every sample occurs exactly once.
 
         Args:
             epoch: Number of the epoch.
@@ -342,7 +347,7 @@ class SeededShuffle:
         return len(self._sampler)
 
     def state(self, is_running: bool) -> State:
-        """Return the state to save in a checkpoint, which is the seed.
+        """Return the state to save in a checkpoint: a dict that contains the seed.
 
         Args:
             is_running: Ignored.
@@ -350,7 +355,7 @@ class SeededShuffle:
         return {"shuffled_by": self._seed}
 
     def load_state(self, state: State) -> None:
-        """Restore the seed from a state that `state` returned."""
+        """Restore the seed from a state that `state()` returned."""
         self._seed = state.get("shuffled_by", self._seed)
 
 
@@ -363,11 +368,11 @@ class AccelerateRules(ShardRules):
     parts_streams = False
 
     def choose_order(self, sampler: Any, draws: RandomSource) -> SampleOrder:
-        """Return the sample order of a sampler or batch sampler, shuffled as by Accelerate.
+        """Return the sample order for a sampler or batch sampler, shuffled as Accelerate would shuffle it.
 
         Args:
             sampler: Sampler or batch sampler of the script's DataLoader.
-            draws: Source of random numbers for the order, with the loader configuration.
+            draws: Source of random numbers for the sample order. It also holds the loader configuration.
         """
         if type(sampler) is RandomSampler:
             if draws.config.use_seedable_sampler:
@@ -381,12 +386,12 @@ class AccelerateRules(ShardRules):
         ):
             sampler = copy.copy(sampler)  # such as torch's WeightedRandomSampler
             sampler.generator = torch.Generator().manual_seed(_draw_seed())
-        # Only torch's own shuffling is seedable. Other samplers draw from the present RNG streams.
+        # Only the order of torch's RandomSampler is seedable. Other samplers draw from the current RNG streams.
         config = replace(draws.config, use_seedable_sampler=False)
         return super().choose_order(sampler, replace(draws, config=config, stream=LoaderGenerator()))
 
     def has_seeded_order(self, config: DataLoaderConfiguration) -> bool:
-        """Always False: seed and epoch alone do not determine an epoch's random numbers.
+        """Whether seed and epoch alone determine an epoch's random numbers. Always False.
 
         torch's DataLoader also draws a base seed for its workers from the current RNG state.
 

@@ -1,6 +1,6 @@
-"""Samplers and loaders of Accelerate that scripts construct directly.
+"""Accelerate's sampler and loader classes, for scripts that construct them directly.
 
-`prepare` uses none of them, because it splits the order of any sampler itself (`headway.core.data`).
+`prepare` uses none of them, because it splits the sample order of any sampler itself (`headway.core.data`).
 """
 
 import math
@@ -41,17 +41,17 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class BatchSamplerShard(BatchSampler):
-    """Batch sampler that yields one process's share of another batch sampler.
+    """Batch sampler that yields one process's share of the batches of another batch sampler.
 
-    The share consists of every n-th batch, or of a part of each batch.
+    With n processes, the share is every n-th batch, or one part of each batch if `split_batches` is set.
 
     Args:
         batch_sampler: Batch sampler for all processes.
         num_processes: Number of processes among which the batches are split. Default: 1.
         process_index: Index of this process. Default: 0.
         split_batches: Whether each process gets a part of each batch. Default: False.
-        even_batches: Whether to complete the last batches with samples from the beginning, so that all processes get
-            the same number of full batches. Default: True.
+        even_batches: Whether to fill the last batches with samples from the beginning, so that all processes get the
+            same number of full batches. Default: True.
 
     Raises:
         ConfigError: If `split_batches` is set and the batch size cannot be divided evenly among the processes.
@@ -79,7 +79,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Number of batches of all processes."""
+        """Number of batches that the original batch sampler yields for all processes together."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class BatchSamplerShard(BatchSampler):
 
     def _iterate_batches(self) -> Iterator[list[Any]]:
         first: list[list[Any]] = []
-        own: list[Any] | None = None  # in the current round
+        own: list[Any] | None = None  # this process's batch in the current round of one batch per process
         last: list[Any] = []
         count = 0
         for last in self.batch_sampler:
@@ -139,11 +139,11 @@ class BatchSamplerShard(BatchSampler):
         yield from self._fill_last(first, last, count)
 
     def _fill_last(self, first: list[list[Any]], last: list[Any], count: int) -> Iterator[list[Any]]:
-        """Yield this process's part of the last global batch, completed with samples from the beginning.
+        """Yield this process's share of the last global batch, filled with samples from the beginning.
 
         Args:
             first: First batches of the epoch, one per process.
-            last: Last batch of the epoch, which may be incomplete.
+            last: Last batch of the epoch. It can be incomplete.
             count: Number of batches in the epoch.
         """
         if self.batch_size is None:
@@ -170,7 +170,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     Args:
         dataset: Iterable dataset that yields the same samples on all processes.
-        batch_size: Batch size of one process; with `split_batches`, of all processes together. Default: 1.
+        batch_size: Batch size of one process, or of all processes together if `split_batches` is set. Default: 1.
         drop_last: Whether to drop an incomplete last global batch. False (the default): fill it with samples from the
             beginning.
         num_processes: Number of processes among which the samples are split. Default: 1.
@@ -203,7 +203,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass, and call `set_epoch` of the dataset if it has that method."""
+        """Set the epoch number of the next pass, also on the dataset if it has a method `set_epoch`."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -260,7 +260,7 @@ class SkipBatchSampler(BatchSampler):
 class SkipDataLoader(DataLoader[Any]):
     """DataLoader that reads and discards its first batches in every pass.
 
-    The function `skip_first_batches` skips them in one pass only, without reading them.
+    In contrast, `skip_first_batches` skips batches in one pass only, without reading them.
 
     Args:
         dataset, kwargs: Arguments of DataLoader.
@@ -280,7 +280,7 @@ class SkipDataLoader(DataLoader[Any]):
             self._reader = module.StatefulDataLoader(dataset, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of torchdata's StatefulDataLoader, which contains its position."""
+        """Return the state of torchdata's StatefulDataLoader, which contains the position in the data."""
         return self._reader.state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -296,6 +296,6 @@ class SkipDataLoader(DataLoader[Any]):
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """Return the sampler of a loader's batch sampler, or None if it has none."""
+    """Return the sampler that a loader's batch sampler uses, or None if the batch sampler has none."""
     holder = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
     return getattr(holder, "sampler", None)

@@ -1,1 +1,1 @@
-"""Accelerate's launcher, config files and plugins, translated to Headway's settings, and checks of the machine."""
+"""Accelerate's launcher, config files and layout options, translated for Headway, and checks of the machine."""

@@ -1,4 +1,4 @@
-"""Checks for installed packages (`is_*_available`, without importing them) and for devices and their drivers."""
+"""Functions `is_*_available` and others that check for packages, devices and drivers. Most import no package."""
 
 import subprocess
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def is_torch_version(operation: str, version: str) -> bool:
 def _meets_requirement(version: str, operation: str, requirement: str) -> bool:
     if operation not in STR_OPERATION_TO_FUNC:
         raise ConfigError(f"operation={operation!r}; allowed: {', '.join(STR_OPERATION_TO_FUNC)}")
-    # torch's class compares like `packaging`, which is not a dependency of Headway.
+    # torch's class compares versions as `packaging` does, which is not a dependency of Headway.
     return bool(STR_OPERATION_TO_FUNC[operation](TorchVersion(version), TorchVersion(requirement)))
 
 
@@ -54,7 +54,7 @@ def _installed(distribution: str) -> str:
 def _has(package: str, minimum: str | None = None, below: str | None = None) -> bool:
     """Whether a package is installed in a version within a range.
 
-    A directory with the package's name is not sufficient.
+    A directory with the package's name on `sys.path` does not count as installed.
 
     Args:
         package: Name of the package.
@@ -154,7 +154,7 @@ def is_pippy_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Return True. Every supported version of torch can load tensors without executing code."""
+    """Whether torch can load tensors without executing code. Always True for the supported versions of torch."""
     return True
 
 
@@ -162,7 +162,7 @@ def is_weights_only_available() -> bool:
 
 
 def is_cuda_available() -> bool:
-    """Whether this process can use a CUDA device. CUDA is not initialized."""
+    """Whether this process can use a CUDA device. The check does not initialize CUDA."""
     with env.patch_variables({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
         return torch.cuda.is_available()
 
@@ -191,18 +191,18 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def _has_plugin_device(package: str, kind: str) -> bool:
-    """Whether a device can be used whose support is not part of torch but of a separate package.
+    """Whether a device can be used that is supported by a separate package instead of torch itself.
 
     Args:
         package: Name of the package.
-        kind: Device type, which is also the name of the module that the package adds to torch.
+        kind: Device type, such as "npu". The package adds a module with this name to torch.
     """
     if not _has(package):
         return False
     try:
         import_module(package)
         return bool(getattr(torch, kind).is_available())
-    except Exception:  # without a driver, each package raises another error
+    except Exception:  # each package raises a different error if there is no driver
         return False
 
 
@@ -272,8 +272,8 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     """Whether torch_xla is installed. Headway does not use it.
 
     Args:
-        check_is_tpu: Whether its device must also be a TPU. Default: False.
-        check_is_gpu: Whether its device must also be a GPU. Default: False.
+        check_is_tpu: Whether torch_xla's device must also be a TPU. Default: False.
+        check_is_gpu: Whether torch_xla's device must also be a GPU. Default: False.
     """
     if not _has("torch_xla") or env.get_bool("USE_TORCH_XLA") is False:
         return False
@@ -304,7 +304,7 @@ def is_fp16_available() -> bool:
 
 
 def is_fp8_available() -> bool:
-    """Whether torchao is installed, which Headway uses for float8."""
+    """Whether float8 is available, which requires torchao 0.6.1 or later."""
     return is_torchao_available()
 
 
@@ -329,7 +329,7 @@ def _ask(field: str) -> list[str]:
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of the NVIDIA GPUs and their number. CUDA is not initialized.
+    """Return the names of this machine's NVIDIA GPUs and their number, without initializing CUDA.
 
     Raises:
         ConfigError: If nvidia-smi is missing or fails.
@@ -350,7 +350,7 @@ def get_driver_version() -> str:
 def check_cuda_p2p_ib_support() -> bool:
     """Whether the NVIDIA GPUs of this machine support direct peer-to-peer transfers.
 
-    False only if there are several GPUs, one of them is a GeForce RTX 40, and the driver is older than 550.40.
+    False only if there are several GPUs, at least one is a GeForce RTX 40, and the driver is older than 550.40.
     """
     try:
         names, count = get_gpu_info()
@@ -372,9 +372,9 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the accelerator type and the name of Accelerate's `DistributedType` for it, such as ("cuda", "MULTI_GPU").
+    """Return the accelerator type and its `DistributedType` in Accelerate, such as ("cuda", "MULTI_GPU").
 
-    Without an accelerator, the result is the result for CUDA.
+    Without an accelerator, the result is the same as with CUDA.
     """
     kind = detect_hardware().kind
     return ("cuda", "MULTI_GPU") if kind in ("cpu", "cuda") else (kind, f"MULTI_{kind.upper()}")

@@ -1,6 +1,6 @@
 """Accelerate's command-line tools as Python functions and classes, which other libraries call.
 
-Each function runs the corresponding Headway command under Accelerate's name.
+The functions run Headway's counterparts of these tools.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _COMMANDS = {
     "merge-weights": ("merge",),
     "test": ("test",),
 }
-"""Arguments of the `headway` command for each command of `accelerate`."""
+"""Arguments of the `headway` command that replace each command of `accelerate`."""
 
 default_config_file = default_json_config_file = default_yaml_config_file = str(
     files.find_default_file(env.copy_variables())
@@ -34,7 +34,7 @@ default_config_file = default_json_config_file = default_yaml_config_file = str(
 
 
 class LoadedConfig:
-    """Contents of a config file of Headway or Accelerate. The keys can be read as attributes.
+    """Contents of a config file of Headway or Accelerate, with the file's keys as attributes.
 
     Args:
         values: Values by key.
@@ -49,11 +49,11 @@ class LoadedConfig:
 
 
 class ClusterConfig(LoadedConfig):
-    """Configuration of a launch, under the keys of Accelerate's config files.
+    """Launch configuration with the keys of Accelerate's config files.
 
     Args:
         first: Values of compute_environment, distributed_type, mixed_precision, use_cpu and debug, in this order.
-        values: Values of other keys by name.
+        values: Values of other keys, as keyword arguments.
     """
 
     def __init__(self, *first: Any, **values: Any) -> None:
@@ -78,9 +78,9 @@ _RESHARDS = {
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert the section `fsdp_config` of a config file to FSDP2's keys, in place, and return `config`.
+    """Convert the section `fsdp_config` of a config file to FSDP2's keys, in place, and return the config.
 
-    Headway itself reads the keys of both versions (`headway config import`).
+    Only Accelerate needs this conversion. `headway config import` reads the keys of FSDP1 and FSDP2.
     """
     section = config.get("fsdp_config") or {}
     if section and section.get("fsdp_version", 1) != 2:
@@ -117,8 +117,8 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     """Rewrite a config file with FSDP2's keys, as `accelerate to-fsdp2` does.
 
     Raises:
-        ConfigError: If the file does not exist or is empty, or if the output would overwrite a file without
-            --overwrite.
+        ConfigError: If the file does not exist or is empty. Also if the output would replace a file and --overwrite is
+            not given.
     """
     output = Path(args.output_file or args.config_file)
     if not args.overwrite and (args.output_file is None or output.exists()):
@@ -143,32 +143,29 @@ def load_config_from_file(config_file: str | None) -> LoadedConfig:
 
 
 class LaunchParser(argparse.ArgumentParser):
-    """Parser that accepts any arguments. `headway launch` parses them later and reports errors."""
+    """Argument parser that accepts any arguments, because `headway launch` parses them later and reports errors."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Return a namespace with all arguments, and an empty list of unknown arguments.
-
-        The list of all arguments is the namespace's attribute `line`.
-        """
+        """Return a namespace whose attribute `line` lists all arguments, and an empty list of unknown arguments."""
         found = namespace if namespace is not None else argparse.Namespace()
         found.line = list(sys.argv[1:] if args is None else args)
         return found, []
 
 
 def launch_command_parser(subparsers: Any = None) -> LaunchParser:
-    """Return a parser for the arguments of `accelerate launch`, whose result can be passed to `launch_command`.
+    """Return a parser for the arguments of `accelerate launch`. `launch_command` accepts the parser's result.
 
     Args:
-        subparsers: Subparsers to add the command to. None: return a separate parser.
+        subparsers: Ignored. The parser is always a separate one.
     """
     return LaunchParser("headway launch", add_help=False)
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Run `headway launch --as accelerate` and wait for it. If it fails, exit with its exit code.
+    """Run `headway launch --as accelerate` and wait until it ends. If it fails, exit with its exit code.
 
     Args:
-        args: Result of the parser that `launch_command_parser` returned.
+        args: Arguments, parsed by the parser that `launch_command_parser` returned.
     """
     code = _run("launch", args.line)
     if code:
@@ -187,24 +184,24 @@ def _run(command: str, line: Sequence[str]) -> int:
 
 
 def replace_config_file(line: Sequence[str], folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Return a launcher's command line in which Accelerate's config file is replaced by its translation for Headway.
+    """Translate the config file that a command line names, if it is Accelerate's, and return the new command line.
 
     Args:
-        line: Arguments of the launcher, the script and its arguments.
-        folder: Directory for the translated file, if one is needed.
+        line: Arguments of the launcher, followed by the script and its arguments.
+        folder: Directory for the translated file.
 
     Returns:
-        New command line, and environment variables for the launched processes.
+        Command line that names the translated file, and environment variables for the launched processes.
 
     Raises:
-        ConfigError: If the file cannot be read, or has a key that neither library knows.
+        ConfigError: If the file cannot be read, or has a key that neither Accelerate nor Headway knows.
     """
     start, stop, named = _find_config_file(line)
     values = files.load_mapping(files.read_config(Path(named)), named) if named else {}
     if values.keys() <= set(files.KEYS):
         return list(line), {}
     if values.get("distributed_type") == "NO":
-        values["num_processes"] = 1  # Accelerate starts one process for any number
+        values["num_processes"] = 1  # with this type, Accelerate starts one process whatever the number is
     made = translate(values, named)
     for key, text in made.lines:
         if text.startswith("NOT KEPT"):
@@ -222,7 +219,7 @@ def _find_config_file(line: Sequence[str]) -> tuple[int, int, str]:
     """Find the option `--config_file` in a command line.
 
     Returns:
-        Index of its first argument, index after its last argument, and its value. (0, 0, "") if it is not given.
+        Index of the option, index after the option and its value, and the value. (0, 0, "") if the option is not given.
     """
     for index, word in enumerate(line):
         if word.endswith(".py") or word in ("-m", "--module"):
@@ -235,7 +232,7 @@ def _find_config_file(line: Sequence[str]) -> tuple[int, int, str]:
 
 
 def main() -> int:
-    """Run Headway's version of `accelerate COMMAND`, and return the exit code."""
+    """Run Headway's counterpart of `accelerate COMMAND`, and return the exit code."""
     command, *line = sys.argv[1:] or ["--help"]
     if command == "to-fsdp2":
         try:
@@ -252,5 +249,5 @@ def main() -> int:
 
 
 def launch_main() -> int:
-    """Run Headway's version of `python -m accelerate.commands.launch`, and return the exit code."""
+    """Run Headway's counterpart of `python -m accelerate.commands.launch`, and return the exit code."""
     return _run("launch", sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Translation of Accelerate's config files. Each key becomes a setting, or a report explains why it does not.
+"""Translation of Accelerate's config files: each key becomes a setting, or a report explains why it does not.
 
 This module also lists flags of other launchers that Headway does not have, with an alternative for each.
 """
@@ -53,9 +53,9 @@ _OF_FILES = ("compute_environment", "distributed_type", "use_cpu", "commands", "
 
 
 def find_alternative(name: str) -> str | None:
-    """Return a sentence that names the alternative to a flag or key of another launcher that Headway does not have.
+    """Return advice on what to use instead of a flag or config key that only other launchers have.
 
-    None if the name is not a flag or key of any of these launchers.
+    None if no other launcher has a flag or key with this name.
 
     Args:
         name: Name of the flag or key.
@@ -67,7 +67,7 @@ def find_alternative(name: str) -> str | None:
 
 
 def explain_file_key(key: str) -> str:
-    """Return a hint for a key in Headway's config file that belongs to Accelerate's config files or launch flags.
+    """Return a hint for an unknown key in Headway's config file if it is a config key or launch flag of Accelerate.
 
     Return "" for any other key.
     """
@@ -78,7 +78,7 @@ def explain_file_key(key: str) -> str:
 
 
 def refuse(flag: str) -> None:
-    """Raise `ConfigError` if a flag belongs to another launcher and Headway does not have it.
+    """Raise an error if only other launchers have a flag.
 
     Raises:
         ConfigError: If another launcher has the flag and Headway does not. The message names an alternative.
@@ -96,16 +96,16 @@ _SAME = tuple(
     """.split()  # noqa: SIM905
 )
 _COMPILER = tuple(name for name in SETTINGS if name.startswith("dynamo_"))
-# Sections most of whose keys have no counterpart in Headway.
+# Sections in which most keys have no counterpart in Headway.
 _SECTIONS = tuple("megatron_lm_config fp8_config dynamo_config mpirun_config ipex_config".split())  # noqa: SIM905
 _RENAMED_OPTIONS = {"backward_prefetch_policy": "backward_prefetch"}
-"""Current names of config file keys, by the names that older versions of Accelerate wrote."""
+"""Current names of config file keys, by the names in files of older Accelerate versions."""
 _TYPES = {"NO": "one process, or as many as num_processes says", "MULTI_CPU": "processes on the CPU"}
 _PER_DEVICE = "a launch starts one process per accelerator by default"
-"""Explanation in the report for the distributed types MULTI_GPU, MULTI_XPU, MULTI_NPU and similar ones."""
+"""Reason why the distributed types MULTI_GPU, MULTI_XPU, MULTI_NPU and similar ones need no setting."""
 
 TOGETHER = "together"
-"""Name in the report for the layout that several keys of the file determine together."""
+"""Key in the report for the layout that results from several keys of the file."""
 
 _NOTHING: tuple[object, ...] = (None, False, "", "no", {}, [])
 
@@ -115,10 +115,10 @@ class Translation:
     """Result of translating one of Accelerate's config files.
 
     Attributes:
-        layer: Settings that the file determines.
+        layer: Headway's settings that result from the file.
         lines: Lines of the report: pairs of (key, description of its translation).
-        num_lost: Number of keys whose meaning cannot be kept.
-        layout: Layout that the keys request.
+        num_lost: Number of keys that Headway has no setting for.
+        layout: Layout that the file requests.
     """
 
     layer: dict[str, Value] = field(default_factory=dict)
@@ -128,29 +128,29 @@ class Translation:
 
     @property
     def config(self) -> LaunchConfig:
-        """Settings of the translated file as a launch configuration."""
+        """Launch configuration that results from the file."""
         return resolve([self.layer]).config
 
     @property
     def num_keys(self) -> int:
-        """Number of keys in the file, counting each key of its sections."""
+        """Number of keys in the file, including those inside sections."""
         return len({key for key, _ in self.lines} - {TOGETHER})
 
     def set_from_key(self, key: str, name: str, value: Any, origin: str) -> None:
-        """Set one of Headway's settings from the value of a key, and add the key to the report.
+        """Set one of Headway's settings from the value of a key, and add a line about the key to the report `lines`.
 
         Args:
             key: Key in the file.
             name: Name of Headway's setting.
             value: Value in the file.
-            origin: Location of the key, for errors and reports.
+            origin: Location of the key, for error messages and for the origin of the setting.
         """
         decided = check_file_value(SETTINGS[name], value, origin)
         self.layer[name] = Value(decided, origin)
         self.lines.append((key, f"{name}: {decided!r}"))
 
     def report_needless(self, key: str, reason: str) -> None:
-        """Report that a key needs no setting, because Headway always behaves as the key requests.
+        """Report that a key needs no setting, because it is empty or Headway behaves as it requests without one.
 
         Args:
             key: Key in the file.
@@ -159,7 +159,7 @@ class Translation:
         self.lines.append((key, f"nothing to keep: {reason}"))
 
     def report_lost(self, key: str, reason: str) -> None:
-        """Report that Headway has no setting for a key, so that its meaning is lost.
+        """Report that Headway cannot do what a key requests, because it has no setting for the key.
 
         Args:
             key: Key in the file.
@@ -170,7 +170,7 @@ class Translation:
 
 
 def translate(data: Mapping[str, Any], name: str) -> Translation:
-    """Translate an Accelerate config file to Headway's settings, with a report for each key.
+    """Translate an Accelerate config file to Headway's settings, and report on each key.
 
     Args:
         data: Keys and values of the file.
@@ -216,7 +216,7 @@ def _translate_key(made: Translation, key: str, value: Any, origin: str) -> None
 
 
 def _read_section(made: Translation, section: str, value: Any, origin: str) -> Mapping[str, Any]:
-    """Return the keys and values of a section of the file. If it is empty, report that and return an empty dict."""
+    """Return the keys and values of a section in Accelerate's config file. Report an empty section and return {}."""
     if value in _NOTHING:
         made.report_needless(section, "empty")
         return {}
@@ -226,15 +226,16 @@ def _read_section(made: Translation, section: str, value: Any, origin: str) -> M
 
 
 def _translate_layout(made: Translation, section: str, value: Any, origin: str) -> None:
-    """Add each key of a layout section of Accelerate's config file, such as `fsdp_config`, to the report.
+    """Translate a section of Accelerate's config file that describes the layout, such as `fsdp_config`.
 
-    The layout itself is determined after the entire file has been read.
+    The section's keys are added to the requested layout and to the report. The layout itself is determined after the
+    entire file has been read.
 
     Args:
-        made: Translation to which the report is added.
+        made: Translation to change.
         section: Name of the section.
         value: Value of the section.
-        origin: Location of the section, for errors and reports.
+        origin: Location of the section, for error messages and for the origin of settings.
     """
     layout = made.layout
     prefix, known, read = LAYOUT_SECTIONS[section]
@@ -298,7 +299,7 @@ def _translate_value(made: Translation, key: str, value: Any, origin: str) -> No
 
 
 def _translate_unknown(made: Translation, key: str, value: Any, text: str) -> None:
-    # Accelerate writes `main` into every file.
+    # Accelerate writes `main_training_function: main` into every file.
     if value in _NOTHING or (key, value) == ("main_training_function", "main") or key == "same_network":
         made.report_needless(key, "off" if value in _NOTHING else "it changes nothing here")
     else:

@@ -59,7 +59,7 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
 
 
 def patch_environment(**kwargs: object) -> AbstractContextManager[None]:
-    """Return a context manager that sets environment variables. The previous values are restored afterwards.
+    """Return a context manager that sets environment variables, and restores their previous values at its end.
 
     Args:
         kwargs: Values by name. Names are converted to upper case, values to text.
@@ -68,17 +68,15 @@ def patch_environment(**kwargs: object) -> AbstractContextManager[None]:
 
 
 def clear_environment() -> AbstractContextManager[None]:
-    """Return a context manager that removes all environment variables. They are restored afterwards."""
+    """Return a context manager that removes all environment variables, and restores them at its end."""
     return env.clear_variables()
 
 
 def purge_accelerate_environment(func_or_cls: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function or test class so that changes to Accelerate's and Headway's environment variables are undone.
-
-    They are undone after each call of the function or test method.
+    """Decorate a function or test class so that each call restores Accelerate's and Headway's environment variables.
 
     Args:
-        func_or_cls: Function, or a class. In a class and its subclasses, methods whose names begin with "test" are
+        func_or_cls: Function, or class. In the class and its subclasses, methods whose names begin with "test" are
             decorated.
     """
     if not isinstance(func_or_cls, type):
@@ -116,12 +114,12 @@ def _read_variables() -> dict[str, str]:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return the names among `library_names` whose modules are already imported."""
+    """Return those of the given module names whose modules have already been imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 def convert_bytes(size: float) -> str:
-    """Return a number of bytes as text with a unit, such as "1.5 KB" for 1536. Units are powers of 1024."""
+    """Return a number of bytes as text with a unit, such as "1.5 KB" for 1536. 1 KB is 1024 bytes."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"
@@ -139,10 +137,10 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Whether a port of localhost is in use.
+    """Whether a TCP port on localhost is in use.
 
     Args:
-        port: Port number. Default: 29500.
+        port: Port number. None: 29500.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
@@ -170,7 +168,7 @@ def recursive_getattr(obj: object, attr: str) -> Any:
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | bool:
-    """Write a config file for `headway launch` with all devices of this machine and the given precision.
+    """Write a config file with which `headway launch` uses all devices of this machine and the given precision.
 
     Args:
         mixed_precision: "no" (the default), "bf16", "fp16" or "fp8".
@@ -194,20 +192,21 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Set environment variables so that transformers reads the weights of sharded models on only one process."""
+    """Set environment variables so that only one process reads a sharded model's weights in transformers."""
     use = env.get("ACCELERATE_USE_FSDP") or "True"
     env.apply_changes({"ACCELERATE_USE_FSDP": use, "FSDP_CPU_RAM_EFFICIENT_LOADING": "True"})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Set environment variables so that transformers reads weights on all processes."""
+    """Set environment variables so that all processes read a model's weights in transformers."""
     env.apply_changes({"FSDP_CPU_RAM_EFFICIENT_LOADING": "False"})
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
     """Return a line "NAME=value" for each environment variable.
 
-    Variables with an empty value, or with a space, `;`, `<`, `>` or newline in it, are left out with a warning.
+    Some variables are left out with a warning: those with an empty value, and those whose name or value contains a
+    space, a newline, `;`, `<` or `>`.
     """
     lines = []
     for name, value in current_env.items():

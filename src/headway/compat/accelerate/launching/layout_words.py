@@ -1,6 +1,6 @@
-"""Translation of Accelerate's layout settings, common to its launch flags, config files and plugins.
+"""Translation of Accelerate's layout options, which its launch flags, config files and plugins share.
 
-Each key is translated to a setting of Headway, ignored with a reason that is reported, or refused with an error.
+Each option is translated to a setting of Headway, ignored with a reported reason, or refused with an error.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ _PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _AXES = {"dp_replicate_size": "replicate", "dp_shard_size": "shard", "cp_size": "cp", "tp_size": "tp"}
 
 _ALIASES = {"cpu_offload": "offload_params", "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap"}
-"""Names of launch flags, by the names of the corresponding fields of FullyShardedDataParallelPlugin."""
+"""Mapping from plugin field names to the names of the same options in launch flags, where the two differ."""
 
 _NEEDLESS = {
     "use_orig_params": "FSDP2 always keeps the model's own parameters",
@@ -36,7 +36,7 @@ _NEEDLESS = {
 _CHECKED = {"state_dict_type": "state_dict_config", "backward_prefetch": "forward_prefetch"}
 """FSDP options that have no effect, but whose values are checked.
 
-Each is mapped to the key in `_NEEDLESS` with the reason why it has no effect.
+Each is mapped to the key of `_NEEDLESS` that holds the reason why it has no effect.
 """
 _REFUSED = {
     "ignored_modules": (
@@ -61,7 +61,7 @@ _REFUSED_OF_DEEPSPEED = {
     "deepspeed_moe_layer_cls_names": "mixtures of experts are partitioned like other layers; leave it out",
 }
 DEEPSPEED_KEYS = ("zero_stage", *OF_DEEPSPEED, *_NEEDLESS_OF_DEEPSPEED, *_REFUSED_OF_DEEPSPEED)
-"""All options of DeepSpeed that can be translated."""
+"""Names of all DeepSpeed options that are recognized, including those that are ignored or refused."""
 
 
 # -------------------------------------------------------------------- FSDP
@@ -73,7 +73,7 @@ def read_fsdp(request: LayoutRequest, name: str, value: Any, key: str | None = N
     Args:
         request: Layout request to change.
         name: Name of the option without "fsdp_", or of a field of FullyShardedDataParallelPlugin.
-        value: Text of a command line, a value of a config file, or a value of the plugin.
+        value: Value of the option: text from a command line, or a value from a config file or the plugin.
         key: Name of the option in messages. None: "fsdp_" plus the name.
 
     Raises:
@@ -205,7 +205,7 @@ _READERS: Mapping[str, Callable[[LayoutRequest, Any, str], None]] = {
     "mixed_precision_policy": _read_precision,
 }
 FSDP_KEYS = (*_READERS, *_NEEDLESS, *_REFUSED)
-"""All options of FSDP that can be translated. The names lack the prefix "fsdp_"."""
+"""Names of all FSDP options that are recognized, without "fsdp_", including those that are ignored or refused."""
 
 
 # -------------------------------------------------------------------- sizes
@@ -224,7 +224,7 @@ def read_size(request: LayoutRequest, name: str, value: Any, key: str | None = N
     Args:
         request: Layout request to change.
         name: Key without "parallelism_config_".
-        value: Text of a command line, a value of a config file, or a value of the plugin.
+        value: Value of the key: text from a command line, or a value from a config file or the plugin.
         key: Name of the key in messages. None: "parallelism_config_" plus `name`.
 
     Raises:
@@ -259,7 +259,7 @@ def read_deepspeed(request: LayoutRequest, name: str, value: Any, key: str | Non
     Args:
         request: Layout request to change.
         name: Name of the option.
-        value: Text of a command line, or a value of a config file.
+        value: Value of the option: text from a command line, or a value from a config file.
         key: Name of the option in messages. None: `name`.
 
     Raises:
@@ -302,12 +302,12 @@ LAYOUT_SECTIONS: Mapping[str, tuple[str, tuple[str, ...], Callable[..., None]]] 
 }
 """Sections of Accelerate's config files that describe the layout.
 
-Each entry has the prefix of the section's keys, the known keys, and the function that reads one key.
+Each value is a tuple: prefix of the section's keys, known keys, and the function that reads one key.
 """
 
 
 def explain_key(key: str) -> str | None:
-    """Return a hint if a key in Headway's config file is one of Accelerate's launch flags for layouts, else None."""
+    """Return a hint for an unknown key in Headway's config file if it is a layout flag of Accelerate, else None."""
     name = key.removeprefix("fsdp_")
     if key in ("use_fsdp", "fsdp_version", "fsdp_sharding_strategy"):
         return "write strategy: fsdp, or hsdp=8"
@@ -323,7 +323,7 @@ def explain_key(key: str) -> str | None:
 
 
 def _parse_bool(value: Any) -> bool | None:
-    """Return a value such as True, "yes" or "false" as a boolean. None if it is not a boolean."""
+    """Return the boolean that a value such as True, "yes" or "false" means, or None if it means none."""
     if isinstance(value, bool):
         return value
     try:
@@ -339,8 +339,8 @@ def _find_word(value: Any, allowed: tuple[str, ...], key: str, first: int = 0) -
         value: Word in upper or lower case, a member of one of torch's enumerations, or a number.
         allowed: Allowed words in upper case.
         key: Name of the option in messages.
-        first: Number that means the first allowed word; the next number means the second word. 0 (the
-            default): numbers are not accepted.
+        first: Number of the first allowed word, from which the words are counted. 0 (the default): numbers are not
+            accepted.
 
     Raises:
         ConfigError: If the value is none of the allowed words.

@@ -1,4 +1,4 @@
-"""Accelerate's progress bar."""
+"""Accelerate's progress bar `tqdm`, which only the first process of each machine shows."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from headway.errors import ConfigError
 def tqdm(*args: object, main_process_only: bool = True, **kwargs: object) -> Any:
     """Return a tqdm.auto.tqdm progress bar that only the first process of each machine shows.
 
-    `headway.track` does this without tqdm, and prints lines of text if the output is not a terminal.
+    `headway.track` shows progress without tqdm, as lines of text if the output is not a terminal.
 
     Args:
         args, kwargs: Arguments of tqdm.
-        main_process_only: Whether to hide the bar on other processes. Default: True.
+        main_process_only: Whether to hide the bar on all other processes. Default: True.
 
     Raises:
         ConfigError: If the first argument is a boolean, as in Accelerate's old signature.

@@ -1,8 +1,8 @@
 """Hooks that move a module's weights to its execution device for one forward or for a `with` block.
 
-They serve code that attaches Accelerate's hooks to modules itself. `dispatch_model` moves the weights of entire models
-and loads them ahead of their use; these hooks load weights on demand. Outside of a forward, a module contains its
-weights if that needs no device memory, because they are in host memory or a mapped file. If a forward changes the copy
+They are for code that attaches Accelerate's hooks to modules itself. These hooks load weights on demand, whereas
+`dispatch_model` loads the weights of entire models ahead of their use. Between forward passes, a module contains
+weights that are in host memory or a mapped file, because they need no device memory. If a forward pass changes the copy
 of a weight, the change is copied back.
 """
 
@@ -33,9 +33,10 @@ class PlacedCopy:
     Attributes:
         place: Location of the tensor in its module.
         name: Name of the tensor.
-        home: Original tensor, which was in the module before.
-        copy: Tensor that is in the module now.
-        version: torch's version counter of the copy when it was placed. None for inference tensors, which have none.
+        home: Original tensor, which the copy replaces.
+        copy: Copy that is in the module now.
+        version: Value of torch's version counter of the copy when it was placed. None for inference tensors, which have
+            no counter.
     """
 
     place: TensorLocation
@@ -67,7 +68,7 @@ def _wrap_like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _copy_tensor(home: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy of a tensor on a device, which can replace the tensor in its module.
 
-    A trainable copy stays in the autograd graph, so that gradients reach the original.
+    The copy of a trainable tensor is part of the autograd graph, so that gradients reach the original tensor.
     """
     if home.requires_grad and torch.is_grad_enabled():
         return home.to(device, copy=True)
@@ -80,7 +81,7 @@ def _place_copies(
     device: torch.device,
     tied: Tied | None = None,
 ) -> list[PlacedCopy]:
-    """Replace a module's tensors that are on other devices by copies on `device`, and return the copies.
+    """Replace tensors that are not on `device` by copies that are, and return a description of each replacement.
 
     A tensor with several names is copied once.
 
@@ -88,7 +89,7 @@ def _place_copies(
         places: Locations of the tensors by name.
         homes: Original tensors by name.
         device: Device of the copies.
-        tied: Existing copies of tied tensors, by data pointer and device. Default: None.
+        tied: Existing copies of tied tensors, by data pointer and device. New copies are added. None: no such copies.
     """
     uses: list[PlacedCopy] = []
     made: dict[int, torch.Tensor] = {}
@@ -109,11 +110,11 @@ def _place_copies(
 
 
 def write_home(home: torch.Tensor, use: PlacedCopy) -> None:
-    """Copy a tensor from the execution device back to the original tensor, if it has changed.
+    """Copy the values of a changed copy on the execution device back to the original tensor.
 
     Args:
         home: Original tensor.
-        use: Copy that may have changed.
+        use: Copy of the tensor. If it has not changed, nothing is copied.
     """
     is_changed = use.version is not None and use.copy._version != use.version
     # Batch normalization updates its running statistics without incrementing torch's version counter.
@@ -127,17 +128,18 @@ class AlignDevicesHook(ModelHook):
     """Hook that moves a module's inputs and weights to its execution device.
 
     Args:
-        execution_device: Device of the forward. None: nothing is moved.
-        offload: Whether weights are moved for each forward only. False (the default): once, when the hook is attached.
+        execution_device: Device of the forward. None: nothing is moved to a device.
+        offload: Whether weights are moved to the device only for each forward. False (the default): they are moved
+            once, when the hook is attached.
         io_same_device: Whether to move the output to the device of the first input. Default: False.
-        weights_map: Values of the weights by name in the module. Default: the module's own weights, moved to host
-            memory. If it is a dict or an OffloadedWeightsLoader, the module contains these values between forwards. Any
-            other mapping is read at each forward, and the module has meta tensors between forwards.
+        weights_map: Values of the weights by name in the module. None: the module's own weights, moved to host memory.
+            With a dict or an OffloadedWeightsLoader, the module contains these values between forward passes. Any other
+            mapping is read in each forward pass, and the module has meta tensors in between.
         offload_buffers: Whether buffers are offloaded too. Default: False.
         place_submodules: Whether to also move the weights of all submodules. Default: False.
         skip_keys: Names of keyword arguments that are not moved.
-        tied_params_map: Copies by data pointer and device, shared by several hooks. Nested modules that share a tensor
-            then use one copy.
+        tied_params_map: Copies of tensors by data pointer and device, which several hooks share. Nested modules that
+            share a tensor then use one copy.
     """
 
     def __init__(
@@ -172,7 +174,7 @@ class AlignDevicesHook(ModelHook):
 
     @property
     def _keeps_weights(self) -> bool:
-        """Whether the module contains its weights between forwards. Otherwise it has meta tensors at these times."""
+        """Whether the module contains its weights between forward passes. Otherwise it contains meta tensors then."""
         base = self.weights_map
         while isinstance(base, PrefixedDataset):
             base = base.dataset
@@ -194,7 +196,7 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def note_devices(self, module: nn.Module) -> dict[str, TensorLocation]:
-        """Record the devices of the module's weights, and return the locations of the weights.
+        """Record the devices of the module's weights, and return the locations of the weights by name.
 
         `detach_hook` moves the weights back to the recorded devices.
         """
@@ -206,14 +208,14 @@ class AlignDevicesHook(ModelHook):
         if self.execution_device is None or tensor.device == _device(self.execution_device):
             return tensor
         if self.offload and tensor.is_meta:
-            return tensor  # a buffer that other code fills later
+            return tensor  # a meta tensor here is a buffer that other code fills later
         return _wrap_like(tensor, tensor.detach().to(_device(self.execution_device)))
 
     def _offload_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         stored = None
         if self.weights_map is not None:
             stored = self.weights_map[name] if self._keeps_weights else tensor.detach().to("meta")
-        # Resized embeddings inherit the hook of the old ones, whose stored values do not fit.
+        # Resized embeddings inherit the hook of the original embeddings, whose stored values have a different shape.
         if stored is not None and stored.shape == tensor.shape:
             value = stored
         else:
@@ -223,7 +225,7 @@ class AlignDevicesHook(ModelHook):
         return _wrap_like(tensor, value.detach())
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move weights and inputs to the execution device, and return the inputs."""
+        """Move offloaded weights and the inputs to the execution device, and return the inputs."""
         if self.io_same_device:
             first = next(list_tensors((args, kwargs)), None)
             self.input_device = None if first is None else first.device
@@ -249,7 +251,7 @@ class AlignDevicesHook(ModelHook):
         return _wrap_like(place.tensor, self.weights_map[name])
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Move offloaded weights out of the module again, and return the output.
+        """Replace the copies on the execution device by the original weights, and return the output.
 
         If `io_same_device` is set, the output is moved to the device of the first input.
         """
@@ -266,7 +268,7 @@ class AlignDevicesHook(ModelHook):
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Move offloaded weights back to their original devices, and return the module.
 
-        Weights that were meta tensors when the hook was attached keep the values that they have now.
+        Weights that were meta tensors when the hook was attached keep their current values.
         """
         if self.offload:
             for name, place in _own_places(module, self.place_submodules, self.offload_buffers).items():
@@ -279,10 +281,10 @@ class AlignDevicesHook(ModelHook):
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether the module's own weights are stored elsewhere and copied to the execution device for its forward.
+    """Whether a module's own weights are stored elsewhere and copied to the execution device for its forward.
 
-    True for modules with an offloading AlignDevicesHook, and for modules of a dispatched model whose weights are copied
-    to a device ahead of use. Weights that are used where they are, such as a mapped file on a CPU, are not offloaded.
+    True for a module with an offloading AlignDevicesHook. Also true for a module of a dispatched model if its weights
+    are copied to a device ahead of their use. Weights that need no copy, such as a mapped file on a CPU, do not count.
     """
     hook = getattr(module, "_hf_hook", None)
     return (isinstance(hook, AlignDevicesHook) and hook.offload) or find_device_stream(module) is not None
@@ -290,12 +292,12 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Where | None = None) -> Iterator[None]:
-    """Return a context manager that moves a module's own parameters to a device. They are moved back afterwards.
+    """Return a context manager that moves a module's own parameters to a device, and back at its end.
 
-    Changes to the parameters within the context are kept, even if they are offloaded.
+    Changes to the parameters within the context are kept, even if the parameters are offloaded.
 
     Args:
-        module: Module whose parameters are moved. Parameters of its submodules are not.
+        module: Module whose own parameters are moved. Parameters of its submodules are not moved.
         execution_device: Device within the context. None: the device on which the module runs, according to its hook or
             its dispatched model, if known.
     """
@@ -311,7 +313,7 @@ def align_module_device(module: nn.Module, execution_device: Where | None = None
         return
     places = _own_places(module, False, False)
     homes = {name: own._value(name, place) if own is not None else place.tensor for name, place in places.items()}
-    with torch.no_grad():  # these copies are read and written, not trained
+    with torch.no_grad():  # the block reads and writes the copies, but does not train them
         uses = _place_copies(places, homes, _device(execution_device))
     try:
         yield
@@ -322,7 +324,7 @@ def align_module_device(module: nn.Module, execution_device: Where | None = None
                 use.place.put(use.home)
 
 
-# -------------------------------------------------------------------- attaching, each tree of modules in one walk
+# -------------------------------------------------------------------- attaching hooks to trees of modules
 
 
 Given = ParamSpec("Given")
@@ -363,7 +365,7 @@ Attach each hook before taking the next item, because the iteration checks which
 
 
 class HookAttacher(Protocol[Given]):
-    """Protocol of a function that attaches hooks to modules.
+    """Function that attaches hooks to modules.
 
     Its attribute `hooks` is the generator function that yields the hooks without attaching them.
     """
@@ -374,7 +376,7 @@ class HookAttacher(Protocol[Given]):
 
 
 def make_attacher(hooks: Callable[Given, Hooked]) -> HookAttacher[Given]:
-    """Return a function that attaches the hooks that a generator function yields.
+    """Convert a generator function that yields hooks to a function that attaches these hooks.
 
     Args:
         hooks: Generator function that yields tuples of (module, hook, whether to keep an existing hook).
@@ -413,8 +415,8 @@ def attach_align_device_hook(
         execution_device, offload, offload_buffers, skip_keys, tied_params_map: As in AlignDevicesHook.
         weights_map: Values of the weights by their full names in the model.
         module_name: Name of the root in the model. Default: "".
-        preload_module_classes: Names of classes that use weights of their submodules without calling these submodules.
-            With `offload`, all their weights are moved together.
+        preload_module_classes: Names of module classes that use weights of their submodules without calling these
+            submodules. With `offload`, all weights of such a module are moved together.
     """
     for name, each, is_whole in _walk(module, preload_module_classes if offload else None, module_name):
         if _has_tensors(each) or is_whole:
@@ -439,11 +441,13 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: Tied | None = None,
 ) -> Hooked:
-    """Attach a hook that moves inputs and weights to a device, to each module that has weights and no hook yet.
+    """Attach hooks that move inputs and weights of modules to a device, except to modules that already have a hook.
+
+    Modules without tensors, even in submodules, get no hook either.
 
     Args:
         module: Root of the modules.
-        execution_device: Device of the forwards.
+        execution_device: Device on which the modules run.
         skip_keys, tied_params_map: As in AlignDevicesHook.
         preload_module_classes: Class names of modules whose submodules get no hook.
     """
@@ -479,14 +483,14 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: Tied | None = None,
 ) -> Hooked:
-    """Attach hooks to a model's blocks.
+    """Attach hooks to a model's blocks, so that each block runs on its own device.
 
-    Each block runs on its own device, and its weights are on that device or offloaded.
+    A block's weights are on that device, or are offloaded and moved there for each forward.
 
     Args:
         module: Model.
-        execution_device: Device of all blocks, or devices by block name. "" is the model itself.
-        offload: Whether the weights of all blocks are offloaded, or booleans by block name. Default: False.
+        execution_device: Device of all blocks, or devices by block name, where "" is the name of the model itself.
+        offload: Whether the weights of blocks are offloaded, for all blocks or by block name. Default: False.
         weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map: As in
             attach_align_device_hook.
         module_name: Full name of the module in the model. Default: "".

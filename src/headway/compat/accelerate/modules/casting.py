@@ -18,14 +18,14 @@ from headway.core.weights.names import map_locations
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Hook that stores a module's floating-point weights in one dtype and runs each forward with copies in another.
+    """Hook that stores a module's floating-point weights in one dtype and runs the forward with copies in another.
 
-    After a forward, the copies are discarded. A copy is cast back to the stored weight only if the forward changed it.
+    The copies are discarded after each forward pass. A copy that has changed is first cast back to the stored weight.
     Gradients of trainable weights are accumulated in the stored weights.
 
     Args:
-        storage_dtype: Dtype of the weights between forwards.
-        compute_dtype: Dtype of the weights in forwards.
+        storage_dtype: Dtype of the weights between forward passes.
+        compute_dtype: Dtype of the weights during a forward pass.
         non_blocking: Whether to cast asynchronously.
     """
 
@@ -76,8 +76,8 @@ def attach_layerwise_casting_hooks(
 
     Args:
         module: Model, or a part of it.
-        storage_dtype: Dtype of the weights between forwards, such as torch.float8_e4m3fn.
-        compute_dtype: Dtype of the weights in forwards, such as torch.bfloat16.
+        storage_dtype: Dtype of the weights between forward passes, such as torch.float8_e4m3fn.
+        compute_dtype: Dtype of the weights during a forward pass, such as torch.bfloat16.
         skip_modules_pattern: One or more regular expressions. Modules whose names contain a match are skipped, with
             all their submodules.
         skip_modules_classes: Classes of modules to skip, with all their submodules.
@@ -102,11 +102,11 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: Any = None
 ) -> AbstractContextManager[Any]:
-    """Return torch.autocast with the run's precision, or a context manager without effect.
+    """Return torch.autocast in the run's precision, or a context manager without effect.
 
     Args:
-        native_amp: Whether to use autocast. Default: False.
-        autocast_kwargs: Options of autocast, an `AutocastKwargs`.
+        native_amp: Whether to use autocast. False (the default): the context manager has no effect.
+        autocast_kwargs: Options of autocast as an `AutocastKwargs`. None: torch's defaults.
     """
     if not native_amp:
         return nullcontext()
@@ -116,10 +116,11 @@ def get_mixed_precision_context_manager(
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:
-    """Return a gradient scaler for this machine's accelerator ("cuda" if there is none).
+    """Return a gradient scaler for this machine's accelerator, or for CUDA if there is none.
 
     Args:
-        distributed_type: DistributedType.FSDP for a scaler that supports sharded gradients.
+        distributed_type: DistributedType.FSDP, to get a scaler for gradients that FSDP1 shards. Default: an ordinary
+            GradScaler.
         kwargs: Arguments of the scaler.
     """
     if distributed_type == DistributedType.FSDP:
@@ -131,17 +132,17 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> Any:
-    """Return a gradient scaler for parameters that `fully_shard` has sharded. It is torch's usual GradScaler."""
+    """Return a gradient scaler for parameters that `fully_shard` has sharded, which is torch's ordinary GradScaler."""
     return get_grad_scaler(**kwargs)
 
 
 class ConvertOutputsToFp32:
     """Callable that runs a forward function and converts half-precision outputs to float32.
 
-    It can be pickled if the function can be pickled.
+    The callable can be pickled if the function can.
 
     Args:
-        model_forward: Function to wrap.
+        model_forward: Forward function to call.
     """
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:

@@ -1,6 +1,6 @@
-"""Accelerate's dispatch_model and related functions, with Accelerate's hooks on models that Headway runs.
+"""Accelerate's dispatch_model and related functions, which also show Accelerate's hooks on the dispatched modules.
 
-PEFT, diffusers and transformers read `module._hf_hook` to learn where a module runs and whether its weights are
+PEFT, diffusers and transformers read `module._hf_hook` to find out where a module runs and whether its weights are
 offloaded. These hooks work if a library calls them or attaches them to another module. But they are not registered on
 the dispatched modules, because Headway's own runtime loads weights ahead of their use in the forward.
 """
@@ -59,9 +59,9 @@ def dispatch_model(
 
     Args:
         model: Model to dispatch.
-        device_map: Devices by names of modules or tensors. It is checked by the current value of
-            `accelerate.big_modeling.check_device_map`. Tensors that the check allows to be missing are not moved.
-        others: The other parameters are those of `headway.dispatch_model`.
+        device_map: Devices by names of modules or tensors. `accelerate.big_modeling.check_device_map`, which libraries
+            can replace, checks the map. Tensors that the map lacks are not moved if this check allows them.
+        others: Parameters of `headway.dispatch_model` with the same names.
     """
     _remove_dispatch_hooks(model)
     if offload_index is None and offload_dir is not None:
@@ -96,13 +96,12 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Load a checkpoint into a model, place its modules on devices, and set `_hf_hook` where Accelerate attaches hooks.
 
-    The parameters that are not listed are those of `headway.load_checkpoint_and_dispatch`.
-
     Args:
         model: Model to load, on the meta device or not.
         checkpoint: File or directory of the checkpoint.
         device_map: Devices by names of modules or tensors. "auto", "balanced" and similar strategies create
-            Accelerate's maps.
+            Accelerate's device maps.
+        others: Parameters of `headway.load_checkpoint_and_dispatch` with the same names.
     """
     _remove_dispatch_hooks(model)
     if isinstance(device_map, str) and device_map in STRATEGIES:
@@ -132,7 +131,7 @@ def cpu_offload(
     state_dict: Weights | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep a model's weights in host memory, and copy them to the device in the forward.
+    """Keep a model's weights in host memory, and copy them to the device during the forward.
 
     Modules get the attribute `_hf_hook`, as in Accelerate.
 
@@ -140,7 +139,7 @@ def cpu_offload(
         model: Model to offload.
         execution_device: Device of the forward. None: the model's device if it is an accelerator, else this process's
             accelerator.
-        others: The other parameters are those of `headway.cpu_offload`.
+        others: Parameters of `headway.cpu_offload` with the same names.
     """
     device = _execution_device(model, execution_device)
     _remove_dispatch_hooks(model)
@@ -156,7 +155,7 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep a model's weights on disk, and copy them to the device in the forward.
+    """Keep a model's weights on disk, and copy them to the device during the forward.
 
     Modules get the attribute `_hf_hook`, as in Accelerate.
 
@@ -165,7 +164,7 @@ def disk_offload(
         offload_dir: Directory for the weights.
         execution_device: Device of the forward. None: the model's device if it is an accelerator, else this process's
             accelerator.
-        others: The other parameters are those of `headway.disk_offload`.
+        others: Parameters of `headway.disk_offload` with the same names.
     """
     device = _execution_device(model, execution_device)
     _remove_dispatch_hooks(model)
@@ -186,10 +185,10 @@ def _execution_device(model: nn.Module, given: Where | None) -> Where | None:
 
 
 def _read_existing_index(model: nn.Module, folder: str | Path) -> Index | None:
-    """Return the entries of an offload folder's index for the model's meta tensors. None if there are none.
+    """Return an offload folder's index entries for the model's meta tensors, or None if there are none.
 
     Args:
-        model: Model whose meta tensors are looked up.
+        model: Model whose meta tensors are looked up in the index.
         folder: Folder with offloaded weights.
     """
     if not (Path(folder) / INDEX).is_file():
@@ -200,10 +199,10 @@ def _read_existing_index(model: nn.Module, folder: str | Path) -> Index | None:
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Where]) -> None:
-    """Warn about names in a device map that are not submodules of the model.
+    """Check a device map: warn about names that are not modules of the model, and refuse a map that is incomplete.
 
     Raises:
-        DeviceMapError: If no entry covers a tensor of the state dict.
+        DeviceMapError: If the map has no device for some tensor of the model's state dict.
     """
     modules = dict(model.named_modules())
     if unknown := [name for name in device_map if name not in modules]:
@@ -219,10 +218,10 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Where]) -> None:
 
 
 def _complete_map(model: nn.Module, device_map: Any) -> Any:
-    """Return a device map in the form that Headway's functions accept.
+    """Check a device map, and return it in the form that Headway's functions accept.
 
-    Unknown names are removed, and tensors that Accelerate's check allows to be missing are added. The check is the
-    current value of `accelerate.big_modeling.check_device_map`, which libraries may replace.
+    Unknown names are removed. Tensors without an entry are added with their current devices, or with the CPU for meta
+    tensors. The check is `accelerate.big_modeling.check_device_map`, which libraries can replace to allow such tensors.
     """
     if not isinstance(device_map, Mapping):
         return device_map
@@ -296,11 +295,11 @@ def _show_hooks(shown: Hooked) -> None:
         show_hook(module, hook, append=is_added)
 
 
-# -------------------------------------------------------------------- weights of what was dispatched
+# -------------------------------------------------------------------- weights of dispatched models
 
 
 def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the weights of a model with offloaded parts, in host memory.
+    """Return the state dict of a model with offloaded weights, with all tensors in host memory.
 
     Meta tensors whose values are not stored anywhere are left out with a warning.
     """
@@ -326,13 +325,13 @@ def get_state_dict_from_offload(
     state_dict: dict[str, Any],
     device_to_put_offload: int | str | torch.device = "cpu",
 ) -> dict[str, Any]:
-    """Update the entries of a state dict that belong to a module with the module's weights, and return the state dict.
+    """Replace a module's weights in a state dict by their current values, in place, and return the state dict.
 
     Args:
         module: Module whose weights are read.
-        module_name: Full name of one of its parameters.
-        state_dict: State dict with full names. Changed in place. Names that it does not contain are not added.
-        device_to_put_offload: Device for weights of an offloaded module. Default: "cpu".
+        module_name: Full name of one of the module's parameters.
+        state_dict: State dict with full names. Names that it does not contain are not added.
+        device_to_put_offload: Device to which offloaded weights are copied. Default: "cpu".
     """
     root = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):

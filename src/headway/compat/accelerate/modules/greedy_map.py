@@ -1,9 +1,9 @@
 """`infer_auto_device_map` by Accelerate's greedy rule, which fills one device after the other.
 
 The rule never returns to an earlier device. Module sizes and balanced memory budgets are computed as in Accelerate.
-The first accelerator and the CPU reserve space for the largest layer that is still to be placed. A module that does not
-fit is split, or placed on the next device. The device maps of `headway.infer_auto_device_map` use more of the
-accelerators' memory.
+The first accelerator and the CPU reserve space for the largest layer that has not been placed yet. A module that does
+not fit is split, or placed on the next device. In comparison, device maps of `headway.infer_auto_device_map` use more
+of the accelerators' memory.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ from headway.offload.placement.sizes import (
 )
 
 _KEPT = ("torch.uint", "torch.int", "torch.bool")
-"""Prefixes of the names of dtypes that are not converted when a model is loaded."""
+"""Prefixes of the names of those dtypes that are not converted when a model is loaded in another dtype."""
 
 
 def dtype_byte_size(dtype: Any) -> int | float:
@@ -40,9 +40,9 @@ def dtype_byte_size(dtype: Any) -> int | float:
 
 
 def prefixes(name: str) -> list[str]:
-    """Return the names of all modules that contain a module or tensor, followed by its own name.
+    """Return the names of all modules that contain a module or tensor, followed by the given name itself.
 
-    "layers.0.weight" becomes ["", "layers", "layers.0", "layers.0.weight"], in which "" is the model.
+    For "layers.0.weight", the result is ["", "layers", "layers.0", "layers.0.weight"], where "" is the model.
     """
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) + 1)]
@@ -54,11 +54,11 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Dtype] | None = None,
     buffers_only: bool = False,
 ) -> Counter[str]:
-    """Return the size in bytes of every module and tensor, by name. "" is the model.
+    """Return the sizes of all modules and tensors in bytes, by name. "" is the name of the model.
 
     Args:
         model: Model on any device, including the meta device.
-        dtype: Dtype that the model will be loaded with. Tensors of a narrower dtype keep their dtype. None: the current
+        dtype: Dtype in which the model will be loaded. Tensors of a narrower dtype keep their dtype. None: the current
             dtypes.
         special_dtypes: Dtypes of single tensors by name, which override `dtype`.
         buffers_only: Whether to leave out parameters. Default: False.
@@ -78,11 +78,11 @@ def compute_module_sizes(
 def compute_module_total_buffer_size(
     model: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None
 ) -> int:
-    """Return the size of all buffers of a model in bytes.
+    """Return the total size of a model's buffers in bytes.
 
     Args:
         model: Model on any device, including the meta device.
-        dtype: Dtype that the model will be loaded with. None: the current dtypes.
+        dtype: Dtype in which the model will be loaded. None: the current dtypes.
         special_dtypes: Dtypes of single tensors by name, which override `dtype`.
     """
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
@@ -98,14 +98,14 @@ def get_balanced_memory(
 ) -> dict[Device, int]:
     """Return a memory budget in bytes for each device, so that the model is spread evenly over the accelerators.
 
-    Each budget includes space for one more layer. The last accelerator keeps its full budget.
+    Each budget includes space for one more layer. The budget of the last accelerator is not reduced.
 
     Args:
         model: Model on any device, including the meta device.
         max_memory: Memory limits by device, as in get_max_memory.
         no_split_module_classes: Class names of modules that must not be split over several devices.
         dtype, special_dtypes: As in compute_module_sizes.
-        low_zero: Whether to use device 0 as little as possible, for generation. Default: False.
+        low_zero: Whether to leave as much memory as possible on device 0 for generation. Default: False.
     """
     budgets = get_max_memory(max_memory)
     accelerators = [device for device, size in budgets.items() if device not in ("cpu", "disk") and size > 0]
@@ -133,8 +133,8 @@ def get_balanced_memory(
 def _compute_reserve(model: nn.Module, found: Counter[str], whole: Iterable[str] | str | None) -> int:
     """Return the number of bytes to reserve on a device for one more layer.
 
-    It is the larger of two sizes: that of the largest module whose class is in `whole`, and the mean size of modules
-    without children. Of each class in `whole`, only the first module is measured.
+    It is the size of the largest module whose class is in `whole`, or the mean size of modules without children if that
+    is larger. Only the first module of each class is measured.
 
     Args:
         model: Model whose layers are placed.
@@ -154,7 +154,7 @@ def _compute_reserve(model: nn.Module, found: Counter[str], whole: Iterable[str]
 log = get_logger(__name__)
 
 Item = tuple[str, Any]
-"""Pair of a name and a module or tensor."""
+"""Pair of (name, module or tensor)."""
 
 
 def infer_auto_device_map(
@@ -174,14 +174,14 @@ def infer_auto_device_map(
         model: Model on any device, including the meta device.
         max_memory: Memory limits by device, as in get_max_memory.
         no_split_module_classes: Class names of modules that must not be split over several devices.
-        dtype: Dtype that the model will be loaded with. None: the current dtypes.
+        dtype: Dtype in which the model will be loaded. None: the current dtypes.
         special_dtypes: Dtypes of single tensors by name, which override `dtype`.
         verbose: Whether to log the device map. Default: False.
-        clean_result: Whether to replace the entries of a module's parts by one entry if all are on one device. Default:
-            True.
+        clean_result: Whether a module whose parts are all on one device gets one entry instead of one entry per part.
+            Default: True.
         offload_buffers: Ignored. Buffers do not change the map.
-        fallback_allocation: Whether to search the whole model for a module that fits if a device is still empty.
-            Default: False.
+        fallback_allocation: Whether to place any other module that fits on a device if the next module does not fit and
+            the device is still empty. Default: False.
 
     Returns:
         Devices by the names of modules and tensors.
@@ -200,7 +200,7 @@ def infer_auto_device_map(
 def _list_children(name: str, module: Any) -> list[Item]:
     """Return the parts into which a module can be split, as pairs of (name, module or parameter).
 
-    Its own parameters come first, then its child modules.
+    The module's own parameters precede its child modules.
     """
     parts = [*module.named_parameters(recurse=False), *module.named_children()]
     return [(f"{name}.{each}", value) for each, value in parts]
@@ -229,7 +229,7 @@ class _Greedy:
         self._measure()
 
     def _measure(self) -> None:
-        """Compute the size of the largest layer that has not been placed yet, for which space is reserved."""
+        """Compute how much space to reserve: the size of the largest layer that has not been placed yet."""
         modules = [(name, each) for name, each in self._queue if isinstance(each, nn.Module)]
         self._room, self._largest = get_max_layer_size(modules, dict(self._sizes), self._whole)
 
@@ -261,7 +261,7 @@ class _Greedy:
             self._queue.insert(0, (name, module))
 
     def _find_ties(self, name: str) -> list[str]:
-        """Return the names of tensors outside of a module that are tied to tensors inside it."""
+        """Return the names of tensors outside a module that are tied to tensors inside the module."""
         found = []
         for group in self._tied:
             outside = [each for each in group if f"{name}." not in f"{each}."]
@@ -300,7 +300,7 @@ class _Greedy:
         limit = self._limits[device]
         if not self._falls_back or self._used[device] or limit is None:
             return False
-        # The current module is not in the queue that is searched.
+        # The search must leave space for the current module too, which has been removed from the queue.
         spare = limit - max(self._room, size)
         found = self._find_first_fitting(spare) if spare >= 0 else None
         if found is None:

@@ -1,6 +1,6 @@
-"""Module hooks with the methods pre_forward and post_forward, built on torch's hooks.
+"""Module hooks with the methods pre_forward and post_forward, registered through torch's own hooks.
 
-They never replace a module's forward method.
+In contrast to Accelerate's hooks, they do not replace a module's forward method.
 """
 
 from typing import Any
@@ -23,24 +23,24 @@ class ModelHook:
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Prepare the module when the hook is attached, and return it."""
+        """Prepare the module when the hook is attached, and return the module."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments to use for the forward."""
+        """Return the positional and keyword arguments with which to call the forward."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Return the output to use. `output` is None if the forward raised an error."""
+        """Return the module's output, possibly changed. `output` is None if the forward raised an error."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Restore the module when the hook is removed, and return it."""
+        """Restore the module when the hook is removed, and return the module."""
         return module
 
 
 class SequentialHook(ModelHook):
-    """Sequence of hooks that run in the given order, both before and after the forward.
+    """Hook that runs several hooks in the given order, both before and after the forward.
 
     Args:
         hooks: Hooks to run, in order.
@@ -75,7 +75,7 @@ class SequentialHook(ModelHook):
 
 
 class _Attached:
-    """Registration of one hook on one module, with torch's handles and the no_grad contexts of running forwards."""
+    """Registration of a hook on a module, with torch's handles and the no_grad contexts of running forward passes."""
 
     def __init__(self, module: nn.Module, hook: ModelHook) -> None:
         self.hook = hook
@@ -107,13 +107,14 @@ class _Attached:
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Attach a hook to a module and return the module.
 
-    The attribute `module._hf_hook` is then this hook. With `append`, if the module already has a hook, the attribute
-    is a `SequentialHook` of the existing hook and this one.
+    The attribute `module._hf_hook` is set to the hook. With `append`, if the module already has a hook, it is set to a
+    `SequentialHook` of the existing hook and the new one.
 
     Args:
         module: Module to attach the hook to.
         hook: Hook to attach.
-        append: Whether to keep an existing hook and run the new one after it. False (the default): replace it.
+        append: Whether to keep an existing hook and run the new one after it. False (the default): replace the existing
+            hook.
     """
     present, added = getattr(module, "_hf_hook", None), hook
     if present is not None:
@@ -129,14 +130,14 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def show_hook(module: nn.Module, hook: ModelHook, append: bool = False) -> None:
-    """Set a module's `_hf_hook` without registering the hook for forwards.
+    """Set a module's attribute `_hf_hook` without registering the hook, so that forward passes do not call it.
 
-    It is used if Headway's runtime already moves the weights, and other libraries only read the attribute.
+    For modules whose weights Headway's runtime already moves, so that other libraries only read the attribute.
 
     Args:
         module: Module that gets the attribute.
         hook: Hook to set.
-        append: Whether to keep an existing hook, which is still called. False (the default): remove it.
+        append: Whether to keep an existing hook registered. False (the default): remove it.
     """
     present = getattr(module, "_hf_hook", None)
     if present is not None and append:
@@ -158,7 +159,8 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
     Args:
         module: Module to remove the hook from.
-        recurse: Whether to also remove hooks from all submodules, including those of dispatch_model(). Default: False.
+        recurse: Whether to also remove the hooks of all submodules, including those that dispatch_model() attached.
+            Default: False.
     """
     for each in list(module.modules()) if recurse else [module]:
         execution = vars(each).get(EXECUTION) if recurse else None
@@ -180,8 +182,8 @@ class CpuOffload(ModelHook):
     """Hook that keeps a model on the CPU until its forward. The model then moves to the device and stays there.
 
     Args:
-        execution_device: Device of the forward. None: the first accelerator, else the CPU.
-        prev_module_hook: Hook of the model that ran before this one. That model is moved back to the CPU first.
+        execution_device: Device of the forward. None: the current accelerator, else the CPU.
+        prev_module_hook: Hook of another model, which this hook moves back to the CPU before each forward.
     """
 
     def __init__(
@@ -195,12 +197,15 @@ class CpuOffload(ModelHook):
         self.prev_module_hook = prev_module_hook
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the model to the CPU, and return it."""
+        """Move the model to the CPU, and return the model."""
         move_module(module, torch.device("cpu"))
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move the previous model to the CPU, then this one and its inputs to the device. Return the inputs."""
+        """Move the model of `prev_module_hook` to the CPU, then this model and its inputs to the device.
+
+        Return the moved inputs.
+        """
         if self.prev_module_hook is not None:
             self.prev_module_hook.offload()
         move_module(module, self.execution_device)
@@ -233,14 +238,14 @@ def cpu_offload_with_hook(
     execution_device: torch.device | str | int | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a model on the CPU until its forward. It then stays on the device until the hook's `offload()` is called.
+    """Keep a model on the CPU until its forward, and then on the device until the hook's `offload()` is called.
 
-    It is for models that are used one after the other, some of them several times in a row.
+    Use it for models that run one after the other, of which some run several times in a row.
 
     Args:
         model: Model to offload.
-        execution_device: Device of the forward. None: the first accelerator, else the CPU.
-        prev_module_hook: Hook of the model that ran before this one. That model is moved back to the CPU when this
+        execution_device: Device of the forward. None: the current accelerator, else the CPU.
+        prev_module_hook: Hook of the model that runs before this one. That model is moved back to the CPU when this
             model's forward begins.
 
     Returns:

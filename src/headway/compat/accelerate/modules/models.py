@@ -1,4 +1,4 @@
-"""Model helpers for scripts: unwrap and measure models, set tensors, read and write weights."""
+"""Helper functions with which scripts unwrap and inspect models, set tensors, and read and write weights."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,9 +21,9 @@ log = get_logger(__name__)
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """Return the user's own module, without DDP, DataParallel or FSDP1 wrappers.
+    """Return the original module inside DDP, DataParallel or FSDP1 wrappers.
 
-    A model that Headway prepared has no wrapper, and is returned unchanged.
+    A model that Headway prepared has no such wrapper, and is returned unchanged.
 
     Args:
         model: Model, wrapped or not.
@@ -45,7 +45,7 @@ def extract_model_from_parallel(
 
 
 def _wraps(model: Any) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # before its import, no such model can exist
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # no FSDP model can exist before this module is imported
     kinds: tuple[type, ...] = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     if fsdp is not None:
         kinds += (fsdp.FullyShardedDataParallel,)
@@ -53,7 +53,7 @@ def _wraps(model: Any) -> bool:
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether the model is a PeftModel, wrapped or not.
+    """Whether the model, or the module inside its wrappers, is a PeftModel.
 
     The check does not import peft. If peft has not been imported, no such model can exist.
     """
@@ -68,12 +68,12 @@ def model_has_dtensor(model: torch.nn.Module) -> bool:
 
 
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type | None:
-    """Return the class with the name `name` among the module and its submodules, or None if there is none."""
+    """Return the class named `name` of a module or one of its submodules, or None if there is none."""
     return next((type(each) for each in module.modules() if type(each).__name__ == name), None)
 
 
 def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Return all modules of a model, children before their parents. The model itself is last.
+    """Return a list of a model's modules, in which children precede their parents. The model itself is last.
 
     Args:
         model: Model to traverse.
@@ -106,16 +106,17 @@ def set_module_tensor_to_device(
         tensor_name: Name of the tensor relative to the module, such as "encoder.0.weight".
         device: Device to move it to.
         value: New value. Required if the tensor is on the meta device.
-        dtype: Dtype of the value. None: the tensor's current dtype. Integers and booleans keep their dtype.
-        fp16_statistics: Statistics of bitsandbytes, stored as the parameter's attribute `SCB`.
+        dtype: Dtype to which a new floating-point value is converted. None: the tensor's current dtype. Integers and
+            booleans keep their dtype.
+        fp16_statistics: Quantization statistics of bitsandbytes, stored as the parameter's attribute `SCB`.
         tied_params_map: Existing copies of tied tensors, by data pointer and device. Such a copy is used instead of a
             new one.
         non_blocking: Whether to copy asynchronously. Default: False.
         clear_cache: Ignored, because emptying the CUDA cache for each tensor would only cost time.
 
     Raises:
-        ConfigError: If there is no such tensor, if the value has another shape, or if a tensor on the meta device gets
-            no value.
+        ConfigError: If there is no such tensor, or if the value's shape differs from the tensor's. Also if a tensor on
+            the meta device gets no value.
     """
     owner, _, name = tensor_name.rpartition(".")
     try:
@@ -169,7 +170,7 @@ def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serializ
     Args:
         obj: Object to write.
         f: Path of the file.
-        save_on_each_node: Whether the first process of every machine writes the file. Default: False.
+        save_on_each_node: Whether instead the first process of every machine writes the file. Default: False.
         safe_serialization: Whether to write safetensors. Default: False.
     """
     runtime = collectives().runtime
@@ -178,14 +179,14 @@ def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serializ
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Return the contents of a file that torch.save wrote.
+    """Return the contents of a file that torch.save wrote. By default, no code in the file is executed.
 
-    By default, no code in the file is executed (`weights_only=True`). NumPy arrays are accepted.
+    In addition to what torch.load accepts with `weights_only=True`, NumPy arrays are accepted.
 
     Args:
         f: File or path.
         map_location: Device for tensors, as in torch.load.
-        kwargs: Arguments of torch.load.
+        kwargs: Further arguments of torch.load.
     """
     kinds = [type(numpy.dtype(kind)) for kind in ("uint8", "uint32", "int32", "int64", "float32", "float64", "bool")]
     reconstruct: Any = numpy.empty(0).__reduce__()[0]
@@ -201,7 +202,7 @@ def load_state_dict(checkpoint_file: str | Path, device_map: dict[str, Any] | No
         device_map: Device map with a single device, to which the tensors are loaded. None: the CPU.
 
     Raises:
-        UnsupportedError: If the map contains several devices.
+        UnsupportedError: If the device map contains several devices.
     """
     devices = set((device_map or {"": "cpu"}).values())
     if len(devices) > 1:
@@ -216,16 +217,16 @@ def load_state_dict(checkpoint_file: str | Path, device_map: dict[str, Any] | No
     return loaded
 
 
-# -------------------------------------------------------------------- what scripts ask about a model's parts
+# -------------------------------------------------------------------- properties of a model's parts
 
 
 def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Return the names of buffers that are not part of the state dict.
+    """Return the names of a module's buffers that are not part of its state dict.
 
     Args:
         module: Module that has the buffers.
-        recurse: Whether to include buffers of its submodules. Default: False.
-        fqns: Whether to return names that include those of the submodules, as in "encoder.mask". Default: False.
+        recurse: Whether to include buffers of submodules. Default: False.
+        fqns: Whether to return full names, such as "encoder.mask" instead of "mask". Default: False.
     """
     own = set(module._non_persistent_buffers_set)
     if recurse:
@@ -235,7 +236,7 @@ def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, f
 
 
 def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
-    """Return the names that are not parents of other names, such as "a.b" but not "a". The name "" is left out."""
+    """Return those names that are not parents of other names. For "", "a" and "a.b", the result is ["a.b"]."""
     names = list(module_sizes)
     parents = {name.rpartition(".")[0] for name in names}
     return [name for name in names if name and name not in parents]
@@ -267,7 +268,8 @@ def find_first_last_linear_layers(model: torch.nn.Module) -> tuple[str | None, s
 def filter_linear_layers(module: torch.nn.Module, fqn: str, layers_to_filter: Iterable[str | None]) -> bool:
     """Whether a layer may be converted to float8.
 
-    It must not be in `layers_to_filter`. If it is a linear layer, both its sizes must be divisible by 16.
+    True unless `layers_to_filter` contains the layer's name, or the input or output size of a linear layer is not
+    divisible by 16.
 
     Args:
         module: Layer.
@@ -282,8 +284,8 @@ def filter_linear_layers(module: torch.nn.Module, fqn: str, layers_to_filter: It
 def filter_first_and_last_linear_layers(module: torch.nn.Module, fqn: str) -> bool:
     """Whether a layer may be converted to float8. False for the first and the last linear layer in `module`.
 
-    It is also False for a linear layer whose sizes are not both divisible by 16. To exclude the first and last layer
-    of a whole model, pass their names to `filter_linear_layers`.
+    Also False for a linear layer whose input or output size is not divisible by 16. To exclude the first and the last
+    layer of an entire model, pass their names to `filter_linear_layers`.
 
     Args:
         module: Layer, or a module that contains linear layers.
@@ -303,19 +305,19 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[tuple[str, torch.nn.Module]],
 ) -> tuple[int, list[str], list[torch.nn.Module]]:
-    """Return the size of a module together with the modules that share parameters with it.
+    """Return the total size of a module and of those modules that share parameters with it.
 
     Args:
-        tied_params: Names of the shared parameters in other modules.
+        tied_params: Names under which other modules contain the shared parameters.
         module_size: Size of the module itself in bytes.
         module_sizes: Sizes of modules and parameters in bytes, by name.
-        modules_to_treat: Pairs of (name, module) among which the other modules are searched.
+        modules_to_treat: Pairs of (name, module), in which the other modules are looked up.
 
     Returns:
-        Total size in bytes, names of the other modules, and the other modules.
+        Total size in bytes, in which a shared parameter counts once, names of the other modules, and these modules.
     """
     found = {}
-    for tied in tied_params:  # if there is no such module, Accelerate raises IndexError
+    for tied in tied_params:  # a missing module is ignored, for which Accelerate raises IndexError
         item = next((each for each in modules_to_treat if tied.startswith(f"{each[0]}.")), None)
         if item is not None:
             found[tied] = item
@@ -329,7 +331,7 @@ def get_parameter_device(parameter: torch.nn.Module) -> torch.device:
 
 
 def check_tied_parameters_in_config(model: torch.nn.Module) -> bool:
-    """Whether the configuration of a transformers model ties its input and output embeddings."""
+    """Whether a transformers model's configuration ties the input and output embeddings."""
     config = getattr(model, "config", None)
     ties = getattr(config, "tie_word_embeddings", False) and hasattr(model, "get_output_embeddings")
     return bool(ties and model.get_output_embeddings() is not None)  # type: ignore[operator]
@@ -350,16 +352,16 @@ def _place(name: str, device_map: Mapping[str, Any]) -> Any:
 
 
 def check_os_kernel() -> None:
-    """Do nothing. Accelerate warns about Linux kernels before 5.5, on which current versions of torch do not run."""
+    """Do nothing. Accelerate warns about Linux kernels before 5.5, which supported versions of torch do not run on."""
 
 
 # -------------------------------------------------------------------- tensors that share memory
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return a tuple of (device, address, bytes) that identifies a tensor's storage.
+    """Return a tuple of (device, address, size in bytes) that identifies a tensor's storage.
 
-    Tensors that share a storage have equal tuples.
+    The tuples of tensors that share a storage are equal.
     """
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
@@ -368,7 +370,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict that safetensors can store, with contiguous tensors and only one name per storage.
 
-    Other names of a shared storage are left out with a warning.
+    Further names of a shared storage are left out with a warning.
     """
     kept: dict[str, Any] = {}
     seen: dict[Any, str] = {}
@@ -386,13 +388,13 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
 
 def retie_parameters(model: torch.nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie parameters again that were separated when a model was loaded.
+    """Tie parameters again that became separate tensors when a model was loaded.
 
     In each group, all parameters are replaced by the first one that is not on the meta device.
 
     Args:
         model: Model with the parameters.
-        tied_params: Groups of names that `find_tied_parameters` returned before the parameters were separated.
+        tied_params: Groups of parameter names that `find_tied_parameters` returned before the load.
     """
     for group in tied_params:
         places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in group]

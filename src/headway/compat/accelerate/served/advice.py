@@ -11,7 +11,7 @@ from headway.errors import ImportNotServed
 
 
 def explain_name(name: str) -> str | None:
-    """Return the error message for a name of Accelerate that Headway does not provide; None for any other name."""
+    """Return the error message for a name of Accelerate that Headway does not provide, or None for any other name."""
     why = NAMES.get(name)
     return None if why is None else f"headway has no {name!r}: {why}"
 
@@ -26,11 +26,11 @@ def explain_member(name: str) -> str | None:
 
 
 class ImportAdvisor(MetaPathFinder):
-    """Import finder that finds no modules, but raises a helpful error for names that Headway does not provide.
+    """Import finder that finds no modules, but raises an error with advice for names that Headway does not provide.
 
     Args:
-        package: "headway" or "accelerate".
-        modules: Modules of the package, without its name, from which scripts import names.
+        package: Package whose imports it checks: "headway" or "accelerate".
+        modules: Modules of the package from which scripts import names, as paths without the package's name.
 
     Attributes:
         sentences: Error messages by name, for names that Accelerate does not have either.
@@ -44,10 +44,11 @@ class ImportAdvisor(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return None, so that the next finder is tried. Raise an error for a name that Headway does not provide.
+        """Return None, so that Python tries the next finder, unless Headway is known not to provide the name.
 
         Raises:
-            ImportNotServed: If it is a name of Accelerate that Headway does not provide.
+            ImportNotServed: If Headway does not provide the name and there is advice for it, for example because it is
+                a name of Accelerate.
         """
         package, _, name = fullname.partition(".")
         owner, _, last = name.rpartition(".")
@@ -62,9 +63,9 @@ class ImportAdvisor(MetaPathFinder):
 def explain_failed_imports(name: str, sentence: str) -> None:
     """Install an import finder that gives advice if a script imports a name from `headway` that does not exist.
 
-    If a package has no attribute NAME, Python looks for a module with this name, and reports only that there is none.
-    `__getattr__` cannot raise the ImportError itself, because `hasattr` must return False. So the first request for a
-    missing name installs the finder. Programs that use only existing names never have it.
+    If `headway` has no attribute with the name, Python looks for a module with it, and would only report that there is
+    none. `__getattr__` cannot raise the ImportError itself, because `hasattr` must return False. So the first request
+    for a missing name installs the finder. It is not installed in programs that use only existing names.
 
     Args:
         name: Name that was requested.

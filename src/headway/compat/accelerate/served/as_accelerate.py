@@ -16,10 +16,10 @@ from headway.errors import NotServed
 def find_as_accelerate(name: str) -> Any:
     """Return the object `accelerate.NAME` when Headway replaces Accelerate.
 
-    For a name that Headway does not provide, return a placeholder that raises NotServed when it is used.
+    For a name of Accelerate that Headway does not provide, return a placeholder that raises NotServed when it is used.
 
     Raises:
-        AttributeError: If Accelerate has no such name either.
+        AttributeError: If neither Accelerate nor Headway has the name.
     """
     if name in AS_ACCELERATE:
         place, own = AS_ACCELERATE[name]
@@ -34,7 +34,7 @@ def find_as_accelerate(name: str) -> Any:
 
 
 _FUNCTIONS = ("GatheredParameters",)
-"""Names of functions of Accelerate that begin with a capital letter, as class names do."""
+"""Accelerate's functions whose names begin with a capital letter, like those of classes."""
 
 
 class Refused(type):
@@ -44,17 +44,17 @@ class Refused(type):
     """
 
     def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
-        """Raise `NotServed` with advice about an alternative.
+        """Raise an error that names an alternative to the class.
 
         Raises:
-            NotServed: Always. The message names an alternative.
+            NotServed: Always.
         """
         raise NotServed(cls.__doc__ or cls.__name__)
 
 
 @cache
 def make_refused(name: str, sentence: str) -> Any:
-    """Return the placeholder for a name that Headway does not provide. Equal arguments return the identical object.
+    """Return a placeholder for a name that Headway does not provide. Equal arguments return the same object.
 
     The placeholder is a function if Accelerate's object is a function, else a class.
 

@@ -1,10 +1,11 @@
-"""Replacement of the package `accelerate`, by an import finder at the beginning of `sys.meta_path`.
+"""Import finder that replaces the package `accelerate` by modules whose names are looked up in Headway.
 
-A directory at the front of `sys.path` contains a package `accelerate` of a few lines, which calls `take_over`, and the
+`headway launch --as accelerate` and `install_as_accelerate` put a directory at the front of `sys.path`, which
+`import headway` alone does not. The directory contains a small package `accelerate`, which calls `take_over`, and the
 metadata of a distribution `accelerate` for version checks. It takes precedence over the real package, which need not be
-installed. `headway launch --as accelerate` and `install_as_accelerate` add this directory. `import headway` does not.
+installed.
 
-The finder creates modules without files, whose names are looked up in `headway`. Nothing in this module imports torch.
+The finder is the first one in `sys.meta_path`. It creates modules without files. This module does not import torch.
 """
 
 import sys
@@ -26,7 +27,7 @@ from headway.version import __version__
 
 
 class AccelerateModule(ModuleType):
-    """Module of Accelerate whose names are looked up in Headway.
+    """Replacement for one of Accelerate's modules, whose names are looked up in Headway.
 
     Attributes that scripts assign are stored in the module.
 
@@ -49,13 +50,13 @@ class AccelerateModule(ModuleType):
         return find_as_accelerate(name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        # The import system sets the module `accelerate.utils.tqdm` on `accelerate.utils`, where `tqdm` must stay the function.
+        # Importing `accelerate.utils.tqdm` sets the module on `accelerate.utils`, where `tqdm` must stay the function.
         if not (isinstance(value, AccelerateModule) and name in SERVED):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         inner = self.__name__.partition(".")[2]
-        # A package also has the names of its modules: `accelerate.utils` has those of `accelerate.utils.operations`.
+        # A package also exports the names of its modules: `accelerate.utils` those of `accelerate.utils.operations`.
         owners = [each for each in SURFACE if each == inner or each.startswith(f"{inner}.")] if inner else []
         shown = {name for owner in owners for name in SURFACE[owner]}
         inside = f"{inner}." if inner else ""
@@ -63,7 +64,7 @@ class AccelerateModule(ModuleType):
         return sorted({*super().__dir__(), *(each for each in shown if "." not in each), *(() if inner else TOP)})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # cloudpickle and dill know modules by their exact class, and would pickle this one as any object.
+        # cloudpickle and dill recognize modules by their exact class, and would pickle this one like any other object.
         return import_module, (self.__name__,)
 
 
@@ -76,7 +77,7 @@ class AccelerateFinder(ImportAdvisor, InspectLoader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of Accelerate, or None if Headway does not provide it.
+        """Return the spec of a module that replaces one of Accelerate's modules, or None for any other module.
 
         Raises:
             ImportNotServed: If `fullname` is a name of Accelerate that Headway does not provide.
@@ -92,7 +93,7 @@ class AccelerateFinder(ImportAdvisor, InspectLoader):
         return AccelerateModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module an empty `__path__`, so that its submodules are looked up by name. No code runs."""
+        """Initialize the module without running code. Its submodules are found by this finder, not in a directory."""
         if module.__name__ == "accelerate.memory_utils":
             warnings.warn(
                 "memory_utils has been reorganized to utils.memory. Import `find_executable_batchsize` from the main `__init__`: "
@@ -106,18 +107,18 @@ class AccelerateFinder(ImportAdvisor, InspectLoader):
         """Return None, because a module of this finder has no source file."""
 
     def get_code(self, fullname: str) -> CodeType:
-        """Return the code that `python -m MODULE` runs. It runs the corresponding Headway command."""
+        """Return the code that `python -m MODULE` executes. It runs the corresponding Headway command."""
         own = "headway.compat.accelerate.launching.commands"
         word = "launch_main" if fullname.endswith(".launch") else "main"
         return compile(f"import sys; from {own} import {word}; sys.exit({word}())", f"<{fullname}>", "exec")
 
 
 def install_finder() -> ModuleType:
-    """Make Accelerate's modules importable from `accelerate`, and return the package `accelerate`.
+    """Make Headway's replacements importable as `accelerate`, and return the replacement of the package itself.
 
     The finder takes precedence over any other package with this name. Further calls do not install it again.
     """
-    # Compared by name, because a test may have imported this file a second time.
+    # Class names are compared, because a test might import this file a second time.
     if not any(type(each).__name__ == AccelerateFinder.__name__ for each in sys.meta_path):
         sys.meta_path.insert(0, AccelerateFinder())
     return AccelerateModule("accelerate")
@@ -127,10 +128,10 @@ def install_as_accelerate() -> None:
     """Make `import accelerate` import Headway, in this process and in all processes that it starts.
 
     Accelerate need not be installed. If it is, it is hidden. A second call has no effect. `headway launch --as
-    accelerate` has this effect without a change to the script.
+    accelerate` does the same without a change to the script.
 
     Raises:
-        ConfigError: If the real Accelerate is already imported, perhaps by a library that uses it.
+        ConfigError: If the real Accelerate has already been imported, possibly by another library.
     """
     loaded = sys.modules.get("accelerate")
     if loaded is not None and not isinstance(loaded, AccelerateModule):
@@ -144,7 +145,7 @@ def install_as_accelerate() -> None:
 
 
 def take_over() -> None:
-    """Replace the package `accelerate` that is being imported with the package that `install_finder` returns."""
+    """Replace the package `accelerate`, which is being imported, by the package that `install_finder` returns."""
     found = sys.modules.get("accelerate")
     module = install_finder()
     module.__dict__.update({"__version__": VERSION, "__headway_version__": __version__, "__path__": []})

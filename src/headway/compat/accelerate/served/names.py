@@ -14,8 +14,8 @@ def find(name: str, public_names: Iterable[str] = ()) -> Any:
     """Return Headway's object for a name of Accelerate.
 
     Args:
-        name: Name that `headway` itself does not have.
-        public_names: Names that `headway` has. If `name` is similar to one of them, the error message suggests it.
+        name: Name of Accelerate that is not a public name of `headway`.
+        public_names: Public names of `headway`. If `name` is similar to one of them, the error message suggests it.
 
     Raises:
         AttributeError: If Headway does not provide the name. The message names an alternative or a similar name.
@@ -36,7 +36,7 @@ def find(name: str, public_names: Iterable[str] = ()) -> Any:
 
 
 def _advise_on_unknown_name(name: str, public_names: Iterable[str]) -> str | None:
-    """Return the error message for a misspelled name or a name of another library, or None for any other name."""
+    """Return an error message with advice for a misspelled name or a name of another library, else None."""
     if name.startswith("_"):
         return None
     if name in foreign_words.NAMES:

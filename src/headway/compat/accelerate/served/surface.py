@@ -1,6 +1,6 @@
-"""Report on Accelerate's public names: which of them Headway provides, and which of them a script uses.
+"""Functions that report which of Accelerate's public names Headway provides, and which of them a script uses.
 
-Nothing in this module imports torch.
+This module does not import torch.
 """
 
 import ast
@@ -28,8 +28,9 @@ class Answer:
 
     Attributes:
         name: Name in Accelerate. Names of Accelerator members start with "Accelerator.".
-        status: "served", "differs", "not served", or "unknown" for names that are not public in Accelerate 1.15.
-        note: The difference, or an alternative. Empty if the name behaves as in Accelerate.
+        status: "served", "differs" (provided, but with a different behavior), "not served", or "unknown" (not public in
+            Accelerate 1.15).
+        note: Difference from Accelerate, or alternative to a name that is not served. Empty for other names.
     """
 
     name: str
@@ -64,9 +65,9 @@ class NameInScript:
     """Name of Accelerate that a script uses, with the line of its first use.
 
     Attributes:
-        name: Name without `accelerate.` and module names. A module is given by its path, and a member as
+        name: Name without its module, such as "set_seed", path of a module, such as "utils.memory", or member, such as
             "Accelerator.step".
-        line: Number of the line of the first use.
+        line: Number of the line that first uses the name.
     """
 
     name: str
@@ -76,8 +77,9 @@ class NameInScript:
 def list_used_names(source: str | bytes) -> list[NameInScript]:
     """Return the Accelerate names that a script imports or reads from an imported module, without duplicates.
 
-    Members of `Accelerator` are listed only if Headway does not support them, and only for objects that the script
-    assigned to a name. Keyword arguments that Headway does not support are listed as in "slice_fn_for_dispatch=".
+    Members of `Accelerator` are listed only if Headway does not support them, and only for Accelerators that the script
+    assigns to a variable. Keyword arguments that Headway does not support are listed with "=", such as
+    "slice_fn_for_dispatch=".
 
     Args:
         source: Python source.
@@ -88,7 +90,7 @@ def list_used_names(source: str | bytes) -> list[NameInScript]:
     nodes = list(ast.walk(ast.parse(source)))
     found: dict[str, int] = {}
     modules: dict[str, str] = {}  # name in the script -> module of Accelerate, "" for the package
-    kinds: set[str] = set()  # what the script calls the class
+    kinds: set[str] = set()  # names of the class Accelerator in the script
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for name, bound, module in _list_imported(node):
@@ -124,10 +126,7 @@ def _is_none(node: ast.expr) -> bool:
 
 
 def _format_dotted(node: ast.expr) -> str:
-    """Return an expression of names and attributes as text, such as "self.accelerator".
-
-    Return "" for any other expression.
-    """
+    """Return a dotted name such as `self.accelerator` as text, or "" for any other expression."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -136,9 +135,11 @@ def _format_dotted(node: ast.expr) -> str:
 
 
 def _list_imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, str | None]]:
-    """Yield a tuple of (Accelerate's name, name in the script, module path) for each object that a statement imports.
+    """Yield a tuple for each object of Accelerate that a statement imports.
 
-    Accelerate's name is "" for the package. The module path is None if the object is not a module.
+    Yields:
+        Name in Accelerate ("" for the package itself), name in the script, and path of the module, or None if the
+        object is not a module.
     """
     if isinstance(node, ast.Import):
         for each in node.names:
@@ -153,20 +154,20 @@ def _list_imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str
         yield module, module, None
     for each in node.names:
         inner = f"{module}.{each.name}".lstrip(".")
-        # `utils.tqdm` is a module and, as a name, the function.
+        # There is a module `utils.tqdm`, but `from accelerate.utils import tqdm` imports the function.
         is_module = inner in MODULES_AS_ACCELERATE and inner != "utils.tqdm"
         if each.name != "*":
             yield inner if is_module else each.name, each.asname or each.name, inner if is_module else None
 
 
 def _find_read_name(node: ast.Attribute, modules: dict[str, str]) -> str | None:
-    """Return the name of Accelerate that an expression such as `accelerate.utils.gather` reads.
+    """Return the name of Accelerate that an expression reads, such as "gather" for `accelerate.utils.gather`.
 
     None if the attribute is a module or does not belong to a module of Accelerate.
 
     Args:
         node: Expression that reads an attribute.
-        modules: Module of Accelerate by its name in the script.
+        modules: Paths of Accelerate's modules by their names in the script.
     """
     first, *parts = _format_dotted(node).split(".")
     if first not in modules:

@@ -1,8 +1,8 @@
 """Tables of Accelerate's public names and module paths, with their location in Headway or an alternative.
 
-`names.txt` contains the tables, which together cover every public name of Accelerate 1.15, as a test in `tests/house`
-checks. Each heading is followed by the names to which it applies. `{megatron}` in a sentence is replaced by the entry
-of this name in the table of sentences.
+`names.txt` contains the tables. A test in `tests/house` checks that together they cover every public name of Accelerate
+1.15. In most tables, several names follow a heading that applies to all of them, such as a module or a sentence. A
+placeholder such as `{megatron}` in a sentence is replaced by the entry with this name in the table "sentences".
 """
 
 from pathlib import Path
@@ -11,8 +11,8 @@ from pathlib import Path
 def _read_tables() -> dict[str, dict[str, str]]:
     """Return the tables in `names.txt` as dicts, by the table's name.
 
-    A line `[table]` starts a table. Each key is on a separate line, followed by its indented text. Parsers of the
-    standard library are avoided: `headway` imports this module while the user's directory is still first on `sys.path`.
+    A line `[table]` starts a table. Each key is on a separate line, followed by its indented text. No parser of the
+    standard library is used, because the user's directory, which is first on `sys.path` here, might hide it.
     """
     found: dict[str, dict[str, str]] = {}
     table, key = dict[str, str](), ""
@@ -30,59 +30,63 @@ _TABLES = _read_tables()
 
 
 def _read_groups(table: str) -> dict[str, str]:
-    """Return a table as a dict from each name to its heading. In the table, several names follow each heading."""
+    """Return a dict from names to headings for a table in which each heading is followed by several names."""
     return {name: common for common, names in _TABLES[table].items() for name in names.split()}
 
 
 def _fill_sentences(sentences: dict[str, str]) -> dict[str, str]:
-    """Return the sentences with placeholders such as `{megatron}` replaced by the text that several sentences share."""
+    """Replace placeholders such as `{megatron}` in sentences by the texts in the table "sentences".
+
+    Args:
+        sentences: Sentences with placeholders, by name.
+    """
     return {name: sentence.format_map(_TABLES["sentences"]) for name, sentence in sentences.items()}
 
 
 def _read_places(table: str) -> dict[str, tuple[str, str]]:
-    """Return a table as a dict from each name to its location: the pair of (module, name in that module)."""
+    """Return a table as a dict from each name to its location, a pair of (module, name in that module)."""
     return {name: (place.partition(":")[0], place.partition(":")[2]) for name, place in _TABLES[table].items()}
 
 
 SERVED = _read_groups("served")
-"""Headway's module of each Accelerate name that is not also a name in `headway` itself."""
+"""Modules of Headway that define Accelerate's names, by name. Public names of `headway` itself are left out."""
 
 RENAMED = _read_places("renamed")
-"""Classes that have another name in Headway, as pairs of (module, name in that module).
+"""Pairs of (module, name in that module), by class name in Accelerate, for classes that Headway names differently.
 
-Mainly for `isinstance` checks.
+Scripts need them mainly for `isinstance` checks.
 """
 
 MODULES = frozenset(_TABLES["modules"]["all"].split())
-"""Modules of Accelerate that also exist under `headway`, such as `headway.utils`.
+"""Paths of Accelerate's modules that also exist under `headway`, such as "utils" for `headway.utils`.
 
-They serve scripts that only changed imports. `accelerator` is missing because Headway has its own module with this
-name.
+Scripts in which only the imports were changed need them. "accelerator" is missing, because Headway has its own module
+with this name.
 """
 
 AS_ACCELERATE: dict[str, tuple[str, str]] = {
     **{name: (place, name) for name, place in _read_groups("served as accelerate").items()},
     **_read_places("renamed as accelerate"),
 }
-"""Names that `import accelerate` provides when Headway replaces Accelerate, and that `headway` does not have.
+"""Pairs of (module, name in that module), by name, for names that `headway` itself does not provide.
 
-Values are pairs of (module, name in that module).
+`import accelerate` provides these names when Headway replaces Accelerate.
 """
 
 MODULES_AS_ACCELERATE = MODULES | {*_TABLES["modules as accelerate"]["all"].split()}
-"""Modules that `import accelerate` provides when Headway replaces Accelerate."""
+"""Paths of the modules that `accelerate` contains when Headway replaces Accelerate, such as "utils"."""
 
 NAMES = _fill_sentences(_read_groups("not served"))
-"""Reason and alternative for each public name that Headway does not provide."""
+"""Advice on alternatives, by public name of Accelerate that Headway does not provide."""
 
 MEMBERS = _fill_sentences(_TABLES["members not served"])
-"""Reason and alternative for each member of Accelerate's Accelerator that Headway does not provide."""
+"""Advice on alternatives, by member of Accelerate's Accelerator that Headway does not provide."""
 
 REFUSED = _fill_sentences(_TABLES["refused"])
-"""Reason and alternative for names, members and arguments that exist but raise an error when they are used."""
+"""Advice on alternatives, by name, member or argument that exists in Headway but raises an error when it is used."""
 
 DIFFERENT = _read_groups("different")
-"""Difference from Accelerate for each name that behaves differently in Headway."""
+"""Descriptions of differences from Accelerate, by name that behaves differently in Headway."""
 
 SURFACE: dict[str, list[str]] = {module: names.split() for module, names in _TABLES["surface"].items()}
 """Public names of each module of Accelerate, by the module's name without the prefix `accelerate.`."""

@@ -1,7 +1,7 @@
 """Name lookup in modules such as `headway.utils`, for scripts whose imports were changed from Accelerate to Headway.
 
-The folder `headway/compat/accelerate/module_paths` contains one small file for each of these modules. It is part of
-the search path of the package `headway`, so Python finds them like any other module.
+The folder `headway/compat/accelerate/module_paths` contains a small file for each of these modules. The folder is part
+of the search path of the package `headway`, so Python finds the modules like any others.
 """
 
 import sys
@@ -13,12 +13,12 @@ from headway.compat.accelerate.served.tables import MODULES
 
 
 def serve(name: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the functions `__getattr__` and `__dir__` for a module that provides names of `headway`.
+    """Return the functions `__getattr__` and `__dir__` for a module that provides the names of `headway`.
 
     Args:
         name: Full name of the module, such as "headway.utils".
     """
-    # Only in packages does Python look for a module if an imported name is missing, which `explain_failed_imports` needs.
+    # With a `__path__`, Python looks for a module if an imported name is missing, as `explain_failed_imports` requires.
     vars(sys.modules[name]).setdefault("__path__", [])
     inner = name.partition(".")[2]
 

@@ -8,13 +8,13 @@ from headway.errors import CheckpointError
 
 
 def describe_dtype(dtype: numpy.dtype[Any]) -> Any:
-    """Return a description of a dtype, as in NumPy's own files: text or a list of fields.
+    """Return a description of a dtype in the form that NumPy's own files use: text or a list of fields.
 
     Raises:
         CheckpointError: If the dtype cannot be rebuilt from a description.
     """
     described = numpy.lib.format.dtype_to_descr(dtype)
-    # NumPy writes "<i8" for both long and long long if they have one size: then use the type's own character code.
+    # NumPy writes "<i8" for both long and long long if their sizes are equal. The type's character code differs.
     if isinstance(described, str) and build_dtype(described).type is not dtype.type:
         described = dtype.byteorder + dtype.char
     if dtype.hasobject or build_dtype(described) != dtype:
@@ -39,7 +39,10 @@ def build_dtype(described: Any) -> numpy.dtype[Any]:
 
 
 def read_values(value: Any) -> Any:
-    """Return the values of an array or scalar as bytes, without the padding between fields of a structured dtype."""
+    """Return the values of an array or scalar as bytes. For a structured dtype, return a list with each field's bytes.
+
+    The padding between fields is left out.
+    """
     return (
         [read_values(value[name]) for name in value.dtype.names] if value.dtype.names is not None else value.tobytes()
     )

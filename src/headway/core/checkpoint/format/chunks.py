@@ -56,7 +56,8 @@ class ChunkGrid(Sequence[TensorChunk]):
         self.sizes = tuple(tuple(dim) for dim in sizes)
         self.parts = tuple(parts)
         self._counts = [sum(count for _, count in dim) for dim in self.sizes]
-        # Starts of the runs of equal lengths: (offset, chunk number) along each dim. Below: the first chunk of each of `parts`.
+        # For each dim, the element offset and the chunk number at which each run of chunks of equal length starts. Then
+        # the index of the first chunk of each progression in `parts`.
         self._offsets = [list(accumulate((size * count for size, count in dim), initial=0)) for dim in self.sizes]
         self._numbers = [list(accumulate((count for _, count in dim), initial=0)) for dim in self.sizes]
         self._firsts = list(accumulate((count for _, _, count in self.parts), initial=0))
@@ -175,9 +176,7 @@ def intersect_box(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the offsets and the shape of the intersection of a chunk and a box.
 
-    Offsets are relative to the full tensor.
-
-    The shape contains 0 if they do not overlap.
+    Offsets are relative to the full tensor. The shape contains 0 if the chunk and the box do not overlap.
 
     Args:
         chunk: Chunk of the tensor.
@@ -193,9 +192,9 @@ def intersect_box(
 
 
 class ChunkGridReader:
-    """Decoder of the grids in one untrusted manifest.
+    """Decoder of the chunk grids in one untrusted manifest.
 
-    Its cost is bounded by the manifest's length and its number of files.
+    The manifest's length and its number of files bound the time that decoding takes.
 
     Args:
         files: Files that the manifest lists, by name.
@@ -215,7 +214,8 @@ class ChunkGridReader:
             shape: Shape of the tensor.
 
         Raises:
-            CheckpointError: If the grid does not cover the shape, names an unlisted file, or names a file twice.
+            CheckpointError: If the grid does not cover the shape, names a file that the manifest does not list, or
+                names a file twice.
         """
         file = encoded["file"]
         sizes = tuple(

@@ -1,6 +1,6 @@
 """Error messages for paths that are not a Headway checkpoint: what the path contains, and what to do instead.
 
-The path may contain nothing, a file, several checkpoints, or another program's checkpoint.
+There can be nothing at the path, a file, several checkpoints, or another program's checkpoint.
 """
 
 import os
@@ -75,7 +75,7 @@ def explain_path(path: Path) -> str:
 
 
 def identify_program(folder: Path) -> tuple[str, list[str]]:
-    """Return the name of the program that wrote the checkpoint in a folder.
+    """Return the name of the program that wrote the checkpoint in a folder, and the files that identify it.
 
     Returns:
         Pair of (name of the program, names of the files by which it was recognized), or ("", []) if it is unknown.
@@ -89,7 +89,7 @@ def identify_program(folder: Path) -> tuple[str, list[str]]:
 
 
 def find_foreign_checkpoint(parent: Path) -> Path | None:
-    """Return the newest checkpoint of another program in a folder, or None."""
+    """Return the newest checkpoint of another program in a folder, or None if there is none."""
     found = [
         parent / name for name in _list_names(parent) if not name.startswith(".") and identify_program(parent / name)[0]
     ]
@@ -132,7 +132,7 @@ def _order(path: Path) -> tuple[int, str]:
 def _describe_neighbors(path: Path) -> str:
     """Return the second part of an error message about a missing checkpoint.
 
-    It lists the checkpoints in the folder in which the checkpoint was expected, or else gives general advice.
+    It lists the checkpoints in the nearest existing parent folder. If there are none, it gives general advice.
     """
     parent = path.parent
     while not os.path.exists(parent) and parent != parent.parent:

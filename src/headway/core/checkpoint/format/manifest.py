@@ -1,10 +1,10 @@
 """Manifest of a checkpoint, format version 3: its content, and how it is written and checked.
 
-A checkpoint is a folder of safetensors files and one `manifest.json`; it exists when the manifest does. The manifest
-lists every tensor by its logical name (e.g. `model/0/` and the name in the model without wrappers), with its global
-shape, its dtype and its chunks. A chunk is a rectangular block of the tensor that is stored in one file. The manifest
-lists every file with its length and one XXH3-128 hash per piece, which is 16 MiB of the file. It also holds the names
-of tied tensors and, as JSON, all state that is not a tensor::
+A checkpoint is a folder of safetensors files and one `manifest.json`. It is complete once the manifest exists. The
+manifest lists every tensor by its logical name (e.g. `model/0/` and the name in the model without wrappers), with its
+global shape, its dtype and its chunks. A chunk is a rectangular block of the tensor that is stored in one file. The
+manifest lists every file with its length and one XXH3-128 hash per piece, which is 16 MiB of the file. It also holds
+the names of tied tensors, and all state that is not a tensor, as JSON::
 
     {"format": "headway checkpoint", "version": 3, "sha256": <of content>, "content": {
        "tensors": {name: {"shape", "dtype", "chunks": [{"offsets", "shape", "file", "key"}]
@@ -14,9 +14,9 @@ of tied tensors and, as JSON, all state that is not a tensor::
 
 The hashes detect accidental damage: bad sectors, incomplete copies, mixed-up files. They do not protect against an
 attacker, because anyone with write access can also write a matching manifest. Hashes per piece allow several threads to
-read one file. If ranks read ranges over a network, pieces are smaller ("piece" is then their number of bytes), so that
-verification reads little more than a rank needs. Grids (`ChunkGrid`) describe tensors that are split regularly, with
-one chunk written by each of many ranks.
+read one file. In object stores, pieces can be smaller, so that verification reads little more than a rank needs.
+"piece" is then their number of bytes. Grids (`ChunkGrid`) describe tensors that are split regularly, with one chunk
+written by each of many ranks.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ ALGORITHM, TITLE = "xxh3_128", "XXH3-128"
 """Hash algorithm for files: its key in the manifest (`ALGORITHM`) and its name in messages (`TITLE`)."""
 
 PIECE = 16 * 2**20
-"""Bytes of a file that one hash covers, on a disk. Object stores may use less."""
+"""Number of bytes that one hash covers in files on a disk. In object stores, it can be smaller."""
 
 MAX_BYTES = 256 * 2**20
 """Maximum length of a manifest in bytes, for writing and reading. Parsing it takes several times that much memory."""
@@ -60,7 +60,7 @@ _NAMES_BY_BYTES = {
     "bits8 bits1x8 bits2x4 bits4x2 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7",
 }
 ITEM_BYTES = {name: size for size, names in _NAMES_BY_BYTES.items() for name in names.split()}
-"""Bytes per element, by the name of the torch dtype, for all dtypes that a checkpoint may contain."""
+"""Bytes per element, by the name of the torch dtype, for all dtypes that a checkpoint can contain."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class WrittenFile:
         name: File name, relative to the checkpoint's folder.
         num_bytes: Length in bytes.
         digests: Hexadecimal hash of each piece of the file, in order.
-        piece: Number of bytes that one hash covers. The last piece may be shorter.
+        piece: Number of bytes that one hash covers. The last piece can be shorter.
     """
 
     name: str
@@ -182,7 +182,7 @@ class Manifest:
         try:
             sha256 = vars(self)["sha256"] = vars(self).get("sha256") or _digest(content)
             whole = {"format": FORMAT, "version": VERSION, "sha256": sha256, "content": content}
-            # Without `indent`, which disables the C encoder of Python's json: 10,000 parameters took seconds.
+            # `indent` would disable the C encoder of Python's json. With it, 10,000 parameters took seconds.
             data = (json.dumps(whole, separators=(",", ":"), allow_nan=False) + "\n").encode()
         except (ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(f"the state cannot be written as JSON: {type(error).__name__}: {error}") from error
@@ -323,7 +323,7 @@ def _decode_shape(value: Any, item_bytes: int) -> tuple[int, ...]:
         item_bytes: Bytes per element.
     """
     shape = read_counts(value)
-    # An empty tensor has a size too: its strides are products of the other dims.
+    # The limit applies to empty tensors too, because their strides are products of the nonzero dims.
     if len(shape) > _MAX_AXES or prod(filter(None, shape)) * item_bytes > MOST:
         raise CheckpointError(
             f"the manifest has a tensor of {len(shape)} axes and {prod(shape)} values, which cannot be"

@@ -1,4 +1,4 @@
-"""Tensors in checkpoint files: convert any layout to dense tensors and back; write, hash, verify and map files.
+"""Tensors in checkpoint files: convert any layout to dense tensors and back. Write, hash, verify and map the files.
 
 Sparse and quantized tensors are split into dense ones. Tensors that a checkpoint cannot hold are refused.
 
@@ -197,7 +197,7 @@ def set_stride(tensor: Any, stride: Sequence[int]) -> Any:
         CheckpointError: If the stride does not fit the shape, or takes too much memory.
     """
     if not isinstance(tensor, torch.Tensor):
-        return tensor  # a shard of another engine has no stride
+        return tensor  # a shard that is not a DTensor has no stride
     wanted, shape = tuple(stride), tuple(tensor.shape)
     is_sound = len(wanted) == len(shape) and all(type(each) is int and 0 <= each < 2**62 for each in wanted)
     if not is_sound or not _is_bounded(shape, wanted, tensor.element_size()):
@@ -270,7 +270,7 @@ def get_stored_spec(dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
 
 
 def write_shard(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], num_files: int = 1) -> WrittenFile:
-    """Write tensors to a file, flush it to the disk by fsync, and return its length and hashes.
+    """Write tensors to a file, flush it to the disk with fsync, and return its length and hashes.
 
     Tensors on a device and tensors that are not contiguous are copied to host memory, one at a time. For an object
     store, one part of the upload per thread is also in memory.
@@ -278,9 +278,10 @@ def write_shard(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], num_fil
     Args:
         path: File to write.
         tensors: Pairs of (name, values).
-        num_files: Number of files that all ranks write with this name pattern. In object stores, a piece (the bytes
-            that one hash covers) has 8 KiB per such file, at least 16 KiB. A rank then reads few bytes beyond its own.
-            All these files together have at most 2^18 pieces. Default: 1.
+        num_files: Number of files that all ranks write with this name pattern. In object stores, it determines how many
+            bytes one hash covers: 8 KiB times `num_files`, rounded up to a power of two, and at least 16 KiB. A rank
+            then reads few bytes beyond its own. The number is larger if all these files would otherwise have more than
+            2^18 hashes. Default: 1.
 
     Raises:
         OSError: If the disk is full or not writable.
@@ -318,8 +319,8 @@ def write_shards(
 
     Args:
         folder: Folder of the files.
-        files: Pairs of (name, values), by file.
-        num_files: Number of files that all ranks write with one name pattern, as in `write_shard`. Default: 1.
+        files: Pairs of (tensor name, values), by file name.
+        num_files: Number of files that all ranks write with this name pattern, as in `write_shard`. Default: 1.
 
     Raises:
         OSError: If the disk is full or not writable.
@@ -342,7 +343,7 @@ def _prove_written(tensors: Sequence[tuple[str, torch.Tensor]], file: RangedFile
 
 
 class PieceHashes:
-    """Hasher of a file that is written in order. Each hash covers one piece of the file.
+    """Hasher for a file that is written in order. Each hash covers one piece of the file.
 
     Args:
         piece: Number of bytes that one hash covers.
@@ -381,7 +382,7 @@ class PieceHashes:
 
 
 def hash_file(path: Path, name: str) -> WrittenFile:
-    """Hash a file that a hook has written, flush it to the disk by fsync, and return its length and hashes.
+    """Hash a file that a hook has written, flush it to the disk with fsync, and return its length and hashes.
 
     Args:
         path: File to read.
@@ -437,7 +438,7 @@ def get_view(
     """
     check_spec(stored.get(name), dtype, shape, path, name)
     tensor = stored[name].tensor()
-    # Bytes may begin anywhere in the file, a dtype's values may not.
+    # Bytes can begin at any offset in the file. The values of a larger dtype must be aligned, so they are copied.
     return tensor if tensor.dtype == dtype else tensor.clone().view(dtype).reshape(tuple(shape))
 
 

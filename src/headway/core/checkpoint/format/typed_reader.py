@@ -20,7 +20,7 @@ class TypedReader:
     """Typed access to one JSON value of a manifest. Error messages contain the value's path in the manifest.
 
     Attributes:
-        value: JSON value, or the result of `values.decode_value`. It is not checked.
+        value: JSON value, or the result of `values.decode_value`. It has not been checked yet.
         where: Path of the value in the manifest, for messages.
     """
 

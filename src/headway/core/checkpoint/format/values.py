@@ -50,8 +50,8 @@ def encode_value(value: Any, name: str, tensors: dict[str, torch.Tensor], depth:
 
     Args:
         value: Value to encode.
-        name: Path of the value. It is used in messages, and names of tensors in the value begin with it.
-        tensors: Mapping by logical name to which the tensors are added.
+        name: Path of the value. It is used in messages and as the prefix of the tensors' names.
+        tensors: Dict to which the value's tensors are added, by logical name.
         depth: Nesting depth of the value. Default: 0.
 
     Raises:
@@ -117,9 +117,9 @@ def _encode_items(items: Collection[Any], name: str, tensors: dict[str, torch.Te
 
 
 def _encode_leaf(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
-    """Return a tagged object for a value of a type that JSON lacks, such as a tensor.
+    """Return a tagged object for a value of a type that JSON lacks, such as bytes or a NumPy scalar.
 
-    Return None if the type is not supported.
+    Return None if the type is not one of the supported leaf types.
     """
     kind = type(value)
     for tag, owner, pack, _ in _PACKED:
@@ -178,7 +178,7 @@ def _encode_container(tag: str, value: Any, name: str, tensors: dict[str, torch.
         raise CheckpointError(f"{name} has a tensor as a key, which nobody finds again: a tensor is a key by its place")
     items: list[Any] = [list(pair) for pair in value.items()] if isinstance(value, dict) else list(value)
     encoded = _encode_items(items, name, tensors, depth)
-    if isinstance(value, set | frozenset):  # equal on all ranks, whatever the iteration order
+    if isinstance(value, set | frozenset):  # the iteration order can differ between ranks, but the result must not
         encoded.sort(key=json.dumps)
     limit = {"maxlen": value.maxlen} if isinstance(value, deque) else {}
     return {TAG: tag, "items": encoded, **limit}
@@ -211,9 +211,9 @@ def decode_value(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def find_references(value: Any) -> list[dict[str, Any]]:
-    """Return the tagged objects in a saved value that name a tensor. A tensor that is named twice occurs twice.
+    """Return the tagged objects in a saved value that name a tensor. If two of them name one tensor, both are returned.
 
-    The search does not use recursion, because an untrusted value may be nested too deep for it.
+    The search does not use recursion, because an untrusted value might be nested too deep for it.
 
     Args:
         value: JSON value that `encode_value` returned.

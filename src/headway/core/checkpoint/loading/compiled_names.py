@@ -13,9 +13,9 @@ _OWN = ("model/", "optimizer/")
 
 
 def rename_compiled(manifest: Manifest) -> Manifest:
-    """Return a manifest with tensor names as in a model without `torch.compile`.
+    """Return a manifest whose tensor names lack the prefixes of `torch.compile`.
 
-    Keys in files do not change. A manifest that already has such names is returned unchanged.
+    The keys of the tensors in the files do not change. A manifest without such prefixes is returned unchanged.
     """
     compiled = [name for name in manifest.tensors if "_orig_mod" in name]
     if not compiled:
@@ -43,7 +43,7 @@ def _bare_parts(path: str) -> str:
 
 
 def _rename_parameters(value: Any) -> Any:
-    """Return an optimizer's saved state with torch.compile's component `_orig_mod` removed from names."""
+    """Return saved state in which parameter names lack the component `_orig_mod` of torch.compile."""
     if isinstance(value, list):
         return [_rename_parameters(item) for item in value]
     if isinstance(value, Mapping):

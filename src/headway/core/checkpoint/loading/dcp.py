@@ -21,7 +21,7 @@ from headway.common.text import join_names
 from headway.errors import CheckpointError
 
 TABLE = ".metadata"
-"""Name of the file with the index of a folder in this format."""
+"""Name of the index file in a folder that torch.distributed.checkpoint has written."""
 _TABLE = "torch.distributed.checkpoint.metadata"
 _NAMES = {
     (_TABLE, "Metadata"), (_TABLE, "MetadataIndex"), (_TABLE, "StorageMeta"), (_TABLE, "TensorStorageMetadata"),
@@ -62,7 +62,7 @@ class _SafeReader(FileSystemReader):
 
 
 def write_folder(named: Iterable[tuple[str, Any]], folder: Path) -> list[Path]:
-    """Write tensors under their names in torch.distributed.checkpoint's format.
+    """Write named tensors to a folder in torch.distributed.checkpoint's format.
 
     They can be read with `torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=folder)`.
 
@@ -109,7 +109,7 @@ def _map_model_names(keys: Iterable[str], paths: dict[str, Any]) -> dict[str, st
         return {key: key for key in found}
     for word in _OF_MODELS:
         inside = {key: path[1:] for key, path in found.items() if path[0] == word and len(path) > 1}
-        # A `Stateful` of torch's tutorials is {"app": {"model": ..., "optim": ...}}.
+        # The `Stateful` object in torch's tutorials is saved as {"app": {"model": ..., "optim": ...}}.
         nested = {key: path[1:] for key, path in inside.items() if path[0] == "model" and len(path) > 1}
         if inside:
             return {key: ".".join(path) for key, path in (nested or inside).items()}

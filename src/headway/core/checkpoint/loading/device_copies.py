@@ -1,6 +1,6 @@
 """Copy loaded values to devices from several threads.
 
-A single copy from pageable memory or from a mapped file is limited by one CPU core, which moves the bytes to memory
+One CPU core limits the speed of a single copy from pageable memory or from a mapped file. It moves the bytes to memory
 that the device can read. In this module, each thread moves blocks of 4 MiB into a pinned buffer, from which the device
 copies them.
 """
@@ -35,7 +35,7 @@ def copy_pairs(pairs: Iterable[Pair], copy_one: Callable[[torch.Tensor, torch.Te
             copies to a device.
 
     Raises:
-        RuntimeError: If a copy fails. Other pairs may have been copied.
+        RuntimeError: If a copy fails. Other pairs might have been copied.
     """
     copier: BlockCopier | None = None
     try:
@@ -95,9 +95,9 @@ def _is_large(values: torch.Tensor) -> bool:
 
 
 def _has_own_memory(device: torch.device) -> bool:
-    """Whether a device has its own memory and copies from pinned host memory.
+    """Whether a device has its own memory, to which it can copy from pinned host memory.
 
-    MPS does not. It shares the host's memory, and can be used by one thread only.
+    MPS devices share the host's memory, and can be used by one thread only.
     """
     return device.type not in ("cpu", "mps", "meta")
 
@@ -120,7 +120,7 @@ class BlockCopier:
     def copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
         """Start to copy values for which `can_copy_in_blocks` is True. The copy is complete when the context exits."""
         if target.device.type != "cpu" and target.device not in self._synchronized:
-            # Earlier work of the device may still read or write the target. The threads copy on another stream.
+            # Earlier work on the device might still read or write the target. The threads copy on another stream.
             torch.accelerator.current_stream(target.device).synchronize()
             self._synchronized.add(target.device)
         to, source = view_bytes(target), view_bytes(values)

@@ -1,10 +1,10 @@
 """Read a checkpoint's tensors by logical name, assemble boxes from chunks, and verify the bytes that are used.
 
-A box is a rectangular block of a tensor. A chunk is a box that is stored in one file. A saved tensor may consist of
+A box is a rectangular block of a tensor. A chunk is a box that is stored in one file. A saved tensor can consist of
 several chunks. To read a box, the file ranges that contain its values are copied one at a time.
 
-`TargetLayout` determines which tensor of this rank receives the values of each saved tensor. Of a sharded tensor, each
-rank verifies only the bytes that it uses.
+`TargetLayout` determines which tensor of this rank receives the values of each saved tensor. If the tensor is sharded,
+each rank verifies only the bytes that it uses.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,7 +70,7 @@ class CheckpointFiles:
         """Map a file, and return its tensors by key. Their values are not read yet.
 
         Raises:
-            CheckpointError: If the file's length differs from the manifest's, or if the file breaks the format.
+            CheckpointError: If the file's length differs from the one in the manifest, or the file violates the format.
         """
         found = self._open.pop(file, None)
         if found is None:
@@ -117,14 +117,14 @@ class ChunkedTensor:
     def iterate_tiles(
         self, offsets: Sequence[int], shape: Sequence[int]
     ) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-        """Yield the parts of a box that are stored in different chunks.
+        """Yield the saved values of a box in parts, one for each chunk that overlaps the box.
 
         Args:
             offsets: First index of the box along each dim of the tensor.
             shape: Shape of the box.
 
         Yields:
-            Pairs of (slices within the box, view of a file).
+            Pairs of (slices within the box, values of this part as a view of the mapped file).
 
         Raises:
             CheckpointError: If a file differs from the manifest.
@@ -204,7 +204,7 @@ Ranges = dict[str, list[tuple[int, int]]]
 
 
 class UsedRanges:
-    """Collector of the byte ranges of a checkpoint that this rank reads, so that only they are downloaded and verified.
+    """Collector of the byte ranges that this rank reads from a checkpoint. Only these are downloaded and verified.
 
     Args:
         folder: Folder of the checkpoint.
@@ -226,7 +226,7 @@ class UsedRanges:
         """Add the byte ranges of the values that this rank's shards need.
 
         Args:
-            like: This rank's tensors by the name of the saved tensor.
+            like: This rank's tensors, as a list for the name of each saved tensor whose values they receive.
 
         Raises:
             CheckpointError: If a file does not hold what the manifest lists.
@@ -318,12 +318,15 @@ class TargetLayout:
         Saved tensors that this run does not shard are left out, and are read in full. An optimizer state that has its
         parameter's shape is sharded like the parameter. A tensor of a registered object keeps its current sharding.
 
+        If this run shards no weights, the result contains only saved tensors with one row per rank. For each of them,
+        this rank receives its own row. They are left out if the world size has changed.
+
         Args:
             aliases: Names of tied tensors, each mapped to the name of the tensor that holds their values.
             shapes: Shapes of the saved tensors by name.
         """
         if not self._weights and not self._parameters:
-            # Each rank reads its own row of tensors with one row per rank, if the world size is unchanged.
+            # Of tensors with one row per rank, each rank reads its own row, if the world size is unchanged.
             rows = {name: shape for name, shape in shapes.items() if name.startswith(ROWS)}
             return {
                 n: [describe_row(shape, self._rank)] for n, shape in rows.items() if shape[:1] == (self._world_size,)
@@ -378,13 +381,13 @@ def read_state(
 
     Weights are views of their files, because they are copied into a model later. Weights that are sharded or consist
     of several chunks stay in their files until they are copied. All other tensors are read into memory, and objects
-    may keep them. Of tensors with one row per rank, rows of other ranks are left out.
+    may keep them. If a tensor has one row per rank, rows of other ranks are left out.
 
     Args:
         folder: Folder of the checkpoint.
         manifest: Manifest of the checkpoint.
-        is_verified: Whether to compare every byte with the hashes first. Of sharded tensors, each rank compares only
-            its own shards.
+        is_verified: Whether to compare every byte with the hashes. For sharded tensors, each rank always compares its
+            own shards, and no others.
         placing: Layout of this run. Default: None, nothing is sharded, and all tensors are read in full.
 
     Returns:
@@ -435,7 +438,7 @@ def open_tensors(
 ) -> Iterator[tuple[str, torch.Tensor | ChunkedTensor]]:
     """Yield (name, tensor) for the tensors whose names begin with `prefix`, in the manifest's order.
 
-    Tensors of one chunk are views of the file, others are `ChunkedTensor` objects.
+    A tensor with one chunk is a view of the mapped file. Other tensors are `ChunkedTensor` objects.
 
     Args:
         folder: Folder of the checkpoint.

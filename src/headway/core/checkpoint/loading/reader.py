@@ -1,7 +1,7 @@
 """Find and read checkpoints on all ranks together, and copy them to machines whose disks lack them.
 
 A machine with an empty disk, for example a replacement for a lost one, receives the checkpoint from a machine that
-has it. The files are sent in blocks of 16 MiB, flushed to the disk, committed as in a save, and verified.
+has it. The files are sent in blocks of 16 MiB, flushed to the disk, committed like a new checkpoint, and verified.
 """
 
 import os
@@ -58,7 +58,7 @@ def copy_to_machines(
     failures: list[str] = []
 
     def attempt(act: Callable[..., Any], *given: Any) -> Any:
-        """Call a function with the given arguments, unless an earlier step has failed. Record its error."""
+        """Call a function unless an earlier step has failed. If it raises an error, record it and return None."""
         try:
             return None if failures else act(*given)
         except (OSError, CheckpointError) as error:
@@ -111,7 +111,7 @@ def _commit_received(staging: Path, folder: Path, manifest: Manifest) -> None:
 
 
 class CheckpointReader:
-    """Finds, verifies and reads checkpoints for one Accelerator, on all ranks together.
+    """Component of an Accelerator that finds, verifies and reads checkpoints on all ranks together.
 
     Args:
         runtime: Runtime of this process.
@@ -173,7 +173,7 @@ class CheckpointReader:
         return self._collectives.gather_objects(own)
 
     def _agree_on_problem(self, folder: Path, is_held: bool, is_everywhere: bool) -> str | None:
-        """Return the reason why a checkpoint fails verification, or None. All ranks return the same text.
+        """Return the reason why a checkpoint fails verification, or None if it passes. All ranks return the same text.
 
         One rank per machine reads all files. If the checkpoint has sharded tensors and is on all disks, each rank
         reads some of the files instead.
@@ -209,8 +209,8 @@ class CheckpointReader:
 
         Args:
             path: Folder of the checkpoint.
-            placing: Layout of this run. Of sharded tensors, each rank reads only its shards. Default: None, nothing is
-                sharded.
+            placing: Layout of this run. Each rank reads only its own shards of sharded tensors. Default: None, nothing
+                is sharded.
 
         Raises:
             CheckpointError: On every rank, if any rank cannot find or read the checkpoint.

@@ -56,7 +56,7 @@ def read_files(
             True.
 
     Raises:
-        CheckpointError: If a file differs from its entry. The message contains the first such file.
+        CheckpointError: If a file differs from its length or hashes. The message contains the first such file.
     """
     wanted = [written for written in files if is_verified or written.name in (places or {})]
     for written in wanted:
@@ -208,8 +208,9 @@ def read_owned(
         folder: Folder of the checkpoint.
         manifest: Manifest of the checkpoint.
         names: Names of the tensors.
-        is_verified: Whether to compare every file of the checkpoint with its hashes first.
-        is_part: Whether to skip files that hold none of the tensors. Default: False.
+        is_verified: Whether to compare the bytes of the files with their hashes.
+        is_part: Whether to leave out files that contain none of the tensors. If False, the lengths of all files are
+            checked, and their hashes if `is_verified` is set. Default: False.
 
     Raises:
         CheckpointError: If a file differs from the manifest, or lacks what the manifest lists.
@@ -221,7 +222,7 @@ def read_owned(
     try:
         found, places = _allocate(folder, manifest, names)
     except CheckpointError:
-        if is_verified:  # most likely damage, for which this raises a clearer error
+        if is_verified:  # the file is most likely damaged, and this call raises a clearer error
             read_files(folder, files)
         raise
     wanted = [written for written in files if is_verified or written.name in places]
@@ -258,7 +259,7 @@ def read_file_header(path: Path) -> StoredPlaces:
     """Return the dtype, shape and offset of each tensor in a file, from its safetensors header.
 
     Raises:
-        CheckpointError: If the file breaks a rule of the format, or cannot be read.
+        CheckpointError: If the file violates the format, or cannot be read.
     """
     with open_regular_file(path) as file:
         try:

@@ -1,6 +1,6 @@
 """Restore objects from a saved state, all or nothing: everything is checked before anything is changed.
 
-Steps that run the user's code may still fail. They run first, each with an undo step. Weights are copied last, because
+Steps that run the user's code can still fail. They run first, each with an undo step. Weights are copied last, because
 they have been checked completely, and undoing the copy would need a second copy of all weights.
 
 Before a load, `find_misfits` compares a model's saved tensors with its own, and `describe_casts` lists the dtypes that
@@ -59,7 +59,7 @@ class LoadRollback:
         self._steps.append((what, back))
 
     def run(self) -> list[str]:
-        """Run all undo steps, last first, and return one message for each that failed."""
+        """Run all undo steps in reverse order, and return one message for each step that failed."""
         problems = []
         while self._steps:
             what, back = self._steps.pop()
@@ -73,7 +73,7 @@ class LoadRollback:
 def copy_state(state: Any) -> Callable[[], Any]:
     """Copy a state, and return a function that rebuilds it. Later changes of the original do not affect the copy.
 
-    Tensors are copied to host memory.
+    Dense tensors are copied to host memory. DTensors are copied on their device.
     """
     kept = _keep(state)
     return lambda: _back(kept)
@@ -219,7 +219,7 @@ def find_model_misfits(match: ModelMatch, found: CollectedState) -> list[str]:
 def find_misfit(own: Any, saved: Any) -> str | None:
     """Return the reason why saved values cannot be copied into a model's own tensor, or None if they can.
 
-    The shapes of the full tensors are compared. Of a sharded tensor, only the values of this rank's shard are checked.
+    The shapes of the full tensors are compared. If a tensor is sharded, only values of this rank's shard are checked.
 
     Args:
         own: Tensor or shard of the model.
@@ -252,7 +252,7 @@ def _find_part_misfit(own: torch.Tensor, saved: torch.Tensor) -> str | None:
 def _find_cast_problem(dtype: torch.dtype, saved: torch.Tensor) -> str | None:
     """Return the reason why saved values cannot be cast to another dtype, or None if they can.
 
-    They cannot if the cast would change the kind of number, such as float to integer, or if a value is out of range.
+    The cast is impossible if torch forbids it, for example from float to integer, or if a value is out of range.
     """
     message = f"is of {dtype}, the checkpoint's of {saved.dtype}"
     is_castable = view_as_bits(saved) is saved and view_as_bits(torch.empty(0, dtype=dtype)).dtype == dtype
@@ -260,7 +260,7 @@ def _find_cast_problem(dtype: torch.dtype, saved: torch.Tensor) -> str | None:
         return message
     cast = saved.to(dtype)
     if dtype.is_floating_point or dtype.is_complex:
-        # Compared in float32 at the least: small formats have no isfinite.
+        # Compared in float32 or wider, because torch has no isfinite() for the smallest float dtypes.
         is_lost = bool((_wide(saved).isfinite() & ~_wide(cast).isfinite()).any())
     else:
         is_lost = not torch.equal(cast.to(saved.dtype), saved) or bool(((cast < 0) != (saved < 0)).any())
@@ -276,7 +276,7 @@ def _remove_repeats(own: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tenso
     """Reduce the repeated dims (stride 0) of an expanded tensor to size 1, and the saved values to the same shape.
 
     Args:
-        own: Tensor, as `expand` may have made it.
+        own: Tensor, which might have been made by `expand`.
         saved: Saved values of the tensor's shape.
 
     Returns:
@@ -293,7 +293,7 @@ def _remove_repeats(own: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _fits_overlaps(own: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a tensor can hold given values although several of its elements may share an address.
+    """Whether a tensor can hold given values although several of its elements might share an address.
 
     It can if the values of all elements that share an address are equal.
     """
@@ -304,7 +304,7 @@ def _fits_overlaps(own: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def copy_saved_values(own: torch.Tensor, saved: torch.Tensor) -> None:
-    """Copy saved values into a model's own tensor, whose elements may share memory.
+    """Copy saved values into a model's own tensor, whose elements can share memory.
 
     Call it only if `find_misfit` has returned None for the two tensors.
 
@@ -323,7 +323,7 @@ def copy_saved_values(own: torch.Tensor, saved: torch.Tensor) -> None:
 
 
 def _collect_parts(own: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
-    """Return a model's own tensors that are not dense, by logical name without the prefix of the model.
+    """Return a model's own tensors that are sparse or quantized, by logical name without the model's prefix.
 
     Args:
         own: The model's exported state, by name.
@@ -403,7 +403,12 @@ def load_extras(
 
 
 def _find_holder(model: torch.nn.Module, name: str) -> dict[str, Any] | None:
-    """Return the dict of parameters or buffers that contains a tensor. None if the model has no tensor of this name."""
+    """Return the dict of parameters or buffers that contains a tensor, or None if the model has no such tensor.
+
+    Args:
+        model: Model without wrappers.
+        name: Name of the tensor in the model.
+    """
     path, _, last = name.rpartition(".")
     try:
         owner = get_bare_submodule(model, path)
@@ -417,7 +422,7 @@ def _replace_tensor(
 ) -> None:
     """Replace a sparse or quantized tensor of a model by a saved one.
 
-    The tensor cannot be changed in place, because the saved values may need a different amount of memory.
+    The tensor cannot be changed in place, because the saved values might need a different amount of memory.
     """
     tensors, last = _find_holder(model, name), name.rpartition(".")[2]
     assert tensors is not None  # otherwise find_misfits() has refused it
@@ -516,14 +521,15 @@ def restore_objects(
     Args:
         parts: Objects to change.
         found: Saved state. `find_misfits` must have found no problem with it.
-        more: Function that changes all other state that the load restores. It is given the rollback, and adds an undo
-            step before each change. Default: None.
+        more: Function that restores all other state. It receives the `LoadRollback`, and adds an undo step before each
+            change. Default: None.
         agree: Function that sends this rank's failure or None to all ranks, and returns the failures of all ranks.
             Default: None, there are no other ranks.
 
     Raises:
-        CheckpointError: If a `load_state_dict` failed on any rank. All changes were undone, or the message names the
-            objects whose changes could not be undone.
+        CheckpointError: If an object could not load its state on any rank, or the weights could not be copied. In the
+            first case, all changes are undone, or the message names the objects that could not be restored. In the
+            second case, the model is left partly changed.
     """
     undo, failure, cause = LoadRollback(), None, None
     try:
@@ -588,7 +594,7 @@ def restore_object(obj: Any, before: Callable[[], Any]) -> None:
 
     Args:
         obj: Object with `state_dict` and `load_state_dict`.
-        before: Function that returns the former state, from `copy_state`.
+        before: Function that returns the former state, as `copy_state` returned it.
     """
     try:
         obj.load_state_dict(before())

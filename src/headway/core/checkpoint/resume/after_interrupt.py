@@ -28,7 +28,7 @@ class SavedPlace(Protocol):
 
 
 def explain_interrupts(run: SavedPlace) -> None:
-    """Register a hook that prints how to continue the run if the process ends with an uncaught KeyboardInterrupt.
+    """Register a hook that, after an uncaught KeyboardInterrupt, prints how to continue the run.
 
     Under a launcher, the launcher prints this text instead. It reads the checkpoint from the status files (pulses)
     of its ranks. The hook has only a weak reference to the run.
@@ -43,7 +43,7 @@ def explain_interrupts(run: SavedPlace) -> None:
 
 
 def publish_checkpoint(run: SavedPlace, folder: str | Path) -> None:
-    """Record in this rank's status file (pulse) that a checkpoint is on the disk. The launcher names it in its message.
+    """Record in this rank's status file (pulse) that a checkpoint is on the disk, for the launcher's final message.
 
     Args:
         run: Run that has saved the checkpoint.
@@ -63,5 +63,5 @@ def _make_note(find: Callable[[], SavedPlace | None]) -> Callable[[BaseException
 def _format_advice(run: SavedPlace, folder: str | Path | None) -> str:
     if folder is not None:
         return format_resume_advice(folder, is_automatic=run.is_automatic, method=run.resume_method)
-    # Programs of other libraries, whose `load_state` this is, may save in ways of their own.
+    # A program that continues with `load_state` was written for Accelerate and might save by other means: no advice.
     return NO_CHECKPOINT if run.resume_method == "resume" else ""

@@ -21,12 +21,13 @@ _MOST_STEPS = 2**16
 
 @dataclass(frozen=True)
 class BatchState:
-    """Settings of the global batch that a checkpoint stores. An entry for a loader is None if its value varies.
+    """Settings of the global batch, as stored in a checkpoint. A loader's item in a list is None if its value varies.
 
     Attributes:
         asked: For each loader, the number of samples per update that the script's settings request.
         sizes: For each loader, the number of samples per update that is used.
-        units: For each loader, the number to a multiple of which `drop_last` truncates the samples of an epoch.
+        units: For each loader, the unit of `drop_last` in samples. With `drop_last`, the number of samples in an epoch
+            is rounded down to a multiple of this unit.
         trained: Indices of the loaders whose batches are used for training.
     """
 
@@ -41,9 +42,9 @@ class BatchPlan:
     """Settings of loaders and gradient accumulation with which a run continues after a resume.
 
     Attributes:
-        num_steps: Micro-batches per update.
+        num_steps: Number of micro-batches per update.
         windows: Settings by loader index, for loaders whose batches are split unevenly. Each is a pair of (samples per
-            update, number to a multiple of which `drop_last` truncates the samples of an epoch).
+            update, unit of `drop_last` in samples, as in `BatchState`).
         lines: Messages about differences from the saved run.
         is_kept: Whether the global batch size is that of the checkpoint.
     """
@@ -57,7 +58,7 @@ class BatchPlan:
 def _find_requested_window(loader: PreparedLoader, num_steps: int) -> int:
     """Return the `global_batch_size` that the script requested for a loader, if it makes micro-batches differ in size.
 
-    Return 0 if it does not, or if the number of micro-batches per update has changed since the request.
+    Return 0 if their sizes are equal, or if the number of micro-batches per update has changed since the request.
 
     Args:
         loader: Prepared loader.
@@ -93,15 +94,15 @@ class GlobalBatch:
 
     @property
     def _requested_steps(self) -> int:
-        """Micro-batches per update that the script requested, before a resume changed them."""
+        """Number of micro-batches per update that the script requested, before a resume changed it."""
         return self._accumulation.num_steps if self._plan is None or self._kept is None else self._kept[1]
 
     def list_requested_sizes(self) -> list[int | None]:
-        """Return, for each loader, the number of samples per update that the script requests; None if it varies."""
+        """Return the number of samples per update that the script requests, for each loader. None if it varies."""
         return [None if each.step_size is None else each.step_size * self._requested_steps for each in self._loaders]
 
     def list_sizes(self) -> list[int | None]:
-        """Return, for each loader, the number of samples per update that is used; None if it varies."""
+        """Return the number of samples per update that is used, for each loader. None if it varies."""
         steps, windows = self._accumulation.num_steps, {} if self._plan is None else self._plan.windows
         plain = [_find_requested_window(each, steps) or (None if each.step_size is None else each.step_size * steps)
                  for each in self._loaders]  # fmt: skip
@@ -113,13 +114,13 @@ class GlobalBatch:
         return [index for index, each in enumerate(self._loaders) if any(each is one for one in trained)] or [0]
 
     def state(self) -> BatchState:
-        """Return the settings of the global batch that a checkpoint stores."""
+        """Return the global batch's settings, to be stored in a checkpoint."""
         return BatchState(self.list_requested_sizes(), self.list_sizes(), self._list_units(), self._list_trained())
 
     def _list_units(self) -> list[int | None]:
-        """Return, for each loader, the number to a multiple of which `drop_last` truncates the samples of an epoch.
+        """Return the unit of `drop_last` in samples for each loader. None if the number of samples per step varies.
 
-        An element is None if the number of samples per step varies.
+        With `drop_last`, the number of samples in an epoch is rounded down to a multiple of this unit.
         """
         windows = {} if self._plan is None else self._plan.windows
         return [windows[index][1] if index in windows else each.step_size for index, each in enumerate(self._loaders)]
@@ -133,13 +134,13 @@ class GlobalBatch:
     def plan(self, saved: BatchState, former_steps: int, is_same_world: bool) -> BatchPlan:
         """Return the settings with which a resumed run continues. Nothing is changed.
 
-        The global batch size is kept if possible. If the script requests another one and the number of ranks is
+        The global batch size is kept if possible. If the script requests another one and the number of data shards is
         unchanged, the script's new settings apply.
 
         Args:
             saved: Result of `state` in the saved run.
-            former_steps: Micro-batches per update in the saved run.
-            is_same_world: Whether the number of ranks is unchanged.
+            former_steps: Number of micro-batches per update in the saved run.
+            is_same_world: Whether the number of data shards is that of the saved run.
         """
         steps, asked = self._requested_steps, self.list_requested_sizes()
         trained = [index for index in saved.trained if index < min(len(asked), len(saved.sizes))]
@@ -160,18 +161,20 @@ class GlobalBatch:
         return BatchPlan(steps, lines=[] if before == now else [f"global batch {before} -> {now}"], is_kept=False)
 
     def _find(self, wanted: Mapping[int, int], units: Sequence[int]) -> BatchPlan | None:
-        """Return the plan with the fewest micro-batches per update that keeps the global batch size, or None.
+        """Return the plan that keeps the global batch size with the fewest micro-batches per update.
+
+        Return None if no plan keeps it.
 
         Args:
-            wanted: Samples per update, by loader index.
-            units: For each loader, the number to a multiple of which `drop_last` truncates the samples of an epoch.
+            wanted: Number of samples per update, by loader index.
+            units: For each loader, the unit of `drop_last` in samples, as in `BatchState`.
         """
         full = {index: self._loaders[index].step_size or 1 for index in wanted}
         fewest = max(-(-size // full[index]) for index, size in wanted.items())
         is_even = all(size == fewest * full[index] for index, size in wanted.items())
         plain = BatchPlan(fewest) if is_even else None
         is_exact = is_even and not any(self._does_drop_last(index) and units[index] != full[index] for index in wanted)
-        # Windows that continue in the next epoch have no fixed samples.
+        # A window that continues in the next epoch does not consist of a fixed set of samples.
         if is_exact or not self._accumulation.sync_with_loader:
             return plain
         sizes = " and ".join(map(str, wanted.values()))
@@ -198,7 +201,7 @@ class GlobalBatch:
         self._kept = (plan, asked)
 
     def prepare_undo(self) -> Callable[[], None]:
-        """Record the current settings, and return a function that restores them after another plan was applied."""
+        """Record the current settings, and return a function that restores them after another plan has been applied."""
         kept, plan = self._kept, self._plan or BatchPlan(self._accumulation.num_steps)
 
         def back() -> None:

@@ -37,7 +37,7 @@ class StateCollector:
         progress: Progress of the run's training loop.
         local: Converter of the state that differs between ranks under local SGD.
         batch: Global batch of the run.
-        frozen_weights: Replaces frozen weights by digests, if a checkpoint should not hold their values.
+        frozen_weights: Converter that replaces frozen weights by digests, if a checkpoint should not hold their values.
         frozen_parameters: Names of frozen parameters.
     """
 
@@ -111,7 +111,7 @@ class StateCollector:
             run["repeated_calls"] = [now - then for now, then in zip(made, before.num_calls)]
         if before is None:
             progress.note_saved_epoch(run["epoch"])
-            if not is_alone:  # copies in memory are taken after each update, wherever it is
+            if not is_alone:  # copies in memory are made after every update, and must not cause a warning
                 self._windows.note_save()
         run["passes_over"] = progress.passes.state(finished_passes if run["epoch"] == progress.epoch else {})
         collected.state["run"] = run
@@ -123,9 +123,9 @@ class StateCollector:
         return collected, about
 
     def collect_own(self) -> tuple[CollectedState, dict[str, Any]]:
-        """Return this rank's state between two accumulation windows, and the manifest's `about` section.
+        """Return this rank's state and the manifest's `about` section. Called between two accumulation windows.
 
-        It needs no communication. The states of the other ranks' loaders and their RNG states are missing.
+        This needs no communication. The result lacks the loader states and RNG states of the other ranks.
         """
         collected, about = self.collect(None, is_alone=True)
         collected.state["run"]["exchange_orders"] = self._list_reduction_orders()
@@ -133,11 +133,9 @@ class StateCollector:
         return collected, {key: value for key, value in about.items() if key != "saved_by"}
 
     def seal(self, collected: CollectedState, before: EvaluationStart | None = None, is_alone: bool = False) -> None:
-        """Add the RNG states to a collected state.
+        """Add the RNG states to a collected state. All ranks that have called `collect` must call it.
 
-        It is called last, because user code in a save may draw random numbers.
-
-        All ranks that have called `collect` must call it.
+        It is called last, because user code in a save might draw random numbers.
 
         Args:
             collected: State to extend.
@@ -204,9 +202,9 @@ class StateCollector:
         return collected, states
 
     def _describe_unmarked_state(self) -> str:
-        """Return a text about state that a save within an accumulation window stores in its current form, or "".
+        """Return the end of a log message about state that a save within an accumulation window stores as it is now.
 
-        All other state is stored as of the window's start. The text is the end of a log message.
+        All other state is stored as of the window's start. The result is "" if there is no such state.
         """
         mark = self._progress.window_start
         parts = ["registered objects"] if self._run.custom else []

@@ -43,7 +43,7 @@ _CALLS = "calls of step()"
 
 
 def list_schedule_units(preparation: Preparation) -> list[str]:
-    """Return, for each prepared learning rate scheduler, what its steps count, such as optimizer updates."""
+    """Return the unit that the steps of each prepared learning rate scheduler count, such as optimizer updates."""
     return [_unit(each) for each in preparation.schedulers]
 
 
@@ -56,8 +56,8 @@ def find_changed_schedules(
         preparation: Prepared objects with the schedulers, and the rule by which each scheduler advances.
         saved: Counters and settings of the saved run.
         found: Saved state, which fits the schedulers.
-        num_processes: Number of processes of this run. If it is that of the saved run, changed learning rates are only
-            reported.
+        num_processes: Number of processes of this run. If it equals that of the saved run, changed learning rates are
+            only reported.
 
     Returns:
         Pair of (differences that prevent a resume, differences that are only reported), one line each.
@@ -104,7 +104,7 @@ def _is_recounted(made: SchedulerEntry, former: str) -> bool:
 
     Args:
         made: Prepared scheduler.
-        former: Name of what the scheduler counted in the saved run.
+        former: Unit that the scheduler counted in the saved run.
     """
     return former != _unit(made) == StepsPerUpdate.name and type(made.scheduler) is LambdaLR
 
@@ -119,7 +119,7 @@ def _unit(made: SchedulerEntry) -> str:
 
 
 def _find_jumps(scheduler: Any, state: Mapping[str, Any]) -> Iterator[tuple[float, float, int]]:
-    """Yield the changes in the learning rates that a scheduler's LambdaLRs compute for the saved scheduler step.
+    """Yield the learning rates that a scheduler's LambdaLRs now compute differently for the saved scheduler step.
 
     Yields:
         Triples of (saved learning rate, new learning rate, scheduler step).
@@ -127,12 +127,12 @@ def _find_jumps(scheduler: Any, state: Mapping[str, Any]) -> Iterator[tuple[floa
     for inner, inner_state in zip(getattr(scheduler, "_schedulers", ()), state.get("_schedulers", ())):
         yield from _find_jumps(inner, inner_state)
     tick = state.get("last_epoch")
-    # A sequence of schedules has not reached this one yet.
+    # The step is negative if this scheduler is part of a sequence that has not reached it yet.
     if not isinstance(scheduler, LambdaLR) or not isinstance(tick, int) or tick < 0:
         return
     functions = zip(scheduler.lr_lambdas, state["lr_lambdas"], state["base_lrs"], state["_last_lr"])
     for function, own, base, before in functions:
-        if own or None in (base, before):  # a callable object loads its own state
+        if own or None in (base, before):  # a callable object continues from its saved attributes
             continue
         now = float(base * function(tick))
         if not math.isclose(now, float(before), rel_tol=1e-6, abs_tol=1e-12):
@@ -176,7 +176,7 @@ def describe_layout_change(about: Mapping[str, Any], strategy: object) -> list[s
         strategy: Strategy of this run.
 
     Raises:
-        CheckpointError: If the manifest's layout is not a valid one.
+        CheckpointError: If the manifest's layout is not valid.
     """
     tables = [each.read_table() for each in TypedReader(about, "about").find_given("layout")]
     before = {axis: size.read_integer(1) for table in tables for axis, size in table.items()}
@@ -193,7 +193,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Compares checkpoints with one run before they are loaded.
+    """Comparison of checkpoints with a run that is about to load them.
 
     Attributes:
         runtime: Runtime of this process.
@@ -235,7 +235,7 @@ class RunComparison:
                 in data and schedules.
 
         Returns:
-            Settings of loaders and gradient accumulation with which to continue.
+            Settings of loaders and gradient accumulation with which this run continues.
 
         Raises:
             CheckpointError: On every rank, if the state does not fit, or with `is_strict` if anything differs.
@@ -270,7 +270,7 @@ class RunComparison:
     ) -> tuple[list[str], list[str]]:
         """Compare the data and the learning rate schedulers with the saved ones.
 
-        Both may have been replaced on purpose.
+        Both can have been replaced on purpose.
 
         Args:
             saved: Counters and settings of the saved run.

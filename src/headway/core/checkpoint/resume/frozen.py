@@ -81,7 +81,8 @@ class FrozenParameters:
         self._differing = {}
         left = {key: is_frozen for key, is_frozen in before.items() if own.get(key) == is_frozen}
         if own != self._loaded:
-            # The script may unfreeze by epoch, so parameters that it trains now may be intended. Only frozen ones are named.
+            # The script has frozen or unfrozen parameters since the load, probably by epoch. Those that it trains now
+            # are then intended, so the warning names only frozen ones.
             left = {key: is_frozen for key, is_frozen in left.items() if is_frozen}
         lines = [
             f"{len(names)} parameters were {former} and are {now} now ({', '.join(names[:_SHOWN])})"

@@ -14,7 +14,7 @@ from headway.core.weights.compiled import rename_bare_items
 from headway.core.weights.pieces import is_spread
 
 _LOADERS = "loaders"
-"""Key of the generator from which loaders draw the order of samples, in the dict of RNG states."""
+"""Key in the dict of RNG states for the generator from which loaders draw the order of samples."""
 
 
 class CheckpointedObjects:

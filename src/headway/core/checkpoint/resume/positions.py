@@ -2,7 +2,7 @@
 
 A checkpoint stores the positions of the loaders. A load checks whether their data still has the same length.
 
-A run that resumes in the middle of an epoch does not repeat the passes that are finished. A loop may read several
+A run that resumes in the middle of an epoch does not repeat the passes that are finished. A loop can read several
 loaders one after the other. In this example, a run that resumes from the save enters the epoch again, and its pass over
 `first` is empty::
 
@@ -52,7 +52,7 @@ class WindowSnapshot:
         loaders: State of each loader.
         local_steps: For each model, the number of steps made in its local SGD block. None if it is in no such block.
         pieces: State of automatic micro-batching: the limit on rows per micro-batch, and the search for it.
-        changed: Buffers and extra state that a forward pass changes, or None.
+        changed: Copies of the buffers and extra state, which forward passes can change, or None.
     """
 
     rng_states: dict[str, Any] | None
@@ -103,7 +103,7 @@ class Changed:
 
 
 def has_changing_state(models: Sequence[torch.nn.Module]) -> bool:
-    """Whether the models have buffers or extra state that a forward pass may change."""
+    """Whether the models have buffers or extra state, which a forward pass can change."""
     return any(
         any(True for _ in _iterate_buffers(0, model)) or any(True for _ in _with_extra_state(model)) for model in models
     )
@@ -158,7 +158,7 @@ def find_changed_loaders(
 ) -> tuple[list[str], list[str]]:
     """Compare the numbers of samples of all loaders with the saved ones. Every rank must call it.
 
-    Rank 0's numbers are compared, because one rank may read the data for all.
+    Rank 0's numbers are compared, because one rank can read the data for all ranks.
 
     Args:
         loaders: Prepared loaders.
@@ -249,7 +249,7 @@ def _put_back(loader: PreparedLoader, seed: int, state: dict[str, Any]) -> None:
 def _count_samples(loader: PreparedLoader) -> int | None:
     """Return the number of samples in an epoch, from torch's own sampler or from the dataset.
 
-    Return None if the data has no length, or if the dataset may change with the epoch.
+    Return None if the data has no length, or if the dataset can change with the epoch.
     """
     sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
     counted: Any = sampler if type(sampler).__module__ == samplers.__name__ else loader.dataset
@@ -264,12 +264,12 @@ def _count_samples(loader: PreparedLoader) -> int | None:
 class TrainingPasses:
     """Counter of the finished training passes over each loader in the loop's current epoch.
 
-    Only passes that ended before the current outermost pass began are counted. Passes over a loader inside another
-    loader's loop, or in a `zip` with it, belong to the outer pass and are not counted while it is in progress.
+    Only passes that ended before the current outermost pass began are counted. A pass over a loader inside another
+    loader's loop, or in a `zip` with it, belongs to the outer pass. It is not counted while the outer pass is in
+    progress.
 
     Args:
-        accumulation: Accumulation windows of the run. They are counted, and they list the loaders that are being
-            iterated.
+        accumulation: Accumulation windows of the run, with their number and the loaders that are being iterated.
         loaders: Prepared loaders. The run may add loaders to this list later.
     """
 
@@ -334,7 +334,7 @@ class TrainingPasses:
         self._trained.add(loader.seed)
 
     def count_finished(self) -> dict[int, int]:
-        """Return the number of finished passes over each training loader. A run resumed now would skip these passes.
+        """Return the number of finished passes over each training loader, which a run resumed from a save would skip.
 
         Returns:
             Mapping from a loader's seed to the number of passes.
@@ -354,7 +354,7 @@ class TrainingPasses:
         return [over.get(each.seed) for each in self._loaders]
 
     def load(self, counts: Sequence[int | None]) -> None:
-        """Restore the numbers of finished passes from a saved run. The loaders' states must have been restored before.
+        """Restore the numbers of finished passes from a saved run. The loaders' states must be restored first.
 
         Args:
             counts: For each loader, the number of its finished passes, or None.
@@ -398,8 +398,7 @@ class EvaluationStarts:
     the loader. In addition, windows must have begun in passes over another loader.
 
     Attributes:
-        accumulation: Accumulation windows of the run. They are counted, and they list the loaders that are being
-            iterated.
+        accumulation: Accumulation windows of the run, with their number and the loaders that are being iterated.
         loaders: Prepared loaders. The run may add loaders to this list later.
         rng_states: Function that reads the RNG states.
         epoch: Function that returns the epoch at which a resumed run would continue.
@@ -421,7 +420,7 @@ class EvaluationStarts:
         accumulation = self.accumulation
         if loader.is_fresh:
             self._begun[loader.seed] = accumulation.num_windows, loader.run_state(is_brief=True)
-            # A resumed pass may have no batches left, so its start is also its end.
+            # A resumed pass might have no batches left. Its start is then also its end.
             if len(accumulation.active) > 1 or loader.num_consumed:
                 self._beginning = self._make_start()
         elif loader.is_last and not self.is_evaluation(loader) and not accumulation.is_unfinished:
@@ -465,7 +464,7 @@ class EvaluationStarts:
         return self._make_start()
 
     def forget(self) -> None:
-        """Discard the recorded positions. Called when a state was loaded."""
+        """Discard the recorded positions. Called after a state has been loaded."""
         self._begun.clear()
         self._beginning = None
 
@@ -481,10 +480,7 @@ class EvaluationStarts:
         )
 
     def _get_rewound_state(self, loader: PreparedLoader) -> dict[str, Any]:
-        """Return a loader's state.
-
-        If an evaluation over it is in progress, return its state at the start of the evaluation.
-        """
+        """Return a loader's state. During an evaluation over the loader, return its state at the evaluation's start."""
         if not loader.is_running or loader.is_fresh or not self.is_evaluation(loader):
             return loader.run_state()
         return self._begun[loader.seed][1]

@@ -87,7 +87,7 @@ class PreemptionGuard:
 
 
 def _describe_place(state: CheckpointState, loader: PreparedLoader | None) -> tuple[str, bool]:
-    """Return a description of the current place in the training loop, to compare it between ranks.
+    """Return a description of the current place in the training loop, for a comparison between ranks.
 
     Returns:
         Pair of (text that is equal on ranks at the same place, whether an accumulation window is open).

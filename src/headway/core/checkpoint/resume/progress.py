@@ -56,9 +56,15 @@ class LoopProgress:
         self._is_saving = False
         self._ask: Callable[[PreparedLoader], None] | None = None
         self._epoch_starts: dict[int, int] | None = None
-        """For each loader, by its seed, its epoch when the loop's epoch began. None: the loop does not use epochs()."""
+        """Epoch of each loader when the loop's current epoch began, by the loader's seed.
+
+        None if the loop does not use epochs().
+        """
         self._saved_as_over: int | None = None
-        """Number of accumulation windows begun before a save that recorded the current epoch as finished, or None."""
+        """Number of accumulation windows begun before a save that recorded the current epoch as finished.
+
+        None if there was no such save.
+        """
         self._later: LaterLoaders | None = None
         self.passes = TrainingPasses(self._windows, objects.loaders)
         self.evaluations = EvaluationStarts(
@@ -161,10 +167,10 @@ class LoopProgress:
         self._is_saving = True
 
     def ask_before_batches(self, ask: Callable[[PreparedLoader], None] | None) -> None:
-        """Register a function that is called with a loader before each of its batches, while no batch is in use.
+        """Register a function to call before each batch of a prepared loader, while no other batch is in use.
 
         Args:
-            ask: Function to call. None: remove the registered function.
+            ask: Function of the loader. None: remove the registered function.
         """
         self._ask = ask
 
@@ -193,7 +199,7 @@ class LoopProgress:
         Args:
             loader: Loader whose next batch is requested.
         """
-        # A loop may collect an update's micro-batches first; not from a loader that nothing is trained on.
+        # A loop can read all micro-batches of an update before it trains on them, but only from a training loader.
         may_collect = not self._windows.trained_on or self._is_trained_on(loader)
         return self._events.can_stop(loader, self._windows.num_steps if may_collect else 1)
 

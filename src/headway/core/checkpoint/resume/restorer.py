@@ -22,7 +22,7 @@ from headway.core.runtime.seed import derive_rng_states
 
 
 class StateRestorer:
-    """Restores the state of one run from a checkpoint. If any step fails, nothing is changed.
+    """Restorer of one run's state from a checkpoint. If any step fails, nothing is changed.
 
     Args:
         objects: Objects of the run.
@@ -30,7 +30,7 @@ class StateRestorer:
         reader: Reader of checkpoints.
         local: Converter of the state that differs between ranks under local SGD.
         batch: Global batch of the run.
-        frozen_weights: Compares digests of frozen weights, if a checkpoint does not hold their values.
+        frozen_weights: Converter that compares digests of frozen weights, if a checkpoint does not hold their values.
         frozen_parameters: Names of frozen parameters.
     """
 
@@ -71,7 +71,7 @@ class StateRestorer:
             is_strict: Whether to refuse any difference from this run.
             hooks: Functions called with the list of models and the folder. A model that a hook removes from the list is
                 not loaded. Default: ().
-            changed: Parts of the run that were changed on purpose, as in `RunComparison.check`. With "data" the epoch
+            changed: Parts of the run that were changed on purpose, as in `RunComparison.check`. With "data", the epoch
                 starts over. Default: ().
 
         Raises:
@@ -96,7 +96,7 @@ class StateRestorer:
         plan = self._comparison.check(restored, parts, found, saved, is_strict, changed)
         is_new = "data" in (changed or ())
         restore_objects(parts, found, lambda undo: self._restore_position(saved, plan, is_new, undo), objects.agree)
-        # Listeners are notified before the RNG states are set, because they may draw from them.
+        # Listeners are notified before the RNG states are set, because they might draw random numbers.
         notify_listeners(
             "resumed",
             step=saved.num_updates,
@@ -114,9 +114,9 @@ class StateRestorer:
         return restored
 
     def _restore_position(self, saved: SavedRun, plan: BatchPlan, is_new: bool, undo: LoadRollback) -> None:
-        """Restore the gradient scaler, the loaders' positions and the random generators.
+        """Restore the gradient scaler, the global batch, the loaders' positions and the RNG states.
 
-        Any of these steps may still fail.
+        Any of these steps can still fail. An undo step is added to `undo` before each of them.
         """
         objects = self._objects
         precision = self._run.precision

@@ -111,7 +111,7 @@ class MemoryCopies(Protocol):
 
 
 class Checkpoints:
-    """Saves and resumes one Accelerator's run.
+    """Checkpoint manager of one Accelerator, which saves and resumes its run.
 
     Args:
         state: State of the run for its checkpoints.
@@ -180,7 +180,7 @@ class Checkpoints:
         return self.place.is_automatic
 
     def _publish_commit(self, event: RunEvent) -> None:
-        """Report a checkpoint to the launcher once it is on the disk, which may be long after `save` has returned."""
+        """Report a checkpoint to the launcher once it is on the disk, which can be long after `save` has returned."""
         if event.name == "checkpoint" and event.source is self._state.run.clock:
             publish_checkpoint(self, event.details["folder"])
 
@@ -230,7 +230,7 @@ class Checkpoints:
     def save(
         self, output_dir: str | Path | None, is_blocking: bool, metric: float | None, also: SaveHook | None = None
     ) -> Path:
-        """Commit a checkpoint and return its folder. Called on all ranks, or on only some of them.
+        """Commit a checkpoint and return its folder. All ranks or only some of them may call it.
 
         If only some ranks call it, the first of them saves alone.
 
@@ -283,7 +283,7 @@ class Checkpoints:
         self._hold(is_alone, output_dir)
         if not is_blocking:
             self._check_steps()
-        if not is_alone:  # some ranks may have saved alone, and counted further
+        if not is_alone:  # ranks that have saved alone have counted more checkpoints
             place.iteration = state.reader.largest(place.iteration)
         folder = place.folder_for(output_dir)
         if not is_alone and not place.is_automatic:
@@ -409,7 +409,7 @@ class Checkpoints:
         folder, where = self._last or (None, None)
         try:
             state.saver.wait()
-            # A later save of a single rank may have removed it.
+            # A later save by a single rank might have removed the folder.
             is_here = (
                 folder is not None
                 and where == state.progress.get_position(before)
@@ -495,8 +495,8 @@ class Checkpoints:
             input_dir: Folder of the checkpoint. None: the newest one.
             is_strict: Whether to refuse any difference from this run.
             changed: Which of `CHANGED` differ on purpose. None: only warn about other data and schedules. Default: ().
-            newest: Function that returns the next newest checkpoint if one proves damaged. Default: None, which means
-                the newest one on the disk if `input_dir` is None, else no other checkpoint.
+            newest: Function that returns the checkpoint to load if the current one proves damaged. Default: None, the
+                newest valid one on the disk if `input_dir` is None, else no other checkpoint.
 
         Raises:
             StateError: If other ranks continue without calling it.
@@ -516,7 +516,7 @@ class Checkpoints:
         )
         folder = restored.folder
         iteration = restored.about.get("iteration")
-        # It was copied to memory before the checkpoint of that number was saved.
+        # A state in memory was copied before the checkpoint with that number was saved.
         if self._memory is not None and self._memory.holds(folder):
             folder, iteration = self.place.parent() / folder.name, int(iteration or 0) - 1
         else:
@@ -584,7 +584,7 @@ class Checkpoints:
         return next(iter(self._best.list_best_first(self.place, None, self._state.run.run_id)), None)
 
     def _find_best(self, run: str | None) -> Path | None:
-        self._state.saver.wait()  # a save in the background counts
+        self._state.saver.wait()  # includes the checkpoint of a background save
         found: Path | None = self._best.find_best(self.place, self._state.reader, run, self._state.run.run_id)
         return found
 
@@ -628,7 +628,7 @@ class Checkpoints:
                 resumed.
             StateError: If the run was resumed, but its loop over a loader does not use `epochs`.
         """
-        # An evaluation may come before the loop.
+        # An evaluation can come before the loop.
         if self._owes_epochs and not self._state.progress.is_without_loader:
             self._owes_epochs = False
             raise StateError(

@@ -32,7 +32,7 @@ _WORD = 2**64
 _LIMITS, _COUNTS = ("limit", "failed", "good"), {"patience": 1, "num_clean": 0}
 """Fields of `extras.replay.piece_size.PieceSize` in a checkpoint.
 
-`_LIMITS`: fields that may be None. `_COUNTS`: other fields, each with its minimum. That class is not imported, because
+`_LIMITS`: fields that can be None. `_COUNTS`: other fields, each with its minimum. That class is not imported, because
 only some runs load it.
 """
 
@@ -45,7 +45,7 @@ class SavedRun:
         run_id: ID of the run.
         world_size: Number of ranks of the run.
         ranks: Ranks whose own state the checkpoint holds.
-        num_shards: Number of data shards. Several ranks may have read one shard.
+        num_shards: Number of data shards. Several ranks can read one shard.
         accumulation: Micro-batches per update.
         versions: Package versions by name.
         num_updates: Number of updates.
@@ -72,7 +72,7 @@ class SavedRun:
             rank saved alone.
         pieces: State of automatic micro-batching: the limit on rows per micro-batch, and the search for it. Empty if it
             was off.
-        units: For each learning rate scheduler, the name of what its steps count, such as updates.
+        units: For each learning rate scheduler, the unit that its steps count, such as updates.
         frozen: For each model, the names of its frozen parameters. None if unknown.
         loaders: Positions of the loaders.
         is_own: Whether the RNG states and the loaders' shard-specific state were saved by this rank.

@@ -55,7 +55,7 @@ def check_objects(state: TypedReader, found: CollectedState) -> None:
 
 
 def find_unfit(parts: StatefulObjects, found: CollectedState) -> list[str]:
-    """Return one message for each saved value that an object would load without an error but fail with later.
+    """Return one message for each saved value that an object would load without an error, but that would fail later.
 
     Nothing is changed. It must be called after `find_misfits` has found no problem.
 
@@ -117,7 +117,7 @@ def decode_reader(reader: TypedReader, found: CollectedState) -> TypedReader:
     """Return a reader for the decoded form of a value.
 
     Args:
-        reader: Reader of the encoded value. The result has its path, for messages.
+        reader: Reader of the encoded value. The result has the same path, for messages.
         found: Saved state with the tensors to which the value refers.
     """
     return TypedReader(decode_value(reader.value, found.tensors), reader.where)
@@ -166,7 +166,7 @@ def _check_options(group: TypedReader, num_betas: int | None) -> None:
 def check_names(found: CollectedState) -> None:
     """Raise `CheckpointError` if the state refers to a tensor twice, or to a model's tensor.
 
-    Otherwise reading could allocate more than the total size of the files.
+    Without this check, reading could allocate more memory than the total size of the files.
 
     Raises:
         CheckpointError: If there is such a reference.

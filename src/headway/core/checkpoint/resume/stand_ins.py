@@ -5,7 +5,7 @@ holds the means over all ranks. Tools use them, and so does a run that continues
 size. The checkpoint also holds each rank's own values. The models of a resumed run have the means until the run enters
 the block again.
 
-A checkpoint may hold only a digest of each frozen weight instead of its values, for example for a base model with
+A checkpoint can hold only a digest of each frozen weight instead of its values, for example for a base model with
 adapters. A digest is the sum over a tensor's elements, each multiplied by an odd number that depends on its position.
 The terms of all ranks' elements are added, so a base model has equal digests in every layout. A change of any single
 element changes the digest.
@@ -39,7 +39,7 @@ from headway.errors import CheckpointError
 
 
 class LocalState:
-    """Converts state that differs between ranks under local SGD to its form in checkpoints, and back.
+    """Converter of state that differs between ranks under local SGD to its form in checkpoints, and back.
 
     Args:
         training: Registry of the run's local SGD blocks.
@@ -107,7 +107,7 @@ class LocalState:
     def resume_blocks(self, parts: StatefulObjects, steps: Sequence[int | None]) -> None:
         """Set the step at which each local SGD block continues when it is entered.
 
-        Call it after the state was restored.
+        Call it after the state has been restored.
 
         Args:
             parts: Restored objects.
@@ -152,7 +152,7 @@ _BLOCK = 2**20
 
 
 class FrozenWeights:
-    """Replaces the frozen weights of a run's models by digests in a checkpoint, and compares the digests at a load.
+    """Converter that replaces the frozen weights in a checkpoint by digests, and compares the digests at a load.
 
     Args:
         everyone: Collectives over all ranks.
@@ -168,7 +168,7 @@ class FrozenWeights:
         Args:
             collected: State to change.
             models: Models without wrappers.
-            is_alone: Whether only this rank calls it, with unsharded tensors.
+            is_alone: Whether only this rank calls it. Its tensors must then be unsharded.
         """
         frozen = {
             to_logical_name(f"model/{index}/{name}")
@@ -176,7 +176,7 @@ class FrozenWeights:
             for name, parameter in rename_bare_items(model.named_parameters())
             if not parameter.requires_grad
         }
-        # Tensors that belong to quantized weights have names derived from theirs.
+        # The name of a tensor that belongs to a quantized weight begins with the weight's name.
         names = [name for name in collected.tensors if frozen & {name, *_around(name)}]
         digests = self._compute_digests({name: collected.tensors.pop(name) for name in names}, is_alone)
         gone = {tied: name for tied, name in collected.aliases.items() if name in digests}
@@ -184,7 +184,7 @@ class FrozenWeights:
         collected.state[_KEY] = digests | {tied: digests[name] for tied, name in gone.items()}
 
     def put_back(self, found: CollectedState, parts: StatefulObjects) -> StatefulObjects:
-        """Return the objects to load, without the weights of which the checkpoint holds only digests.
+        """Return the objects to load, excluding the weights for which the checkpoint holds only digests.
 
         Every rank must call it.
 
@@ -267,7 +267,7 @@ def _box_sum(box: TensorBox, strides: tuple[int, ...]) -> int:
             place = place[..., None] + torch.arange(first, first + part.shape[dim]) * stride
         whole = INTEGERS[min(8, part.element_size())]
         words = get_raw_bytes(part).view(whole).view(part.numel(), -1).to(torch.int64)
-        bits = words[:, 0] + words[:, 1:].sum(1) * _MIX  # complex128 has two
+        bits = words[:, 0] + words[:, 1:].sum(1) * _MIX  # a complex128 element has two words
         mixed = place.reshape(-1) * _ODD
         total += int(((bits + 1) * ((mixed ^ (mixed >> 29)) * _MIX | 1)).sum())
     return total

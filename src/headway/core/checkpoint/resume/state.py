@@ -1,4 +1,4 @@
-"""The parts that track a run's training loop, collect its state for checkpoints, and restore it."""
+"""Container of the parts that track a run's training loop, collect its state for checkpoints, and restore it."""
 
 from headway.core.checkpoint.loading.reader import CheckpointReader
 from headway.core.checkpoint.resume.batch import GlobalBatch
@@ -29,10 +29,10 @@ class CheckpointState:
         objects: Objects whose state is saved in checkpoints.
         local: Converter of the state that differs between ranks under local SGD.
         progress: Progress of the loop through its epochs and loaders.
-        collector: Collects the state for a checkpoint.
-        restorer: Restores the state from a checkpoint.
-        saver: Writes checkpoints.
-        reader: Reads checkpoints.
+        collector: Collector of the state for a checkpoint.
+        restorer: Restorer of the state from a checkpoint.
+        saver: Coordinator of saves.
+        reader: Reader of checkpoints.
     """
 
     def __init__(self, run: Run, preparation: Preparation, step: TrainingStep, local_training: LocalTraining) -> None:

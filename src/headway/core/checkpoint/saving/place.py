@@ -27,7 +27,7 @@ class CheckpointFolder:
         project: Project configuration. May be replaced.
         iteration: Number of the next automatically named checkpoint.
         earlier: Newest checkpoint of an earlier run that has a name which this run would use. It is a pair of (folder,
-            file identity). None if there is none, or once training has begun or a checkpoint has been loaded.
+            file identity). None if there is no such checkpoint, training has begun, or a checkpoint has been loaded.
     """
 
     def __init__(self, project: ProjectConfiguration, reader: CheckpointReader) -> None:
@@ -97,9 +97,9 @@ class CheckpointFolder:
         return (found[0], find_store(found[0]).identity()) if found else None
 
     def check_resumed(self) -> None:
-        """Raise an error when training begins if an earlier run's checkpoints have the names that this run will use.
+        """Raise an error if an earlier run's checkpoints have the names that this run will use.
 
-        Without this check, the error would be raised only at the first save.
+        Called when training begins. Without this check, the error would be raised only at the first save.
 
         Raises:
             CheckpointError: If there are such checkpoints and this run has not resumed.
@@ -139,7 +139,7 @@ class CheckpointFolder:
         return folder
 
     def newest(self, run: str | None = None) -> Path | None:
-        """Return the newest checkpoint that passes verification, or None. Every rank must call it.
+        """Return the newest checkpoint that passes verification, or None if there is none. Every rank must call it.
 
         Args:
             run: ID of the run whose checkpoints count. Default: None, the checkpoints of all runs.
@@ -180,7 +180,7 @@ class CheckpointFolder:
         self.earlier = None
         if not self.is_automatic or not isinstance(iteration, int):
             return
-        # Later checkpoints belong to another continuation. New ones must not overwrite them or be mixed up with them.
+        # Checkpoints with higher numbers belong to another continuation of the run. New ones must not overwrite them.
         there = [*list_committed(folder.parent), *list_committed(self.parent())]
         numbers = [(parse_number(path) or 0, path) for path in there]
         newest = max(

@@ -1,9 +1,9 @@
 """Save checkpoints on all ranks together, to a folder that machines share or to each machine's own disk.
 
-Before the first byte is written and after the last one, ranks exchange their errors, so that a save succeeds on all
-ranks or fails on all. If machines share the folder, all ranks write to one checkpoint. If each machine has its own
-disk, each disk gets a complete replica of the checkpoint, written by the ranks of that machine. Such a checkpoint is
-valid if the manifests on all machines have equal hashes.
+Ranks exchange their errors before the first byte is written and after the last one. So a save succeeds on all ranks or
+fails on all. If machines share the folder, all ranks write to one checkpoint. If each machine has its own disk, each
+disk gets a complete replica of the checkpoint, written by the ranks of that machine. Such a checkpoint is valid if the
+manifests on all machines have equal hashes.
 """
 
 import secrets
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 class Saver:
-    """Saves the checkpoints of one Accelerator.
+    """Coordinator of one Accelerator's saves on all ranks.
 
     Args:
         runtime: Runtime of this process.
@@ -76,7 +76,7 @@ class Saver:
         name = self._collectives.broadcast_object(own)
         leaders = [runtime.rank == 0]
         if self._collectives.world_size > runtime.local_world_size:
-            # On a shared folder they find rank 0's lock, which counts as theirs.
+            # On a shared folder, these ranks find rank 0's lock. It belongs to the same launch, so it covers them too.
             leaders.append(runtime.local_rank == 0)
         for is_next in leaders:
             failure: str | None = None
@@ -164,9 +164,12 @@ class Saver:
     def agree_on(self, folder: Path) -> Path:
         """Return the folder to which this rank saves.
 
-        If all ranks are on one machine, return rank 0's folder. They may name different folders, for example if each
-        rank has created a temporary one. With several machines return `folder`, because each machine may have its
-        own disk.
+        If all ranks are on one machine, return rank 0's folder. The ranks might name different folders, for example if
+        each rank has created a temporary one. In a run on several machines, return `folder`, because each machine might
+        have its own disk.
+
+        Args:
+            folder: Folder that this rank names.
         """
         if not 1 < self._collectives.world_size == self._runtime.local_world_size:
             return folder
@@ -185,8 +188,8 @@ class Saver:
     def _find_share(self, final: Path, nonce: str) -> writer.DiskShare:
         """Return the description of the part of a checkpoint that this rank writes.
 
-        To find out whether all machines share the folder, rank 0 creates a file with a random name in it, and all ranks
-        look for that file.
+        To find out whether all machines share the folder, rank 0 creates a file with a random name in it. All ranks
+        then look for that file.
 
         Args:
             final: Folder of the checkpoint.
@@ -218,14 +221,14 @@ class Saver:
 
         Args:
             act: Function to run.
-            job: Save to which it belongs.
+            job: Save to which `act` belongs.
         """
         result: _T | None = None
         failure: str | None = None
         cause: BaseException | None = None
         try:
             result = act()
-        # Such as a hook's: the other ranks must raise too, and the staging directory be removed.
+        # Hooks can raise any error. All ranks must raise one, and the staging directory must be removed.
         except Exception as error:
             failure, cause = f"{type(error).__name__}: {error}", error
         is_alone = job.policy.is_alone
@@ -241,7 +244,7 @@ class Saver:
     def _after(self, job: writer.SaveJob) -> None:
         """Raise `CheckpointError` if machines have committed different manifests.
 
-        If they are equal and each machine has its own disk, remove old checkpoints from the disks.
+        If the manifests are equal and each machine has its own disk, remove old checkpoints from the disks.
         """
         if self._collectives.world_size == self._runtime.local_world_size:
             return
@@ -255,7 +258,7 @@ class Saver:
             job.rotate()
 
     def pin_early(self, list_objects: Callable[[], StatefulObjects]) -> Callable[[], None]:
-        """Return a hook for optimizer steps that pins host memory in advance, for the first background save.
+        """Return a hook that pins host memory for the first background save. It is called before an optimizer step.
 
         Args:
             list_objects: Function that returns the objects whose state the save will contain.

@@ -63,7 +63,7 @@ class SteadyTensors:
 class OverlappedCopy:
     """Copies between host tensors that overlap with the next forward and backward pass.
 
-    They are made by the thread of the save, or by another thread that calls `settle` first.
+    They are made by the thread that writes the checkpoint, or by another thread that calls `settle` first.
 
     Args:
         pairs: Pairs of (target, source).
@@ -133,7 +133,7 @@ class StateSnapshot:
 
     Attributes:
         tensors: Copies on the host. Meta tensors represent tensors and boxes that other ranks write.
-        arrivals: Events and copies to wait for. The snapshot is complete after them.
+        arrivals: Events and copies to wait for. The snapshot is complete once they have finished.
         steady: Tensors that were not copied, and must not change until they are written.
     """
 
@@ -207,7 +207,7 @@ class HostBuffers(Mapping[_Key, torch.Tensor]):
 
 
 class HostCopies:
-    """Maker of copies of tensors in host memory.
+    """Copier of tensors to host memory.
 
     The memory is reused by the next save if shapes and dtypes are unchanged.
 
@@ -238,14 +238,14 @@ class HostCopies:
         """
         if self._buffers is None and not self._reserved:
             sizes = [pinned_memory.ARENA] * (num_bytes // pinned_memory.ARENA)
-            # Training goes on meanwhile, so only few cores are used.
+            # Training continues meanwhile, so only a few threads are used.
             self._reserved = pinned_memory.start_in_threads(sizes, self._allocate, max_threads=2)
 
     def settle(self) -> None:
-        """Wait until the copies that `overlap` has started are safe from changes of their sources.
+        """Ensure that later changes of the source tensors cannot affect the copies that `overlap` has started.
 
-        Copies between host tensors are completed. For copies from a device, its current stream waits. This method
-        must be called before the sources change.
+        Copies between host tensors are completed. The current stream of each device waits for copies from that device.
+        This method must be called before the sources change.
         """
         while self._under_way:
             self._under_way.pop().settle()
@@ -297,7 +297,8 @@ class HostCopies:
         Args:
             tensors: The state to save, by name.
             names: Names of the unsharded tensors that this rank writes.
-            steady: Names of tensors that do not change during the save. On the host they are not copied. Default: ().
+            steady: Names of tensors that do not change during the save. Those in host memory are not copied. Default:
+                ().
         """
         written = {key: tensor.detach() for key, tensor in _written(tensors, names)}
         kept = {key: each for key, each in written.items() if key[0] in steady and _is_countable(each)}
@@ -388,10 +389,10 @@ def own_part(tensors: Mapping[str, Any], part: int) -> tuple[dict[str, list[tupl
 
     Args:
         tensors: The state to save, by name. Plain tensors are skipped.
-        part: Number of the part of the checkpoint that this rank writes. It is in the file names.
+        part: Number of the part of the checkpoint that this rank writes. The file names contain it.
 
     Returns:
-        Pair of (mapping from each file to pairs of (key, values), summary).
+        Pair of (mapping from each file name to pairs of (key, values), summary).
 
     Raises:
         CheckpointError: If the local layout of a tensor contradicts its placements.
@@ -439,7 +440,7 @@ def _grid(name: str, split: TensorSplit) -> ChunkGrid:
 
 
 def _chunks(name: str, split: TensorSplit, tensors: Mapping[str, Any]) -> Iterator[TensorChunk]:
-    """Yield the chunks of a tensor of which some rank writes several boxes. A chunk is a box with its file and key.
+    """Yield the chunks of a tensor if some rank writes several of its boxes. A chunk is a box with its file and key.
 
     Args:
         name: Name of the tensor.

@@ -44,7 +44,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """Options of a save, and which checkpoints are kept.
+    """Options of a save, including which checkpoints are kept.
 
     Attributes:
         keep: Number of checkpoints to keep, including this one. None: all.
@@ -95,12 +95,12 @@ class SaveJob:
         share: Part of the checkpoint that this rank writes.
         content: State of the run, in the same order on all ranks.
         about: The manifest's `about` section.
-        policy: Options of the save, and which checkpoints are kept.
+        policy: Options of the save, including which checkpoints are kept.
         source: Object whose state is saved, passed to the listeners that are notified of the commit. Default: None.
-        arrivals: Events and copies to wait for. The content is complete after them. Default: (), it is complete
-            already.
-        confirm: Function called when this rank's part is written. It raises an error if the source tensors have changed
-            since the snapshot.
+        arrivals: Events and copies to wait for. The content is complete once they have finished. Default: (), nothing
+            to wait for.
+        confirm: Function called when this rank's part has been written. It raises an error if the source tensors have
+            changed since the snapshot.
         spread: Function called after `confirm`, before the commit. It sends this part to other ranks and receives
             theirs.
     """
@@ -138,10 +138,10 @@ class SaveJob:
 
 
 def partition(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
-    """Split names, in order, into `num_parts` consecutive lists of about equal size in bytes.
+    """Split tensor names, in order, into `num_parts` consecutive lists of about equal total size in bytes.
 
     Args:
-        sizes: Bytes by name.
+        sizes: Sizes of the tensors in bytes, by name.
         num_parts: Number of lists.
     """
     total, done = sum(sizes.values()), 0
@@ -207,11 +207,10 @@ def announce(job: SaveJob) -> None:
 
 
 class SaveWait:
-    """Recorder of a thread's wait for the parts of other ranks, for the hang watch.
+    """Recorder of waits for the parts of other ranks, so that the hang watch does not report this rank as hanging.
 
     The record is written to the pulse, the status file that the hang watch reads. The main thread waits directly, or
-    by waiting for the writing thread. Meanwhile, the hang watch sees neither a collective nor progress. Without the
-    record it would report this rank as hanging.
+    by waiting for the writing thread. Meanwhile, the hang watch sees neither a collective nor progress.
     """
 
     def __init__(self) -> None:
@@ -224,8 +223,8 @@ class SaveWait:
         """Return a context manager within which the calling thread is recorded as waiting.
 
         Args:
-            what: "joined" if the thread waits for the writing thread. "collecting" if its part is written and it waits
-                for other parts.
+            what: "joined" if the thread waits for the writing thread. "collecting" if the thread has written this
+                rank's part and waits for the others.
         """
         is_main = threading.current_thread() is threading.main_thread()
         added = {*what, "joined"} if is_main else {*what}

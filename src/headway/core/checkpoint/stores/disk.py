@@ -104,7 +104,7 @@ class DiskStore:
     def commit(self, staging: Path, manifest: Manifest, fence: Callable[[], None]) -> None:
         """Commit the files of the staging directory as a checkpoint.
 
-        The manifest is written, and everything is flushed to the disk by fsync. Then the directory is renamed once,
+        The manifest is written, and everything is flushed to the disk with fsync. Then the directory is renamed once,
         and the rename is flushed too. An existing checkpoint is exchanged for the new one in one atomic step, if the
         system supports that. If flushing the rename fails, the rename is undone, so that a failed save leaves
         everything unchanged.
@@ -128,7 +128,7 @@ class DiskStore:
         if is_exchange:
             _exchange(staging, final)
         else:
-            os.rename(staging, final)  # onto nothing, or onto an empty folder
+            os.rename(staging, final)  # `final` does not exist, or is an empty folder
         try:
             sync_folder(final.parent)
         except OSError:
@@ -153,8 +153,8 @@ class DiskStore:
     def locate(self) -> Path:
         """Return the folder that holds the checkpoint of this store.
 
-        It has another name if a process was killed while it replaced the checkpoint by two renames. Such a process
-        renames the old checkpoint first, on systems that cannot exchange two names in one step.
+        The checkpoint has another name if a process was killed between two renames that replace it. Two renames are
+        used on systems that cannot exchange two names in one step. The first one moves the old checkpoint aside.
 
         Raises:
             CheckpointError: If there is no checkpoint.
@@ -163,7 +163,7 @@ class DiskStore:
         if os.path.isfile(path / MANIFEST):
             return path
         aside = path.parent / f"{_REPLACED}{path.name}"
-        if os.path.isfile(aside / MANIFEST):  # killed between two renames, where the system cannot exchange names
+        if os.path.isfile(aside / MANIFEST):  # a process was killed between two renames
             return aside
         read_manifest(path)
         return path
@@ -178,7 +178,7 @@ class DiskStore:
         return found.st_ino, found.st_mtime_ns
 
     def absent(self, manifest: Manifest) -> str | None:
-        """Return None: missing files of a checkpoint on a disk are found later, when its files are verified.
+        """Return None, because missing files of a checkpoint on a disk are found later, when its files are verified.
 
         For an object store, this method returns an error message if an object is missing.
         """
@@ -197,7 +197,7 @@ class DiskStore:
                 _remove_tree(doomed)
             os.rename(folder, doomed)
         try:
-            if doomed is not folder:  # else a power cut could bring the name back for a folder whose files are gone
+            if doomed is not folder:  # otherwise, after a power failure, the old name could exist without the files
                 sync_folder(folder.parent)
             _remove_tree(doomed)
         except KeyboardInterrupt:  # a second Ctrl-C leaves the rest to the next save
@@ -241,7 +241,7 @@ def warn_of_failed_removal(folder: Path) -> Iterator[None]:
 
 
 def write_forced(path: Path, data: bytes, mode: str = "wb") -> None:
-    """Write a file and flush it to the disk by fsync.
+    """Write a file and flush it to the disk with fsync.
 
     Args:
         path: File to write.
@@ -255,7 +255,7 @@ def write_forced(path: Path, data: bytes, mode: str = "wb") -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's directory entries to the disk by fsync."""
+    """Flush a folder's directory entries to the disk with fsync."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -2,8 +2,8 @@
 
 The content of the lock is first written to a temporary file and flushed to the disk. The file then gets the lock's name
 by a hard link, which only one process can create. The holder touches the file every few seconds. The file's age is
-measured by the disk's own clock. Kernel locks are less reliable: over NFS they may cover only one machine, or remain
-after a machine has died.
+measured with the file system's clock. Kernel locks are less reliable. Over NFS they can cover only one machine, or
+remain after a machine has died.
 """
 
 import contextlib
@@ -87,7 +87,8 @@ class FolderLock(lock.PlaceLock):
                 os.link(staged, self._path)
                 is_kept = True
             except FileExistsError:
-                is_kept = os.fstat(handle).st_nlink == 2  # over NFS the answer to the first try may be lost
+                # Over NFS, the answer to a successful request can be lost. The repeated request then fails.
+                is_kept = os.fstat(handle).st_nlink == 2
             except OSError as error:
                 if error.errno not in _WITHOUT_LINKS:
                     raise
@@ -119,7 +120,7 @@ class FolderLock(lock.PlaceLock):
         """Remove temporary files of processes that were killed while they created a lock.
 
         Args:
-            now: Current time by the clock of the disk.
+            now: Current time according to the file system, in seconds since the epoch.
         """
         for path in self._path.parent.glob(f".{self._path.name}-*"):
             with contextlib.suppress(OSError):  # another process was faster
@@ -171,7 +172,7 @@ def _create(path: Path) -> int:
 def _fill(handle: int, text: bytes) -> None:
     """Write all of `text` to a file descriptor and flush it to the disk.
 
-    Some disks report only then that they are full.
+    Some file systems report only at the flush that the disk is full.
     """
     left = text
     while left:
@@ -201,7 +202,7 @@ def _read_content(path: Path) -> tuple[bytes, float] | None:
 
 
 def _read_disk_clock(path: Path) -> float:
-    """Return the current time by the clock of the disk, which may be the clock of a file server."""
+    """Return the current time according to the file system, whose clock might be that of a file server."""
     probe = _make_temporary_path(path)
     probe.touch()
     try:

@@ -85,7 +85,7 @@ class CheckpointStore(Protocol):
         """Return two numbers that change when another checkpoint is committed under this name."""
 
     def absent(self, manifest: Manifest) -> str | None:
-        """Return an error message about the first file that is in the manifest but not in the store, or None."""
+        """Return an error message about the manifest's first file that the store lacks, or None if it lacks none."""
 
     def fetched(self, manifest: Manifest) -> FetchedFiles | None:
         """Return a local folder into which the files can be downloaded, or None if no download is needed."""

@@ -1,11 +1,11 @@
 """Fingerprints of a few samples, small enough to exchange between ranks.
 
 A sample is a tree of containers. Its fingerprint describes the leaves of this tree: numbers, texts, tensors, arrays
-and images. Text, integers and shapes are compared exactly. Of floats and pixels, only a few values are compared, with a
-tolerance, because ranks may compute them on different hardware.
+and images. Text, integers and shapes are compared exactly. For floats and pixels, only a few values are compared. Small
+deviations are tolerated, because ranks may compute these values on different hardware.
 
-Random augmentation makes samples differ between ranks, even if all ranks read them in equal order. So a difference in
-some leaves (such as pixels) proves nothing if other leaves (a label, a text) vary between samples and agree on all
+Random augmentation makes samples differ between ranks, even if all ranks read them in the same order. So a difference
+in some leaves (such as pixels) proves nothing if other leaves (a label, a text) vary between samples and agree on all
 ranks.
 """
 
@@ -51,8 +51,8 @@ class Likeness(Enum):
 
     Attributes:
         SAME: The samples are equal, or differ only in floats or pixels, as after augmentation.
-        DIFFERENT: Some leaves differ, and no other leaf proves that all ranks read the samples in equal order.
-        UNCLEAR: A text, integer or shape differs, but another leaf proves that all ranks read the samples in equal
+        DIFFERENT: Some leaves differ, and no other leaf proves that all ranks read the samples in the same order.
+        UNCLEAR: A text, integer or shape differs, but another leaf proves that all ranks read the samples in the same
             order.
     """
 
@@ -70,7 +70,7 @@ def pick_samples(samples: Sequence[Any]) -> list[Any]:
 def take_fingerprint(samples: Sequence[Any]) -> Fingerprint:
     """Return the fingerprint of a list of samples.
 
-    Of each sample, it describes at most 64 leaves (tensors, numbers, texts).
+    It describes at most 64 leaves of each sample. A leaf is a single value in the sample, such as a tensor or a text.
     """
     described = [dict(islice(_describe(sample, "", 0), _MAX_LEAVES)) for sample in samples]
     found: Fingerprint = {}
@@ -116,7 +116,7 @@ def compare_fingerprints(fingerprints: Sequence[Fingerprint]) -> tuple[Likeness,
 
 
 def describe_difference(fingerprints: Sequence[Fingerprint], path: str) -> str:
-    """Return a text about how one leaf differs: its values on rank 0, and on the first rank with other values.
+    """Return a text that shows one leaf's values on rank 0 and on the first rank whose values differ.
 
     Args:
         fingerprints: Fingerprints of all ranks, indexed by rank.
@@ -205,9 +205,9 @@ def _list_members(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _shorten_text(value: Any) -> Any:
-    """Return the value in a short form. A long text becomes its first characters and a digest.
+    """Shorten a value for a fingerprint: a long text becomes its first characters and a digest.
 
-    A text that looks like a path becomes its file name, because directories may differ between machines.
+    A path becomes its file name, because directories can differ between machines. Other values are returned unchanged.
     """
     if isinstance(value, str) and "/" in value and len(value) < 1024 and not any(map(str.isspace, value)):
         return value.rsplit("/", 1)[1] or value

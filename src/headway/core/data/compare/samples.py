@@ -1,9 +1,10 @@
 """Read a few samples of a map-style dataset without side effects, to compare the data of all ranks.
 
-Reading a sample runs the user's code. It therefore runs on a shallow copy of the dataset. For example, counters in
-the dataset must not change, and a file that the dataset opens with its first sample must not be opened before the
-workers are forked. For the reads, the global random generators and those in the dataset are seeded equally on all
-ranks, so that augmentation is equal. Afterwards they are restored. A sample that fails to load is left out.
+Reading a sample runs the user's code, which can change the dataset. So samples are read from a shallow copy. For
+example, counters in the dataset must not change. A file that the dataset opens with its first sample must not be
+opened before the workers are forked. During the reads, the global random generators and those in the dataset have
+equal seeds on all ranks, so that augmentation is equal. Afterwards, their states are restored. A sample that fails to
+load is left out.
 """
 
 import random
@@ -44,7 +45,7 @@ _CHEAP = (list, tuple, range, torch.Tensor, numpy.ndarray, TensorDataset)
 def compare_samples(dataset: Any, everyone: Collectives) -> str:
     """Return a description of how the ranks' data differ; an empty string if they agree or cannot be compared.
 
-    All ranks must call it. If the data agree, it costs one read of a few samples and one collective.
+    All ranks must call this function. If the data agree, it reads a few samples and makes one collective call.
 
     Args:
         dataset: Map-style dataset of this rank.
@@ -72,8 +73,8 @@ def compare_samples(dataset: Any, everyone: Collectives) -> str:
 def _read_all(dataset: Any) -> dict[int, Fingerprint]:
     """Return fingerprints of a few samples of a dataset as {sample index: fingerprint}.
 
-    The key -1 maps to the fingerprint of the dataset's `Subset` indices and of the description of its sources, if it
-    has them. A dataset that describes its sources is compared by this entry alone, and none of its samples are read.
+    The entry at key -1 is a fingerprint of the dataset's `Subset` indices and of its `source_fingerprint`. If the
+    dataset has a `source_fingerprint`, this is the only entry, and no sample is read.
     """
     sources = _find_source_fingerprint(dataset)
     described = {"indices": _list_indices(dataset)} | ({"files and order": sources} if sources else {})
@@ -116,7 +117,7 @@ def _keep_common_paths(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]
 def _list_indices(dataset: Any) -> list[Any]:
     """Return the length and the first and last 8 indices of each `Subset` in a dataset.
 
-    They distinguish subsets whose samples look alike.
+    These indices distinguish subsets whose samples look alike.
     """
     found: list[Any] = []
     while isinstance(dataset, Subset):
@@ -216,8 +217,8 @@ def _list_generator_types() -> tuple[type, ...]:
 def _find_generators(root: Any) -> Iterator[Any]:
     """Yield the random generators that a dataset's methods can use.
 
-    The search follows attributes, containers and closures. It includes the global variables of the modules that
-    define the classes and functions it finds.
+    The search follows attributes, containers and closures. It also finds generators that are global variables of the
+    modules in which the classes and functions are defined.
     """
     seen: set[int] = set()
     waiting: deque[Any] = deque([root])

@@ -1,8 +1,9 @@
 """Dispatching: the main process reads the data of all ranks and sends each rank its batch.
 
-It is used only with `dispatch_batches=True`, for data that only one process can reach. Each rank's batch is sent as
-the collate function returned it, so batches may differ in shape, nesting and type. Row counts are sent with it, and
-whether it is the last one. An error while reading is raised on every rank. In one step, every rank gets one batch.
+It is used only with `dispatch_batches=True`, for data that only one process can reach. In one step, every rank gets
+one batch. Each rank's batch is sent as the collate function returned it, so batches can differ in shape, nesting and
+type. A batch is sent together with its row counts and a flag that marks the last step. If the main process fails to
+read, an error is raised on every rank.
 """
 
 from collections.abc import Iterator
@@ -20,13 +21,13 @@ class DispatchFeed:
     """`BatchFeed` with which the main process reads the batches of all ranks, and sends each rank its batch.
 
     Args:
-        feed: Reader of the batches of all ranks, which it yields round-robin. Only the main process reads from it, but
-            all ranks use its lengths.
+        feed: `BatchFeed` that yields the batches of all ranks round-robin. Only the main process reads from it, but all
+            ranks use its lengths.
         collectives: Collectives of all ranks.
-        shard: Data shard of this rank. Several ranks may have one shard.
+        shard: Data shard of this rank. Several ranks may have the same shard.
         is_batched: Whether torch's DataLoader builds the batches, so that their sizes are known from the indices.
             Otherwise each item of the dataset is a batch, and the main process counts its rows.
-        length: Number of batches of an epoch on the main process; None if unknown.
+        length: Number of batches per rank in an epoch, as counted by the main process; None if unknown.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class DispatchFeed:
         self._length = length
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped reader, such as its sizes or its state.
+        """Return an attribute of the wrapped `BatchFeed`, such as `round_size` or `state`.
 
-        Its methods that draw random numbers therefore run on every rank, which keeps all ranks' RNG states equal.
+        Methods of the `BatchFeed` that draw random numbers therefore run on every rank, which keeps all ranks' RNG
+        states equal.
         """
         if name.startswith("_"):  # called before `__init__`, e.g. while unpickling
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -71,7 +73,7 @@ class DispatchFeed:
         Args:
             window: Number of samples per update over all ranks; 0 to return to the user's settings.
             num_rounds: Number of batches per rank and update.
-            unit: With drop_last, the samples of an incomplete last update are truncated to a multiple of this number.
+            unit: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
         """
         self._feed.keep_window(window, num_rounds, unit)
         if self._length is not None:
@@ -120,7 +122,7 @@ class DispatchFeed:
     def _strip_indices(self, parts: list[Delivery]) -> list[Delivery]:
         """Return the ranks' batches of one step without their sample indices, which other ranks do not need.
 
-        If each item of the dataset is a batch, also count the rows.
+        If each item of the dataset is a batch, also count its rows and add the counts.
 
         Args:
             parts: Pairs of (batch, `RankBatch`), one per rank.
@@ -154,4 +156,4 @@ class DispatchFeed:
 
 
 class Failure(str):
-    """Text of an error while reading, which the main process sends to the other ranks instead of batches."""
+    """Message of an error that occurred while the main process read data. The other ranks get it instead of batches."""

@@ -40,7 +40,7 @@ Recount = Callable[[Any, RankBatch], RankBatch]
 
 
 class PassSampler(Sampler[Any]):
-    """Sampler of the loader that fetches the samples. It yields other indices in each pass."""
+    """Sampler of the DataLoader that fetches samples. Each pass yields the indices that were set with `plan_pass`."""
 
     def __init__(self) -> None:
         self._indices: Iterator[Any] = iter(())
@@ -73,7 +73,7 @@ class MappedFeed:
         is_shared: Whether other ranks read the same samples and need equal random numbers in their workers.
         reads_ahead: Whether to fetch the next batch before the current one has been processed. No effect with workers.
         leaves_workers: Whether to keep torch's seeding of workers even with several ranks. In a resumed epoch, workers
-            then draw different random numbers than without the interruption.
+            then draw different random numbers than in an uninterrupted one.
         compare_order: Function that compares the first items of each pass between ranks. It is called on all ranks.
             None if the order is equal on all ranks by construction.
 
@@ -156,7 +156,7 @@ class MappedFeed:
     def round_size(self) -> int | None:
         """Number of samples that all ranks together get per step; None if it varies.
 
-        If the loader does not batch, items are counted.
+        If the loader does not batch (`batch_size=None`), the dataset's items are counted.
         """
         return self.split.round_size
 
@@ -188,7 +188,7 @@ class MappedFeed:
         Args:
             window: Number of samples per update over all ranks; 0 to return to the user's settings.
             num_rounds: Number of batches per rank and update.
-            unit: With drop_last, the samples of an incomplete last update are truncated to a multiple of this number.
+            unit: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
         """
         own, is_even = self._own_split, self.is_even
         ragged = WindowSplit(window, num_rounds, own.count, unit if own.drop_last else 1)
@@ -200,8 +200,8 @@ class MappedFeed:
     def open_pass(self) -> None:
         """Draw the random numbers that torch's DataLoader draws in `iter()`.
 
-        With workers, torch already requests indices in `iter()`. So the random numbers that determine the sample
-        order are then drawn too.
+        With workers, torch requests the first indices in `iter()`. So in that case, the random numbers that determine
+        the sample order are drawn too.
         """
         self._base_seed.draw_seed()
         if self._draws_at_once:
@@ -210,8 +210,8 @@ class MappedFeed:
     def start_pass(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
         """Start a pass. Skipped samples are usually not fetched.
 
-        The exception is a resumed pass in which some worker had not delivered a batch before the save. Such a pass
-        fetches its batches again from the start, at most one per worker.
+        The exception is a resumed pass whose state was saved before every worker had delivered a batch. In that case,
+        the batches that had been delivered are fetched again and discarded.
 
         Args:
             epoch: Number of the epoch.
@@ -369,7 +369,7 @@ class MappedFeed:
     def state(self, is_running: bool) -> State:
         """Return the state from which the sample order can be drawn again.
 
-        It includes the workers' RNG states if they are saved.
+        It includes the workers' RNG states if this object records them.
 
         Args:
             is_running: Whether a pass is in progress.
@@ -435,8 +435,8 @@ def count_rows(batch: object, share: RankBatch) -> RankBatch:
 def make_row_exchange(collectives: Collectives) -> Recount:
     """Return a function that measures a batch's rows and exchanges the counts with all ranks.
 
-    It makes one collective per step. It raises `DataError` on all ranks if the rows of some rank's item cannot be
-    counted.
+    All ranks must call the function in each step. It raises `DataError` on all ranks if the rows of any rank's batch
+    cannot be counted.
     """
 
     def recount(batch: object, share: RankBatch) -> RankBatch:

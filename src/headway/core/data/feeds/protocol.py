@@ -16,9 +16,9 @@ Delivery = tuple[Any, RankBatch]
 """Pair of the batch that the user's collate function returned, and its `RankBatch` with row counts."""
 
 State = dict[str, Any]
-"""State of a component of a loader in a checkpoint, by name.
+"""State dict of one part of a loader, as saved in a checkpoint.
 
-Values are plain values, lists of plain values, or tensors.
+Its values are plain values, lists of plain values, or tensors.
 """
 
 UNCOUNTABLE = (
@@ -29,7 +29,7 @@ UNCOUNTABLE = (
 
 
 class BatchFeed(Protocol):
-    """Interface of a reader of the batches of one rank, epoch by epoch.
+    """Interface for reading the batches of one rank, epoch by epoch.
 
     Attributes:
         is_even: Whether to complete the last step with repeated samples, so that every rank gets a full batch.
@@ -107,7 +107,7 @@ class BatchFeed(Protocol):
         Args:
             window: Number of samples per update over all ranks; 0 to return to the user's settings.
             num_rounds: Number of batches per rank and update.
-            unit: With drop_last, the samples of an incomplete last update are truncated to a multiple of this number.
+            unit: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
         """
 
     @property
@@ -125,9 +125,9 @@ class BatchFeed(Protocol):
         """Return the state with which the next pass starts, after a pass that was left early (by `break`)."""
 
     def read_brief_state(self) -> State:
-        """Return a small state of the current pass, with which the pass can be resumed at this batch later.
+        """Return a small state of the current pass, with which the pass can later be resumed at the current batch.
 
-        It leaves out states that cannot be kept for later, such as the state of a StatefulDataLoader.
+        It leaves out states that are valid only for the latest batch, such as the state of a StatefulDataLoader.
         """
 
     def load_state(self, state: State) -> None:

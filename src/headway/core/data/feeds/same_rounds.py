@@ -1,9 +1,9 @@
-"""Compare the samples of an iterable dataset that each rank reads in full, so that all ranks read equal data.
+"""Compare the samples of an iterable dataset that each rank reads in full, to detect ranks that read different data.
 
-An iterable dataset may shuffle by itself, split itself by rank, or end earlier on one rank than on another. This can
-be detected only from its samples. In one step, every rank gets one batch. Ranks exchange a fingerprint of the raw
-samples of each step, one step ahead. This also informs all ranks of the end of the data, so that they end together. If
-each rank reads different shards of a dataset, `stream.SharedRounds` does a similar exchange.
+An iterable dataset can shuffle itself, split itself by rank, or end earlier on one rank than on another. This can be
+detected only from its samples. In one step (also called round), every rank gets one batch. Ranks exchange a fingerprint
+of the raw samples of each step, one step ahead. The exchange also informs all ranks of the end of the data, so that
+they end together. If each rank reads different shards of a dataset, `stream.SharedRounds` does a similar exchange.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ _ENDS = (
 class SameRounds:
     """Callable that wraps an iterator over batches, and compares the raw samples of each step on all ranks.
 
-    It is used for iterable datasets that each rank reads in full. If one rank's data ends earlier than that of
+    It is used for iterable datasets that each rank reads in full. If the data ends earlier on one rank than on the
     others, the pass ends on all ranks together.
 
     Args:
@@ -61,7 +61,8 @@ class SameRounds:
             parts: Collated batches that this rank reads, one item per step.
 
         Raises:
-            DataError: If ranks read different samples, or some rank has no data and another has. Raised on all ranks.
+            DataError: If the ranks' samples differ, or if the number of samples in the first step is not equal on all
+                ranks. Raised on all ranks.
         """
         number = 0
         current = self._compare_round(next(parts, None), number)
@@ -89,7 +90,7 @@ class SameRounds:
     def _check_difference(self, own: Fingerprint, number: int) -> None:
         """Raise `DataError` if the ranks' samples differ by more than augmentation. Warn if that cannot be determined.
 
-        Leaves of the samples that differ are ignored in later steps.
+        Leaves (parts of a sample) that differ are ignored in later steps.
 
         Args:
             own: Fingerprint of this rank's samples.

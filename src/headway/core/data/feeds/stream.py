@@ -5,17 +5,17 @@ samples of all ranks for one step, with torch's own batching in each worker. The
 rank's slice. So all ranks know every rank's row counts without an exchange. The user's dataset and worker_init_fn
 run as in a plain loader. Skipped samples are read, but never collated or moved to a device. With several workers,
 each worker reads its own copy of the dataset. A dataset that ignores `get_worker_info` therefore repeats its data,
-as in plain torch. Steps come from the workers round-robin, and each worker's last step may be short.
+as in plain torch. The workers deliver steps round-robin, and each worker's last step can be incomplete.
 
-All ranks must read the same samples in equal order. The order may be shuffled by `set_epoch`, or by a
-`torch.Generator` in the dataset, whose state is synchronized and saved. It may also be shuffled by the global
-generators, whose states are equal on all ranks while the dataset is read. Each rank's samples are compared with
-those of the other ranks (`same_rounds.py`).
+All ranks must read the same samples in the same order. The dataset may shuffle them in `set_epoch`, or with its own
+`torch.Generator`, whose state is synchronized and saved. It may also use the global generators, whose states are
+equal on all ranks while the dataset is read. Each rank's samples are compared with those of the other ranks
+(`same_rounds.py`).
 
 Some datasets have their own shards, such as Hugging Face's `datasets.IterableDataset`. If there are at least as many
-shards as ranks, each rank reads only its shards. Ranks may then hold different amounts of data, so they exchange
-their row counts in each step, one step ahead. This exchange also informs all ranks of the end. A rank whose data is
-exhausted yields batches of padding until the other ranks are done.
+shards as ranks, each rank reads only its shards. Ranks can then have different amounts of data, so they exchange
+their row counts in each step, one step ahead. This exchange also informs all ranks of the end of the data. A rank
+whose data is exhausted yields padding batches until the other ranks are done.
 """
 
 import copy
@@ -57,13 +57,13 @@ class Collated(NamedTuple):
     Attributes:
         batches: One batch for each rank for which this process reads; empty if the step is skipped.
         shares: `RankBatch` of each batch, with its row counts.
-        num_samples: Number of non-padding samples in the step on all ranks. If the loader does not batch, items are
-            counted.
+        num_samples: Number of non-padding samples in the step on all ranks. If the loader does not batch, the
+            dataset's items are counted.
         state: State of the StatefulDataLoader after this step, or of the dataset if it is saved; None if neither is
             needed.
         fingerprint: Fingerprint of some samples; None if ranks do not compare their data.
-        loose: Raw samples left at the end of a worker's data that are too few for a step. The leftovers of several
-            workers together may be enough. None for a regular step.
+        loose: Last raw samples of a worker, if they are too few for a step. The leftovers of several workers together
+            may be enough for one. None for a regular step.
     """
 
     batches: list[Any]
@@ -75,9 +75,9 @@ class Collated(NamedTuple):
 
 
 RoundMarker = Callable[[Iterator[Collated]], Iterator[tuple[Collated, bool]]]
-"""Function that finds the last step: takes an iterator over `Collated` objects, one per step.
+"""Function that marks the last step in an iterator over `Collated` objects, one per step.
 
-It yields pairs of (`Collated` of one step, whether it is the last step).
+It returns an iterator over pairs of (`Collated` of one step, whether it is the last step).
 """
 
 
@@ -95,7 +95,7 @@ class StreamCollate:
 
     Attributes:
         is_compared: Whether to add a fingerprint of some raw samples to each result.
-        keeps_loose: Whether to return samples that are too few for one step as they are, without collating them.
+        keeps_loose: Whether to return samples uncollated if there are too few of them for one step.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class StreamCollate:
         return self.collate_round(samples, self._opening) if samples else Collated([], [], 0)
 
     def _count_call(self) -> int:
-        """Return the index in the pass of the step whose samples are being collated.
+        """Return the index, within the pass, of the step that is being collated.
 
         Workers produce steps round-robin, so the index depends on the worker.
         """
@@ -191,10 +191,10 @@ class OwnShards:
         index: Index of this rank.
         count: Number of ranks.
         mark_last: Function that exchanges each step's row counts with the other ranks, and marks the last step.
-        whole_split: Rule that divides the samples of the dataset if every rank reads it in full. It is used for a pass
-            that another number of ranks has begun.
-        mark_whole: Function that compares the samples of each step of such a pass on all ranks and marks the last step.
-            None to only mark it.
+        whole_split: Rule that divides the samples of the dataset if every rank reads it in full. This is the case when
+            a pass is resumed that a different number of ranks began.
+        mark_whole: Function that marks the last step when every rank reads the dataset in full. It also compares each
+            step's samples on all ranks. None to mark the last step without a comparison.
     """
 
     dataset: Any
@@ -215,9 +215,10 @@ class StreamFeed:
         split: Rule that divides samples into steps.
         ranks: Ranks whose batches this process reads: only its own rank, or all ranks if it reads for all.
         seed: Seed of the workers' random numbers.
-        base_seed: Source of the workers' base seed, as torch draws it. It is used on a single process.
-        kind: Class of the DataLoader that reads the dataset. A class with a `state_dict` method is resumed by its
-            state.
+        base_seed: Source of the workers' base seed, which it draws as torch does. The workers of a run with several
+            ranks are seeded from `seed` instead.
+        kind: Class of the DataLoader that reads the dataset. If it has a `state_dict` method, a resumed pass loads the
+            saved state into the DataLoader.
         own: Shards of this rank, if each rank reads different shards; None to read all samples of the dataset.
         agree: Function that returns rank 0's value on every rank. With it, the dataset's random generators start each
             epoch with rank 0's states. None to keep each rank's states.
@@ -226,9 +227,9 @@ class StreamFeed:
             successive workers. Otherwise each worker reads the batches of all ranks for a step.
         agree_rounds: Function that compares the samples of each step on all ranks and marks the last step; None if
             this rank reads alone.
-        share_draws: Function that returns global RNG states, as text and equal on all ranks, for the dataset's reads in
-            a pass. Its argument is whether the pass is resumed and needs no new states. None to let the dataset draw
-            from this process's generators.
+        share_draws: Function that returns, as text, the global RNG states with which the dataset is read in a pass.
+            They are equal on all ranks. Its argument is whether the pass is resumed and needs no new states. None to
+            let the dataset draw from this process's global generators.
 
     Attributes:
         source: User's loader.
@@ -268,8 +269,8 @@ class StreamFeed:
         self._kind = kind
         self.inner = self._build_loader()
         self._is_stateful = hasattr(self.inner, "state_dict")
-        # Not needed with workers, which have their own RNG states, or with a stateful loader, which does not read
-        # again.
+        # Whether the dataset is read with separate global RNG states. Workers do not need them, because they have RNG
+        # states of their own. Nor does a stateful loader, which does not read samples again when it is resumed.
         self._is_apart = not (self._is_stateful or self.inner.num_workers)
         self._lines = DatasetRNGStates()  # stays empty if the dataset does not get its own RNG states
         self._share_draws = share_draws if self._is_apart else None
@@ -283,11 +284,11 @@ class StreamFeed:
 
     def _build_loader(self) -> DataLoader[Any]:
         changes: dict[str, Any] = {} if self._own is None else {"dataset": self._own.dataset}
-        if self._order is not None:  # one reader has to read the stream in the order of the saved pass
+        if self._order is not None:  # a single reader has to read the dataset in the order of the saved pass
             changes = {"dataset": self._build_ordered(self._order), "num_workers": min(1, self.source.num_workers)}
         split = self._collate.split
-        # With drop_last, torch drops an incomplete batch per worker. Here that would be a round: the batches of all
-        # ranks.
+        # With drop_last, torch drops each worker's incomplete last batch. To torch, a batch is here a whole round, with
+        # the samples of all ranks, so too much would be dropped.
         self._collate.keeps_loose = (
             isinstance(split, SampleSplit)
             and split.drop_last
@@ -321,7 +322,10 @@ class StreamFeed:
 
     @property
     def round_size(self) -> int:
-        """Number of samples that all ranks together get per step. If the loader does not batch, items are counted."""
+        """Number of samples that all ranks together get per step.
+
+        If the loader does not batch (`batch_size=None`), the dataset's items are counted.
+        """
         return (self._collate.split.round_size or 0) * (1 if self._own is None else self._own.count)
 
     @property
@@ -351,7 +355,7 @@ class StreamFeed:
         Args:
             window: Number of samples per update over all ranks; 0 to return to the user's settings.
             num_rounds: Number of batches per rank and update.
-            unit: With drop_last, the samples of an incomplete last update are truncated to a multiple of this number.
+            unit: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
         """
         own, now = self._own_split, self._collate.split
         ragged = WindowSplit(window // num_rounds, 1, own.count, unit if own.drop_last else 1)
@@ -373,9 +377,8 @@ class StreamFeed:
     def start_pass(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
         """Start a pass.
 
-        Skipped samples are read but not collated, unless the pass resumes from a saved state of the reader.
-
-        This may be the state of a StatefulDataLoader, or that of the dataset. Samples before it are not read.
+        Skipped samples are read but not collated, unless the pass resumes from a saved state of the StatefulDataLoader
+        or of the dataset. In that case, skipped samples are not read.
 
         Args:
             epoch: Number of the epoch.
@@ -431,18 +434,19 @@ class StreamFeed:
     def keep_dataset_state(self, is_kept: bool) -> None:
         """Set whether saved positions include the dataset's `state_dict()` after each step, from the next pass on.
 
-        This is needed if the script registers the dataset for checkpointing. A load then restores the dataset at a
-        position after the consumed samples. Without the saved state, the loader would skip these samples a second
-        time.
+        The states are needed if the script registers the dataset for checkpointing. Loading a checkpoint then restores
+        the dataset at a position after the consumed samples. Without the dataset's state, the loader would skip these
+        samples a second time.
 
-        It takes effect only if this process reads all samples of the dataset without workers and without a
+        The setting takes effect only if this process reads all samples of the dataset without workers and without a
         StatefulDataLoader.
 
         Args:
             is_kept: Whether to include the dataset's state.
 
         Raises:
-            DataError: If the dataset is shuffled by a buffer. Its state lacks the samples in the buffer.
+            DataError: If `is_kept` is True and the dataset shuffles with a buffer. The dataset's state lacks the
+                samples in the buffer.
         """
         if is_kept and has_shuffle_buffer(self.source.dataset):
             raise DataError(
@@ -461,7 +465,7 @@ class StreamFeed:
         self._base_seed.start_pass(self.inner, is_given=False)
 
     def _find_start(self, consumed: int, loaded: State) -> tuple[int, int]:
-        """Return where a pass starts, as a pair of (steps to skip, samples to skip in the step after them).
+        """Return where a pass starts, as a pair of (steps to skip, samples to skip in the following step).
 
         Args:
             consumed: Number of samples consumed in the epoch, on all ranks together.
@@ -488,10 +492,10 @@ class StreamFeed:
         return divmod(consumed, self.round_size)
 
     def _follow_order(self, before: list[int] | None, epoch: int) -> None:
-        """Choose the sample order of a pass: that of the saved pass that it continues, or this run's own.
+        """Choose the sample order of a pass: that of the saved pass, if it continues one, or this run's own order.
 
-        To continue with an order other than its own, every rank reads all samples of the dataset with at most one
-        worker.
+        If the two orders differ, every rank follows the saved order by reading all samples of the dataset, with at
+        most one worker.
 
         Args:
             before: Value of `_reading` in the saved pass; None if the pass starts from the beginning.
@@ -519,7 +523,7 @@ class StreamFeed:
     def _can_follow(self, reading: Sequence[int]) -> bool:
         """Whether a single reader can read the dataset in the order of a saved pass.
 
-        It can if the saved pass had one reader per rank and the dataset has enough shards.
+        This requires that the saved pass had one reader per rank, and that the dataset has enough shards.
 
         Args:
             reading: Value of `_reading` in the saved pass.
@@ -538,8 +542,8 @@ class StreamFeed:
     def _reading(self) -> list[int]:
         """Numbers that determine the sample order: [ranks with different shards, workers, samples per worker and step].
 
-        A single worker that reads all samples reads them in the dataset's own order. The number of samples per step
-        does not matter then, and is 1.
+        A single reader of all samples follows the dataset's own order, whatever the number of samples per step. The
+        third number is then 1.
         """
         return self._order or self._own_reading
 
@@ -571,12 +575,12 @@ class StreamFeed:
                 yield self._collate(samples)
 
     def _regroup_leftovers(self, batches: Iterator[Collated]) -> Iterator[Collated]:
-        """Yield the batches of full steps, then more steps that are made of the workers' leftover samples.
+        """Yield the batches of full steps, and further steps built from the workers' leftover samples.
 
         A worker's leftover samples are used in multiples of one rank's batch size, in order of arrival.
 
         Args:
-            batches: Results of the collate function in all workers.
+            batches: Results that the collate function returned in the workers.
         """
         split = self._collate.split
         size = (split.round_size or 0) // split.count
@@ -591,7 +595,7 @@ class StreamFeed:
                 del loose[: size * split.count]
 
     def _read_apart(self, batches: Iterator[Collated]) -> Iterator[Collated]:
-        """Yield the given batches. Each one is read with the dataset's separate global RNG states (`DatasetRNGStates`).
+        """Yield the batches of an iterator, reading each one with the dataset's own RNG states (`DatasetRNGStates`).
 
         Args:
             batches: Iterator of the DataLoader that reads the dataset.
@@ -687,7 +691,7 @@ class StreamFeed:
         self._loaded = {name: value for name, value in state.items() if name in _KEPT}
         is_mine = state.get("round_size") == self.round_size and state.get("reader") == self._reader
         is_mine = is_mine and not has_shuffle_buffer(self.source.dataset)
-        # Without a dataset state, torchdata's loader also reads from the start, but counts wrong from the second resume on.
+        # Without a dataset state, torchdata's loader too reads from the start, but miscounts from the second resume on.
         if not (is_mine and self._is_stateful and has_dataset_state(state.get("inner"))):
             self._loaded.pop("inner", None)
 
@@ -741,9 +745,9 @@ def is_shardable(dataset: object, count: int) -> bool:
 
 
 class SharedRounds:
-    """Callable that makes ranks that read different shards of a dataset take equally many steps.
+    """Callable that gives all ranks the same number of steps when each rank reads different shards of a dataset.
 
-    It wraps the iterator over a rank's batches. In each step the ranks exchange their row counts. A rank whose
+    It wraps the iterator over a rank's batches. In each step, the ranks exchange their row counts. A rank whose
     shards are exhausted yields padding until the shards of all ranks are exhausted.
 
     Args:
@@ -782,7 +786,7 @@ class SharedRounds:
             self._send_spare(sources[0])
         num_samples = int(sum(max(0, row[1]) for row in rows))
         mine = part if part is not None else self._spare
-        if mine is None:  # without a spare batch: the round was skipped after a resume
+        if mine is None:  # there is no spare batch yet, because all rounds so far were skipped to resume a pass
             return Collated([], [], num_samples)
         counts = tuple(max(0, int(row[0])) for row in rows)
         shares = [share._replace(valid_counts=counts, num_samples=num_samples) for share in mine.shares]
@@ -790,7 +794,7 @@ class SharedRounds:
         return Collated(batches, shares, num_samples, mine.state)
 
     def _send_spare(self, source: int) -> None:
-        """Send one batch from rank `source` to the ranks whose shards are empty. They use copies of it as padding.
+        """Send one batch from rank `source` to the ranks that have none, which use copies of it as padding.
 
         Args:
             source: Rank that has a batch.
@@ -822,7 +826,7 @@ def _count_part(part: Collated | None) -> tuple[int, int]:
 def copy_views(tree: object) -> Any:
     """Return the batch with every tensor view copied to separate memory.
 
-    Pickling a view would include the whole memory of its base tensor.
+    Pickling a view would include the whole storage of its base tensor.
     """
     return map_tensors(lambda tensor: tensor.clone() if _is_view(tensor) else tensor, tree)
 

@@ -1,6 +1,6 @@
 """Worker processes of a loader: their random numbers, their signal handling, and the DataLoader that starts them.
 
-On several ranks each sample's random numbers are seeded by its position in the epoch's order. Neither the dataset
+In a run with several ranks, each sample's random numbers are seeded by its position in the epoch. Neither the dataset
 nor the user's worker_init_fn is wrapped. Instead, the indices are sent to a worker as a list that seeds its torch,
 Python and NumPy generators during iteration. So an augmentation depends only on (seed, epoch, position). It does not
 depend on the number of workers or ranks, or on where a run was resumed. This costs about 10 us per sample. A dataset
@@ -13,11 +13,11 @@ received it too. If so, the worker continues. The rank then saves and exits, and
 was meant for the worker, for example because torch terminates a worker that hangs. A second signal always ends the
 worker.
 
-A single process keeps torch's own seeding and saves its workers' RNG states with their batches. Worker i starts at
-the loader's base seed + i, and a sample's random numbers depend on all that its worker has drawn before. Each batch
-therefore contains the worker's RNG states after it, if they have changed (17 kB, 0.1 ms in the worker). A pass that
-is resumed after n batches sends the latest states together with the first indices. Batch k comes from worker k mod
-W, where W is the number of workers. So the new worker j continues from the states of the worker of batch n + j.
+A run with a single process keeps torch's own seeding and records its workers' RNG states. Worker i starts with the
+seed base_seed + i, and a sample's random numbers depend on everything that its worker has drawn before. So a worker
+sends its RNG states along with each batch, if they have changed (17 kB, 0.1 ms in the worker). A pass that is resumed
+after n batches sends the latest states to the workers, together with the first indices. Batch k comes from worker
+k mod W, where W is the number of workers. So the new worker j gets the states of worker (n + j) mod W.
 """
 
 import multiprocessing
@@ -60,7 +60,7 @@ class SeededIndices(list[Any]):
     """List of indices that seeds the worker's random generators for each index while the worker iterates over it.
 
     Args:
-        indices: Indices of the samples of a batch.
+        indices: Sample indices of a batch.
         stream: Seed of the epoch.
         position: Position of the first index in the epoch's order.
     """
@@ -201,8 +201,9 @@ class WorkerRNGStates:
             is_seeking: Whether the pass resumes in the middle of an epoch.
 
         Returns:
-            Number of batches to read again and discard. It is 0 if each worker had delivered a batch before the save.
-                Otherwise it is the number of batches before the save.
+            Number of batches to read again and discard. It is 0, unless the pass is a resumed one whose state was saved
+                before every worker had delivered a batch. In that case, it is the number of batches delivered before
+                the save.
         """
         loaded, self._loaded = self._loaded, None
         self._num_batches = 0
@@ -249,7 +250,7 @@ class WorkerRNGStates:
         return {"workers": {"streams": list(self._rng_states), "num_batches": self._num_batches}}
 
     def load_state(self, state: State) -> None:
-        """Load the states that `state` returned, for the next pass.
+        """Load the workers' RNG states that `state` returned, for the next pass.
 
         They are ignored if the number of workers has changed.
 
@@ -273,7 +274,7 @@ def rebuild_loader(
     Args:
         loader: User's loader.
         kind: Class of the new loader. Default: torch's DataLoader.
-        changes: Keyword arguments of that class that replace the user's settings, such as the sampler.
+        changes: Keyword arguments of the new loader's class that replace the user's settings, such as the sampler.
     """
     # Settings differ between versions of torch; copy those that this version has.
     names = _SETTINGS + (["multiprocessing_context", "prefetch_factor"] if loader.num_workers > 0 else [])

@@ -34,9 +34,9 @@ _MT19937_SIZE = 625 * 4  # 624 words and the position
 class NumpyReader:
     """Reader of NumPy's global RNG state that avoids the cost of `numpy.random.get_state` if nothing was drawn.
 
-    `get_state` takes 50 us. A check whether the generator's state words have changed takes 3 us. Normal numbers are
-    drawn in pairs, and the words do not show whether the second number of a pair is still cached. While one is
-    cached, the state is always read completely.
+    `get_state` takes 50 us, while comparing the generator's state words takes 3 us. Normally distributed numbers are
+    drawn in pairs, and the words do not show whether the second number of a pair is still cached. While it is cached,
+    the state is always read completely.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class NumpyReader:
     def _read_words(self) -> tuple[int, bytes] | None:
         """Return the address and the raw state words of NumPy's global generator.
 
-        None if NumPy is too old to access the generator, or if the generator is not an MT19937.
+        Return None if NumPy is too old to give access to the generator, or if the generator is not an MT19937.
         """
         if not hasattr(numpy.random, "get_bit_generator"):
             return None
@@ -86,8 +86,8 @@ class DatasetRNGStates:
     def end_pass(self) -> None:
         """End the pass, and set the global generators to the dataset's states.
 
-        Generators from which the dataset has not drawn keep their states. All keep them if the dataset's states are
-        shared by all ranks.
+        Generators from which the dataset has not drawn keep their states. If all ranks share the dataset's states, no
+        global generator is changed.
         """
         for place, state in self._dataset.items():
             if not self._is_shared:  # states that are equal on all ranks must not become this rank's global states
@@ -114,7 +114,8 @@ class DatasetRNGStates:
     def fetch(self, act: Callable[[], Result]) -> Result:
         """Call `act` with the global generators set to the dataset's RNG states, and return its result.
 
-        It is recorded from which generators the dataset draws.
+        If `act` draws from a generator for the first time in a pass, separate states of the generator are kept from
+        then on.
 
         Args:
             act: Function that fetches data from the dataset.
@@ -150,7 +151,7 @@ class DatasetRNGStates:
     def read_left_state(self) -> State:
         """Return the dataset's current RNG states after a pass that was left early (by `break`).
 
-        They become the global states when the next pass opens. The result is empty if all ranks share the states,
+        They become the global states when the next pass starts. The result is empty if all ranks share the states,
         because the next pass then gets new ones.
         """
         if self._is_shared:
@@ -169,8 +170,8 @@ class DatasetRNGStates:
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two states of one generator are equal.
 
-    Of Python's Mersenne Twister, only the position and a few words are compared, which is sufficient: a draw moves the
-    position, and when the position returns to its old value, all words have been replaced.
+    For Python's Mersenne Twister, it is sufficient to compare the position and a few words. A draw moves the position,
+    and when the position returns to its old value, all words have been replaced.
     """
     if one is other:
         return True

@@ -17,15 +17,15 @@ from headway.core.runtime import seed
 class LoaderGenerator:
     """Random number stream from which the loaders of one run draw.
 
-    On a single process it is torch's global generator, as in plain torch. On several ranks it is a copy of that
+    With a single process, it is torch's global generator, as in plain torch. With several ranks, it is a copy of that
     generator, created when the first pass starts. A copy is needed because training's own draws on a rank (e.g.
     dropout on a CPU) depend on the number of ranks. They must not determine which samples are read after a resume
-    with another number of ranks. Each draw also advances the process's global generator, so that training (noise,
+    with a different number of ranks. Each draw also advances the process's global generator, so that training (noise,
     dropout) then draws the same numbers as after a plain loader.
 
     If the script reseeds torch between two passes, the copy is created again, so that the order follows the new seed
-    as on a single process. Reseeding is detected by a changed initial seed, or by a generator from which nothing has
-    been drawn.
+    as it does with a single process. Reseeding is detected by a changed initial seed, or by a generator from which
+    nothing has been drawn.
 
     Args:
         is_private: Whether to draw from a copy of torch's global generator. Default: False.
@@ -58,20 +58,18 @@ class LoaderGenerator:
         return number != self._seen_seed or torch.equal(fresh, seed.read_torch())
 
     def draw(self) -> int:
-        """Draw a 64-bit seed, as torch's loader and sampler do. Return it."""
+        """Draw and return a 64-bit seed, as torch's loader and sampler do."""
         drawn = _draw(self._generator)
         if not self.is_global:
             _draw(torch.default_generator)
         return drawn
 
     def encode_state(self) -> str:
-        """Return the state of the stream as text. A loader's workers get their base seed from it."""
+        """Return the state of the stream as text. The base seed of a loader's workers can be drawn from it."""
         return encode(self._generator.get_state())
 
     def pack_sampler_states(self) -> str:
-        """Return RNG states of torch, Python and NumPy as text.
-
-        They become the global states while a user's sampler draws.
+        """Return the RNG states of torch, Python and NumPy with which a user's sampler draws, as text.
 
         If the stream is a copy of torch's generator, it is advanced by one draw, so that the next epoch gets other
         states.
@@ -88,7 +86,7 @@ class LoaderGenerator:
         return self._own is None and not self._is_private
 
     def state(self) -> torch.Tensor | None:
-        """Return the state of the copy of torch's generator as a uint8 tensor; None if there is no copy."""
+        """Return the state of the copied torch generator as a uint8 tensor; None if there is no copy."""
         return None if self._own is None else self._own.get_state()
 
     def load_state(self, state: torch.Tensor | None) -> None:
@@ -110,7 +108,7 @@ class BaseSeed:
     Args:
         loader: User's loader.
         is_seedable: Whether the order and the workers' seeds are functions of (seed, epoch). A base seed is then drawn
-            only if the user gave the loader a generator, because a sampler may draw from that generator afterwards.
+            only if the user gave the loader a generator, because a sampler might draw from that generator afterwards.
         stream: Random number stream to draw from if the loader has no generator.
     """
 
@@ -158,7 +156,7 @@ class BaseSeed:
     def state(self, is_running: bool) -> dict[str, str]:
         """Return {"base_seed": RNG state before the base seed was drawn, as text}; empty if no base seed was drawn.
 
-        The base seed is that of the current pass, of an iterator whose first batch was not requested yet, or of
+        The base seed belongs to the current pass, to an iterator whose first batch was not requested yet, or to
         persistent workers. If none of these exists, the loaded state is returned.
 
         Args:

@@ -1,10 +1,10 @@
 """Order of an epoch's samples: drawn as torch's own samplers draw it, and reproducible from saved state.
 
-By default torch's plain shuffling is a `DrawnOrder`. At the start of a pass it draws the seed that torch's sampler
-would draw. The order is a pure function of that seed, so that a resumed pass can start at any position. A seedable
-order and sequential reading are a `PureOrder`, a function of (seed, epoch). Every other sampler is kept unchanged
-(`SamplerOrder`). It draws from its own generators or, if it has none, from the global ones, whose states at the
-epoch's start are saved.
+By default, torch's plain shuffling is replaced by a `DrawnOrder`. At the start of a pass, it draws the seed that
+torch's sampler would draw. The order is a pure function of this seed, so that a resumed pass can start at any position.
+Seedable shuffling and sequential reading use a `PureOrder`, which is a function of (seed, epoch). Every other sampler
+is used as it is (`SamplerOrder`). It draws from its own generators or, if it has none, from the global ones. Their
+states at the start of the epoch are saved.
 
 torch's loader draws a base seed for its workers (even if there are none), and its sampler draws a seed for a
 shuffled order. Both are drawn here in the same way, so that later random numbers are equal to those of a plain loop.
@@ -35,7 +35,10 @@ from headway.core.runtime.seed import mix_seed
 from headway.errors import HeadwayWarning
 
 _CHUNK = 64
-"""Number of items taken from a sampler at a time, because replacing all global RNG states costs about 0.1 ms."""
+"""Number of items taken from a sampler at a time.
+
+Each time, all global RNG states are replaced, which costs about 0.1 ms.
+"""
 _COMPARED = 32
 """Number of indices at the start of an epoch that are compared between an original pass and the resumed one."""
 _MARK = ("first", "rest", "item", "sampler", "sampler_begun")
@@ -55,7 +58,7 @@ _OTHER_ORDER = (
 
 
 class SampleOrder(Protocol):
-    """Interface of the order in which an epoch reads the items of a sampler.
+    """Interface of objects that determine the order in which an epoch reads the items of a sampler.
 
     An item is the index of a sample, or a batch of indices.
     """
@@ -76,7 +79,7 @@ class SampleOrder(Protocol):
             epoch: Number of the epoch.
 
         Returns:
-            Sequence if any position can be reached directly, else an iterator.
+            Sequence of items if any position can be reached directly, else an iterator over items.
         """
 
     def __len__(self) -> int:
@@ -189,7 +192,7 @@ class DrawnOrder:
         if number is None:
             number = self._stream.draw() if self._opened is None else self._opened
         self._opened = None
-        # A resumed pass must take part as well: ranks that resume differently must not wait for each other.
+        # A resumed pass must call this collective as well. Otherwise, a rank that does not resume would wait for it.
         self._drawn = number if self._agree is None else self._agree(number)
         return draw_permutation(len(self.items), self._drawn)  # type: ignore[return-value]
 
@@ -197,12 +200,10 @@ class DrawnOrder:
         return len(self.items)
 
     def state(self, is_running: bool) -> State:
-        """Return the seed of the current pass.
+        """Return the seed of the current pass or, between passes, the seed of the next pass if it is known.
 
-        Without a pass in progress, return the seed of the next pass if it is known.
-
-        It is known if an iterator was created whose first batch has not been requested, or if a saved seed was loaded.
-        Otherwise the state is empty.
+        The next seed is known if an iterator was created whose first batch has not been requested, or if a saved seed
+        was loaded. Otherwise, the state is empty.
 
         Args:
             is_running: Whether a pass is in progress.
@@ -226,7 +227,7 @@ class SamplerOrder:
     Args:
         sampler: Iterable of indices, or of lists of indices.
         seed: Seed for the global generators while the sampler draws. It is used only if `is_seedable`.
-        is_seedable: Whether to seed the global generators by (seed, epoch). Otherwise they start at the state of
+        is_seedable: Whether to seed the global generators from (seed, epoch). Otherwise they start with the state of
             `stream`, as with a plain loader.
         stream: Random number stream from which the run's loaders draw.
         agree: Function that returns rank 0's value on every rank; None if this process draws alone.
@@ -268,8 +269,8 @@ class SamplerOrder:
     def draw(self, epoch: int) -> Iterator[Any]:
         """Start iterating over the sampler. Its items are drawn on request.
 
-        A resumed pass must start with the items with which the original pass started. If it does not, the sampler's own
-        saved state is restored, if it has one.
+        A resumed pass must start with the same items as the original pass. If it does not, the sampler's saved state is
+        restored, provided that the sampler has a `state_dict`.
 
         Args:
             epoch: Number of the epoch.
@@ -294,9 +295,9 @@ class SamplerOrder:
     def _draw_resumed(self, expected: State, draw: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return the items of a pass over the sampler, starting with the first item of the interrupted pass.
 
-        If the sampler does not start with that item by itself and has a `state_dict`, it is restored to its state at
-        the start of the pass, or after the first item. A sampler whose state contains its position then continues
-        with the second item.
+        A sampler that does not start with that item by itself is reset by its `state_dict`, if it has one. Its state at
+        the start of the pass is tried first, then its state after the first item. With the latter, a sampler whose
+        state contains its position continues with the second item.
 
         Args:
             expected: Saved start of the interrupted pass.
@@ -320,11 +321,11 @@ class SamplerOrder:
         return chain(drawn, items)
 
     def _draw_directly(self) -> Iterator[Any]:
-        """Yield the items as plain torch would: the draws for the first item use this process's global generators.
+        """Yield the sampler's items. As in plain torch, the first item is drawn with this process's global generators.
 
-        Most samplers draw all their random numbers at that time. Later draws use a copy of the generators. If they
-        used the global generators, they would alternate with training's draws and could not be repeated after a
-        resume.
+        Most samplers draw all their random numbers at that time. Later items are drawn with a copy of the generators.
+        If they were drawn with the global generators, the sampler's draws would alternate with those of training, and
+        could not be repeated after a resume.
         """
         iterator = iter(self.sampler)
         first = list(islice(iterator, 1))
@@ -347,7 +348,7 @@ class SamplerOrder:
     def _draw_chunks(
         self, iterator: Iterator[Any], rng_states: GlobalGenerators, before: Sequence[Any], begun: Any
     ) -> Iterator[Any]:
-        # If more items are requested than the sampler has, it may draw once more. An unfinished epoch must not do that.
+        # A sampler might draw again if more items are requested than it has. That must not happen in mid-epoch.
         length, num_taken, is_first = get_length(self.sampler), len(before), True
         while True:
             wanted = _CHUNK if length is None else min(_CHUNK, max(1, length - num_taken))
@@ -361,13 +362,11 @@ class SamplerOrder:
             num_taken += wanted
 
     def state(self, is_running: bool) -> State:
-        """Return the state that determines the order of the current epoch.
-
-        If no epoch is in progress, return that of the next.
+        """Return the state that determines the order of the current epoch or, between epochs, of the next one.
 
         It contains the states of the RNGs that the sampler uses, unless seed and epoch determine the order. It also
-        has the sampler's own state, if any, and a digest of the epoch's first items, with which a resumed epoch is
-        compared.
+        contains the sampler's own state, if any, and a digest of the epoch's first items. A resumed epoch must start
+        with items that have the same digest.
 
         Args:
             is_running: Whether an epoch is in progress.
@@ -379,9 +378,10 @@ class SamplerOrder:
         return {**own, **self._mark}
 
     def _describe(self, items: Sequence[Any], begun: Any) -> State:
-        """Return the sampler's states and a digest of a pass's first items, with which a resumed pass is compared.
+        """Return the sampler's states and a digest of a pass's first items.
 
-        The result is empty if the items are neither integers nor strings.
+        A resumed pass must start with items that have the same digest. The result is empty if the items are neither
+        integers nor strings.
 
         Args:
             items: First items of the pass.
@@ -403,7 +403,7 @@ class SamplerOrder:
 
 
 def describe_order(order: Any) -> str:
-    """Return a phrase about the kind of an order, such as "by WeightedRandomSampler" or "in the order of the data".
+    """Return a phrase that describes an order, such as "by WeightedRandomSampler" or "in the order of the data".
 
     Args:
         order: Order of samples.
@@ -455,7 +455,7 @@ def get_length(items: Any) -> int | None:
 
 @dataclass(frozen=True)
 class RandomSource:
-    """Source of the random numbers from which the order of a loader is drawn, with its settings.
+    """Settings and random number stream with which a loader's sample order is drawn.
 
     Attributes:
         config: Loader configuration of the run.
@@ -476,19 +476,19 @@ class LoadingRules:
     """Rules by which a run's loaders order, read and split data. The defaults follow torch's loaders.
 
     Attributes:
-        reads_ahead: Whether to fetch the next batch of a map-style dataset before training on the current one, if this
-            process fetches it. The global generators are then used for collating first, and for training afterwards.
-        leaves_workers: Whether workers use the generators that torch gives them, on several ranks too. Otherwise their
-            random numbers are functions of a sample's position, so that a resumed epoch is equal on any number of
-            ranks.
+        reads_ahead: Whether to fetch the next batch of a map-style dataset before training on the current one. It
+            applies to loaders without workers. Fetching a batch then draws from the global generators before training
+            on the previous batch does.
+        leaves_workers: Whether workers keep torch's seeding even with several ranks. Otherwise their random numbers are
+            functions of a sample's position, so that a resumed epoch is equal on any number of ranks.
         opens_late: Whether a pass draws its order when the first batch is requested. Otherwise it does so in `iter()`,
             as torch's loaders do.
         parts_streams: Whether loaders and training draw from separate random number streams if several ranks read one
             data shard.
         refuses_unlike_data: Whether different data or samplers on different ranks are an error. Otherwise they cause
             one warning.
-        compares_streams: Whether ranks that read an iterable dataset in full compare their samples, use equal random
-            numbers for it, and end together. Otherwise they exchange nothing.
+        compares_streams: Whether ranks that each read an iterable dataset in full compare their samples, read with
+            equal global RNG states, and end a pass together. Otherwise they exchange nothing.
     """
 
     reads_ahead = False

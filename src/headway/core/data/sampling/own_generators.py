@@ -116,7 +116,9 @@ def is_generator_text(text: str, is_on_cpu: bool) -> bool:
 
 
 def _is_other_state(kind: str, text: str) -> bool:
-    """Whether a string is a valid state of a generator of Python or NumPy. It is tested on an unused generator.
+    """Whether a string is a valid state of a Python or NumPy random number generator.
+
+    To check it, the state is loaded into a new generator.
 
     Args:
         kind: Type of the generator, such as "random", "numpy" or "PCG64".
@@ -184,7 +186,7 @@ def _restore_arrays(read: Any, own: Any) -> Any:
 
 
 def _is_readable(generator: object) -> bool:
-    """Whether the generator's complete state can be read and written.
+    """Whether an object is a random generator whose complete state can be read and written.
 
     False for `random.SystemRandom` and unusual subclasses.
     """

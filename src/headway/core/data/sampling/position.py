@@ -1,4 +1,4 @@
-"""Position of a loader: its epoch and the samples consumed in it, independent of ranks, workers and prefetching."""
+"""Position of a loader: epoch and number of consumed samples, which do not depend on ranks, workers or prefetching."""
 
 import sys
 
@@ -11,16 +11,16 @@ NOTHING = RankBatch([], None, None, 0, False)
 
 
 class Position:
-    """Position of a loader: the current epoch (between passes: the next one) and the samples yielded in it.
+    """Position of a loader: its epoch and the number of samples that it has yielded in this epoch.
 
     A pass can be left early by `break`, or by an `islice` or `zip` that ends first. The loader's own state then
-    keeps the position in that pass. For the run the epoch is over: this process continues with the next one, and so
-    does a run that resumes from a later checkpoint. While an exception from the loop is being handled, the pass is
-    not over, because a checkpoint saved at that time is meant to resume in this pass.
+    keeps the position in that pass. For the run, however, the epoch is over. This process continues with the next
+    epoch, and so does a run that resumes from a later checkpoint. While an exception from the loop is being handled,
+    the pass is not over, because a checkpoint saved at that time is meant to resume in this pass.
 
     Attributes:
-        epoch: Number of the epoch.
-        consumed: Number of its samples yielded so far on all ranks together, without padding.
+        epoch: Number of the current epoch. Between two passes, number of the next epoch.
+        consumed: Number of the epoch's samples yielded so far on all ranks together, without padding.
         previous: Value of `consumed` before the latest batch.
         share: `RankBatch` of the latest batch, with its row counts.
         is_running: Whether a pass is in progress or was left early.
@@ -108,7 +108,7 @@ class Position:
         self._left_under.clear()
 
     def pin_epoch(self, epoch: int) -> bool:
-        """Set the epoch of the next pass. A loaded position is kept if it belongs to this epoch.
+        """Set the epoch of the next pass. A loaded position is kept only if it belongs to the given epoch.
 
         Args:
             epoch: Number of the epoch.

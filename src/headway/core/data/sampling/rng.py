@@ -85,7 +85,7 @@ def write_text(text: str) -> None:
 
 
 def is_rng_states_text(text: str) -> bool:
-    """Whether a text contains valid global RNG states. They are tested on unused generators."""
+    """Whether a text contains valid global RNG states. To check them, they are loaded into new generators."""
     try:
         state, python, (_, keys, position, has_gauss, _) = _unpack(text)
         torch.Generator().set_state(state)

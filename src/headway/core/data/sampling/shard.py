@@ -2,11 +2,11 @@
 
 An epoch is divided into rounds. A round is one step: one batch for every rank. All ranks do the same arithmetic over
 the same order, so each knows the row counts of all others without an exchange. Rows that are added only to complete a
-batch are padding. They come last in a batch and are not counted. All ranks have equally many rounds.
+batch are padding. They come last in a batch and are not counted. All ranks have the same number of rounds.
 
-After a resume with another world size, the global batch may not be a multiple of the usual round. Then the order is
-divided into windows of `window` consecutive samples, the samples of one update, and each window into `num_rounds`
-rounds. Each round is divided among the ranks as evenly as possible. Nothing is repeated to fill batches, so that every
+After a resume with a different world size, the number of samples per update might not be a multiple of the samples per
+round. The order is then divided into windows, which contain the samples of one update each. A window is divided into
+rounds, and a round is divided among the ranks as evenly as possible. Nothing is repeated to fill batches, so that every
 update uses the same samples as before.
 """
 
@@ -33,7 +33,7 @@ class ShardIndex:
 
 
 class RankBatch(NamedTuple):
-    """Description of the samples of one rank in one step, with row counts.
+    """Description of one rank's samples in one step, with row counts.
 
     Attributes:
         indices: Indices that the rank fetches, padding last; empty if an iterable dataset was read.
@@ -69,12 +69,10 @@ class EpochStart(NamedTuple):
 class SampleSplit:
     """Split of an epoch's order into rounds of `size * count` consecutive samples.
 
-    Rank r gets the r-th chunk of `size`.
-
-    A round is one step: one batch for every rank.
+    A round is one step: one batch for every rank. Rank r gets the r-th chunk of `size` samples of each round.
 
     Attributes:
-        size: Number of samples of one rank in one round.
+        size: Number of samples per rank and round.
         count: Number of ranks.
         drop_last: Whether to leave out an incomplete round.
         is_even: Whether to complete the last round with samples from the start of the order.
@@ -161,7 +159,7 @@ class SampleSplit:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """Split of the batches of a custom batch sampler among ranks. These batches may differ in size.
+    """Split of a custom batch sampler's batches among the ranks. These batches may differ in size.
 
     A round is one step: one batch for every rank.
 
@@ -189,7 +187,7 @@ class BatchSplit:
         return 1 if self.is_split else self.count
 
     def count_rounds(self, length: int) -> int:
-        """Return the number of steps in an epoch of `length` batches of the batch sampler.
+        """Return the number of steps in an epoch for which the batch sampler yields `length` batches.
 
         In each step every rank gets one batch.
 
@@ -312,9 +310,7 @@ def _drop_samples(batches: Iterator[list[Any]], num_samples: int) -> Iterator[li
 class WindowSplit:
     """Split of an epoch's order into windows, which contain the samples of one update each.
 
-    Windows are split into rounds.
-
-    A round is one step: one batch for every rank.
+    Each window is split into rounds. A round is one step: one batch for every rank.
 
     Attributes:
         window: Number of samples per update.
@@ -346,7 +342,7 @@ class WindowSplit:
         return -(-self.window // self.num_rounds_each)
 
     def _num_in(self, length: int) -> int:
-        """Return the number of steps in a window of `length` samples."""
+        """Return the number of steps in a window of `length` samples. In each step every rank gets one batch."""
         return self.num_rounds_each if length == self.window else -(-length // self._largest)
 
     def count_rounds(self, length: int) -> int:

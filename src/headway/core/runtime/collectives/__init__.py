@@ -1,1 +1,1 @@
-"""Collectives that check in a handshake that all ranks agree, and helpers for nested batches."""
+"""Collectives with a handshake that checks that all ranks call the same operation, and helpers for nested batches."""

@@ -1,4 +1,4 @@
-"""Dtypes that every communication backend supports, and the dtypes in which reductions compute."""
+"""Dtypes that every communication backend supports, and the dtypes in which reductions are computed."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ _BY_WIDTH = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
 
 
 def is_carried(dtype: torch.dtype) -> bool:
-    """Whether every backend can send tensors of this dtype. Others are sent as a dtype of equal width."""
+    """Whether every backend can send tensors of this dtype. Others are sent as views in a dtype of equal width."""
     return dtype in _CARRIED
 
 
@@ -27,13 +27,13 @@ def as_carried(found: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def view_as_carried(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of the tensor in a dtype that all backends support (gloo lacks int16, uint32 and float8).
 
-    The dtype has the same width. A tensor whose dtype is supported is returned unchanged.
+    The dtype of the view has the width of the tensor's dtype. A tensor whose dtype is supported is returned unchanged.
     """
     return tensor if tensor.dtype in _CARRIED else tensor.view(_BY_WIDTH[tensor.dtype.itemsize])
 
 
 def choose_arithmetic(dtype: torch.dtype, reduction: str) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtype in which a reduction computes, and the dtype of its result.
+    """Return the dtype in which a reduction is computed, and the dtype of its result.
 
     Args:
         dtype: Dtype of the tensors to reduce.

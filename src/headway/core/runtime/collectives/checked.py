@@ -1,11 +1,11 @@
 """Checked collectives: ranks agree on the operation in a handshake before they transfer tensors.
 
-Each call starts with a handshake: one small all-gather over gloo of (operation, a hash of structure and dtypes, up
-to 32 numbers such as first dimensions). If ranks disagree on the operation or the structure, all of them find out in
-the handshake. They raise one error that lists the line of user code on each rank, whereas torch would hang, abort or
-mix up memory.
+Each call starts with a handshake, which is one small all-gather over gloo. It carries the operation, a hash of the
+structure and dtypes, and up to 32 numbers such as first dimensions. If ranks disagree on the operation or the
+structure, every rank raises an error that lists the line of user code on each rank. Without the handshake, torch would
+hang, abort or corrupt memory.
 
-Small collectives (counts, loss weights, votes) consist of the handshake's numbers alone. Tensors whose sizes may
+Small collectives (counts, loss weights, votes) consist of the handshake's numbers alone. Tensors whose sizes can
 differ between ranks are padded for the transfer and trimmed afterwards.
 """
 
@@ -45,7 +45,7 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.
 
 @dataclass
 class PendingHandshake:
-    """Handshake of a collective whose all-gather has started but has not been waited for.
+    """Handshake that has started but has not been waited for. A handshake is an all-gather before a collective.
 
     Attributes:
         entry: Record of the collective in the ledger.
@@ -63,15 +63,15 @@ class PendingHandshake:
 
 
 class Collectives:
-    """Collectives over a group of processes that check in a handshake that all ranks agree on the operation.
+    """Collectives over a group of processes, with a handshake that checks that all ranks call the same operation.
 
     Args:
         runtime: Runtime of this process.
         group: torch process group, which must also carry CPU tensors. Default: all processes.
-        is_alone: Whether the group consists of this process only. `group` is None then, and does not mean all
-            processes.
-        place: Name under which a `CollectiveLog` records the collectives of this group. All groups of one `split` share
-            one name.
+        is_alone: Whether the group consists of this process only. If it does, `group` must be None, which then does not
+            mean all processes.
+        place: Name under which a `CollectiveLog` records the collectives of this group. All groups that one call of
+            `split` creates share a name.
 
     Attributes:
         rank: Rank of this process in the group. Its global rank is `runtime.rank`.
@@ -120,7 +120,7 @@ class Collectives:
             operation: Name of the collective that is about to start, for the message.
 
         Raises:
-            StateError: If the group has ended, as after `end_training()`.
+            StateError: If the group has ended, for example in `end_training()`.
         """
         if self.has_ended:
             raise StateError(
@@ -138,9 +138,8 @@ class Collectives:
             groups: Ranks of each group, equal on all processes. Each rank must be in exactly one group.
 
         Raises:
-            CollectiveError: If a rank is in no group, is in two, or does not exist. Also if this object covers only
-                some of
-                the run's ranks, because only the collectives of all ranks can be split.
+            CollectiveError: If a rank is in no group, is in two groups, or does not exist. Also if this object covers
+                only some of the run's ranks, because only the collectives of all ranks can be split.
         """
         world = range(self.runtime.world_size)
         if sorted(rank for ranks in groups for rank in ranks) != list(world) or self.world_size != len(world):
@@ -167,9 +166,9 @@ class Collectives:
         return self._agree(operation, "", values)
 
     def start_sum(self, values: Sequence[float]) -> PendingHandshake | list[float]:
-        """Start to sum `values` over the ranks, element by element, without waiting.
+        """Start summing `values` over the ranks, element by element, without waiting for the sums.
 
-        Pass the result to `finish_sum`.
+        Pass the returned object to `finish_sum`.
         """
         if self.world_size == 1:
             return list(values)
@@ -198,7 +197,7 @@ class Collectives:
     # ---------------------------------------------------------------- tensors
 
     def gather(self, tree: Tree) -> Tree:
-        """Concatenate each tensor of all ranks along dim 0, in rank order. A 0-d tensor counts as one row.
+        """Concatenate each tensor over all ranks along dim 0, in rank order. A 0-d tensor counts as one row.
 
         First dimensions may differ between ranks.
 
@@ -206,7 +205,7 @@ class Collectives:
             tree: Tensor or nested structure of tensors.
 
         Raises:
-            CollectiveError: If ranks differ in structure, dtype, or another dimension.
+            CollectiveError: If ranks differ in structure, in dtype, or in any dimension except the first.
             CallError: If an entry is not a tensor. Inside a container, None is also allowed.
         """
         rows = [tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in list_tensors(tree)]
@@ -216,8 +215,8 @@ class Collectives:
             return map_tensors(lambda _: next(joined), tree)
         signature = describe_structure(tree) + "".join(f"|{t.dtype}{tuple(t.shape[1:])}" for t in rows)
         sizes = self._agree("gather", signature, [t.shape[0] for t in rows])
-        # Raise only after the handshake: if ranks pass different things, all have found out, and none waits for one
-        # that raised.
+        # Check only after the handshake. If ranks pass different structures, the handshake has raised on all of them.
+        # So no rank waits for one that raised an error here.
         require_tensors(tree, "gather")
         gathered = iter([self._gather_rows(t, [int(row[i]) for row in sizes]) for i, t in enumerate(rows)])
         return map_tensors(lambda _: next(gathered), tree)
@@ -239,9 +238,10 @@ class Collectives:
         """Combine each tensor over the ranks, element by element.
 
         Args:
-            tree: Tensors of equal shapes on all ranks.
-            reduction: "sum" (of booleans: the count of True), "mean" (of integers: a float tensor), "max" or "min".
-            scale: Factor for the result.
+            tree: Tensor or nested structure of tensors, with equal shapes on all ranks.
+            reduction: "sum", "mean", "max" or "min". The sum of booleans is the number of True values. The mean of
+                integers is a float tensor.
+            scale: Factor by which the result is multiplied.
 
         Raises:
             ConfigError: If the reduction is unknown.
@@ -272,7 +272,7 @@ class Collectives:
 
         Args:
             tree: Tensor or nested structure of tensors.
-            src: Rank in the group that sends.
+            src: Sender's rank within the group.
 
         Raises:
             CollectiveError: If ranks differ in structure, dtype or shape.
@@ -301,16 +301,16 @@ class Collectives:
 
         Args:
             found: Tensors of this rank.
-            src: Rank in the group that sends.
+            src: Sender's rank within the group.
 
         Raises:
-            CollectiveError: If ranks differ in number, shapes or dtypes.
+            CollectiveError: If ranks differ in the number, shapes or dtypes of their tensors.
         """
         if self.world_size == 1:
             return
         self._agree("broadcast", f"into {src}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in found), ())
         carried = [view_as_carried(tensor.detach()) for tensor in found]
-        # Memory order may differ between ranks, but all ranks must send a tensor in the same order.
+        # A tensor's strides can differ between ranks, but all ranks must transfer its elements in the same order.
         scattered = [index for index, tensor in enumerate(carried) if not tensor.is_contiguous()]
         through_copy: set[int] = set().union(*self._all_gather_objects(scattered))
         straight = [tensor for index, tensor in enumerate(carried) if index not in through_copy]
@@ -324,7 +324,7 @@ class Collectives:
         tensor.copy_(copy)
 
     def sum_in_place(self, found: Sequence[torch.Tensor]) -> None:
-        """Sum contiguous tensors over the ranks in place, in as few launches as the backend allows.
+        """Sum contiguous tensors over the ranks in place, with as few backend calls as possible.
 
         There is no handshake. Ranks must already have agreed on the tensors, for example in a vote.
 
@@ -340,7 +340,7 @@ class Collectives:
 
         Args:
             found: Contiguous tensors, in the same order on all ranks.
-            src: Rank in the group that sends.
+            src: Sender's rank within the group.
         """
         root = self._global_rank(src)
         self._in_place(
@@ -357,10 +357,10 @@ class Collectives:
         """Run one collective for each tensor: a broadcast from rank `src`, or an all-reduce if `src` is None.
 
         Args:
-            operation: Name of the collective for reports of hangs.
+            operation: Name of the collective in hang reports.
             found: Contiguous tensors, in the same order on all ranks.
             start: Function that starts the asynchronous collective of one tensor.
-            src: Rank in the group that sends. Default: None.
+            src: Sender's rank within the group. Default: None, for an all-reduce.
         """
         is_sum = src is None
         if self.world_size == 1:
@@ -382,7 +382,7 @@ class Collectives:
         """Pad each tensor along `dim` to the largest length on any rank.
 
         Args:
-            tree: Tensors. A tensor without dimension `dim` is returned unchanged.
+            tree: Tensor or nested structure of tensors. A tensor without dimension `dim` is returned unchanged.
             dim: Dimension to pad; negative numbers count from the end.
             pad_index: Value of the padding.
             pad_first: Whether to pad before the data instead of after it.
@@ -404,14 +404,19 @@ class Collectives:
     # ---------------------------------------------------------------- objects
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        """Return every rank's object, as a list indexed by rank. Objects are transferred by pickling."""
+        """Return every rank's object, as a list indexed by rank. Objects are pickled for the transfer."""
         if self.world_size == 1:
             return [obj]
         self._agree("objects", "", ())
         return self._all_gather_objects(obj)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Return rank `src`'s object on every rank."""
+        """Return rank `src`'s object on every rank. The object is pickled for the transfer.
+
+        Args:
+            obj: Object to send. It is ignored on the other ranks.
+            src: Sender's rank within the group.
+        """
         if self.world_size == 1:
             return obj
         self._agree("object", str(src), ())
@@ -428,17 +433,17 @@ class Collectives:
 
         Args:
             flat: Tensor on the CPU.
-            to: Rank in the group that receives.
+            to: Receiver's rank within the group.
         """
         with self._attendance.exclude_pair_messages():
             dist.send(flat, self._global_rank(to), group=self._cpu_group)
 
     def receive(self, flat: torch.Tensor, source: int) -> None:
-        """Receive bytes from one rank into a CPU tensor.
+        """Receive bytes from one rank, which calls `send`, into a CPU tensor.
 
         Args:
-            flat: Tensor on the CPU to fill. It must have the size in bytes of the tensor that `source` sends.
-            source: Rank in the group that sends.
+            flat: Tensor on the CPU to fill. It must have as many bytes as the tensor that `source` sends.
+            source: Sender's rank within the group.
         """
         with self._attendance.exclude_pair_messages():
             dist.recv(flat, self._global_rank(source), group=self._cpu_group)
@@ -542,7 +547,7 @@ class Collectives:
         return out
 
     def get_group(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
-        """Return the process group in which this tensor is transferred: the one for CPU tensors, or the main one."""
+        """Return the process group that transfers a tensor: the CPU group for CPU tensors, else the main group."""
         return self._cpu_group if tensor.device.type == "cpu" else self.group
 
     def _global_rank(self, rank: int) -> int:

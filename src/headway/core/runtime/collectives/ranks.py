@@ -1,4 +1,4 @@
-"""`RankAware`, the base class of the Accelerator with everything that depends on ranks but not on models."""
+"""`RankAware`, the base class of the Accelerator with the methods that depend on ranks but not on models."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class RankAware:
     """Base class of the Accelerator with the methods that depend on ranks but not on models.
 
-    It offers rank properties, decorators that run a function on some ranks, ordering between ranks, and collectives.
+    It offers rank properties, decorators that run a function on some ranks only, context managers in which some ranks
+    run first, and collectives.
 
     Args:
         runtime: Runtime of this process.
@@ -47,7 +48,7 @@ class RankAware:
 
     @property
     def num_processes(self) -> int:
-        """Number of processes of the run."""
+        """Number of processes in the run."""
         return self.runtime.world_size
 
     @property
@@ -67,7 +68,7 @@ class RankAware:
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this process has local rank 0, so that it is the first on its machine."""
+        """Whether this process has local rank 0, the lowest rank on its machine."""
         return self.runtime.is_local_main_process
 
     @property
@@ -77,7 +78,7 @@ class RankAware:
 
     @property
     def use_distributed(self) -> bool:
-        """Whether the run has several processes."""
+        """Whether the run has more than one process."""
         return self.runtime.world_size > 1
 
     # ---------------------------------------------------------------- decorators and order
@@ -142,17 +143,17 @@ class RankAware:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Return a context whose block runs on rank 0 first.
+        """Return a context manager whose `with` block runs on rank 0 first.
 
-        The other ranks run it after rank 0 has left it, even by an error.
+        The other ranks enter the block after rank 0 has left it, even if rank 0 has left it with an error.
         """
         yield from self._first(self.is_main_process)
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Return a context whose block runs on the first process of each machine first.
+        """Return a context manager whose `with` block runs first on local rank 0 of each machine.
 
-        The other processes of the machine run it afterwards, even if the first one has left it by an error.
+        The other ranks enter the block after every local rank 0 has left it, even if one has left it with an error.
         """
         yield from self._first(self.is_local_main_process)
 
@@ -193,7 +194,7 @@ class RankAware:
     def gather(self, tensor: Tree) -> Tree:
         """Concatenate the tensors of all ranks along dim 0 in rank order. A 0-d tensor counts as one row.
 
-        First dimensions may differ between ranks. Nested structures keep their shape.
+        First dimensions may differ between ranks. A nested structure keeps its nesting.
 
         Args:
             tensor: Tensor or nested structure of tensors.
@@ -206,7 +207,7 @@ class RankAware:
         Args:
             tensor: Tensor or nested structure of tensors.
             reduction: "sum", "mean", "max" or "min".
-            scale: Factor for the result.
+            scale: Factor by which the result is multiplied.
         """
         return self.collectives.reduce(tensor, reduction, scale)
 
@@ -225,8 +226,8 @@ class RankAware:
         """Return the exact mean over all ranks: the sum of `total` divided by the sum of `weight`.
 
         Args:
-            total: Sum on this rank (of losses, of correct answers).
-            weight: Number of items in that sum.
+            total: Sum over this rank's items, for example of losses or correct answers.
+            weight: Number of items in the sum.
 
         Returns:
             A 0-d float64 tensor on the CPU. It is NaN if `weight` is zero on all ranks.

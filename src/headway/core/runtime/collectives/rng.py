@@ -16,17 +16,17 @@ log = get_logger(__name__)
 _KNOWN = ("python", "numpy", "torch", "device", "generator")
 
 _VENDORS = frozenset({"npu", "mlu", "musa", "sdaa", "neuron"})
-"""Device types of vendors whose packages may not be imported yet, so that torch does not know them.
+"""Device types that torch knows only after their vendors' packages have been imported.
 
-Scripts written for Accelerate may still name them in `rng_types`.
+Scripts written for Accelerate can name them in `rng_types` before that.
 """
 
 
 def resolve_generator_names(rng_types: Sequence[str]) -> list[str]:
-    """Translate RNG names into those that Headway uses. Device types such as "cuda" become "device". Drop duplicates.
+    """Translate the user's RNG names into Headway's names, without duplicates. "cuda", for example, becomes "device".
 
     Args:
-        rng_types: Names as the user gave them.
+        rng_types: Names of random number generators, which may include device types such as "cuda".
 
     Raises:
         ConfigError: If a name is unknown.

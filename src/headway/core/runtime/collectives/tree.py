@@ -32,10 +32,10 @@ def is_record(tree: Tree) -> bool:
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bool] = is_packed) -> Tree:
-    """Apply a function to every leaf. Containers keep their type.
+    """Apply a function to every leaf of a nested structure. Containers keep their types.
 
     Args:
-        fn: Function from a leaf to its replacement.
+        fn: Function that takes a leaf and returns its replacement.
         tree: Nested containers.
         is_leaf: Function that returns whether to treat a container as a leaf. It is not called for plain lists, tuples
             and dicts. Default: only a PackedSequence is a leaf.
@@ -63,7 +63,7 @@ def _map_special(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], 
 
 
 def _fields(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) for the fields of a dataclass's __init__, and for other fields that contain tensors."""
+    """Yield (name, value) for each field of a dataclass that `__init__` accepts or that contains tensors."""
     for field in dataclasses.fields(tree):
         value = getattr(tree, field.name, None)
         if field.init or any(True for _ in list_tensors(value)):
@@ -110,7 +110,7 @@ def rebuild_sequence(kind: object, items: Iterable[Any]) -> Any:
     """Copy a list, tuple or named tuple with new items.
 
     Args:
-        kind: Sequence whose type the copy has.
+        kind: Sequence to copy. It determines the type of the copy.
         items: Items of the copy.
     """
     return type(kind)(*items) if hasattr(kind, "_fields") else type(kind)(items)  # type: ignore[call-arg]
@@ -146,7 +146,8 @@ def list_tensors(tree: Tree) -> Iterator[torch.Tensor]:
 def name_leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield pairs of (path, leaf) for every leaf of a nested batch.
 
-    The path from the tree is Python text such as `['loss'][0]` or `.logits`. It is "" if the tree itself is a leaf.
+    A path is written like a Python expression, such as `['loss'][0]` or `.logits`. It is "" if the tree itself is a
+    leaf.
     """
     if isinstance(tree, torch.Tensor | str | bytes) or is_packed(tree):
         yield prefix, tree
@@ -205,7 +206,7 @@ def _suggest_tensor(leaf: Any) -> str:
 
 
 def describe_structure(tree: Tree) -> str:
-    """Return the nesting of containers as text, with one mark per leaf. Trees of equal nesting have equal texts.
+    """Return the nesting of containers as text, with one mark per leaf. Trees with equal nesting yield equal texts.
 
     Raises:
         DataError: If the tree contains a PackedSequence, whose rows are interleaved.
@@ -227,7 +228,7 @@ def describe_structure(tree: Tree) -> str:
 
 
 def find_batch_size(tree: Tree) -> int | None:
-    """Return the size of dim 0 of a batch's first tensor that is not 0-d, or None if there is no such tensor.
+    """Return the size of dim 0 of the first tensor in a batch that is not 0-d, or None if there is no such tensor.
 
     For a PackedSequence, return the number of its sequences.
     """
@@ -240,9 +241,9 @@ def find_batch_size(tree: Tree) -> int | None:
 
 
 def can_move_itself(tree: Tree) -> bool:
-    """Whether the object has its own `to` method, with which it is moved to a device.
+    """Whether an object that is not a tensor is moved to a device by its own `to` method.
 
-    False for mappings (such as a BatchEncoding), whose items are moved instead.
+    False for dicts and UserDicts (such as a BatchEncoding), whose items are moved one by one instead.
     """
     return not isinstance(tree, torch.Tensor | dict | UserDict) and callable(getattr(type(tree), "to", None))
 
@@ -368,7 +369,7 @@ def split_inputs(inputs: Any, num_parts: int, index: int, apply_padding: bool = 
         inputs: List, tuple, tensor, NumPy array, Hugging Face Dataset, or a dict of these with equal lengths.
         num_parts: Number of parts.
         index: Index of the requested part.
-        apply_padding: Whether to pad all parts to the longest by repeating the input's last item.
+        apply_padding: Whether to pad all parts to the length of the longest one by repeating the input's last item.
 
     Raises:
         DataError: If the type is not supported, or the values of a dict differ in length.

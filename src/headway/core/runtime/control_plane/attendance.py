@@ -1,19 +1,20 @@
-"""Attendance: which ranks take part in a call that some ranks may skip, such as a save. It uses the control plane.
+"""Attendance check, which finds out which ranks take part in a call that some ranks may skip, such as a save.
 
 Each process counts events that occur in the same order on all ranks: collectives over all ranks, starts of
-micro-batches, and calls that need all ranks. A rank that makes a call that others may skip announces it on the
-control plane and waits for the others. A rank with an equal count has arrived. A rank with a higher count, or one
-whose script has ended, will not make the call. While any rank waits, a thread of each rank publishes its count::
+micro-batches, and calls that need all ranks. A rank that makes a call that others may skip announces the call on the
+control plane and waits for the other ranks. A rank whose count is equal has arrived at the call. A rank whose count is
+higher, or whose script has ended, will not make the call. While any rank waits, a thread of each rank publishes the
+rank's count::
 
     rank 0   ... micro-batch 7   save_state: announces "7, first call", waits ................. alone, and saves
     rank 1   ... micro-batch 7 ............ micro-batch 8   waits for rank 0's gradients
     its thread                                               "8, train.py:24"
 
-If rank 0 reaches one call and rank 1 another, with no counted event between them, the calls cannot be distinguished
-and are treated as one.
+If rank 0 reaches one save and rank 1 another, with no counted event between the two, the saves cannot be distinguished
+and are treated as one call.
 
-`RankConditionalCallCheck` applies this to calls on a sharded model, which contain collectives of all ranks. A call
-that only some ranks make raises an error instead of waiting forever.
+`RankConditionalCallCheck` applies this check to calls on a sharded model, which contain collectives of all ranks. If
+only some ranks make such a call, it raises an error instead of waiting forever.
 """
 
 import itertools
@@ -45,7 +46,7 @@ SAVE = "save_state"
 """Name of the call in which ranks save a checkpoint together."""
 
 _LOOK = 0.2
-"""Seconds between two checks whether another rank waits for this one."""
+"""Seconds between two checks for a rank that waits for this one."""
 
 _SOON = 0.02
 """Seconds between two publications of this rank's count while another rank waits."""
@@ -54,7 +55,7 @@ _TOGETHER = 0.1
 """Seconds that the first rank to arrive waits for all others, before it looks up where each missing rank is."""
 
 _LOOKS = 2000
-"""Maximum number of checks per second of all ranks together, because a single store answers them."""
+"""Maximum number of checks per second over all ranks. A single store has to answer all of them."""
 
 _KEPT = 16
 """Number of latest calls (such as saves) whose keys stay in the store. No rank reads the keys of an older call."""
@@ -62,8 +63,8 @@ _KEPT = 16
 _CALLS = 64
 """Number of latest calls that a rank remembers and publishes.
 
-A rank that is up to this many calls behind can then see that this rank has made the call that it waits in. Calls
-without collectives, as some forwards are, do not keep ranks together.
+A rank that is up to this many calls behind, and waits in one of them, can then see that this rank has already made that
+call. Ranks drift apart in calls without collectives, such as some forwards.
 """
 
 _READ = timedelta(seconds=30)
@@ -73,8 +74,8 @@ log = get_logger(__name__)
 Place = tuple[int, int, int, str]
 """Progress of a rank, as a tuple of counters.
 
-The elements are: the number of collectives over all ranks, the micro-batches since the last of these, the calls that
-need all ranks since the last micro-batch, and the name of the last such call.
+The elements are: the number of collectives over all ranks, the number of micro-batches since the last such collective,
+the number of calls that need all ranks since the last micro-batch, and the name of the last such call.
 """
 
 _ENDED: Place = (sys.maxsize, 0, 0, "")
@@ -82,12 +83,13 @@ _ENDED: Place = (sys.maxsize, 0, 0, "")
 
 @dataclass(frozen=True)
 class CallParticipants:
-    """Ranks that take part in a call that some ranks may skip, with the lines at which the other ranks are.
+    """Ranks that take part in a call that some ranks may skip, with the lines that the other ranks have reached.
 
     Attributes:
         ranks: Ranks that take part, in ascending order, including this one.
         call_site: Line of user code that makes the call.
-        elsewhere: Text that names the lines to which the other ranks have continued; empty if all ranks take part.
+        elsewhere: Text that names the lines of user code that the other ranks have reached instead; empty if all ranks
+            take part.
     """
 
     ranks: tuple[int, ...]
@@ -95,7 +97,7 @@ class CallParticipants:
     elsewhere: str = ""
 
     def __str__(self) -> str:
-        """Format for error messages: `at train.py:31 on rank 0 only: rank 1 has gone on to train.py:24`."""
+        """Return text for messages, such as "at train.py:31 on rank 0 only: rank 1 has gone on to train.py:24"."""
         return f"at {self.call_site} on {name_ranks(self.ranks)} only: {self.elsewhere}"
 
 
@@ -123,7 +125,7 @@ class Attendance:
     def start(self, runtime: process.ProcessRuntime) -> None:
         """Start the thread that publishes this rank's counts. It runs until the runtime ends.
 
-        Does nothing on a single process, or if the thread has been started.
+        Does nothing in a run with a single process, or if the thread is already running.
         """
         if runtime.world_size == 1 or self._control is not None:
             return
@@ -144,23 +146,24 @@ class Attendance:
     # ---------------------------------------------------------------- counting
 
     def restart_count(self) -> None:
-        """Start counting collectives anew when the process group ends.
+        """Restart the count of collectives when the process group ends.
 
-        A new count is needed because some ranks may have started a collective that others have not.
+        The ranks' counts can differ at that time, because some ranks might have started a collective that others have
+        not. The new count is equal on all ranks.
         """
         self._place = (((self._place[0] >> 32) + 1) << 32, 0, 0, "")
         self._select_excluded = 0
 
     def count_exchange(self) -> None:
         """Count a collective over all ranks that is about to start."""
-        self._select_excluded = _count_collectives()  # set it first, because the answering thread may read in between
+        self._select_excluded = _count_collectives()  # set it first, because the answering thread might read in between
         self._place = (self._place[0] + 1, 0, 0, "")
 
     @contextmanager
     def exclude_pair_messages(self) -> Iterator[None]:
         """Return a context in which messages between two ranks are not counted.
 
-        gloo counts them as collectives, but other ranks do not take part.
+        gloo counts such messages as collectives, although only two ranks take part.
         """
         self._paired_since = _count_collectives()
         try:
@@ -241,7 +244,7 @@ class Attendance:
     def _is_decided(self, control: Control, key: str, seconds: float) -> bool:
         """Wait until some rank has published which ranks take part in the call that this rank waits in.
 
-        If all ranks arrive at the call, the last one publishes this. Otherwise the first one does.
+        If all ranks arrive at the call, the last rank to arrive publishes this. Otherwise the first rank does.
 
         Returns:
             Whether it was published within `seconds`.
@@ -254,7 +257,12 @@ class Attendance:
         return False
 
     def _forget(self, control: Control, key: str) -> None:
-        """Delete the store's keys of all but the latest announced calls, so that the store does not keep growing."""
+        """Delete all keys from the store except those of the latest announced calls, so that the store stays small.
+
+        Args:
+            control: Control plane client.
+            key: Key prefix of the call that this rank announces now.
+        """
         self._asked.append(key)
         if len(self._asked) > _KEPT:
             former = self._asked.popleft()
@@ -262,7 +270,7 @@ class Attendance:
                 control.delete(f"{former}/{name}")
 
     def _find_absent(self, control: Control, key: str) -> dict[int, str]:
-        """Find the ranks that have continued their script without making the call that this rank waits in.
+        """Return the ranks that have continued their script without making the call that this rank waits in.
 
         Returns:
             For each such rank, a phrase that says where its script is now.
@@ -274,8 +282,8 @@ class Attendance:
         while undecided and not control.has(f"{key}/gone"):
             for rank in list(undecided):
                 place, number, where, made, is_replaying = self._answer(control, rank)
-                # Check arrival after reading the place: a rank that has arrived may have moved on with the others meanwhile.
-                # A rank that lists this place among its calls made the call without asking.
+                # Check arrival after reading the place, because a rank that had arrived might have moved on with the
+                # others by then. A rank that lists this place among its calls made the call without asking.
                 if is_replaying or place == self._place or self._place in made or control.has(f"{key}/{rank}"):
                     undecided.remove(rank)
                 # Second case: the rank is in a collective that the script calls directly through torch.
@@ -288,11 +296,11 @@ class Attendance:
         return gone
 
     def _answer(self, control: Control, rank: int) -> tuple[Place, int, str, list[Place], bool]:
-        """Return the state that a rank published last.
+        """Return the state that a rank has published most recently.
 
         Returns:
-            Progress of the rank; number of collectives that it has entered since its last counted collective; phrase
-                that says where its script is; its latest calls; and whether it joins every call that others ask about.
+            Tuple of five values. Progress of the rank. Number of collectives that it has entered since its last counted
+                one. Phrase that says where its script is. Its latest calls. Whether it joins every call of other ranks.
         """
         key = self._key(f"at/{rank}")
         if not control.has(key):
@@ -364,5 +372,5 @@ def _count_collectives() -> int:
 
 
 def _count_runtimes() -> Iterator[int]:
-    """Return the counter that numbers the runtimes of this process. All ranks start them in the same order."""
+    """Return a new counter that numbers the runtimes of this process. All ranks start runtimes in the same order."""
     return itertools.count()

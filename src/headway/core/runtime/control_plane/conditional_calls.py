@@ -17,13 +17,13 @@ _DEPTH = 12
 
 
 class RankConditionalCallCheck:
-    """Check that all ranks make a call on a sharded model.
+    """Callable check that raises an error if only some ranks make a call on a sharded model.
 
     The check runs only once for each stack (the innermost 12 frames) from which the call is made.
 
     Args:
         runtime: Runtime of this process.
-        strategy: Name of the strategy under which a forward contains collectives, for the message.
+        strategy: Name of the sharding strategy, for the error message.
     """
 
     def __init__(self, runtime: ProcessRuntime, strategy: str) -> None:
@@ -32,27 +32,27 @@ class RankConditionalCallCheck:
         self._seen: set[tuple[tuple[int, int], ...]] = set()
 
     def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise an error before a forward of the model starts if other ranks do not run this forward.
+        """Raise an error before a forward of the model starts if another rank does not run this forward.
 
         Raises:
-            UnsupportedError: If other ranks do not make this call.
+            UnsupportedError: If another rank has continued its script without running this forward.
         """
         if not torch.compiler.is_compiling():  # torch.compile cannot trace a stack walk
-            # Distinguish call paths, so that an evaluation on one rank is not mistaken for the other ranks' next step.
+            # Distinguish the modes, so that an evaluation on one rank is not mistaken for the other ranks' next step.
             action = "a forward" if torch.is_grad_enabled() else "a forward without gradients"
             self.check(f"{type(model).__name__} is called", action)
 
     def check(self, call: str, action: str) -> None:
-        """Raise an error before a call starts if other ranks do not make it.
+        """Raise an error before a call starts if another rank does not make it.
 
         Only the first call from each stack is checked.
 
         Args:
-            call: Description of the call, as the start of a sentence.
+            call: Description of the call that starts the error message, such as "GPT is called".
             action: Operation that needs all shards of the model, such as "a forward".
 
         Raises:
-            UnsupportedError: If other ranks do not make this call.
+            UnsupportedError: If another rank has continued its script without making this call.
         """
         attendance = self._runtime.scope.own(Attendance)
         attendance.count_call(action)

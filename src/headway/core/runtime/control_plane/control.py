@@ -1,9 +1,9 @@
 """Control plane of a run: votes, key-value exchange and aborts between ranks, independent of the process group.
 
-It uses its own TCPStore, hosted by the launcher's agent on machine 0, or by rank 0 without a launcher. A vote costs
-each rank one message with its values and one counted arrival. The last rank to arrive publishes the result and the
-others read it. The server's work therefore grows with the number of ranks, not with its square. The store holds
-three keys per rank and two per pending vote, whatever the number of votes.
+It uses its own TCPStore. The launcher's agent on machine 0 hosts the store, or rank 0 if there is no launcher. A vote
+costs each rank one message with its values and one counted arrival. The last rank to arrive publishes the result and
+the others read it. The server's work therefore grows with the number of ranks, not with its square. The store holds
+three keys per rank and two per pending vote, however many votes take place.
 """
 
 import math
@@ -48,7 +48,7 @@ _MISMATCH = -1
 _ARRIVED, _WEIGHTY = 1, 1 << 32  # an arrival adds _ARRIVED, and _WEIGHTY too if it has a nonzero value
 
 UNTIL_ENDED = 30.0
-"""Seconds for which a process that has aborted the run waits for the launcher to end it. Then it ends itself."""
+"""Seconds that a process that has aborted the run waits for the launcher to end it. After that it ends itself."""
 
 
 class Control:
@@ -60,7 +60,7 @@ class Control:
     Args:
         rank: Rank of this process.
         world_size: Number of processes.
-        link: Connection to the store; None on a single process, where every call returns at once.
+        link: Connection to the store; None in a run with a single process, in which every call returns at once.
         timeout: Default time limit of a wait.
     """
 
@@ -96,7 +96,8 @@ class Control:
         Raises:
             ConfigError: If the operation is unknown.
             CollectiveError: If ranks voted with different operations or numbers of values.
-            ControlPlaneError: If ranks did not vote in time (the message names them), or the host of the store is gone.
+            ControlPlaneError: If ranks did not vote in time (the message names them), if the host of the store is gone,
+                or if an earlier vote has failed.
         """
         if op not in _FOLDS:
             raise ConfigError(f"vote(op={op!r}) is unknown; allowed: {', '.join(_FOLDS)}")
@@ -140,7 +141,8 @@ class Control:
             store.reset("arrived")
             store.set(f"result/{number}", result)
         else:
-            # The first rank to arrive deletes it, since it waits anyway. All ranks have read that result.
+            # The first rank to arrive deletes the result of the vote before last, because it has to wait anyway. All
+            # ranks have read that result.
             if tally % _WEIGHTY == 1:
                 store.delete_key(f"result/{number - 2}")
             if not wait_for_keys(store, [f"result/{number}"], timeout):
@@ -175,7 +177,7 @@ class Control:
         return list(struct.unpack_from(f"<{len(values)}d", result, _HEAD.size))
 
     def _describe_absence(self, store: SealedStore, number: int, timeout: timedelta) -> str:
-        """Return an error message that names the ranks that have voted and those that have not."""
+        """Return an error message that names the ranks that have voted and the ranks that have not."""
         keys = [f"vote/{rank}" for rank in range(self.world_size)]
         numbers = [_HEAD.unpack_from(vote)[0] if (vote := store.find(key)) else 0 for key in keys]
         missing = [rank for rank, seen in enumerate(numbers) if seen < number]
@@ -219,7 +221,7 @@ class Control:
         return self._store.find(f"user/{key}") is not None
 
     def set_once(self, key: str, value: bytes) -> bytes:
-        """Set `key` unless another rank has set it. Return its value, which is equal on all ranks."""
+        """Set `key` unless it already has a value. Return the value that it then has, which is equal on all ranks."""
         return self._store.set_once(f"user/{key}", value)
 
     def count(self, key: str, number: int = 1) -> int:

@@ -22,7 +22,8 @@ def check_in(store: SealedStore, rank: int, world_size: int, timeout: timedelta)
         timeout: Maximum time to wait.
 
     Raises:
-        LaunchError: If ranks are missing at the timeout, or two processes have the same rank. The message names them.
+        LaunchError: If ranks are missing at the timeout, or if two processes have the same rank. The message names the
+            ranks.
     """
     me = f"pid {os.getpid()} on {socket.gethostname()}"
     if store.add(f"here/{rank}/count", 1) > 1:
@@ -67,5 +68,5 @@ def describe_missing(world_size: int, missing: Sequence[int], when: str) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return 'rank 3' or 'ranks 1, 3'. A long list is truncated."""
+    """Return text that lists ranks, such as "rank 3" or "ranks 1, 3". A long list is truncated."""
     return f"rank{'s' if len(ranks) > 1 else ''} {join_names(list(map(str, ranks)), 20)}"

@@ -13,9 +13,9 @@ class SealedStore:
 
     Args:
         store: torch store that keeps the values.
-        name: Name that distinguishes this store from the run's others. A value is valid only in this store and under
-            its own key.
-        seal: Computes and checks HMACs with the secret of the run.
+        name: Name that distinguishes this store from the run's other stores. A value is valid only in the store and
+            under the key for which it was written.
+        seal: Object that computes and checks HMACs with the run's secret.
     """
 
     def __init__(self, store: Store, name: str, seal: Seal) -> None:
@@ -24,15 +24,15 @@ class SealedStore:
         self._seal = seal
 
     def set(self, key: str, value: bytes) -> None:
-        """Write an authenticated value."""
+        """Write a value together with its HMAC."""
         self._store.set(key, self._seal.seal_message(f"{self._name}/{key}", value))  # type: ignore[arg-type]
 
     def find(self, key: str) -> bytes | None:
-        """Return the value of `key`, or None if there is none or it was not written by this run."""
+        """Return the value of `key`, or None if the key does not exist or its value was not written by this run."""
         return self._open(key, self._store.get(key)) if self._store.check([key]) else None
 
     def get(self, key: str) -> bytes:
-        """Return the value of `key`. Waits until the key exists, as torch's store does.
+        """Return the value of `key`. Like torch's store, it waits until the key exists.
 
         Raises:
             ControlPlaneError: If the value was not written by this run.
@@ -40,7 +40,7 @@ class SealedStore:
         return self._proven(key, self._store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of several keys in one call.
+        """Return the values of several keys in one request. Like torch's store, it waits until all keys exist.
 
         Raises:
             ControlPlaneError: If a value was not written by this run.
@@ -53,7 +53,7 @@ class SealedStore:
         return self._proven(key, self._store.compare_set(key, "", sealed))  # type: ignore[arg-type, unused-ignore]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of these keys exist."""
+        """Whether all the given keys exist."""
         return bool(self._store.check(list(keys)))
 
     def add(self, key: str, number: int) -> int:

@@ -1,20 +1,21 @@
 """Coordinated stop: after a stop request on any rank, all ranks agree on one check at which all of them stop.
 
-A check is a call of `StopAgreement.check`, for example before each batch, and costs one comparison. A rank's
-position is (accumulation windows started, checks since then). After a request a thread of each rank, which runs even
-while the rank waits in a collective, posts the next position::
+A check is a call of `StopAgreement.check`, for example before each batch. It is cheap while no stop is requested. A
+rank's position is the pair (accumulation windows started, checks since the last start). After a request, a thread of
+each rank posts the position of the rank's next check. The thread runs even while the rank waits in a collective::
 
     rank 0   check (7, 0) ... (7, 1) ...                    stops at the first check from (7, 2) on
     rank 1   check (7, 0) ... waits in a collective (7, 1) ...                    and so does this one
     threads                       ^ request: post (7, 2) and (7, 1); the largest is the point to stop at
 
-No rank continues past the position that it posted before all posts have arrived, so no rank is beyond the largest
-one. Until then every rank continues, because others may wait for it in a collective. At that check (or the next one
-without an open accumulation window, if windows are short) ranks compare their places in the script. If a rank is
-elsewhere or does not arrive (for example because only one rank runs this loop), all go on to the next window.
+No rank passes the position that it has posted until all posts have arrived. So no rank is beyond the largest posted
+position, which is the target. Every rank continues to the target, because other ranks might wait for it in a
+collective. At the target, the ranks compare their places in the script. If accumulation windows are short, they do so
+at the first check from the target on at which no window is open. If a rank is elsewhere or does not arrive (for example
+because only one rank runs this loop), all ranks continue to the next window and compare again.
 
 If a window is long, the stop does not wait for its end. If no rank has stopped after a while, the threads post once
-more, and the agreed point may then be inside an open window.
+more, and the agreed check can then be inside an open window.
 """
 
 import os
@@ -39,13 +40,15 @@ LOOK = 0.2
 """Seconds between two checks for stop requests of other ranks."""
 
 POSTING = 30.0
-"""Seconds within which the threads of all ranks must post their positions after a stop request. A rank that does not do
-so is dead or suspended.
+"""Seconds within which the threads of all ranks must post their positions after a stop request.
+
+A rank that does not do so is dead or suspended.
 """
 
 LATE = 20.0
-"""Seconds by which ranks may differ in reaching the check at which they stop. The limit doubles with each further
-attempt.
+"""Seconds that a rank waits at the check at which it wants to stop until all other ranks arrive there.
+
+The limit doubles with each further check at which the ranks try to stop.
 """
 
 SOON = 5.0
@@ -56,9 +59,9 @@ updates were shorter.
 """
 
 AGAIN = 3.0
-"""Seconds after the first signal from which a repeated signal ends the process.
+"""Minimum seconds between the first signal and a repeated signal that ends the process.
 
-A repeated signal has no effect if all ranks have already reached the check at which they stop.
+A repeated signal does not end the process if all ranks have already reached the check at which they stop.
 """
 
 Position = tuple[int, int]
@@ -67,18 +70,18 @@ log = get_logger(__name__)
 
 
 class StopAgreement:
-    """This rank's side of an agreement of all ranks to stop the run at the same point of their scripts.
+    """This rank's part in an agreement between all ranks to stop the run at one point of their scripts.
 
     The script calls `check` regularly. After a stop request on any rank, the ranks agree on one of these checks.
 
     Args:
         control: Control plane client.
         signals: Signals that request a stop.
-        deadline: Time at which to stop the run even without a request; None for no such time.
+        deadline: Time at which to stop the run even without a signal; None for no time limit.
         name: Unique name of this agreement within the run.
 
     Attributes:
-        reason: Text that names the signal and rank of the request; empty without a request.
+        reason: Text that names the source of the stop request, such as a signal and its rank; empty without a request.
         is_agreed: Whether all ranks have reached the check at which they stop.
     """
 
@@ -140,8 +143,8 @@ class StopAgreement:
             now = time.monotonic()
             self._paces = (self._paces[1], now - self._began)
             self._began = now
-        # Write the position before reading the reason. The thread uses the reverse order, so one of the two sees the
-        # other.
+        # Write the position before reading the reason. The thread uses the reverse order, so at least one of the two
+        # sees what the other has written.
         self._position = position = (window, was[1] + 1 if was[0] == window else 0)
         if not self.reason or self.is_agreed:
             return False
@@ -169,13 +172,13 @@ class StopAgreement:
         return False
 
     def _move_target_forward(self) -> bool:
-        """Move the stop to the nearest check, even inside an accumulation window.
+        """Move the target of the stop to a nearer check, even inside an accumulation window.
 
         Do nothing unless the threads have posted their positions a second time, which they do if no rank has stopped
         after a while.
 
         Returns:
-            Whether this call has moved the stop.
+            Whether this call has moved the target.
         """
         if self._is_in_a_hurry or not self._has_posted_again:
             return False
@@ -187,7 +190,7 @@ class StopAgreement:
         """Agree with all ranks on the check at which they stop: the largest position that any rank has posted.
 
         Returns:
-            Position of the check, and the duration of an accumulation window in seconds (the longest over all ranks).
+            Position of the check, and the duration of an accumulation window in seconds on the slowest rank.
 
         Raises:
             ControlPlaneError: If a rank does not post its position in time.
@@ -208,10 +211,14 @@ class StopAgreement:
     def _wait_for_arrivals(self, where: str) -> bool:
         """Wait for the other ranks, and return whether all of them are at this check.
 
-        The last rank to arrive publishes the result. If a rank times out first, it publishes that not all have arrived.
+        The last rank to arrive publishes the result. If a rank times out before that, it publishes that not all ranks
+        have arrived.
+
+        Args:
+            where: Description of this rank's place in the script, which must be equal on all ranks.
         """
         control, verdict = self._control, self._key(f"{self._round}/verdict")
-        # Another rank may be waiting for this one in a save that only it makes.
+        # Another rank might be waiting for this one in a save that only the other rank makes.
         process.current().scope.own(Attendance).count_call("stopping")
         control.set(self._key(f"{self._round}/{control.rank}"), where.encode())
         if control.count(self._key(f"{self._round}/count")) == control.world_size:
@@ -228,7 +235,7 @@ class StopAgreement:
     def _wait_for_readers(self) -> None:
         """Wait on rank 0 until all other ranks have read the decision.
 
-        Rank 0's process may host the store, and could end too early otherwise.
+        Rank 0's process might host the store, which would otherwise end before the other ranks have read from it.
         """
         control, known = self._control, self._key("known")
         if control.count(self._key("read")) == control.world_size:
@@ -258,8 +265,8 @@ class StopAgreement:
     def _look(self) -> None:
         """Check once for a stop request.
 
-        If this rank has received one, publish it; otherwise read that of another rank. If there is a request, also
-        post the position of this rank's next check.
+        If this rank has received a request, publish it; otherwise read the request of another rank. If there is one,
+        also post the position of this rank's next check.
         """
         own_request = self._describe_own_request()
         if own_request and pulse.get_own_pulse().is_run_over and not self._flags.has_previous_handler:
@@ -278,7 +285,7 @@ class StopAgreement:
 
     def _post(self, name: str, *, is_at_check: bool = False) -> None:
         window, checks = self._position
-        # The shorter of the last two, as an evaluation may have come between windows.
+        # Post the shorter of the last two durations, because one of them might include an evaluation.
         post = f"{window} {checks if is_at_check else checks + 1} {min(self._paces)}"
         self._control.set(self._key(f"{name}/{self._control.rank}"), post.encode())
 
@@ -286,7 +293,7 @@ class StopAgreement:
         """After a stop request, handle a long accumulation window and repeated signals.
 
         If no rank has stopped after a while, request an earlier stop. If a signal is repeated, end this process,
-        because it may never reach another check.
+        because it might never reach another check.
         """
         is_late = time.monotonic() - self._asked_at > SOON
         if not (self._has_posted_again or self.is_agreed) and (is_late or self._control.has(self._key("hurry"))):
@@ -298,7 +305,7 @@ class StopAgreement:
             os._exit(128 + (self._flags.first or signal.SIGTERM))
 
     def _describe_own_request(self) -> str:
-        """Return the text of a stop request, such as a signal, that this rank itself has received; "" if none."""
+        """Return text that names the stop request, such as a signal, that this rank has received; "" if none."""
         who = f" on rank {self._control.rank}" if self._control.world_size > 1 else ""
         if (number := self._flags.first) is not None:
             return f"{signal.Signals(number).name}{who}"
@@ -312,7 +319,8 @@ class _Agreements:
 
     Attributes:
         current: Active agreement; None before the first.
-        num_started: Number of agreements so far. All ranks start them in the same order, so the number identifies each.
+        num_started: Number of agreements so far. All ranks start agreements in the same order, so the number identifies
+            an agreement on all ranks.
     """
 
     def __init__(self) -> None:

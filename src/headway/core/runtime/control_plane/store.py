@@ -47,11 +47,12 @@ class StoreAddress:
     Attributes:
         host: Host of the server.
         port: Port of the server.
-        attempt: Key prefix, equal on all ranks and different in each attempt (start of all ranks) of the run.
+        attempt: Key prefix, equal on all ranks. Each attempt has a different prefix. An attempt is one start of all
+            ranks of the run.
         hosted_by: Process that hosts the store: `AGENT` (the launcher's agent) or `RANK_0`.
-        key: Secret of the run in hexadecimal. During the rendezvous, the salt with which it is derived from the user's
-            secret.
-        hub_port: Port on machine 0 for the heartbeats of other machines; 0 on a single machine.
+        key: Secret of the run in hexadecimal. In an address that is published for the rendezvous, it is the salt with
+            which each process derives the run's secret from the user's secret.
+        hub_port: Port on machine 0 for the heartbeats of other machines; 0 in a run on one machine.
     """
 
     host: str
@@ -92,16 +93,17 @@ class StoreAddress:
 class StoreLink:
     """Connection of a process to the store: address, server if this process hosts it, and one client per thread.
 
-    If rank 0 hosts the store, a thread waits for aborts. With a launcher the agent does this.
+    If rank 0 hosts the store, a thread of each process watches for an abort of the run. With a launcher, the agent does
+    this.
 
     Args:
         address: Address of the store.
         timeout: Maximum time for connecting.
-        server: Server of the store, in the process that hosts it.
+        server: Server of the store if this process hosts it, else None.
         strangers: Counter of the values in the store that other programs have written.
 
     Attributes:
-        seal: Computes and checks HMACs with the secret of the run.
+        seal: Object that computes and checks HMACs with the run's secret.
         has_said_goodbye: Whether rank 0 has announced that it ends without an error.
     """
 
@@ -133,7 +135,7 @@ class StoreLink:
     def store(self) -> SealedStore:
         """Client of the store for the calling thread.
 
-        Its keys begin with the prefix of this attempt (start of all ranks) of the run.
+        Its keys begin with the prefix of the current attempt of the run. An attempt is one start of all ranks.
 
         Raises:
             LaunchError: If the store cannot be reached.
@@ -157,10 +159,10 @@ class StoreLink:
             ) from error
 
     def _listen(self) -> None:
-        """Wait for an abort of the run in a thread, which works even while the main thread waits in C code.
+        """Watch for an abort of the run in a thread, which works even while the main thread waits in C code.
 
-        The thread waits at a plain socket, which closes when the host ends. A torch store would then log a C++ stack
-        trace.
+        The thread waits on a plain socket, which closes when the host of the store ends. If it waited on a torch store
+        instead, torch would then log a C++ stack trace.
         """
         try:
             self._presence = socket.create_connection((self.address.host, self.address.port))
@@ -179,7 +181,7 @@ class StoreLink:
     def close(self, rank: int, world_size: int) -> None:
         """Close the connection at a regular end of the run.
 
-        If rank 0 hosts the store, it waits up to one second, so that the other ranks notice the regular end.
+        If rank 0 hosts the store, rank 0 waits up to one second so that the other ranks notice the regular end.
 
         Args:
             rank: Rank of this process.
@@ -192,7 +194,7 @@ class StoreLink:
         self._thread.join(5)
         try:
             if self._server is None:
-                # Rank 0 may have ended already, and torch retries a refused connection until its timeout.
+                # Rank 0 might have ended already, and torch retries a refused connection until its timeout.
                 self._timeout = min(self._timeout, timedelta(seconds=_FAREWELL))
                 self.store.add(_GONE, 1)
             else:
@@ -242,11 +244,11 @@ def host_control_plane(
 ) -> StoreLink:
     """Host the control plane on rank 0, for runs without a launcher, and return this rank's connection to it.
 
-    Rank 0 publishes the address in the process group's store. The other ranks read it there.
+    Rank 0 publishes the address in the process group's store. The other ranks read the address from it.
 
     Args:
         store: Rendezvous store of the process group.
-        seal: Computes and checks HMACs with the user's secret.
+        seal: Object that computes and checks HMACs with the user's secret.
         rank: Rank of this process.
         is_alone_on_machine: Whether all ranks run on this machine.
         timeout: Maximum time that the other ranks wait for rank 0.
@@ -265,11 +267,11 @@ def host_control_plane(
 def open_group_store(init_method: str | None, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, int]:
     """Open the store for the rendezvous of a process group.
 
-    With MASTER_ADDR and MASTER_PORT the store is opened directly: torch's own rendezvous would wait for all ranks
-    and could not name the missing ones.
+    If MASTER_ADDR and MASTER_PORT are set, the store is opened directly, because torch's own rendezvous would wait for
+    all ranks and could not name the missing ones.
 
     Args:
-        init_method: URL as for torch's `init_process_group`.
+        init_method: URL as for torch's `init_process_group`; None for "env://".
         rank: Rank of this process.
         world_size: Number of processes.
         timeout: Maximum time of a call to the store.
@@ -282,7 +284,7 @@ def open_group_store(init_method: str | None, rank: int, world_size: int, timeou
         store, rank, world_size = next(rendezvous(init_method or "env://", rank, world_size, timeout=timeout))
         return store, rank, world_size
     if rank == 0:
-        # A port in use may belong to a store of this process, which torch then returns again.
+        # If the port is in use, it might belong to a store of this process, which torch then returns below.
         with contextlib.suppress(OSError):
             return start_store(address, port, timeout), rank, world_size
     store = TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, multi_tenant=True, timeout=timeout)
@@ -290,9 +292,9 @@ def open_group_store(init_method: str | None, rank: int, world_size: int, timeou
 
 
 def wait_for_keys(store: SealedStore, keys: Sequence[str], timeout: timedelta) -> bool:
-    """Poll the keys at increasing intervals, and return whether all of them exist before the timeout.
+    """Poll the keys at increasing intervals, and return whether all of them have appeared before the timeout.
 
-    A wait in C++ would not react to signals and would log two lines at every timeout.
+    torch's own wait runs in C++. It would not react to signals and would log two lines at every timeout.
     """
     start, seconds = time.monotonic(), timeout.total_seconds()
     names = list(keys)
@@ -311,10 +313,10 @@ def wait_for_value(store: SealedStore, key: str, timeout: timedelta, name: str =
         store: Store to read from.
         key: Key to wait for.
         timeout: Maximum time to wait.
-        name: Name of the key in an error message. Default: `key`.
+        name: Name of the key in the error message. Default: "", which uses `key`.
 
     Raises:
-        ControlPlaneError: If the key has no value at the timeout.
+        ControlPlaneError: If the key has no value when the timeout expires.
     """
     if not wait_for_keys(store, [key], timeout):
         raise ControlPlaneError(

@@ -26,7 +26,7 @@ class AxisOptions:
         sharding: Options of sharding.
         tensor: Options of tensor parallelism.
         context: Options of context parallelism.
-        number_format: The run's mixed_precision.
+        number_format: Mixed precision of the run, such as "bf16".
     """
 
     layout: Layout
@@ -47,13 +47,10 @@ class SplitModel:
     distributed: Sequence[torch.nn.Module] = ()
 
     def resume(self) -> None:
-        """Enable the split for a model that is prepared a second time.
-
-        The model has stayed split since the first time.
-        """
+        """Enable the split again for a model that is prepared a second time, and has stayed split since the first."""
 
     def release(self) -> None:
-        """Undo what the split has changed besides the parameters, such as hooks and patched functions."""
+        """Undo the changes that the split has made, except to the parameters. For example, remove its hooks."""
 
     def backward_context(self) -> AbstractContextManager[Any]:
         """Return the context in which backward runs."""

@@ -4,20 +4,21 @@
 Hooks on a tensor that is not the real parameter, and writes to it, would be lost silently. The checks raise an error
 that names the parameters.
 
-Most optimizers work element by element and can step on shards. The rejected ones compute means over rows and columns of
-a full matrix, keep state in blocks of memory that do not support DTensors, or step with an operation that torch has
-for unsharded tensors only. torch's own errors in the first step do not explain this.
-`tests/distributed/test_sharded_optimizers.py` runs those that work.
+Most optimizers work element by element and can step on shards. An optimizer is rejected if it computes means over rows
+and columns of a full matrix. It is also rejected if DTensor does not support its state, or the operation of its step.
+torch's own errors in the first step do not explain this. `tests/distributed/test_sharded_optimizers.py` runs the
+optimizers that work.
 
 `SecondOrder` detects a backward that is followed by another one through the same forward, as for a gradient penalty.
 `torch.autograd.grad(..., create_graph=True)` runs FSDP's hooks, which free gathered parameters. Some nodes of the
 graph that it creates have no hooks and read unsharded parameters. Other nodes have the hooks that free a unit and
 reduce its gradients. On an accelerator, autograd runs the nodes in a separate thread, and these hooks run before the
-unit's last gradient. So before the following backward all units are gathered, and gradients are reduced after it.
+unit's last gradient. Before the following backward, all units are therefore gathered, and gradients are reduced only
+after it.
 
 `ParameterUsage` finds the sharded parameters that took part in an update's losses on any rank. FSDP reduces zeros for a
 parameter that one rank did not use, so that all ranks send messages of the same size. A parameter that no rank used
-must have no gradient, as on one process; otherwise weight decay and momentum would change it. So at the first update,
+must have no gradient, as on one process. Otherwise weight decay and momentum would change it. So at the first update,
 ranks exchange which parameters they used. They repeat this at each update if some rank did not use a parameter in the
 first one, or if the options require it.
 """
@@ -149,10 +150,7 @@ def _get_storage_id(tensor: torch.Tensor) -> int:
 
 
 def _get_write_state(tensor: torch.Tensor) -> tuple[int, int, bool]:
-    """Return values that change when the tensor is written to or gets a gradient.
-
-    The tensor gets a gradient if a loss is computed from it.
-    """
+    """Return values that change when the tensor is written to, or when it gets a gradient because a loss used it."""
     return _get_storage_id(tensor), tensor._version, tensor.grad is None
 
 
@@ -201,7 +199,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def warn_of_own_state_dict(optimizer: torch.optim.Optimizer) -> None:
-    """Warn if an optimizer's state dict has a custom form, in which a checkpoint cannot hold sharded state."""
+    """Warn if an optimizer's state dict has a custom form, so that checkpoints cannot save its sharded state."""
     saved = optimizer.state_dict()
     if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
         log.warning(
@@ -240,7 +238,7 @@ def check_sizes(optimizer: torch.optim.Optimizer, current: Callable[[torch.Tenso
 
 
 class SecondOrder:
-    """Detector of a backward with `create_graph=True` through a sharded model, such as the one of a gradient penalty.
+    """Detector of a backward with `create_graph=True` through a sharded model, such as a gradient penalty needs.
 
     Args:
         model: Sharded model.
@@ -293,7 +291,7 @@ class ParameterUsage:
     Args:
         model: Sharded model.
         everyone: Collectives over all ranks.
-        changes: Whether the set of used parameters changes between updates.
+        changes: Whether the set of used parameters can change between updates.
     """
 
     def __init__(self, model: torch.nn.Module, everyone: Collectives, changes: bool) -> None:
@@ -336,11 +334,11 @@ class ParameterUsage:
         self._is_settled = True
 
     def snapshot(self) -> Any:
-        """Return a copy of the record, from which `restore` undoes a batch."""
+        """Return a copy of the record, which `restore` needs to undo a batch."""
         return self._is_settled, self._asks, self._is_known, set(self._used), list(self._fired)
 
     def restore(self, snapshot: Any) -> None:
-        """Restore the record from a snapshot. A snapshot can be restored several times."""
+        """Restore the record of used parameters from a snapshot, which can be restored several times."""
         self._is_settled, self._asks, self._is_known, used, fired = snapshot
         self._used.clear()
         self._used.update(used)
@@ -393,9 +391,7 @@ class ParameterUsage:
 
 
 def _record_use(used: set[int], fired: list[int], key: int, parameter: torch.Tensor) -> None:
-    """Record that a parameter got a gradient, which shows that the loss used it.
-
-    This is called by a hook on the parameter.
+    """Record that a parameter got a gradient, which shows that the loss used it. A hook on the parameter calls this.
 
     It is a plain function, because hooks live as long as parameters and must not keep other objects alive.
     """

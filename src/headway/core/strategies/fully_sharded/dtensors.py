@@ -35,7 +35,7 @@ def get_local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def put_whole(own: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy the values of a full tensor into this rank's tensor, which may be a shard of it.
+    """Copy the values of a full tensor into this rank's tensor, or only this rank's shard if that tensor is sharded.
 
     Args:
         own: Plain tensor, or DTensor whose local shard is filled.
@@ -108,13 +108,13 @@ _ADVICE = {
     "Tensor on device meta is not on the expected device": "in a pipeline, parameters of other stages are on the meta device. Make "
     "the loss of the model's outputs alone; in place of a penalty on weights, use the optimizer's weight_decay",
 }
-"""Advice for errors of torch, by a substring of the error message."""
+"""Advice for torch errors, by a substring of the error message."""
 
 
 def explain_error(error: BaseException) -> str:
-    """Return advice to append to an error message of torch, or "" if there is no advice for this message.
+    """Return advice to append to a torch error message, or "" if there is none for this message.
 
-    There is advice about DTensors and about parameters of other pipeline stages.
+    The advice is about DTensors and about the parameters of other pipeline stages.
     """
     last = traceback.extract_tb(error.__traceback__, limit=-1)
     is_theirs = any("/torch/distributed/tensor/" in frame.filename.replace(os.sep, "/") for frame in last)
@@ -171,7 +171,7 @@ def get_local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor
 
 
 def count_shards(tensor: torch.Tensor) -> dict[int, int]:
-    """Return the number of shards along each sharded dimension; empty for an unsharded tensor."""
+    """Return the number of shards along each sharded dimension, by dimension. The dict is empty for other tensors."""
     found: dict[int, int] = {}
     if is_dtensor(tensor):
         for axis, placement in enumerate(tensor.placements):
@@ -182,7 +182,7 @@ def count_shards(tensor: torch.Tensor) -> dict[int, int]:
 
 
 def count_copies(tensor: torch.Tensor, num_ranks: int) -> int:
-    """Return on how many of `num_ranks` ranks each element of the tensor is stored."""
+    """Return how many of `num_ranks` ranks store each element of the tensor."""
     if not is_dtensor(tensor):
         return num_ranks
     mesh: Any = tensor.device_mesh
@@ -279,9 +279,7 @@ _ITEM = local_scalar_dense
 class WholeScalars:
     """Handler that makes `item()` of a DTensor return the value over all ranks.
 
-    It is registered in DTensor's dispatcher.
-
-    There is one per process, registered until the runtime ends.
+    Each process has one handler. It stays registered in DTensor's dispatcher until the process runtime ends.
     """
 
     def __init__(self) -> None:
@@ -297,9 +295,9 @@ class WholeScalars:
             process.release_at_end(self.release)
 
     def _compute_item(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the number that a 0-d DTensor holds.
+        """Return the value of a 0-d DTensor as a number.
 
-        If ranks hold terms or shards of it, this is a collective over its mesh.
+        If ranks hold terms or shards of the value, this is a collective over the DTensor's mesh.
 
         Raises:
             UnsupportedError: If not all ranks of the mesh call it.
@@ -312,6 +310,6 @@ class WholeScalars:
         return number.full_tensor().item()
 
     def release(self) -> None:
-        """Remove the handler from torch's table."""
+        """Remove the handler from DTensor's dispatcher."""
         if self._table.get(_ITEM) is self._entry:
             del self._table[_ITEM]

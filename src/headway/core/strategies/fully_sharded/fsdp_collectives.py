@@ -1,10 +1,10 @@
-"""Records of the collectives that torch's fully_shard starts, and the means to join those of other ranks.
+"""Recording of the collectives that torch's fully_shard starts, and functions to join collectives of other ranks.
 
 FSDP starts collectives in hooks of the forward and the backward. Each all-gather of a unit, and each reduction of its
 gradients, is recorded in the `CollectiveLedger` with the unit's name. So a report of a hang names the collective in
-which a rank waits. While a batch may have to be run again, these collectives are also recorded in the `CollectiveLog`,
-so that a rank can join them with `stand_in`. torch's public hooks are `set_custom_all_gather`,
-`set_custom_reduce_scatter` and, for the all-reduce over replicas (HSDP), the hook that is called after it.
+which a rank waits. If a batch might have to be run again, these collectives are also recorded in the `CollectiveLog`,
+so that a rank can join them with `stand_in`. The public torch hooks for this are `set_custom_all_gather`,
+`set_custom_reduce_scatter` and, after the all-reduce over replicas (HSDP), `set_all_reduce_hook`.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ class FSDPUnit:
 
     Args:
         group: FSDP's parameter group.
-        name: Name of its module.
-        key: Number of the model and number of the unit.
+        name: Name of the group's module.
+        key: Pair of (number of the model, number of the unit in the model).
         everyone: Collectives over all ranks. Their `CollectiveLedger` records the unit's collectives.
     """
 
@@ -99,7 +99,7 @@ class FSDPUnit:
             how: Number of elements, dtype and operation of a reduction; empty for an all-gather.
 
         Raises:
-            CollectiveError: If gradients are reduced by an operation to which zeros are not neutral.
+            CollectiveError: If gradients are reduced by an operation for which zeros are not neutral.
         """
         group = self.group
         if kind == _GATHER:
@@ -181,7 +181,7 @@ class CommHooks:
         self._models: list[tuple[torch.nn.Module, list[FSDPUnit]]] = []
 
     def open(self, model: torch.nn.Module) -> None:
-        """Install hooks that record a model's collectives. Versions of torch without these hooks record none."""
+        """Install hooks that record a model's collectives. Nothing is recorded in torch versions without such hooks."""
         number, opened = len(self._models), []
         names = {id(module): name for name, module in model.named_modules()}
         for count, (module, group) in enumerate(iterate_groups(model)):
@@ -207,14 +207,14 @@ class CommHooks:
 
 
 def name_operation(operation: str, unit: str) -> str:
-    """Return a name for a unit's operation that is short enough for the process's status, `headway.core.runtime.pulse`.
+    """Return a name for a unit's operation, short enough for the status that a process publishes.
 
-    Long unit names are shortened at the start.
+    Long unit names are shortened at the start. The status is defined in `headway.core.runtime.pulse`.
     """
     room = _ROOM - len(operation) - 4
     return f"{operation} of {unit if len(unit) <= room else '..' + unit[2 - room :]}"
 
 
 def _name_reduction(op: Any) -> str:
-    """Return the name of a reduction: SUM, AVG or another one."""
+    """Return the name of a reduction operation, such as "SUM" or "AVG"."""
     return next((name for name, known in _OPERATIONS.items() if op == known), str(op))

@@ -21,14 +21,17 @@ fsdp = LazyModule("torch.distributed.fsdp")
 
 
 def iterate_sharded_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the modules of a model on which `fully_shard` was called, which may include the model itself."""
+    """Yield all modules of a model, including the model itself, on which `fully_shard` was called."""
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             yield module
 
 
 def iterate_groups(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield each of FSDP's parameter groups once, with its module. A group is gathered by one collective."""
+    """Yield pairs of (module, parameter group) for FSDP's parameter groups, each group once.
+
+    The parameters of a group are gathered by one collective.
+    """
     seen: set[int] = set()
     for module in iterate_sharded_modules(model):
         for group in _list_groups_of(module):
@@ -72,7 +75,7 @@ def get_gathered_parameter(record: Any) -> torch.Tensor | None:
 
 
 def reduce_unused_parameters(model: torch.nn.Module) -> None:
-    """Make all ranks reduce zeros for parameters that their loss did not use, so that all send messages of equal size.
+    """Make ranks reduce zeros for parameters that their loss did not use, so that all messages have equal sizes.
 
     Older versions of torch have no option for this.
     """
@@ -82,10 +85,11 @@ def reduce_unused_parameters(model: torch.nn.Module) -> None:
 
 
 def set_missing_gradient_dtypes(frozen: Iterable[Any]) -> list[Any]:
-    """Set the gradient dtypes of parameter groups whose first parameters were unfrozen.
+    """Set the gradient dtypes of parameter groups in which all parameters were frozen before.
 
     FSDP sets the dtypes at the first forward, from the parameters that are trainable then. A group with only frozen
-    parameters gets none. Once unfrozen, its gradients would be reduced and assigned in the compute dtype.
+    parameters gets none. If its parameters were unfrozen later, their gradients would be reduced and assigned in the
+    compute dtype.
 
     Args:
         frozen: Groups that had no gradient dtypes at the last call.
@@ -95,7 +99,7 @@ def set_missing_gradient_dtypes(frozen: Iterable[Any]) -> list[Any]:
     """
     waiting = []
     for group in frozen:
-        if not hasattr(group, "_orig_dtype"):  # its module has had no forward yet, which sets the formats
+        if not hasattr(group, "_orig_dtype"):  # the module's first forward, which sets the dtypes, has not run yet
             waiting.append(group)
             continue
         if group._orig_dtype is None and any(record.sharded_param.requires_grad for record in group.fsdp_params):
@@ -149,14 +153,14 @@ def add_forward_methods(model: Any, names: Iterable[str]) -> None:
 
 
 def hold_gradients(model: Any, is_held: bool = True) -> None:
-    """Make backwards of pipeline stages leave parameters gathered and gradients unsharded.
+    """Make the backwards of a pipeline stage leave parameters gathered and gradients unsharded.
 
     Pipeline stages alternate between micro-batches, so parameters are needed again soon.
 
     Args:
         model: Sharded model.
-        is_held: Whether backwards leave them gathered and unsharded. False: restore FSDP's normal behavior. Default:
-            True.
+        is_held: Whether to leave parameters gathered and gradients unsharded. False: restore FSDP's normal behavior.
+            Default: True.
     """
     model.set_requires_gradient_sync(not is_held)
     model.set_reshard_after_backward(not is_held)
@@ -247,7 +251,7 @@ Waiting = tuple[Any, torch.Tensor | None, torch.Tensor | None]
 
 
 def take_gradients(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> list[Waiting]:
-    """Remove the unreduced gradients of those parameters that belong to this model, and return them."""
+    """Remove and return the unreduced gradients of those given parameters that belong to this model."""
     wanted, taken = set(map(id, parameters)), []
     for record in iterate_records(model):
         if id(record.sharded_param) in wanted:
@@ -270,7 +274,7 @@ def discard_gradients(model: torch.nn.Module) -> None:
     """Discard unreduced gradients, and the gathered parameters and pending collectives of an interrupted pass.
 
     Raises:
-        UnsupportedError: If this version of torch does not support it.
+        UnsupportedError: If this version of torch cannot free the gathered parameters of an interrupted pass.
     """
     if isinstance(model, fsdp.FSDPModule):
         if not hasattr(model, "reset_iter_state"):

@@ -77,7 +77,7 @@ class ShardedModel:
         splits: Splits of the model along the other axes.
         lost_writes: Detector of hooks and writes that would be lost.
         usage: Record of the parameters that the losses of an accumulation window have used.
-        second_order: Detector of backwards that create a graph.
+        second_order: Detector of backwards with `create_graph=True`.
         writes: Counter of in-place changes of shards.
         units: Modules that FSDP gathers separately.
         freeing: Handle of the hook that frees the parameters gathered for an evaluation.
@@ -145,10 +145,10 @@ class MeshStrategy(Strategy):
         layout: Number of ranks along each axis. In a pipeline, the attribute `everyone` covers only the ranks that hold
             the same stages as this rank.
         options: Options of sharding.
-        number_format: The run's mixed_precision: "no", "bf16", "fp16" or "fp8". Default: "no".
+        number_format: Mixed precision of the run: "no", "bf16", "fp16" or "fp8". Default: "no".
         tensor: Options of tensor parallelism. If None, models' own plans are used.
         context: Options of context parallelism. If None, defaults are used.
-        float8: Options of "fp8". If None, defaults are used.
+        float8: Options of float8, for the number format "fp8". If None, defaults are used.
         computes_on: Device type for which number formats are chosen. If None, this process's device type.
 
     Attributes:
@@ -236,7 +236,7 @@ class MeshStrategy(Strategy):
         check_initializers(model, self._expected)
 
     def move_model(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Do nothing: `setup_model` moves one unit after the other to the device, and keeps only this rank's shards."""
+        """Do nothing, because `setup_model` moves the model to the device, one unit at a time."""
 
     def setup_model(
         self,
@@ -394,12 +394,10 @@ class MeshStrategy(Strategy):
         return [*norms, *modules]
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise an error if an optimizer cannot step on shards.
-
-        Optimizers that work element by element or support DTensors can.
+        """Raise an error if an optimizer cannot step on shards, and cannot be given full parameters instead.
 
         Raises:
-            UnsupportedError: If the optimizer is known to do neither.
+            UnsupportedError: If the optimizer needs full parameters, or unsharded tensors for its operations.
         """
         warn_of_own_state_dict(optimizer)
         if self.layout.pp == 1 and self._options.whole_updates is not False:
@@ -436,7 +434,7 @@ class MeshStrategy(Strategy):
         return nullcontext() if self._updates is None else self._updates.expose_state(optimizer)
 
     def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the shard that has replaced a parameter."""
+        """Return the shard that has replaced a parameter, or the parameter itself if it was not replaced."""
         return self._replaced.current(parameter)
 
     def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -446,7 +444,7 @@ class MeshStrategy(Strategy):
     def free_gathered(self, model: torch.nn.Module) -> None:
         """Free gathered parameters, so that the model's parameters are the shards.
 
-        FSDP keeps the root's parameters gathered after a forward until its backward, which may not follow.
+        FSDP keeps the root's parameters gathered after a forward until its backward, but not every forward has one.
         """
         fsdp_state.reshard_units(model)
 
@@ -455,7 +453,7 @@ class MeshStrategy(Strategy):
     def micro_batch_context(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
         """Return the context of a micro-batch.
 
-        If its backward does not reduce gradients, each rank keeps unsharded gradients.
+        If `sync` is False, each rank keeps its gradients unsharded and unreduced.
         """
         return nullcontext() if sync or not isinstance(model, fsdp.FSDPModule) else fsdp_state.defer_reduction(model)
 
@@ -513,9 +511,9 @@ class MeshStrategy(Strategy):
             yield
 
     def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Discard the gradients of the parameters, and parameters that are still gathered because a forward failed.
+        """Discard the gradients of the parameters, and free parameters that a failed forward has left gathered.
 
-        This includes unsharded gradients that wait for the end of the accumulation window.
+        Unsharded gradients that wait for the end of the accumulation window are discarded, too.
         """
         super().drop_gradients([self.find_current(p) for p in parameters])  # type: ignore[misc]
         for each in self._prepared:
@@ -523,9 +521,9 @@ class MeshStrategy(Strategy):
             each.usage.forget()
 
     def stash_gradients(self, parameters: Iterable[torch.Tensor]) -> Any:
-        """Remove the gradients of the parameters, and the record of used parameters.
+        """Remove the gradients of the parameters, together with a copy of the record of used parameters.
 
-        This includes unsharded gradients that wait for the end of the accumulation window.
+        Unsharded gradients that wait for the end of the accumulation window are removed, too.
 
         Returns:
             Value for `restore_gradients`.
@@ -576,7 +574,10 @@ class MeshStrategy(Strategy):
         return [(each.usage, each.usage.snapshot()) for each in self._prepared]
 
     def restore(self, snapshot: Any) -> None:
-        """Restore the record of used parameters from a snapshot. Free gathered parameters and pending collectives."""
+        """Restore the record of used parameters from a snapshot.
+
+        Gathered parameters are freed, and pending collectives are dropped.
+        """
         self.clean_up_failure()
         for usage, state in snapshot:
             usage.restore(state)
@@ -644,7 +645,8 @@ class MeshStrategy(Strategy):
                 lost.check()
         run = None if self._updates is None else self._updates.find_step(optimizer, closure)
         if run is not None and closure is not None:
-            # The optimizer would call it first, but while the optimizer runs, its parameters are not the model's.
+            # Optimizers call the closure at the start of their step. While `run` executes the step, however, the
+            # optimizer's parameters are not those of the model, so the closure is called here.
             closure()
             closure = None
         for model in self._models:  # copies gathered since backward would be outdated after the update
@@ -659,10 +661,7 @@ class MeshStrategy(Strategy):
         return did_step
 
     def apply_loaded_values(self) -> None:
-        """Recompute the scales of float8 weights after a load.
-
-        The detection of in-place changes by user code starts anew.
-        """
+        """Recompute the scales of float8 weights after a load, and restart the detection of in-place changes."""
         for each in self._prepared:
             each.writes.forget()
         if self._number_format == "fp8":

@@ -1,9 +1,9 @@
-"""Count in-place changes of shards by user code, so that ranks can detect a change that only some of them made.
+"""Detection of in-place changes of shards by user code, so that ranks can find a change that only some of them made.
 
 Shards hold different values, so their values do not reveal a change on one rank. torch's version counters do,
 because they count in-place operations. An optimizer step increases them, too. Its increase is measured in the first
-step after each call of `look`, and subtracted in the next call. Writes through `.data` are not counted. A change on
-every rank looks correct, even if the values differ.
+step after each call to `look`, and subtracted in the next call. Writes through `.data` are not counted. A change that
+every rank makes counts as correct, whatever its values.
 """
 
 from math import ceil
@@ -34,7 +34,7 @@ class ShardWrites:
     def forget(self) -> None:
         """Start a new comparison at the current version counters.
 
-        A load has changed the counters by different amounts on each rank.
+        This is needed after a load, which changes the counters by different amounts on each rank.
         """
         self._last = self._versions()
         self._num_steps = 0
@@ -51,7 +51,7 @@ class ShardWrites:
         return [name for name, now, last, each in rows if now != last + self._num_steps * each], self._per_step
 
     def begin_step(self) -> None:
-        """Record the version counters before the first optimizer step after each call of `look`."""
+        """Record the version counters before the first optimizer step after each call to `look`."""
         self._before = self._versions() if self._has_looked else None
         self._has_looked = False
 

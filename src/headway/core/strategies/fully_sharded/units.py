@@ -1,4 +1,4 @@
-"""Choose a model's units, which FSDP shards and gathers together, and their dtypes; reject what cannot be sharded.
+"""Choice of the units in which FSDP shards a model, and of their dtypes. Models that cannot be sharded are rejected.
 
 A unit is a module whose parameters are gathered by one collective when its forward begins. Repeated blocks are
 units; all other modules belong to the root. If several modules use one parameter (tied weights), one unit must contain
@@ -13,10 +13,10 @@ device cannot compute from half-precision weights.
 
 For float8 all-gathers, a sharded weight of a float8 layer is cast before it is gathered, with one scale for all of
 its shards. torchao's tensor subclass around the shard casts it and passes the gathered float8 values to the layer.
-The scale needs the largest absolute value over all shards. The scales of all weights are computed in one collective;
-otherwise each all-gather, in forward and in backward, would need another collective first. The scales are computed
-after an update, for scripts that call a block alone. They are computed again when a forward begins, because weights may
-have changed in between (a checkpoint, an optimizer that swaps averages) and an older scale would clip values.
+The scale needs the largest absolute value over all shards. The scales of all weights are computed in one collective.
+Otherwise each all-gather, in forward and in backward, would need another collective first. The scales are computed
+after an update, for scripts that call a block alone. They are computed again when a forward begins, because weights can
+change in between: a checkpoint is loaded, or an optimizer swaps in averaged weights. An older scale would clip values.
 """
 
 from collections.abc import Container, Iterable, Iterator
@@ -51,7 +51,7 @@ _NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 
 @dataclass(frozen=True)
 class ShardingUnits:
-    """Modules of a model that FSDP gathers separately, and what stays outside of them.
+    """Modules of a model that FSDP gathers separately, and parameters that stay unsharded.
 
     Attributes:
         modules: Modules that are units, innermost first, without the root.
@@ -291,9 +291,9 @@ def list_local_units(
 
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Move a model's buffers to the device of its parameters, which are DTensors there already.
+    """Move a model's buffers to the device on which its parameters already are.
 
-    Not needed after `fully_shard`, which moves buffers itself.
+    This is needed only for models without FSDP, because `fully_shard` moves buffers itself.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -326,8 +326,8 @@ def choose_formats(options: ShardingOptions, number_format: str, device_type: st
 
     Args:
         options: Options of sharding, which override `number_format`.
-        number_format: The run's mixed_precision.
-        device_type: Device type that computes.
+        number_format: Mixed precision of the run, such as "bf16".
+        device_type: Type of the device that computes, such as "cuda".
     """
     reduce, output = _dtype(options.reduce_dtype), _dtype(options.output_dtype)
     given = _dtype(options.param_dtype)
@@ -356,7 +356,7 @@ def choose_formats(options: ShardingOptions, number_format: str, device_type: st
 def iterate_float32_norms(
     units: Iterable[torch.nn.Module], formats: MixedPrecisionFormats
 ) -> Iterator[torch.nn.Module]:
-    """Yield each norm within the units that has parameters and stays in float32."""
+    """Yield the norm layers that are inside units, have parameters, and stay in float32."""
     seen = {id(unit) for unit in units}
     for unit in units:
         for module in unit.modules():
@@ -409,7 +409,7 @@ def check_float8(
     """Raise an error if this layout cannot compute in float8 with these options.
 
     Args:
-        number_format: The run's mixed_precision.
+        number_format: Mixed precision of the run, such as "fp8".
         options: Options of float8.
         sharding: Options of sharding.
         num_parts: Number of ranks that split a matrix (tensor parallelism).
@@ -445,7 +445,7 @@ def _is_partly_kept(sharding: ShardingOptions) -> bool:
 def wrap_weights(
     model: torch.nn.Module, options: Float8Options | None, sharding: ShardingOptions, num_shards: int
 ) -> int:
-    """Wrap weights of float8 layers so that they are all-gathered in float8. Call this before they are sharded.
+    """Wrap weights of float8 layers so that they are all-gathered in float8. Call this before weights are sharded.
 
     A weight is not wrapped if several modules use it, its scales are per row, or its rows cannot be divided evenly
     among the shards.

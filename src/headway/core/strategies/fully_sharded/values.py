@@ -1,8 +1,8 @@
-"""Initialize models from the meta device after they were sharded, so that no rank ever holds a full model.
+"""Initialization of models on the meta device after they were sharded, so that no rank ever holds a full model.
 
-For one unit after the other, each rank allocates the unit's full tensors, lets its modules initialize them, receives
-rank 0's values, and keeps its shards. A module's initial values come from its `reset_parameters`, or from the model's
-`_init_weights` (transformers).
+One unit at a time, each rank allocates the unit's full tensors, has the unit's modules initialize them, receives
+rank 0's values, and keeps its own shards. A module's initial values come from its `reset_parameters`, or from the
+model's `_init_weights` (transformers).
 """
 
 import math
@@ -63,7 +63,7 @@ def check_initializers(model: torch.nn.Module, expected: Container[str] = ()) ->
 def _find_missing(model: torch.nn.Module, expected: Container[str]) -> set[int]:
     """Return the IDs of tensors on the meta device that the model must initialize.
 
-    These are tensors none of whose names is in `expected`.
+    A tensor need not be initialized if one of its names is in `expected`.
     """
     places = map_locations(model)
     found = {id(place.tensor) for place in places.values() if place.tensor.is_meta}
@@ -284,13 +284,13 @@ def _check_filled(model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> No
 def _initialize_modules(
     model: torch.nn.Module, modules: list[torch.nn.Module], awaited: Iterable[torch.Tensor]
 ) -> None:
-    """Let modules initialize their own tensors, children first.
+    """Make modules initialize their own tensors, children first.
 
     A module is skipped unless it contains tensors without values and all of its submodules are in `modules`.
 
     Args:
         model: Model that contains the modules.
-        modules: Modules that may initialize their tensors.
+        modules: Modules to initialize.
         awaited: Tensors without values.
 
     Raises:

@@ -1,11 +1,11 @@
-"""Data of a report: finds and loads runs, places values on step and time axes, and downsamples long series.
+"""Data of a report: find and load runs, and place their values on step and time axes.
 
-Values are downsampled to buckets that keep all extremes; nan and inf are marked separately. A chart is a few hundred
-pixels wide. Of a million values, each column of pixels can show only the lowest value, the highest value and where
-most values are. So a bucket keeps minimum, maximum and mean. The area between minimum and maximum covers exactly the
-pixels that a line through all values would cover. This is the argument of Jugel, Jerzak, Hackenbroich and Markl, "M4:
-A Visualization-Oriented Time Series Data Aggregation", VLDB 2014, which draws a line by the first, last, lowest and
-highest point of each column.
+`series.py` then downsamples long series to buckets that keep all extremes. nan and inf are marked separately. A chart
+is a few hundred pixels wide. Of a million values, each column of pixels can show only the lowest value, the highest
+value and where most values are. So a bucket keeps minimum, maximum and mean. The area between minimum and maximum
+covers exactly the pixels that a line through all values would cover. This is the argument of Jugel, Jerzak,
+Hackenbroich and Markl, "M4: A Visualization-Oriented Time Series Data Aggregation", VLDB 2014. Their method, M4, draws
+a line through the first, last, lowest and highest point of each column.
 
 A smoothed line can be computed from means without bias. Points chosen by shape, such as those of LTTB (Steinarsson,
 2013), do not allow this and can omit extremes. Unlike M4's, these buckets contain equal numbers of values rather
@@ -116,11 +116,11 @@ class RunData:
 def find_log(path: Path) -> Path:
     """Return the path of the run log for `path`.
 
-    It is the file itself, `log.jsonl` in the folder, or the only log up to three folders below. A log in an object
-    store is downloaded.
+    The log is `path` itself, `log.jsonl` in the folder `path`, or the only log up to three folders below it. A log in
+    an object store is downloaded.
 
     Raises:
-        ConfigError: If there is no log, or more than one. The message lists runs nearby.
+        ConfigError: If there is no log, or more than one. The message lists runs in nearby folders.
     """
     if isinstance(path, ObjectPath):
         if (found := fetch_log(path)) is None:
@@ -156,7 +156,7 @@ def _list_runs(folder: Path) -> str:
 def _find_logs_nearby(folder: Path, depth: int = 3) -> Iterator[Path]:
     """Yield the run logs up to `depth` folders below `folder`.
 
-    The search ends after about 5000 directory entries, because the folder may be a large one such as the home
+    The search ends after about 5000 directory entries, because the folder might be a large one, such as the home
     directory.
     """
     level = [folder]

@@ -4,11 +4,11 @@ The colors can be distinguished with any color vision, on a light and on a dark 
 over lightness, chroma and hue within each hue's range. The search maximizes the smallest distance (in Oklab) between
 any two colors as seen with normal, red-, green- and blue-blind vision. The vision is simulated after Machado,
 Oliveira and Fernandes, "A Physiologically-based Model for Simulation of Color Vision Deficiency", 2009. The first
-four colors have the most weight, and the contrast to the page is 3:1 or more. A test checks these numbers.
+four colors have the most weight, and the contrast with the page is 3:1 or more. A test checks these numbers.
 
 A page is one HTML file that contains its style, script and data, and loads nothing over the network.
 
-Numbers (bytes, percentages, durations, rates) are formatted for people. script.js uses equal formats.
+Numbers (bytes, percentages, durations, rates) are formatted for people to read. script.js uses the same formats.
 """
 
 import base64
@@ -25,8 +25,9 @@ from headway.common.text import format_bytes
 from headway.core.tracking.report.data import PlacedEvent, RunData
 
 LINES = ("#0071e7", "#d57a2b", "#0d7057", "#ac45a1", "#6c4c00", "#00a3b8", "#512aae", "#722d2b")
-"""Line colors on a light page. With several runs, each run has a color; with a single run, each line of a chart has
-one.
+"""Line colors on a light page.
+
+With several runs, each run has a color. With a single run, each line of a chart has a color.
 """
 LINES_DARK = ("#0ea2ff", "#ff723d", "#72dea0", "#c573be", "#ffc400", "#8ef5fd", "#c2b1f6", "#da847d")
 """Line colors on a dark page, in the order of `LINES`."""
@@ -42,8 +43,9 @@ MARKS = {
 }
 """SVG paths, centered at (0, 0), of the marks for values that are not finite."""
 MAX_SIGNS = 80
-"""Maximum number of event signs of one kind and run on a chart. If there are more events, evenly spaced ones are
-shown.
+"""Maximum number of event signs of one kind and run on a chart.
+
+If there are more events, evenly spaced ones are shown.
 """
 MAX_ROWS = 400
 """Maximum number of rows in the table of events."""

@@ -1,4 +1,4 @@
-"""Charts of a report: groups the logged series into charts with sections, colors and units."""
+"""Charts of a report: group the logged series into charts with sections, colors and units."""
 
 import math
 import re
@@ -26,10 +26,10 @@ class ChartLine:
     """One series on a chart.
 
     Attributes:
-        run: Index of its run.
+        run: Index of the run that logged the series.
         name: Name of the value in the log.
         label: Name on the chart.
-        color: Index of its color in `looks.LINES`.
+        color: Index of the line's color. `looks.choose_color` turns it into an index of `looks.LINES`.
         is_dotted: Whether each value has a dot. It is used for short series, such as evaluations.
         is_dashed: Whether the line is dashed, because it often covers another one.
         series: Downsampled values.
@@ -82,7 +82,7 @@ _KNOWN = (
 """Charts for well-known series, with the names of these series. Evaluation losses are drawn on the loss chart."""
 
 WAIT_BY_RANK = "data_wait/rank_"
-"""Prefix of the series with the fraction of its time that one rank waited for data. The number of the rank follows."""
+"""Name prefix, before the rank's number, of the series with the fraction of time that a rank waited for data."""
 
 
 def build_panels(runs: Sequence[RunData], most: int = MAX_BUCKETS) -> list[Panel]:

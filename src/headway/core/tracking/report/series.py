@@ -32,8 +32,8 @@ class DownsampledSeries:
         steps: Step of each bucket.
         times: Time of each bucket, in seconds since the start of the run.
         means: Mean of each bucket. None if the bucket contains no finite value; the line has a gap there.
-        lows: Minimum of each bucket; empty if each bucket is one value.
-        highs: Maximum of each bucket; empty if each bucket is one value.
+        lows: Minimum of each bucket; empty if each bucket contains a single value.
+        highs: Maximum of each bucket; empty if each bucket contains a single value.
         count: Number of values in the series, including those that are not finite.
         marks: Marks for values that are not finite.
     """
@@ -57,7 +57,7 @@ def downsample(points: Sequence[Point], limit: int) -> DownsampledSeries:
     """Reduce a series to at most `limit` buckets with equal numbers of values.
 
     The first bucket is drawn at the first point and the last bucket at the last point, so that the line spans the full
-    run. A series that is short enough is returned without buckets.
+    run. If the series has at most `limit` points, each bucket contains a single value.
 
     Args:
         points: Points in the order of their steps.

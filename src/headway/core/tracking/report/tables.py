@@ -171,10 +171,7 @@ def _list_summary(run: RunData) -> list[tuple[str, str]]:
 
 
 def list_environment(run: RunData) -> list[Fact]:
-    """Return figures about a run's environment.
-
-    These are start and end time, project, processes, device, versions and the log's path.
-    """
+    """Return figures about a run's environment: times, project, processes, device, versions and the log's path."""
     found = [Fact("Began", format_time(run.began)), Fact("Last line", format_time(run.began + run.seconds))]
     found += [Fact("Project", run.project)] if run.project else []
     if run.starts:
@@ -245,7 +242,7 @@ def render_overview(runs: Sequence[RunData]) -> str:
 
 
 def render_tiles(figures: Sequence[Fact]) -> str:
-    """Return facts about a run as HTML tiles with label and value, in rows of at most six."""
+    """Return figures as HTML tiles with their names, values and notes, in rows of at most six."""
     cells = "".join(
         f"<div><dt>{escape(fact.name)}</dt><dd>{escape(fact.value)}<small>{escape(fact.note)}</small></dd></div>"
         for fact in figures

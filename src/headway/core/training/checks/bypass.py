@@ -1,9 +1,9 @@
 """Detection of training that bypasses the prepared objects, which runs without an error but gives wrong results.
 
-torch's own step hook is used for two checks. The first step of each optimizer is examined in full. For every step, a
-few attribute comparisons detect one that comes inside an unfinished accumulation window. There is no communication
-with other ranks. Cases that may be legitimate give one warning;
-`logging.getLogger("headway.core.training.checks.bypass").setLevel("ERROR")` silences this file.
+Two checks use torch's hook for optimizer steps. The first step of each optimizer is examined in full. Before every
+step, a few attribute comparisons detect whether it would use the gradients of an unfinished accumulation window. The
+checks do not communicate with other ranks. Cases that may be legitimate cause one warning.
+`logging.getLogger("headway.core.training.checks.bypass").setLevel("ERROR")` silences these warnings.
 
 ::
 
@@ -37,8 +37,9 @@ log = get_logger(__name__)
 
 _SILENCE = f'logging.getLogger("{__name__}").setLevel("ERROR")'
 _WHOLE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-"""Sampler classes that ignore ranks, so that every rank reads all samples. Other classes may take ranks into
-account.
+"""Sampler classes that ignore ranks, so that every rank reads all samples.
+
+Other classes might take ranks into account.
 """
 _MOST_LOOKS = 4
 """Maximum number of searches for unprepared loaders. Each search goes through all Python objects of the process.
@@ -50,7 +51,7 @@ The number of searches made so far is reset whenever an Accelerator is created.
 class BypassDetector:
     """Detector of optimizers in this process that step without Headway's prepared objects.
 
-    One detector serves all Accelerators of the process. It ends with the process runtime.
+    One detector serves all Accelerators of the process. It is released together with the process runtime.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class BypassDetector:
         self._watch = StepWatch(self._neighbors, self._judge)
 
     def join(self, step: TrainingStep) -> AcceleratorRegistration:
-        """Register an Accelerator by its training step.
+        """Register the Accelerator to which a training step belongs.
 
         The Accelerator stays registered until the returned object is freed.
         """
@@ -121,7 +122,7 @@ class BypassDetector:
     # ---------------------------------------------------------------- loaders
 
     def look_for_loader(self, step: TrainingStep) -> None:
-        """Warn if the current batch must have come from a DataLoader that was not prepared.
+        """Warn if the current batch apparently came from a DataLoader that was not prepared.
 
         Args:
             step: Training step of the Accelerator that trains on the batch.
@@ -145,10 +146,10 @@ class BypassDetector:
 
 
 def _may_drift(steps: list[TrainingStep]) -> bool:
-    """Whether weights may diverge between ranks if an optimizer trains parameters of no prepared model.
+    """Whether weights might diverge between ranks if an optimizer trains parameters that belong to no prepared model.
 
-    This is so if no Accelerator has ever prepared a model. It is also so if an Accelerator is being used for training:
-    its accumulation window is unfinished, or its latest micro-batch used the last batch that its loader returned.
+    They might if no Accelerator has ever prepared a model. They also might if an Accelerator is in use: its
+    accumulation window is unfinished, or its latest micro-batch used the last batch that its loader returned.
 
     Args:
         steps: Training steps of all Accelerators of the process.
@@ -160,7 +161,7 @@ def _may_drift(steps: list[TrainingStep]) -> bool:
 def _sees_scaled(optimizer: torch.optim.Optimizer, owner: TrainingStep) -> bool:
     """Whether an optimizer's gradients are still multiplied by the loss scale.
 
-    This is so if neither Headway nor the user has unscaled them.
+    They are if neither Headway nor the user has unscaled them.
 
     Args:
         optimizer: Optimizer that is about to step.

@@ -1,14 +1,14 @@
 """Non-finite guard: all ranks detect a loss or gradient that is NaN or infinite before the update.
 
-Final gradients are equal on every rank, so each rank reaches the same verdict without an exchange. If gradients are
-sharded (`capabilities.whole_gradients` is False), the strategy's total norm takes one exchange and gives the
-verdict. A bad loss need not show in its gradient (the cross entropy of a logit of -inf is inf, its gradient is not),
-and may occur on one rank only. So the gradient of a bad loss is made NaN, and is reduced with the others. Only a bad
-window costs a further exchange, for the message.
+Final gradients are equal on every rank, so all ranks reach the same decision without communication. If gradients are
+sharded (`capabilities.whole_gradients` is False), each rank checks its own shards, and one collective combines the
+results. A non-finite loss can have finite gradients: the cross entropy of a logit of -inf is inf, but its gradient is
+not. It can also occur on one rank only. The guard therefore makes the gradients of such a loss NaN, so that the
+reduction spreads them to all ranks. Only a refused update needs a further collective, for the message.
 
-The guard computes the 2-norm of every gradient, in one pass and one kernel, and clipping reuses it. A finite norm
-proves finite entries. A norm that is not finite may only have overflowed, so entries are then checked one by one. On
-an accelerator the host waits for the device once per update; without the guard it never waits.
+The guard computes the 2-norms of all gradients in one kernel, and clipping reuses them. If a gradient's norm is finite,
+so are all elements of the gradient. A norm that is not finite may only have overflowed, so the elements are then
+checked one by one. On an accelerator, the host waits for the device once per update. Without the guard it never waits.
 """
 
 import math
@@ -74,10 +74,7 @@ class _Seen:
             self.totals, self.covered, self.stamps = [], set(), []
 
     def is_known(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter's gradient is unchanged since it was clipped.
-
-        The norm that was recorded then is still valid.
-        """
+        """Whether a parameter's gradient is unchanged since it was clipped, so that its recorded norm is valid."""
         noted, grad = self.clipped.get(id(parameter)), parameter.grad
         if self.noted_at != self.num_backwards:
             return False
@@ -92,7 +89,7 @@ class FiniteGuard(StepGuard):
 
     Args:
         chosen: `NonFinitePolicy`, or only its action, such as "skip".
-        run: Run of the Accelerator. The action "stop" ends the loaders that are trained on.
+        run: Run of the Accelerator. The action "stop" ends the iteration over its training loaders.
 
     Attributes:
         num_skipped: Number of skipped updates.
@@ -134,7 +131,7 @@ class FiniteGuard(StepGuard):
     def forget(self) -> None:
         """Reset the state of the current accumulation window, because the run continues from a loaded state.
 
-        Accumulation windows are then numbered from the start again, but total counts are kept.
+        Accumulation windows are then numbered from the start again. The total number of skipped updates is kept.
         """
         self._seen, self._window, self._verdict, self._counted = _Seen(), -1, None, -1
         self.num_in_row, self.has_stopped = 0, False
@@ -171,8 +168,8 @@ class FiniteGuard(StepGuard):
             norm_type: Type of norm with which they are clipped.
 
         Returns:
-            The norm over all ranks if gradients are sharded. Otherwise the 2-norm, or None for another norm type or
-                sparse gradients.
+            The norm over all ranks if gradients are sharded. Otherwise the 2-norm. None if a gradient scaler checks the
+                gradients itself, if there are no gradients or sparse ones, or for another norm type.
         """
         seen = self._seen
         if self._has_scaler:
@@ -188,7 +185,7 @@ class FiniteGuard(StepGuard):
         return None if norm_type != 2 or is_sparse or not found else _compute_total(found)
 
     def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Record the versions of the clipped gradients. Those that stay unchanged are not checked a second time."""
+        """Record the versions of the clipped gradients. Gradients that stay unchanged are not checked a second time."""
         if self._has_scaler:
             return
         if not self._is_whole:
@@ -198,12 +195,12 @@ class FiniteGuard(StepGuard):
             found = [(id(parameter), parameter.grad) for parameter in parameters if parameter.grad is not None]
             self._seen.clipped.update((key, (TensorWeakRef(grad), grad._version)) for key, grad in found)
 
-    # ---------------------------------------------------------------- the verdict
+    # ---------------------------------------------------------------- the decision
 
     def can_update(self) -> bool:
-        """Whether the update may be made.
+        """Whether the update may be made. This is called before each optimizer's step.
 
-        The result is equal on all ranks. This is called before each optimizer's step.
+        The result is equal on all ranks.
 
         Raises:
             NonFiniteError: If the update may not be made, and the policy demands an error.
@@ -233,7 +230,7 @@ class FiniteGuard(StepGuard):
         seen = self._seen
         found = _compute_norms(parameter for parameter in parameters if not seen.is_known(parameter))
         found += seen.norms if seen.noted_at == seen.num_backwards else []
-        # A norm of norms is finite only if all are (or it overflowed), and is one operation instead of four.
+        # If the norm of the norms is finite, so are all norms. Computing it is one operation instead of four.
         totals: dict[torch.device, list[torch.Tensor]] = {}
         for _, norms in found:
             totals.setdefault(norms.device, []).append(torch.linalg.vector_norm(norms))
@@ -253,9 +250,9 @@ class FiniteGuard(StepGuard):
     def _are_parts_finite(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether all sharded gradients are finite on all ranks.
 
-        If this rank's gradients are unchanged since they were clipped, the norm from before clipping is used instead
-        of new reads. Some ranks may use the norm while others read, because each rank checks only its own shards,
-        and all ranks exchange their results.
+        If this rank's gradients are unchanged since they were clipped, the total norm before clipping decides, and the
+        gradients are not read again. Ranks need not agree on this: each one checks only its own shards, and a
+        collective combines the results.
         """
         seen = self._seen
         is_known = (
@@ -264,7 +261,8 @@ class FiniteGuard(StepGuard):
             and all(self._get_stamps(chosen) == before for chosen, before in seen.stamps)
             and all(math.isfinite(total.item()) for total in seen.totals)
         )
-        # A non-finite norm may only have overflowed. 0 means no problem; a rank that only replays sends 0 too.
+        # A non-finite norm may only have overflowed, so the shards are checked then. A vote of 0 means "finite". A rank
+        # that only replays its window votes 0, too.
         return self._vote(not (is_known or self._are_finite_here(parameters)), parameters)
 
     def _vote(self, is_bad: bool, parameters: Sequence[torch.Tensor]) -> bool:
@@ -288,7 +286,7 @@ class FiniteGuard(StepGuard):
         return all(_is_finite(grad) for grads in kinds.values() for grad in grads)
 
     def _get_stamps(self, parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-        """Return the pair (address, version counter) of each gradient, by which a change is detected."""
+        """Return the pair (address, version counter) of each gradient. A change of either one shows a new gradient."""
         return [(grad.data_ptr(), grad._version) for grad in self._strategy.get_local_gradients(parameters)]
 
     def after_step(self, did_step: bool) -> None:
@@ -353,16 +351,15 @@ class FiniteGuard(StepGuard):
                 loader.stop()
 
     def _explain(self) -> bool:
-        """Report the origin of the non-finite value.
-
-        The accumulation window has been run a second time to trace it.
+        """Report the origin of the non-finite value, after the accumulation window was run a second time to trace it.
 
         Raises:
             NonFiniteError: If the policy demands an error.
         """
         found = None if self._replay is None else self._replay.end()
         every = [each for each in self._group.gather_objects(found) if each is not None]
-        # A bad value on one rank reaches the others by the reduction of gradients.
+        # The reduction of gradients spreads a non-finite value from one rank to all others, where its origin is
+        # "elsewhere".
         every = [each for each in every if each.phase != "elsewhere"] or every[:1]
         every.sort(key=lambda each: (each.phase == "backward", each.rank))
         self.origin = every[0] if every else None
@@ -460,7 +457,7 @@ def _compute_norms(parameters: Iterable[torch.Tensor]) -> list[tuple[list[torch.
 
 
 def _compute_total(found: list[tuple[list[torch.Tensor], torch.Tensor]]) -> torch.Tensor:
-    """Return the 2-norm of all gradients, with the rounding of torch's clipping.
+    """Return the 2-norm of all gradients, rounded as in torch's `clip_grad_norm_`.
 
     Args:
         found: Groups of parameters with their norms, as `_compute_norms` returns them.

@@ -1,4 +1,4 @@
-"""Check of the first accumulation window for losses that the script scales itself, and gradients cleared too early."""
+"""Check of the first accumulation window: losses that the script scales itself, and gradients cleared too early."""
 
 import torch
 
@@ -42,9 +42,9 @@ class FirstWindow:
         self._strategy = run.strategy
         self._had_gradients = False
         self._scaled: tuple[object, ...] = ()
-        """Arguments of the pending warning that the script itself scales the micro-batch's loss, or ().
+        """Arguments of the pending warning that the script itself scales the micro-batch's loss. (): no warning is due.
 
-        Dropped if the micro-batch has a second loss, because two halved losses are a correct mean.
+        The warning is dropped if the micro-batch has a second loss, because two halved losses make a correct mean.
         """
 
     def before_backward(self, loss: torch.Tensor, is_weighed: bool) -> None:
@@ -62,7 +62,8 @@ class FirstWindow:
         window = self._windows.current
         if window.micro_weight is not None and self._windows.num_read > 1:
             raise StateError(_SEVERAL_BATCHES)
-        # If a batch runs in pieces, gradients of earlier batches are set aside, so they may be None here.
+        # If a batch is split to fit into memory, the gradients of earlier batches are stored elsewhere, so `grad` can
+        # be None here.
         if not self._windows.is_cut and window.has_gradient and self._had_gradients and not self._has_gradients():
             raise StateError(_CLEARED)
         if window.micro_weight is None:
@@ -72,7 +73,7 @@ class FirstWindow:
             self._scaled = ()
 
     def after_backward(self) -> None:
-        """Record after a backward whether gradients exist, and give the pending warning if the window has closed."""
+        """Record after a backward whether gradients exist, and log the pending warning if the window has closed."""
         is_closed = self._windows.current.is_closed
         self._had_gradients = not is_closed and self._has_gradients()
         if is_closed:
@@ -88,9 +89,8 @@ class FirstWindow:
     def _find_scale_warning(self, loss: torch.Tensor) -> tuple[object, ...]:
         """Return the arguments of a log warning if the script itself has scaled the loss, else ().
 
-        The factor is the number of accumulation steps or of ranks.
-
-        The last operation of the loss's graph shows the division or multiplication.
+        The last operation of the loss's graph shows it: a division by the number of accumulation steps, or a
+        multiplication by the number of ranks.
         """
         kind, factor = type(loss.grad_fn).__name__, getattr(loss.grad_fn, "_saved_other", None)
         if kind not in ("DivBackward0", "MulBackward0") or not isinstance(factor, torch.Tensor):

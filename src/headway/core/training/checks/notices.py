@@ -44,7 +44,8 @@ class NonFiniteNotice:
         windows: Accumulation windows of the run.
         clock: Update clock of the run.
         runtime: Runtime of this process.
-        is_left_out: Whether updates with non-finite gradients are skipped anyway, as by fp16's gradient scaler.
+        is_left_out: Whether updates with non-finite gradients are skipped anyway, for example by fp16's gradient
+            scaler.
     """
 
     def __init__(
@@ -70,10 +71,7 @@ class NonFiniteNotice:
                 self._losses.append((micro_batch, plain))
 
     def look(self) -> None:
-        """Check the losses of earlier updates whose values have arrived on the host.
-
-        Start to copy the losses of this update.
-        """
+        """Check earlier updates' losses that have arrived on the host, and start to copy those of this update."""
         while self._asked and self._asked[0][-1].is_ready:
             self._read()
         if self._losses:
@@ -95,8 +93,8 @@ class NonFiniteNotice:
     def _tell(self, update: int, micro_batch: int, loss: float) -> None:
         """Warn about a loss that is not finite, on the first rank that finds one.
 
-        The other ranks stay silent. A non-finite gradient makes the weights of all ranks non-finite, and so their
-        next losses.
+        The other ranks stay silent, because their losses follow from the first one: a non-finite gradient makes the
+        weights of all ranks non-finite.
         """
         self._is_told = True
         rank = self._runtime.rank

@@ -1,16 +1,16 @@
 """Checks that all ranks built the same model and settings, and that replicas do not diverge while they train.
 
-DDP averages gradients and trusts that parameters are equal. A change on one rank alone (of a parameter, a learning
-rate) persists, and each rank then computes the gradient of another model. A rank's fingerprint is a sum over the
-bits of each parameter, and the hyperparameters. Unequal bits are compared by value, which distinguishes a change
-from rounding. Updates are counted by the reductions that all ranks took part in, so a rank that skips an update
-misses no exchange.
+DDP averages gradients and assumes that all ranks have equal parameters. If one rank alone changes a parameter or a
+learning rate, the ranks train different models from then on. To find this, ranks compare the hyperparameters and a
+checksum of each parameter's bits. Parameters whose checksums differ are compared by value, which distinguishes a change
+from rounding. The time of a comparison depends on the number of reductions in which all ranks took part. A rank that
+skips an update therefore takes part in every comparison.
 
-Batches that do not come from a prepared loader are checked for unequal row counts on several ranks, because each
-loss then has weight 1.
+Row counts of batches that do not come from a prepared loader are compared, too, because each of their losses has
+weight 1.
 
 Before a model is wrapped, its tensors and the run's settings are compared. Otherwise DDP and similar wrappers would
-mix tensors up, or hang.
+mix up tensors, or hang.
 """
 
 import math
@@ -75,14 +75,14 @@ class RowCountCheck:
         self._is_told = False
 
     def record_rows(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the number of rows with which a prepared model is called."""
+        """Record the number of rows in the inputs of a prepared model's training call."""
         if self._windows.loader is None and torch.is_grad_enabled() and model.training:
             self._seen.add(find_batch_size((args, kwargs)) or 0)
 
     def warn_of_varying_rows(self) -> None:
         """Warn if a loss has weight 1 although the row counts on this rank vary.
 
-        Row counts that are constant on each rank but differ between ranks are found in `ReplicaCheck`.
+        `ReplicaCheck` finds row counts that are constant on each rank but differ between ranks.
         """
         seen, self._seen = self._seen, set()
         if not seen:
@@ -103,10 +103,7 @@ class RowCountCheck:
         return found
 
     def get_position(self) -> int:
-        """Return the number of samples that the current loader has returned in this epoch.
-
-        0 if no loader is being iterated.
-        """
+        """Return the number of samples that the current loader has returned in this epoch, or 0 without a loader."""
         return 0 if self._windows.loader is None else self._windows.loader.num_consumed
 
     def warn_of_differences(self, counts: list[int]) -> None:
@@ -120,9 +117,8 @@ class RowCountCheck:
 class ReplicaCheck:
     """Check that compares ranks to detect replicas that diverge.
 
-    Parameters, hyperparameters and data positions are compared.
-
-    The comparison is made before an update, after 1, 2, 4, 8, ... reductions of gradients.
+    Ranks compare their parameters, hyperparameters, row counts and data positions. They do so before an update, after
+    1, 2, 4, 8, ... reductions of gradients.
 
     Args:
         prepared: Registry whose optimizers are compared.
@@ -150,7 +146,7 @@ class ReplicaCheck:
         """Compare the ranks before an update, if a comparison is due.
 
         Raises:
-            StateError: On all ranks, if they have diverged.
+            StateError: On all ranks, if they have diverged and the check is strict.
         """
         if self._num_reduced < self._next:
             return
@@ -225,7 +221,13 @@ class ReplicaCheck:
     def _compare_parameters(
         self, group: Collectives, replicas: Sequence[tuple[str, torch.Tensor]], bits: list[int]
     ) -> None:
-        """Compare the values of parameters whose checksums differ, one parameter at a time to save memory."""
+        """Compare the values of the parameters whose checksums differ, one parameter at a time to save memory.
+
+        Args:
+            group: Collectives over the ranks to compare.
+            replicas: Pairs of (name, parameter), in the order of `bits`.
+            bits: Checksum of each parameter on this rank.
+        """
         every = group.gather_objects(bits)
         drifted, frozen, num_rounded = list[str](), list[str](), 0
         for index, (name, parameter) in enumerate(replicas):
@@ -323,9 +325,9 @@ def _split_values(parameter: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _get_tolerance(parameter: torch.Tensor) -> float:
-    """Return the relative difference that rounding may cause during a run.
+    """Return the relative difference that rounding can cause during a run: the square root of the dtype's epsilon.
 
-    It is the square root of the dtype's machine epsilon.
+    The result is 0 for integers.
     """
     is_inexact = parameter.is_floating_point() or parameter.is_complex()
     return float(torch.finfo(parameter.dtype).eps ** 0.5) if is_inexact else 0.0
@@ -357,7 +359,7 @@ def check_alike(model: torch.nn.Module, settings: dict[str, str], everyone: Coll
     """Raise an error if ranks built different models or settings. Return whether rank 0's model has values.
 
     The model has no values if some of its parameters are on the meta device. One exchange of two numbers is enough
-    if all ranks are equal; details are exchanged only if they differ.
+    if all ranks are equal. Details are exchanged only if they differ.
 
     Args:
         model: Model about to be wrapped.
@@ -365,8 +367,8 @@ def check_alike(model: torch.nn.Module, settings: dict[str, str], everyone: Coll
         everyone: Collectives over all ranks.
 
     Raises:
-        PrepareError: If the model is already wrapped in DDP. On every rank, if settings, or the names, shapes, dtypes
-            or frozen parameters of the model differ between ranks.
+        PrepareError: If the model is already wrapped in DDP. Also, on every rank, if the ranks differ in the settings
+            or in the model's tensor names, shapes, dtypes or frozen parameters.
     """
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise PrepareError("prepare() got a DistributedDataParallel; give the bare model, Headway wraps it")
@@ -392,15 +394,16 @@ def check_alike(model: torch.nn.Module, settings: dict[str, str], everyone: Coll
 def compare_data(dataset: Any, everyone: Collectives, is_strict: bool) -> None:
     """Compare the datasets of all ranks, and raise an error if ranks have split or shuffled their data themselves.
 
-    A prepared loader reads only this rank's shard of its data, so such a rank would read a shard of its shard.
+    A prepared loader reads only this rank's shard of its dataset. If the dataset is already a shard, most of it would
+    never be read.
 
     Args:
         dataset: Map-style dataset of this rank.
-        everyone: Collectives over all ranks. All of them call this function.
+        everyone: Collectives over all ranks. Every rank must call this function.
         is_strict: Whether different data are an error. If False, they cause one warning.
 
     Raises:
-        DataError: On all ranks, if their data differ.
+        DataError: On all ranks, if their data differ and `is_strict` is set.
     """
     difference = compare_samples(dataset, everyone)
     if not difference:
@@ -416,7 +419,7 @@ def compare_data(dataset: Any, everyone: Collectives, is_strict: bool) -> None:
 
 
 def _describe_tensors(model: torch.nn.Module) -> dict[str, str]:
-    """Return a description of each of the model's tensors, by name."""
+    """Return a description of each parameter and buffer of a model (shape, dtype, whether frozen), by name."""
     found = {
         name: f"{tuple(p.shape)} in {p.dtype}{'' if p.requires_grad else ', frozen'}"
         for name, p in model.named_parameters()

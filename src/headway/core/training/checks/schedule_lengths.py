@@ -1,6 +1,6 @@
 """Checks that warn of learning rate schedules that end before the run does, because their length was counted wrongly.
 
-A schedule's length is in scheduler steps. An update may make several of them.
+A schedule's length is a number of scheduler steps. One update can advance a schedule by several steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ class _Rule(Protocol):
 
 
 def get_schedule_length(scheduler: Any) -> int | None:
-    """Return the number of scheduler steps after which a schedule ends, or None if it does not expose it."""
+    """Return the number of scheduler steps after which a schedule ends, or None if the schedule does not expose it."""
     for name in ("total_steps", "T_max", "total_iters"):
         value = getattr(scheduler, name, None)
         if isinstance(value, int):
@@ -39,7 +39,7 @@ def get_schedule_length(scheduler: Any) -> int | None:
 def get_decay_length(scheduler: Any) -> int | None:
     """Return the length in scheduler steps of a schedule that decays to a low learning rate.
 
-    None if the schedule does not expose its length, or if it is a warm-up, which ends at the full rate.
+    Return None if the schedule does not expose its length, or if it is a warm-up, which ends at the full rate.
     """
     if isinstance(scheduler, ConstantLR) or (
         isinstance(scheduler, LinearLR) and scheduler.end_factor >= scheduler.start_factor
@@ -66,8 +66,8 @@ def warn_of_prepared_length(
 ) -> bool:
     """Warn if a schedule's length was probably computed with `len()` of a prepared loader.
 
-    The length then matches a number of epochs in updates of the loader, but not in the steps that the rule counts. Only
-    loaders whose `len()` was called after they were prepared are considered.
+    Such a length is a whole number of epochs if it counts the loader's own updates, but not if it counts scheduler
+    steps as the rule does. Only loaders whose `len()` was called after they were prepared are considered.
 
     Args:
         scheduler: Schedule of the user, about to be prepared.
@@ -108,14 +108,12 @@ def warn_of_prepared_length(
 
 
 def _is_whole(numerator: int, denominator: int, slack: int) -> bool:
-    """Whether a schedule's length is a whole number of epochs.
-
-    A remainder that the script's floor division dropped is allowed.
+    """Whether a schedule's length is a whole number of epochs, up to a remainder lost in the script's floor division.
 
     Args:
-        numerator: Length of the schedule.
-        denominator: Length of an epoch.
-        slack: Exclusive upper limit of the remainder.
+        numerator: Length of the schedule in micro-batches.
+        denominator: Length of an epoch in micro-batches.
+        slack: Number of micro-batches that must exceed the lost remainder.
     """
     return -numerator % denominator < slack
 
@@ -123,8 +121,8 @@ def _is_whole(numerator: int, denominator: int, slack: int) -> bool:
 def _does_fit_rule(length: int, num_batches: int, num_parts: int, num_steps: int) -> bool:
     """Whether a schedule ends together with an epoch, if its length counts the updates of a loop on a single process.
 
-    If a loader returns n batches to each of P ranks, the data had between (n - 1) P + 1 and n P batches. So the length
-    of E epochs is a range.
+    If a loader returns n batches to each of P ranks, a single process would read between (n - 1) P + 1 and n P batches.
+    A schedule over E epochs can therefore have any length in a range.
 
     Args:
         length: Length of the schedule in scheduler steps.

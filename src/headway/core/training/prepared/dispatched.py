@@ -7,18 +7,16 @@ import torch
 from torch import nn
 
 EXECUTION = "headway_execution"
-"""Key in a dispatched model's `__dict__` under which its `Execution` is stored."""
+"""Key in a dispatched model's `__dict__` for its `Execution`, the hooks that move its weights and inputs."""
 _HOST = ("cpu", "disk")
 """Entries of a device map that name no accelerator: host memory and disk."""
 
 
 def list_spread_places(model: nn.Module, device: torch.device) -> list[str]:
-    """Return the places (devices, "cpu", "disk") of a dispatched model.
+    """Return the places (devices, "cpu", "disk") over which a dispatched model is spread, or [] if it may be moved.
 
-    The list is empty if `prepare()` may move the model.
-
-    A model may be moved if its device map names one place, or if all of it is on `device` already. On the CPU, parts on
-    "disk" are memory-mapped and used there.
+    `prepare()` may move a model whose device map names only one place, or that is completely on `device` already. If
+    `device` is the CPU, parts on "disk" count as being on it, because they are memory-mapped.
 
     Args:
         model: Model that dispatch_model(), transformers' `device_map=` or Accelerate may have placed, completely or in

@@ -4,9 +4,9 @@ The object keeps its isinstance relations, attributes and state_dict keys, becau
 subclass of it, as torch's fully_shard does. `forward` is never replaced. The engine (for example a DDP instance) is
 kept outside the module tree. It calls the module a second time, and a flag lets that inner call run the user's forward.
 
-On several processes scripts expect the attributes of DistributedDataParallel: `model.module`, which is the model
-itself, and `model.no_sync()`. If the user's class already has an attribute or submodule of one of these names, it is
-kept.
+In a run on several processes, scripts expect two attributes of DistributedDataParallel: `model.module` and
+`model.no_sync()`. A prepared model has both, and its `module` is the model itself. An attribute or submodule of the
+same name in the user's class takes precedence.
 """
 
 import copyreg
@@ -43,7 +43,7 @@ Look = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """Settings and state of the calls of one prepared model."""
+    """Call settings and call state of one prepared model."""
 
     bare_class: type
     engine: Engine | None
@@ -178,7 +178,7 @@ class PreparedPart(PreparedModel):
 
 
 def _is_transformed() -> bool:
-    """Whether the call runs inside vmap, grad or another transform of torch.func.
+    """Whether the call runs inside vmap, grad or another torch.func transform.
 
     Gradients that such a transform computes are not reduced over ranks.
     """
@@ -189,10 +189,10 @@ def reduce_to_bare(model: Any, reduced: Any, bare: type, keys: tuple[str, ...]) 
     """Return the value for `__reduce_ex__` with which copy and pickle rebuild `model` in its original class.
 
     Args:
-        model: Object whose class was replaced.
-        reduced: Result of `__reduce_ex__` of the replaced class.
+        model: Object whose class was exchanged for a subclass.
+        reduced: Result of `__reduce_ex__` for `model` in its current class.
         bare: Original class.
-        keys: Names of attributes that were added with the replaced class. The rebuilt object lacks them.
+        keys: Names of the attributes that were added together with the subclass. The rebuilt object lacks them.
     """
     made = list(reduced)
     made[1] = tuple(bare if argument is type(model) else argument for argument in made[1])
@@ -238,12 +238,12 @@ def attach_engine(
     lone: RankConditionalCallCheck | None = None,
     methods: Mapping[str, Any] | None = None,
 ) -> None:
-    """Route calls of `model` through `engine` and `autocast`. If neither is needed, leave the object unchanged.
+    """Route calls to `model` through `engine` and `autocast`. If neither is needed, leave the object unchanged.
 
     Args:
         model: User's model.
-        engine: Engine, such as a DDP instance. It runs forwards with gradients. If it has the attribute
-            `serves_evaluation`, it runs all other forwards, too.
+        engine: Engine, such as a DDP instance, that runs forward passes with gradients. If its attribute
+            `serves_evaluation` is true, it also runs all other forward passes.
         autocast: Function that creates the autocast context of a forward.
         keep_local: Function that creates the context of `no_sync()`. None on a single process: the model then gets
             neither `no_sync()` nor `module`.
@@ -252,7 +252,7 @@ def attach_engine(
         looks: Functions that are called before each outermost forward.
         lone: Check that raises if only some ranks request the state dict of a sharded model, which needs all ranks.
             None: no check.
-        methods: Methods that replace those of the user's class, by name. Default: None, for none.
+        methods: Methods that replace those of the user's class, by name. By default, no method is replaced.
 
     Raises:
         PrepareError: If the class cannot be extended, because it defines __slots__ or forbids subclasses.

@@ -28,10 +28,10 @@ class OptimizerEntry(Protocol):
         """Continue the count of updates from `num_updates`."""
 
     def snapshot(self) -> Any:
-        """Return the state from which `restore` undoes a batch."""
+        """Return the optimizer's update count and other state that `restore` needs to undo a batch."""
 
     def restore(self, snapshot: Any) -> None:
-        """Restore the state from a snapshot. A snapshot can be restored several times."""
+        """Restore the update count and other state from a snapshot, which can be restored several times."""
 
 
 class SchedulerEntry(Protocol):
@@ -40,9 +40,9 @@ class SchedulerEntry(Protocol):
     Attributes:
         scheduler: User's scheduler.
         optimizers: Prepared optimizers whose updates advance it.
-        rule: Rule for the number of scheduler steps per update; it has a `name`.
-        follows_optimizer: Whether it advances only with updates. If False, every call of step() advances it once.
-        num_calls: Number of calls of step() that advanced it without an update.
+        rule: Rule for the number of scheduler steps per update. It has a `name`.
+        follows_optimizer: Whether it advances only with updates. If False, every call to step() advances it once.
+        num_calls: Number of calls to step() that advanced it without an update.
     """
 
     scheduler: Any
@@ -58,14 +58,14 @@ class SchedulerEntry(Protocol):
         """Continue the schedule from the scheduler step `tick`."""
 
     def ignore_repeated(self, num_calls: int) -> None:
-        """Ignore the next `num_calls` calls of step(), which a resumed loop repeats."""
+        """Ignore the next `num_calls` calls to step(), which a resumed loop repeats."""
 
     def catch_up(self) -> None:
         """Treat all updates so far as already counted, because the loaded state of the schedule includes them."""
 
 
 def iterate_parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """Return the parameters in all groups of a torch optimizer."""
+    """Return an iterator over the parameters in all groups of a torch optimizer."""
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
@@ -74,7 +74,7 @@ class PreparedObjects:
 
     Args:
         rest: Function that frees a model's gathered parameters, so that its names and parameters can be read until its
-            next forward. Default: None, for models that need none.
+            next forward. Default: None, for models without gathered parameters.
 
     Attributes:
         models: Models in order of preparation.
@@ -102,9 +102,9 @@ class PreparedObjects:
         self.parameters[id(model)] = list(model.parameters())
 
     def at_rest(self) -> list[torch.nn.Module]:
-        """Return the models with gathered parameters freed, so that their names and parameters can be read.
+        """Free the models' gathered parameters so that names and parameters can be read, and return the models.
 
-        This lasts until a model's next forward.
+        The parameters stay readable until a model's next forward.
         """
         for model in self.models if self._rest is not None else ():
             self._rest(model)  # type: ignore[misc]
@@ -122,9 +122,9 @@ class PreparedObjects:
         return list({id(p): p for parameters in self.parameters.values() for p in parameters}.values())
 
     def list_parameters_of(self, window: AccumulationWindow) -> Iterable[torch.nn.Parameter]:
-        """Return the parameters that train in an accumulation window: those of the window's models.
+        """Return the parameters that train in an accumulation window.
 
-        If the window names no models, these are the parameters of all models.
+        They are the parameters of the window's models, or of all models if the window names none.
         """
         models = [id(model) for model in window.models] or list(self.parameters)
         unique = {id(p): p for model in models for p in self.parameters.get(model, ())}
@@ -156,7 +156,7 @@ class PreparedObjects:
         """Remove all objects from the registry.
 
         Args:
-            kept: IDs of objects that stay. Default: (), so that nothing stays.
+            kept: IDs of objects that stay. By default, all objects are removed.
         """
         everything: tuple[list[Any], ...] = (self.models, self.optimizers, self.loaders, self.schedulers)
         for held in everything:

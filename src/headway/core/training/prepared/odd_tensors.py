@@ -36,7 +36,7 @@ def check_odd_tensors(model: torch.nn.Module) -> None:
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether several elements share memory, as in the result of `expand()`."""
+    """Whether several elements of a tensor share memory, as in the result of `expand()`."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride()))

@@ -1,7 +1,8 @@
 """Prepared optimizer, which steps only when an accumulation window is closed, and counts updates.
 
-Optimizers created before prepare() hold the original parameters. A strategy that shards replaces these parameters, so
-the groups and the state of the optimizer are changed to the shards. Steps without gradients are skipped.
+Optimizers created before prepare() hold the original parameters. A sharding strategy replaces these parameters, so
+the shards are also put into the optimizer's parameter groups, and its state is sharded like them. A step is skipped if
+the total loss weight of the accumulation window is 0.
 """
 
 import sys
@@ -70,8 +71,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         optimizer: User's optimizer.
         step: Training step that makes updates.
         neighbors: Registry of the Accelerators of this process, because another of them may have prepared the model.
-        looks: Function that raises if not all ranks make the call, called before sharded state is read or loaded.
-            Default: None, for no check.
+        looks: Check that raises an error if only some ranks make a call. It is made before sharded state is read or
+            loaded. Default: None, no check.
 
     Attributes:
         optimizer: Wrapped optimizer.
@@ -112,11 +113,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.num_updates = num_updates
 
     def snapshot(self) -> Any:
-        """Return the state from which `restore` undoes a batch."""
+        """Return the update count and other state that `restore` needs to undo a batch."""
         return self.num_updates, self.step_was_skipped, self.last_window_length
 
     def restore(self, snapshot: Any) -> None:
-        """Restore the state from a snapshot. A snapshot can be restored several times."""
+        """Restore the update count and other state from a snapshot, which can be restored several times."""
         self.num_updates, self.step_was_skipped, self.last_window_length = snapshot
 
     @property
@@ -213,7 +214,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def _warn_of_lost_gradients(self, window: AccumulationWindow) -> None:
         """Warn that `zero_grad()` drops gradients of a complete accumulation window on which no optimizer stepped."""
         if self._list_weighed_gradients():
-            if not self._came_early:  # that warning has already named the mistake
+            if not self._came_early:  # the warning _NO_BACKWARD has already named the mistake
                 log.warning_once(_NO_STEP, find_call_site())
             window.is_applied = True
 
@@ -221,11 +222,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Step the wrapped optimizer at the end of an accumulation window. Do nothing inside a window.
 
         Args:
-            closure: Closure as in torch. Default: None.
+            closure: Closure as for a torch optimizer. Default: None.
 
         Raises:
             PrepareError: If parameters belong to no prepared model, so that processes would diverge.
-            StateError: If gradients did not come from `accelerator.backward`, or not from this optimizer's models.
+            StateError: If gradients did not come from `accelerator.backward`, or if no `accumulate` block has named
+                this optimizer's models since its last step.
         """
         step, windows = self._step, self._windows
         if "grad_scale" in self.__dict__:
@@ -268,7 +270,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             step.guard.after_step(did_step)
 
     def _is_final(self, window: AccumulationWindow, closure: Callable[[], Any] | None) -> bool:
-        """Whether this step() ends the accumulation window, so that it may update the parameters.
+        """Whether a call to step() comes at the end of an accumulation window, so that it may update the parameters.
 
         Raises:
             StateError: If gradients come from a backward outside `Accelerator.backward`, or if a closure is passed
@@ -302,10 +304,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return any(bool(grad.count_nonzero()) for grad in self._list_weighed_gradients())
 
     def _list_weighed_gradients(self) -> list[torch.Tensor]:
-        """Return this rank's gradients.
-
-        The list is empty if the loss policy allows the script to run backward itself.
-        """
+        """Return this rank's gradients, or [] if the loss policy allows the script to run backward itself."""
         return (
             self._strategy.get_local_gradients(iterate_parameters(self.optimizer)) if self._step.weighs_losses else []
         )
@@ -357,10 +356,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
 
 class StepWatch:
-    """Hook of torch that checks each step of any optimizer in this process, prepared or not.
+    """torch hook that checks every optimizer step in this process, whether or not the optimizer is prepared.
 
     Args:
-        neighbors: Registry of the Accelerators whose unfinished accumulation windows no optimizer may step on.
+        neighbors: Registry of the Accelerators. No optimizer may step on their unfinished accumulation windows.
         judge: Function that is called with each optimizer at its first step.
     """
 
@@ -372,7 +371,7 @@ class StepWatch:
         process.release_at_end(self.release)
 
     def release(self) -> None:
-        """Remove the hook."""
+        """Remove the hook from torch."""
         self._hook.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -384,7 +383,7 @@ class StepWatch:
         for reference in self._neighbors.members:
             member = reference()
             if member is None or member.step.windows.current.is_closed:
-                continue  # usual, because the window's backwards came first
+                continue  # the usual case: all backwards of the window came before the step
             if member.step.windows.is_partial:
                 _check_apart(optimizer, member.step)
         if optimizer not in self._seen:
@@ -416,7 +415,7 @@ def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def repoint_parameters(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
     """Replace an optimizer's parameters by the prepared ones, and shard its state like them. Log the first replacement.
 
-    Parameter groups keep their list objects, because an optimizer may also refer to one of them elsewhere (LBFGS does).
+    The parameter lists are changed in place, because an optimizer such as LBFGS also refers to them elsewhere.
 
     Args:
         optimizer: User's optimizer.
@@ -468,19 +467,21 @@ _LOW_BIT_PACKAGES = {"bitsandbytes", "torchao"}
 
 
 def load_low_bit_extension() -> Any:
-    """Return the module for optimizer states of few bits, or None if no package that has such optimizers is imported."""
+    """Return the extension for low-bit optimizer states, or None if no package with such optimizers is imported."""
     return extensions.load("feature", "low_bit_states") if _LOW_BIT_PACKAGES & sys.modules.keys() else None
 
 
 def find_low_bit_extension(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the module that converts an optimizer's states of few bits, or None if it has no such states."""
+    """Return the extension that converts an optimizer's low-bit states, or None if the optimizer has no such states."""
     found = load_low_bit_extension()
     return found if found is not None and found.keeps_low_bit_state(optimizer) else None
 
 
 @contextmanager
 def _convert_low_bit_states(optimizer: torch.optim.Optimizer, is_needed: bool) -> Iterator[None]:
-    """Return a context in which states of few bits are values, which can be sharded. They are quantized at its end.
+    """Return a context in which an optimizer's low-bit states are dequantized, so that they can be sharded.
+
+    At the end of the context they are quantized again.
 
     Args:
         optimizer: Any optimizer.

@@ -50,11 +50,10 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 _REACH = 4
-"""Factor that limits the search for a number of micro-batches when lost machines force a global batch to be split
-unevenly.
+"""Upper limit for the number of micro-batches per update, as a multiple of the smallest possible number.
 
-Numbers up to this factor times the smallest possible number are tried. If none fits, preparing the loader raises an
-error.
+It applies if machines were lost and a global batch must be split unevenly. If no number up to the limit fits, preparing
+the loader raises an error.
 """
 
 
@@ -132,7 +131,7 @@ class Preparation:
                 warning.
 
         Raises:
-            PrepareError: If there are no objects, or one cannot be prepared.
+            PrepareError: If `objects` is empty, or one of them cannot be prepared.
             ConfigError: If `placement` and `objects` differ in length.
         """
         if not objects:
@@ -158,7 +157,8 @@ class Preparation:
 
     def _find_kind(self, obj: Any) -> str | None:
         is_prepared = isinstance(obj, PreparedLoader | PreparedOptimizer | PreparedScheduler)
-        if is_prepared or getattr(obj, "follows_model", obj is None):  # an average listens for its model
+        # None needs no preparation, nor does a weight average, which is notified when its model is prepared.
+        if is_prepared or getattr(obj, "follows_model", obj is None):
             return "done"
         if isinstance(obj, torch.nn.Module):
             return "model"
@@ -232,7 +232,7 @@ class Preparation:
             self._strategy.capabilities.require("several_models", self._strategy.name, "prepare one model")
         for transform in self.transforms(False) if is_evaluation else ():
             transform(model)
-        prepared_model.detach_engine(model)  # the model may have been forgotten and still run under autocast
+        prepared_model.detach_engine(model)  # a model released earlier may still run under autocast
         if is_evaluation:
             prepared_model.attach_engine(model, None, self._strategy.forward_context(self.step.precision))
             self._evaluated.add(id(model))
@@ -244,7 +244,7 @@ class Preparation:
     def _compare(self, model: torch.nn.Module) -> None:
         """Raise `PrepareError` if ranks built different models.
 
-        Tell the strategy which tensors are filled from files or from rank 0.
+        Otherwise tell the strategy which tensors will be filled from files or from rank 0.
         """
         if self._is_spread:
             check_odd_tensors(model)
@@ -279,6 +279,9 @@ class Preparation:
         """Whether to move the model to this process's device.
 
         Dispatched models stay on the devices where their parts are.
+
+        Raises:
+            PrepareError: If the model is dispatched, and is to be moved or trained on several processes.
         """
         is_moved = self.places if place is None else place
         places, count = list_spread_places(model, self._runtime.device), self._strategy.everyone.world_size
@@ -334,10 +337,10 @@ class Preparation:
     def check_packed_models(self) -> None:
         """Raise an error if a loader packs several documents into a sequence, but a model does not separate them.
 
-        A loader's collator requests this check. Models are checked once.
+        A loader's collator requests the check. Each model is checked once.
 
         Raises:
-            PrepareError: If a model ignores the boundaries of documents.
+            PrepareError: If a model ignores the boundaries between documents.
         """
         collators = [loader.collate_fn for loader in self.loaders]
         asking = next((each for each in collators if getattr(each, "check_model", False) is True), None)
@@ -467,25 +470,23 @@ class Preparation:
 
     @property
     def tick_base(self) -> tuple[int, int]:
-        """Pair of (number of processes, micro-batches per update).
+        """Pair of (number of processes, micro-batches per update) from which scheduler steps per update are computed.
 
-        The scheduler steps per update are computed from this pair.
-
-        If the run was resumed, these may be the numbers of the earlier run.
+        In a resumed run, these can be the numbers of the earlier run.
         """
         # With split batches, the number of updates does not depend on the number of processes.
         num_processes = 1 if self.loading.split_batches else self._strategy.data_shard.count
         return self._tick_base or (num_processes, self._windows.num_steps)
 
     def keep_ticks(self, num_processes: int, accumulation: int) -> None:
-        """Keep the number of scheduler steps per update that the earlier, now resumed run used.
+        """Keep the number of scheduler steps per update that the resumed run used before it was interrupted.
 
         This has no effect on schedules whose steps do not depend on the number of processes, such as one step per
         update.
 
         Args:
-            num_processes: Number of data ranks of the earlier run.
-            accumulation: Micro-batches per update in the earlier run.
+            num_processes: Number of data ranks before the interruption.
+            accumulation: Micro-batches per update before the interruption.
         """
         if self.tick_base == (num_processes, accumulation):
             return
@@ -504,7 +505,7 @@ class Preparation:
         self.loading = loading.freeze_copy()
 
     def set_evenness(self, even_batches: bool) -> None:
-        """Set whether map-style loaders complete an incomplete last step with repeated samples.
+        """Set whether map-style loaders fill up the last batches of an epoch with repeated samples.
 
         This also changes loaders that are already prepared, in this and later epochs.
         """
@@ -514,10 +515,7 @@ class Preparation:
 
     @contextmanager
     def use_evenness(self, even_batches: bool) -> Iterator[None]:
-        """Return a context that sets whether map-style loaders fill up an incomplete last step.
-
-        The step is filled up with repeated samples.
-        """
+        """Return a context that sets whether map-style loaders fill up the last batches with repeated samples."""
         before = self.loading.even_batches
         self.set_evenness(even_batches)
         try:
@@ -538,14 +536,18 @@ class Preparation:
         return self.step.run.clock.snapshot()
 
     def restore_progress(self, progress: dict[str, Any]) -> None:
-        """Restore the state of the update counter from before a batch-size attempt."""
+        """Restore the update counter to its state before the current batch-size attempt.
+
+        Args:
+            progress: State of the counter, as `read_progress` returns it.
+        """
         self.step.run.clock.restore(progress)
 
     def release(self, kept: Container[int] = ()) -> None:
         """Remove all prepared objects from the registry. Models get their original class back.
 
         Args:
-            kept: IDs of objects that stay. Default: (), so that nothing stays.
+            kept: IDs of objects that stay. By default, all objects are removed.
         """
         for model in self.models:
             if id(model) not in kept:
@@ -567,7 +569,7 @@ class Preparation:
 def _as_prepared(optimizer: OptimizerEntry) -> PreparedOptimizer:
     """Return an optimizer from the registry, typed as `PreparedOptimizer`.
 
-    `Preparation` adds no other optimizers to it.
+    The registry contains no other optimizers, because only `Preparation` adds them.
     """
     return cast("PreparedOptimizer", optimizer)
 

@@ -40,10 +40,11 @@ class AcceleratorRegistration:
 
 
 class AcceleratorRegistry:
-    """Registry of all Accelerators of this process. It belongs to the process runtime and ends with it.
+    """Registry of all Accelerators of this process. It is released together with the process runtime.
 
     Attributes:
-        members: Weak references in order of creation, equal on every rank. Some may have been freed.
+        members: Weak references to registrations, in order of creation. The order is equal on every rank. Some
+            registrations may have been freed.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class AcceleratorRegistry:
         self._preparers = weakref.WeakKeyDictionary()
 
     def join(self, step: TrainingStep) -> AcceleratorRegistration:
-        """Register an Accelerator by its training step.
+        """Register the Accelerator to which a training step belongs.
 
         The Accelerator stays registered until the returned object is freed.
         """
@@ -62,14 +63,14 @@ class AcceleratorRegistry:
         return membership
 
     def list_newest_first(self) -> list[TrainingStep]:
-        """Return the steps of all living Accelerators, newest first. The order is equal on every rank."""
+        """Return the training steps of all live Accelerators, newest first. The order is equal on every rank."""
         alive = [reference() for reference in reversed(self.members)]
         return [membership.step for membership in alive if membership is not None]
 
     def find_other_loader(self, prepared: PreparedObjects) -> PreparedLoader | None:
         """Return the innermost loader that another Accelerator of this process is iterating over, or None.
 
-        Also None if the requesting Accelerator has ever had a loader.
+        Return None as well if the requesting Accelerator has ever had a loader.
 
         Args:
             prepared: Prepared objects of the requesting Accelerator.
@@ -87,7 +88,7 @@ class AcceleratorRegistry:
         )
 
     def note_prepared(self, optimizer: torch.optim.Optimizer, step: TrainingStep) -> None:
-        """Record that the Accelerator with this step has wrapped a torch optimizer."""
+        """Record that the Accelerator with the training step `step` has wrapped a torch optimizer."""
         self._preparers[optimizer] = weakref.ref(step)
 
     def find_preparer(self, optimizer: torch.optim.Optimizer) -> TrainingStep | None:

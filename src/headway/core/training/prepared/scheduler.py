@@ -85,13 +85,11 @@ class StepsPerMicroBatch:
 
 @dataclass(frozen=True)
 class KeptSteps:
-    """Rule that keeps the scheduler steps per update of an earlier run.
-
-    The earlier run is resumed with a different number of processes.
+    """Rule that keeps the scheduler steps per update when a run is resumed with a different number of processes.
 
     Attributes:
         num_ticks: Scheduler steps for the update of a full accumulation window.
-        num_steps: Micro-batches in a full accumulation window of this run. A shorter one makes proportionally fewer
+        num_steps: Micro-batches in a full accumulation window of this run. A shorter window makes proportionally fewer
             scheduler steps, rounded up.
         name: Short name of the rule.
     """
@@ -134,13 +132,13 @@ class PreparedScheduler(LRScheduler):
         scheduler: Object with step() and state_dict().
         optimizers: Prepared optimizers whose updates advance it.
         rule: Rule for the number of scheduler steps per update.
-        follows_optimizer: Whether it advances only with updates. If False, every call of step() advances it once.
+        follows_optimizer: Whether it advances only with updates. If False, every call to step() advances it once.
         step: Training step. If it splits batches into smaller micro-batches, a scheduler step without an update waits
             until the whole batch has succeeded.
 
     Attributes:
         is_doubted: Whether a warning about the schedule's length has been given.
-        num_calls: Number of calls of `step` that advanced it without an update.
+        num_calls: Number of calls to `step` that advanced it without an update.
     """
 
     needs_optimizer: ClassVar[bool] = True
@@ -229,7 +227,7 @@ class PreparedScheduler(LRScheduler):
             self._look_for_more(ticks, self._end)
 
     def _look_for_more(self, ticks: int, length: int) -> None:
-        """Warn once if updates continue well after the schedule's end, at a learning rate of zero.
+        """Warn once if updates continue well after the schedule's end, at a learning rate of nearly zero.
 
         The incomplete last accumulation window of an epoch rounds the number of updates up, so a few updates after the
         schedule's end are normal.
@@ -283,9 +281,9 @@ class PreparedScheduler(LRScheduler):
         self.scheduler.last_epoch = tick
 
     def ignore_repeated(self, num_calls: int) -> None:
-        """Ignore the next `num_calls` calls of step().
+        """Ignore the next `num_calls` calls to step().
 
-        The resumed loop repeats them, but the loaded state already has them.
+        The resumed loop repeats these calls, but the loaded state already includes them.
 
         Args:
             num_calls: Number of calls that the saving run made after the point from which the resumed loop continues.
