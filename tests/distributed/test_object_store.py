@@ -430,8 +430,8 @@ def test_commands_and_the_log(proxy, port, tmp_path, monkeypatch):
     assert torch.equal(load_file(tmp_path / "merged" / "model.safetensors")["weight"], model.weight)
     assert "report.html" in _headway("report", url)
     assert "digits" in (tmp_path / "report.html").read_text()
-    from headway.core.tracking.mirror import fetch_log
     from headway.core.tracking.runlog_reader import read_run
+    from headway.integrations.object_store.log_mirror import fetch_log
 
     run = read_run(fetch_log(to_path(url)))
     assert [point[2] for point in run.values["loss"]] == [1.0, 0.5]

@@ -1,4 +1,4 @@
-"""Checks that `headway doctor` runs on every rank: versions, shared folder, clocks, and speed of the links."""
+"""The checks of each rank in `headway doctor`: versions, shared folder, clocks, and speed of the links."""
 
 import platform
 import secrets

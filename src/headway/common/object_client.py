@@ -1,8 +1,9 @@
 """Client for object stores (S3, Google Cloud Storage, Azure) on top of obstore: requests, retries and errors.
 
 A request is retried for a bounded time while it fails for a transient reason: no answer, a server error, a truncated
-transfer. A refused request is not retried. obstore itself finds the endpoint, the region and the credentials: in AWS_*,
-GOOGLE_* and AZURE_* variables, a web identity, or the machine's role. Profiles in ~/.aws work if boto3 is installed.
+transfer. A refused request is not retried. obstore takes the endpoint, the region and the credentials from AWS_*,
+GOOGLE_* and AZURE_* variables, from a web identity, or from the machine's role. Profiles in ~/.aws work if boto3 is
+installed.
 """
 
 import importlib

@@ -49,6 +49,7 @@ _PLACES: dict[str, dict[str, str]] = {
         "keep_in_memory": "headway.extras.memory_copies:MemoryTier",
         "low_bit_states": "headway.layouts.low_bit.states",
         "memory_report": "headway.extras.memory_report",
+        "mirror_log": "headway.integrations.object_store.log_mirror",
         "microbatching": "headway.extras.replay.step:PieceStep",
         "packing": "headway.language_data.boundary_check:check_prepared_models",
         "on_spike": "headway.extras.spikes:SpikeGuard",

@@ -306,7 +306,8 @@ class LeakProbe:
         Args:
             tokens: Input tokens of the model.
             changed: Tokens that replace the input tokens.
-            leaks: Whether the model's outputs leak. If false, no search is made, and "" is returned.
+            leaks: Whether the model's outputs change at positions that must not change. If false, no search is made, and
+                "" is returned.
             first: First position that must not change.
             last: Position after the last one that must not change; None for the end.
         """

@@ -527,7 +527,7 @@ class RunRecorder:
         return step_and_record
 
     def _trace_losses(self, step: Any) -> None:
-        """Make the training step write the record of the torch calls behind each loss before it runs backward."""
+        """Make the training step write down the torch calls that computed a loss before it runs the loss's backward."""
         backward = step.backward
 
         def trace_and_backward(loss: Any, weight: Any = None, reduction: str = "mean", **kwargs: Any) -> Any:

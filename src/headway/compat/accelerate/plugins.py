@@ -122,9 +122,9 @@ class FullyShardedDataParallelPlugin:
                 setattr(self, name, text)
 
     def request_layout(self, request: LayoutRequest) -> None:
-        """Add the options of this plugin to a layout request, and convert the plugin's own fields to those of FSDP2.
+        """Add this plugin's options to a layout request, and convert the plugin's attributes to their FSDP2 equivalents.
 
-        The options are all fields that were passed to the constructor, read from the environment or assigned later.
+        The options are the attributes that were passed to the constructor, read from the environment or assigned later.
 
         Args:
             request: Layout request to change.

@@ -9,6 +9,7 @@ import torch
 
 from headway.common.object_path import ObjectPath, to_path
 from headway.common.optional import LazyModule
+from headway.core import extensions
 from headway.core.config.run import ProjectConfiguration
 from headway.core.runtime import events, pulse
 from headway.core.runtime.process import ProcessRuntime
@@ -21,13 +22,12 @@ from headway.version import __version__
 
 # Imported on first use, because a run without a record does not need them.
 if TYPE_CHECKING:
-    from headway.core.tracking import mirror, runlog
     from headway.core.tracking import run_feed as feeding
+    from headway.core.tracking import runlog
     from headway.core.tracking import values as logged_values
 else:
     feeding = LazyModule("headway.core.tracking.run_feed")
     logged_values = LazyModule("headway.core.tracking.values")
-    mirror = LazyModule("headway.core.tracking.mirror")
     runlog = LazyModule("headway.core.tracking.runlog")
 
 log = get_logger(__name__)
@@ -109,7 +109,7 @@ class Recorder:
         choices = [each for each in self._choices if is_main or not getattr(each, "main_process_only", True)]
         folder = None if place is None else to_path(place).absolute() / project_name
         if isinstance(folder, ObjectPath):
-            folder = mirror.make_local_folder(folder) if is_main else None
+            folder = extensions.load("feature", "mirror_log").make_local_folder(folder) if is_main else None
         if not choices and not (is_main and folder is not None):
             self.feed = None
             return
@@ -297,7 +297,7 @@ class Recorder:
             self._ended = (feed.project, feed.folder), feed.begun
             feed.finish(_simplify_summary(summary))
             if isinstance(to_path(self._project().logging_dir or ""), ObjectPath):
-                mirror.send_all()
+                extensions.load("feature", "mirror_log").send_all()
 
 
 def _simplify_summary(summary: Mapping[str, Any] | None) -> dict[str, Any]:

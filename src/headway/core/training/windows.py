@@ -417,10 +417,7 @@ class AccumulationWindows:
 
     @property
     def is_final(self) -> bool:
-        """Whether the gradients of the current accumulation window are final.
-
-        Clipping and step() then take effect.
-        """
+        """Whether the gradients of the current accumulation window are complete, so that clipping and step() act."""
         return self.can_step(self.current)
 
     def can_step(self, window: AccumulationWindow) -> bool:

@@ -455,7 +455,8 @@ def _expand_pieces(pieces: Iterable[_Piece], times: int) -> _Expanded | None:
         times: Number of times that each repeated sequence occurs.
 
     Returns:
-        The events with keys, and the index of each phase's first event. None if any free has no matching allocation.
+        The events, each with a key that pairs an allocation with its free, and the index of each phase's first event.
+        None if a free has no matching allocation.
     """
     events: list[MemoryEvent] = []
     phases: dict[str, int] = {}

@@ -155,7 +155,7 @@ class StepEngine:
         return []
 
     def run_micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Return the context for forward and backward of a micro-batch.
+        """Return the context manager in which the forward and backward passes of a micro-batch run.
 
         Gradients are reduced over ranks only in the last micro-batch of an accumulation window.
 

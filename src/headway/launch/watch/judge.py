@@ -108,7 +108,7 @@ def find_excuse(view: RankView, timeout: float) -> str:
 
 
 def is_writing(view: RankView) -> bool:
-    """Whether the rank is inside code that writes a checkpoint or weights, and does not wait for other ranks in it."""
+    """Whether the rank is running code that writes a checkpoint or weights, and is not waiting for other ranks."""
     is_at_the_door = view.wait is not None and view.wait.group in ("headway", "")
     return not is_at_the_door and (stacks.is_saving(view.frames) or view.phase.startswith("saving"))
 

@@ -33,8 +33,8 @@ def export_state(optimizer: torch.optim.Optimizer, entry: Any) -> Any:
     """Return the state of one parameter with float32 values in place of quantization codes and scales.
 
     Args:
-        optimizer: Optimizer that keeps the state. It may have any class, such as a wrapper that shares the state of
-            torchao's optimizer.
+        optimizer: Optimizer that keeps the state. It may be of any class, for example a wrapper that shares the state
+            of torchao's optimizer.
         entry: State of the parameter, from the optimizer or from its state dict. If it has no codes, its values do not
             change.
     """

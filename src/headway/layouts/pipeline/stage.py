@@ -49,7 +49,8 @@ class StageTransfer(dist.P2POp):
 class _NamedTransfer:
     """Wrapper of torch's `isend` or `irecv` that has a name for reports of hangs.
 
-    It compares equal to the wrapped function, because torch's schedules check which of the two an operation uses.
+    It compares equal to the wrapped function, because torch's schedules check whether an operation is a send or a
+    receive.
     """
 
     def __init__(self, op: Any, name: str) -> None:

@@ -179,9 +179,9 @@ class _RegistrationWatch(TorchFunctionMode):
                 self._make_real(item)
 
     def make_remaining_real(self) -> None:
-        """Create the real tensors of the placeholders that are still referenced when the context ends.
+        """Create real tensors for the placeholders that are still referenced after the model has been built.
 
-        For example, an attribute of a module can refer to a placeholder.
+        For example, a plain attribute of a module can refer to a placeholder.
         """
         self._forget_unused()
         self._make_real([shadow for shadow, _ in self.stand_ins.values()])

@@ -15,10 +15,10 @@ from headway.core.checkpoint.format.chunks import ChunkGrid, TensorChunk
 from headway.core.checkpoint.format.manifest import Manifest, TensorEntry, read_manifest
 from headway.core.checkpoint.format.tensors import PieceHashes, write_shard, write_shards
 from headway.core.checkpoint.loading.files import read_state, verify_checkpoint
-from headway.core.tracking.mirror import MirroredFolder, fetch_log
 from headway.core.weights import parallel_writer
 from headway.errors import CheckpointError, ConfigError, ObjectStoreError
 from headway.integrations.object_store.lock import ObjectLock
+from headway.integrations.object_store.log_mirror import MirroredFolder, fetch_log
 from headway.integrations.object_store.store import FetchedCheckpoint, ObjectStore
 
 

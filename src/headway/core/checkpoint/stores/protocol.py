@@ -82,7 +82,10 @@ class CheckpointStore(Protocol):
         """Return the folder or prefix that holds the checkpoint's files."""
 
     def identity(self) -> tuple[int, int]:
-        """Return two numbers that change when another checkpoint is committed under this name."""
+        """Return a pair of numbers that identifies the stored checkpoint.
+
+        The pair changes if another checkpoint is committed under the same name.
+        """
 
     def absent(self, manifest: Manifest) -> str | None:
         """Return an error message about the manifest's first file that the store lacks, or None if it lacks none."""

@@ -7,7 +7,6 @@ completed with padding. Padding consists of repeated samples that are not counte
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import torch
 from torch.utils.data import DataLoader
 
 from headway.core.data.sampling.shard import RankBatch
@@ -140,10 +139,3 @@ class BatchFeed(Protocol):
             name: "collate_fn", "worker_init_fn", "timeout", "pin_memory" or "prefetch_factor".
             value: New value. The user's loader already has it.
         """
-
-
-def seed_generator(loader: DataLoader[Any], seed: int) -> None:
-    """Seed the generator from which `loader` draws its workers' base seed. No effect if the loader has no generator."""
-    generator: torch.Generator | None = loader.generator
-    if generator is not None:
-        generator.manual_seed(seed)

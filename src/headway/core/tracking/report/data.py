@@ -26,7 +26,7 @@ from typing import Any
 from headway.common.garbage import pause_garbage_collection
 from headway.common.object_path import ObjectPath, to_path
 from headway.common.text import join_names
-from headway.core.tracking.mirror import fetch_log
+from headway.core import extensions
 from headway.core.tracking.runlog import FILE, list_leaves
 from headway.core.tracking.runlog_reader import LoggedRun, ProcessStart, read_run
 from headway.errors import ConfigError
@@ -123,7 +123,7 @@ def find_log(path: Path) -> Path:
         ConfigError: If there is no log, or more than one. The message lists runs in nearby folders.
     """
     if isinstance(path, ObjectPath):
-        if (found := fetch_log(path)) is None:
+        if (found := extensions.load("feature", "mirror_log").fetch_log(path)) is None:
             raise ConfigError(f"{path} holds no {FILE}, or several: give the place of one run that contains a {FILE}")
         return found
     if os.path.isfile(path):

@@ -133,8 +133,8 @@ class PreparedScheduler(LRScheduler):
         optimizers: Prepared optimizers whose updates advance it.
         rule: Rule for the number of scheduler steps per update.
         follows_optimizer: Whether it advances only with updates. If False, every call to step() advances it once.
-        step: Training step. If it splits batches into smaller micro-batches, a scheduler step without an update waits
-            until the whole batch has succeeded.
+        step: Training step. If it splits batches into smaller micro-batches, a scheduler step that follows no update is
+            deferred until the whole batch has succeeded.
 
     Attributes:
         is_doubted: Whether a warning about the schedule's length has been given.
