@@ -119,7 +119,7 @@ class OperationTracer(TorchDispatchMode):
     # ---------------------------------------------------------------- operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and check its inputs and results."""
+        """Run the operation, and check its inputs and results for non-finite values."""
         kwargs = kwargs or {}
         name = func._schema.name.rpartition("::")[2]
         is_plain = func.namespace in ("aten", "prims") and not name.startswith(("empty", "new_empty"))

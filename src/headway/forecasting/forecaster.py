@@ -141,10 +141,10 @@ class BudgetSearch:
         self._sized: dict[int, SizedEvents | None] = {}
 
     def find_largest(self) -> int:
-        """Return the largest size that fits, or 0 if not even size 1 fits.
+        """Return the largest batch size or sequence length whose step fits in memory, or 0 if not even 1 fits.
 
-        The result is confirmed by traces: the returned size fits, and the next size does not, unless the limit was
-        reached.
+        Traces confirm that the returned size fits and that the next size does not. The next size is not traced if the
+        returned size is the largest allowed one.
         """
         bound = self._limit
         sized = self._fit_events(PROBE) if PROBE + self._degree <= bound else None

@@ -222,7 +222,7 @@ class DeviceStream(UnitReader):
     def _drop_copies(self, keys: Iterable[int]) -> None:
         """Drop the device copies of tensors.
 
-        The memory of a copy in progress is kept until the computation has been made to wait for the copy.
+        The memory of a copy in progress is kept until the compute stream has been set to wait for the copy.
 
         Args:
             keys: The `id` of each original tensor.

@@ -48,10 +48,13 @@ class EvaluationSanityCheck:
     shared: Sequence[object]
 
     def run(self, loaders: dict[str, PreparedLoader]) -> None:
-        """Run the check. Every rank must call it; if it fails on one rank, it fails on all.
+        """Evaluate a few batches, to check `compute_metrics` and `metric_for_best_model` before the training.
+
+        Every rank must call this method. If the check fails on one rank, it fails on all.
 
         Args:
-            loaders: Prepared loader of each evaluation by the prefix of its metrics. Their state does not change.
+            loaders: Mapping from the prefix of each evaluation's metrics to its prepared loader. The state of the
+                loaders does not change.
 
         Raises:
             MetricError: If `compute_metrics` raises.

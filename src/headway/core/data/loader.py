@@ -417,7 +417,7 @@ class PreparedLoader(DataLoader[Any]):
         return self.pass_position.next_epoch if self.pass_position.is_left else self.pass_position.epoch
 
     def end_epoch(self) -> None:
-        """End the epoch, including a resumed pass that has not started yet."""
+        """End the current epoch, even if it was resumed from a checkpoint and its pass has not started yet."""
         self.pass_position.num_over = 0
         if self.pass_position.is_waiting:
             self.pass_position.end_epoch()

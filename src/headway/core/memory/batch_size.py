@@ -255,10 +255,10 @@ class _SearchSettings:
         return list_divisors(self.start) if self.keeps_global_batch else None
 
     def start_search(self, size: int, is_known: bool = False) -> BatchSizeSearch:
-        """Return a new search of the requested kind.
+        """Return a new search for the largest batch size that fits, by the method that `search` selects.
 
         Args:
-            size: First size to try, or the largest one if the size is predicted.
+            size: First batch size to try. If the method predicts the size, the largest batch size to consider.
             is_known: Whether an earlier call has found that this size fits.
         """
         if self.search == "predicted":

@@ -73,7 +73,7 @@ class TensorSplit:
 
     @cached_property
     def numbers(self) -> dict[int, int]:
-        """Mapping from each rank that writes boxes to the row-major index of the last box that it writes."""
+        """Mapping from each writing rank to the row-major index of the last box (block of the tensor) that it writes."""
         return {rank: number for number, rank in enumerate(self.writers)}
 
     @cached_property

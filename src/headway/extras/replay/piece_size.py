@@ -196,9 +196,9 @@ def _halve_a_piece(cuts: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the row ranges of micro-batches after one of them is halved.
 
     Return an empty list if the micro-batch to halve has a single row. Large micro-batches run first where possible,
-    because small ones can reuse their memory blocks. The first micro-batch cannot be measured, because gradients do not
-    exist yet, but both sizes must be measured. So of two micro-batches, the first is halved, and its second half is
-    moved to the end.
+    because small ones can reuse their memory blocks. The first micro-batch to run cannot be measured, because gradients
+    do not exist yet. If there are only two, the first one is therefore halved, and its second half is moved to the end,
+    so that a micro-batch of each size is measured.
     """
     if len(cuts) == 2:
         (begin, end), (_, last) = cuts

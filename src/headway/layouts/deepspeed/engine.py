@@ -1,10 +1,10 @@
 """Wrapper of DeepSpeed's engine that adds Headway's accumulation windows.
 
-DeepSpeed keeps gradients in its own buffers. Its optimizer step divides them by the loss scale, and clips them. Headway
-therefore applies the correction of a window's gradients as a loss scale for one step, and clipping as a limit for this
-step. The norm is computed before the step::
+DeepSpeed keeps gradients in its own buffers. Its optimizer step divides them by the loss scale, and clips them. To
+divide the gradients of a window by its total weight, Headway sets the loss scale for one step. To clip them, it sets
+DeepSpeed's maximum norm for this step. The norm is computed before the step::
 
-    backward ... backward -> final (reduced, partitioned) -> norm, limit, correction -> step, or drop
+    backward ... backward -> reduced and partitioned gradients -> norm, loss scale, maximum norm -> step or drop
 """
 
 import math

@@ -132,7 +132,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 def show_hook(module: nn.Module, hook: ModelHook, append: bool = False) -> None:
     """Set a module's attribute `_hf_hook` without registering the hook, so that forward passes do not call it.
 
-    For modules whose weights Headway's runtime already moves, so that other libraries only read the attribute.
+    Headway's runtime already moves the weights of such a module. Other libraries look for the attribute.
 
     Args:
         module: Module that gets the attribute.

@@ -119,8 +119,8 @@ class Checkpoints:
         step_hooks: Hooks of the training step. They check that the run has resumed if it should, and report failed
             background saves.
         collectives: Collectives over all ranks.
-        last_hook: Function that returns a save hook to call after those of `add_save_hook`, or None if there is none.
-            Default: there is none.
+        last_hook: Function that returns the save hook to call after those of `add_save_hook`, or None to call no
+            further hook. Default: no further hook is called.
         repeats_evaluations: Whether a run resumed from a save during an evaluation repeats the evaluation from its
             start. Default: True.
         resume_method: Method of the Accelerator with which the program continues from a checkpoint: "resume" or

@@ -43,7 +43,7 @@ class CheckpointFolder:
         return self.project.automatic_checkpoint_naming
 
     def parent(self) -> Path:
-        """Return the folder in which checkpoints are named automatically.
+        """Return the folder that contains the automatically named checkpoints.
 
         Raises:
             ConfigError: If the project has no directory.

@@ -182,11 +182,11 @@ def plan_files(tensors: Mapping[str, torch.Tensor | ShardPiece], num_parts: int)
 
 
 def begin(job: SaveJob) -> None:
-    """Create the staging directory. Called on the main thread after all ranks have agreed on the job.
+    """Create the staging directory of a save. Called on the main thread after all ranks have agreed on the save.
 
     Raises:
-        OSError: If the folder is not writable.
-        CheckpointError: If the folder holds something other than a checkpoint.
+        OSError: If the directory cannot be created.
+        CheckpointError: If the checkpoint's folder contains something other than a checkpoint.
     """
     if "\0" in str(job.final):
         raise CheckpointError(f"{str(job.final)!r} holds a NUL, which no name of a folder can; give another one")

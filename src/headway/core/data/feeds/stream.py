@@ -457,7 +457,9 @@ class StreamFeed:
         self._keeps_dataset_state = is_kept
 
     def follow_pass(self, epoch: int) -> None:
-        """Draw the random numbers of a pass that another process reads, so that RNG states stay equal on all ranks.
+        """Make the random draws of a pass without reading it, because another process reads it for this rank.
+
+        RNG states then stay equal on all ranks.
 
         Args:
             epoch: Number of the epoch.
