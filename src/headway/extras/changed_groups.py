@@ -106,8 +106,9 @@ def _is_convertible(
 ) -> bool:
     """Whether a saved optimizer state can be converted to this run's parameter groups.
 
-    It cannot be converted if the optimizer has another class, or if its state dict does not have torch's format. All
-    parameters need names, so each must belong to a model. In the saved run, no other optimizer may have held them.
+    It cannot be converted if the optimizer is of a different class, if its state dict is not in torch's format, if a
+    parameter has no name because it belongs to no model, or if another optimizer had one of the parameters in the
+    saved run.
     """
     known = set(names)
     every = {key for keys in (*match.own, *match.saved) for key in keys}

@@ -690,7 +690,7 @@ def holds_averages(run: Run) -> bool:
 
 
 def find_averages(objects: Iterable[Any], model: torch.nn.Module) -> list[ExponentialMovingAverage]:
-    """Return the averages of a model among the objects that are registered for checkpoints."""
+    """Search the objects registered for checkpoints for moving averages of a model's weights, and return them."""
     return [each for each in objects if isinstance(each, ExponentialMovingAverage) and each.model is model]
 
 

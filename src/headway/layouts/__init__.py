@@ -1,1 +1,1 @@
-"""Model parallelism beyond data parallelism: tensor, expert, context and pipeline parallelism, and DeepSpeed."""
+"""Layouts beyond data parallelism: tensor, expert, context and pipeline parallelism, and DeepSpeed's engine."""

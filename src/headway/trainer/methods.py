@@ -90,7 +90,7 @@ class _Records:
         self._arguments = arguments
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the model card and the arguments to `folder`."""
+        """Write the model card and the training arguments to `folder`. The weights are not written here."""
         copy_files(self._home, folder, ["README.md"])
         (folder / "training_args.json").write_text(self._arguments + "\n")
 

@@ -327,13 +327,15 @@ class LeakProbe:
         return self._locate(args, kwargs, does_leak)
 
     def _locate(self, args: Any, kwargs: Any, does_leak: Callable[[torch.Tensor, torch.Tensor], bool]) -> str:
-        """Return the model's first torch call that leaks, such as "softmax() at train.py:12"; "" if it is unknown.
+        """Return the first torch call in which a changed input changes results that must not depend on it.
+
+        The call is returned as text, such as "softmax() at train.py:12"; "" if it is unknown.
 
         Args:
             args: Changed positional arguments of the model.
             kwargs: Changed keyword arguments of the model.
-            does_leak: Function that takes a torch call's results before and after the change, and returns whether they
-                differ where they must be equal.
+            does_leak: Function that takes a torch call's results for the original and the changed inputs, and returns
+                whether they differ where they must be equal.
         """
         before, after = self._record_calls(self._args, self._kwargs), self._record_calls(args, kwargs)
         for (name, line, one), (_, _, other) in zip(before, after, strict=False):

@@ -89,7 +89,7 @@ class RunRecord:
 
     @property
     def fact(self) -> dict[str, Any]:
-        """Entry of `facts` for rank 0; empty if rank 0 has recorded nothing."""
+        """What rank 0 recorded about the whole run (its entry of `facts`). Empty if it recorded nothing."""
         return self.facts[0] if self.facts else {}
 
     @property

@@ -123,7 +123,7 @@ class LoggedRun:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the last process has written the "end" line."""
+        """Whether the run has ended: the process that started last has written the log's "end" line."""
         return self.summary is not None
 
 

@@ -90,8 +90,8 @@ class SpikeReport(Protocol):
     """Counts and latest message of the guard that `on_spike` enables.
 
     Attributes:
-        num_spikes: Number of updates that were refused as spikes.
-        num_skipped: Number of skipped updates.
+        num_spikes: Number of updates that the guard identified as spikes.
+        num_skipped: Number of updates that the guard skipped.
         report: Latest message, or an empty string if there was none.
     """
 

@@ -476,13 +476,13 @@ class AccumulationWindows:
     # ---------------------------------------------------------------- resume and replay
 
     def list_nominal_weights(self, models: Sequence[torch.nn.Module]) -> list[tuple[list[int], float]]:
-        """Return the total loss weight by which the next accumulation window of each set of models divides its losses.
+        """Return the total weight by which losses will be divided in the next accumulation window of each set of models.
 
         Args:
-            models: All models, in the order that the indices refer to.
+            models: All models. The returned indices are positions in this list.
 
         Returns:
-            Pairs of (indices of the models, weight).
+            A pair (indices of the models, weight) for each set of models that share an accumulation window.
         """
         numbers = {id(model): number for number, model in enumerate(models)}
         return [

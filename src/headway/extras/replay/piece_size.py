@@ -38,11 +38,11 @@ class PieceSize:
     """Adaptive limit on the rows of a micro-batch, which shrinks after out-of-memory errors and grows back.
 
     After `patience` batches without an error, a larger limit is tried. If memory is measured, this is the largest limit
-    that is predicted to fit, unless it would not reduce the number of micro-batches. Otherwise the limit is doubled. If
-    the double size has failed before, the midpoint between the limit and the failed size is tried, and later the failed
-    size. After a failure, the previous limit is restored and `patience` doubles. `patience` starts at 16, so n batches
-    see at most about log2(n / 16) failures. If memory is measured, the first failure starts a calibration: the peak
-    memory of micro-batches is measured to predict the limit.
+    that is predicted to fit, if it reduces the number of micro-batches. If memory is not measured, the limit is
+    doubled. If the doubled limit has failed before, the midpoint between the limit and the failed one is tried first,
+    and the failed one later. After a failure, the previous limit is restored and `patience` doubles. `patience` starts
+    at 16, so n batches see at most about log2(n / 16) failures. If memory is measured, the first failure starts a
+    calibration: the peak memory of micro-batches is measured to predict the limit.
 
     Attributes:
         limit: Largest number of rows per micro-batch. None: do not split batches.

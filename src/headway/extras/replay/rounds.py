@@ -68,7 +68,7 @@ class CollectiveReplayer:
         self._thread = threading.Thread(target=self._publish_while_waiting, name="headway-replayer", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, which runs until the runtime ends."""
+        """Start the background thread. It runs until `stop` is called, or the process runtime ends."""
         if not self._thread.is_alive() and not self._over.is_set():
             self._thread.start()
             stop_before_shutdown(self.stop)

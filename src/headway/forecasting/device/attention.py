@@ -34,7 +34,7 @@ def size_flash_backward(args: tuple[Any, ...]) -> list[int]:
 
 
 def _size_copy(tensor: torch.Tensor) -> list[int]:
-    """Return the bytes of a contiguous copy of a tensor, or an empty list if the kernel needs no copy.
+    """Return the size in bytes of a contiguous copy of a tensor, as a list that is empty if the kernel needs no copy.
 
     No copy is needed if the tensor's memory is ordered by samples, tokens and heads.
     """

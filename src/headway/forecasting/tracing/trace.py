@@ -435,9 +435,9 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
     def _drop_in_place_sum(self, key: int, size: int) -> bool:
         """Remove the recorded allocation of a gradient sum if a real run would compute the sum in place.
 
-        In a real run, autograd adds the second gradient to the first in place if nothing else uses the first. Here, the
-        first gradient is freed right after the sum was allocated: the sum must be the last recorded allocation, apart
-        from workspaces.
+        In a real run, autograd adds the second gradient to the first in place if nothing else uses the first. A
+        trace shows this as an allocation of the sum, followed by the release of the first gradient. The allocation is
+        therefore removed only if it is the last recorded one, apart from workspaces.
 
         Args:
             key: Key of the freed gradient's memory.

@@ -76,7 +76,7 @@ class LocalCopies:
 
 
 class CopiedBlocks:
-    """Reader of byte ranges of a remote file. It caches each range that it has read as a local file.
+    """Reader of byte ranges of a remote file. Each range that it reads is cached in a local file.
 
     Args:
         remote: Reader of the remote file.

@@ -116,7 +116,8 @@ def _judge_failure(key: str, title: str, other: RunRecord, name: str) -> Verdict
 def _find_written(other: RunRecord, reason: str) -> tuple[str, str, str] | None:
     """Return (parameter, line, rank) of the in-place change that explains why the replicas differ, or None.
 
-    The rank is "" if all ranks run the line. An example is a draw from a generator that each rank seeds differently.
+    The rank is "" if all ranks run the line but write different values, for example because each rank seeds its
+    generator differently.
 
     Args:
         other: Run that failed.

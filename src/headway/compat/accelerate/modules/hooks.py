@@ -75,7 +75,7 @@ class SequentialHook(ModelHook):
 
 
 class _Attached:
-    """Registration of a hook on a module, with torch's handles and its no_grad context during a forward pass."""
+    """Registration of a hook on a module: the handles that torch returned, and no_grad contexts of current forwards."""
 
     def __init__(self, module: nn.Module, hook: ModelHook) -> None:
         self.hook = hook

@@ -159,9 +159,9 @@ class StoreLink:
             ) from error
 
     def _listen(self) -> None:
-        """Watch for an abort of the run in a thread, which works even while the main thread waits in C code.
+        """Watch for an abort of the run in a background thread. This works even while the main thread waits in C code.
 
-        The thread waits on a plain socket, which closes when the host of the store ends. If it waited on a torch store
+        The background thread waits on a plain socket, which closes when the host of the store ends. If it waited on a torch store
         instead, torch would then log a C++ stack trace.
         """
         try:

@@ -104,7 +104,7 @@ class RunData:
 
     @property
     def last_step(self) -> float | None:
-        """Last step of any value; None if no value has a step."""
+        """Highest step at which a value was logged; None if no value has a step."""
         return max((points[-1][0] for points in self.series.values()), default=None) if self.has_steps else None
 
     @property
