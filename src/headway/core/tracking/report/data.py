@@ -39,8 +39,10 @@ MAX_MARKS = 150
 _MAX_STEP = 2**53
 """Largest step up to which a float can represent all integers. The page's script stores steps as floats."""
 _FEWEST_SPEEDS = 10
-_MAX_ENTRIES = 5000
-"""Maximum number of directory entries that a search for nearby runs reads, which takes a few milliseconds."""
+_DEPTH = 5
+"""How many folders below a given folder runs are searched for. Those of `make demo` are four folders below the clone."""
+_MAX_ENTRIES = 20_000
+"""Maximum number of directory entries that a search for nearby runs reads, which takes less than 0.1 s."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ class RunData:
 def find_log(path: Path) -> Path:
     """Return the path of the run log for `path`.
 
-    The log is `path` itself, `log.jsonl` in the folder `path`, or the only log up to three folders below it. A log in
-    an object store is downloaded.
+    The log is `path` itself, `log.jsonl` in the folder `path`, or the only log up to `_DEPTH` folders below it. A log
+    in an object store is downloaded.
 
     Raises:
         ConfigError: If there is no log, or more than one. The message lists runs in nearby folders.
@@ -135,33 +137,33 @@ def find_log(path: Path) -> Path:
         raise ConfigError(
             f"there is no run at {path}: give the folder of a run, which contains a {FILE}, or that file; {_list_runs(near)}"
         )
-    below = sorted(str(found.parent) for depth in ("*", "*/*", "*/*/*") for found in path.glob(f"{depth}/{FILE}"))
+    below = sorted(str(found.parent) for found in _find_logs_nearby(path))
     if len(below) == 1:
         return Path(below[0]) / FILE
     if below:
         named = " ".join(below[:5]) + (f" and {len(below) - 5} more" if len(below) > 5 else "")
         raise ConfigError(f"{path} holds no {FILE} itself, but folders below it do: headway report {named}")
     raise ConfigError(
-        f"{path} is not a run: there is no {path / FILE}, and none up to three folders below; {_list_runs(path.absolute().parent)}"
+        f"{path} is not a run: there is no {path / FILE}, and none up to {_DEPTH} folders below; {_list_runs(path.absolute().parent)}"
     )
 
 
 def _list_runs(folder: Path) -> str:
-    """Return a clause for error messages that names the runs up to three folders below `folder`, newest first."""
+    """Return a clause for error messages that names the runs up to `_DEPTH` folders below `folder`, newest first."""
     newest = sorted(_find_logs_nearby(folder), key=os.path.getmtime, reverse=True)
     names = [os.path.relpath(log.parent) for log in newest]
-    return f"there are runs at {join_names(names)}" if names else f"there is no run in {folder} or below"
+    return f"there are runs at {join_names(names)}" if names else f"no run was found in {folder}, or up to {_DEPTH} folders below it"
 
 
-def _find_logs_nearby(folder: Path, depth: int = 3) -> Iterator[Path]:
-    """Yield the run logs up to `depth` folders below `folder`.
+def _find_logs_nearby(folder: Path) -> Iterator[Path]:
+    """Yield the run logs in `folder` and up to `_DEPTH` folders below it. Hidden folders are not searched.
 
-    The search ends after about 5000 directory entries, because the folder might be a large one, such as the home
+    The search ends after about `_MAX_ENTRIES` directory entries, because the folder might be a large one, such as the home
     directory.
     """
     level = [folder]
     num_seen = 0
-    for _ in range(depth + 1):
+    for _ in range(_DEPTH + 1):
         below: list[Path] = []
         for place in level:
             if not os.access(place, os.R_OK | os.X_OK):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from headway.core.tracking.report import load
+from headway.core.tracking.report.data import find_log
 from headway.core.tracking.report.page import html_page
 from headway.core.tracking.report.tables import infer_run_status, list_differences, list_key_figures
 from headway.core.tracking.runlog import RunLog
@@ -147,7 +148,9 @@ def test_only_different_settings_are_listed(tmp_path):
 
 def test_the_error_for_a_wrong_path_lists_the_runs_nearby(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ConfigError, match=r"no run at .*missing.*log\.jsonl.*there is no run in .*or below") as told:
+    with pytest.raises(
+        ConfigError, match=r"no run at .*missing.*log\.jsonl.*no run was found in .*folders below it"
+    ) as told:
         load([tmp_path / "missing"])
     assert "notes.txt" not in str(told.value)
     with pytest.raises(ConfigError, match=r"is not a run: there is no .*log\.jsonl"):
@@ -225,3 +228,11 @@ def test_metrics_are_compared(tmp_path):
     assert (figures["Evaluation accuracy"].value, figures["Evaluation accuracy"].note) == ("0.8", "from 0.6 to 0.8")
     assert "Evaluation runtime" not in figures
     assert "<th>Evaluation accuracy</th>" in html_page(runs)
+
+
+def test_a_run_is_found_some_folders_below(tmp_path):
+    log = lively(tmp_path / "runs/demo/troubled/demo", steps=5)  # where `make demo` writes it
+    assert find_log(tmp_path) == log
+    lively(tmp_path / "runs/demo/undisturbed/demo", steps=5)
+    with pytest.raises(ConfigError, match=r"headway report .*/troubled/demo .*/undisturbed/demo$"):
+        find_log(tmp_path)
