@@ -152,7 +152,11 @@ def _list_runs(folder: Path) -> str:
     """Return a clause for error messages that names the runs up to `_DEPTH` folders below `folder`, newest first."""
     newest = sorted(_find_logs_nearby(folder), key=os.path.getmtime, reverse=True)
     names = [os.path.relpath(log.parent) for log in newest]
-    return f"there are runs at {join_names(names)}" if names else f"no run was found in {folder}, or up to {_DEPTH} folders below it"
+    return (
+        f"there are runs at {join_names(names)}"
+        if names
+        else f"no run was found in {folder}, or up to {_DEPTH} folders below it"
+    )
 
 
 def _find_logs_nearby(folder: Path) -> Iterator[Path]:

@@ -231,8 +231,8 @@ def test_metrics_are_compared(tmp_path):
 
 
 def test_a_run_is_found_some_folders_below(tmp_path):
-    log = lively(tmp_path / "runs/demo/troubled/demo", steps=5)  # where `make demo` writes it
-    assert find_log(tmp_path) == log
+    folder = lively(tmp_path / "runs/demo/troubled/demo", steps=5)  # where `make demo` writes it
+    assert find_log(tmp_path) == folder / "log.jsonl"
     lively(tmp_path / "runs/demo/undisturbed/demo", steps=5)
     with pytest.raises(ConfigError, match=r"headway report .*/troubled/demo .*/undisturbed/demo$"):
         find_log(tmp_path)
