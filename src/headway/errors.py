@@ -229,4 +229,3 @@ def find_link(error: HeadwayError, text: str) -> str | None:
     except (OSError, ValueError):
         return None
     return found and f"docs/{found}"
-

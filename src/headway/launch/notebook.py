@@ -206,8 +206,8 @@ def _build_endpoint(
         )
     if num_nodes > 1 and address == LOOPBACK:
         raise ConfigError(
-            f"notebook_launcher(num_nodes={num_nodes}) meets at master_addr={address!r}, which every machine takes for itself; give "
-            "the address of the machine with node_rank=0 by which the others reach it"
+            f"notebook_launcher(num_nodes={num_nodes}) meets at master_addr={address!r}, which every machine resolves to itself; "
+            "give the address at which the other machines reach the machine with node_rank=0"
         )
     conf = ",".join(f"{key}={value}" for key, value in (rdzv_conf or {}).items())
     return {

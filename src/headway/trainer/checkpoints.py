@@ -81,8 +81,8 @@ class TrainerRecord:
         changes = list_differences(state.get("settings", {}), self.settings)
         if changes:
             log.warning(
-                "this run is not the one that it continues: %s. It goes on with what is given now; what the checkpoint holds "
-                "(weights, the optimizer's groups and rates, the schedule's place) is as it was saved. "
+                "the settings of this run differ from those of the run that it continues: %s. The present settings apply, but the "
+                "weights, the optimizer's groups and rates, and the position of the schedule come from the checkpoint. "
                 "resume_from_checkpoint=False starts from the beginning",
                 ", ".join(changes),
             )

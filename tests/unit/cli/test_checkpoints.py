@@ -78,7 +78,7 @@ def test_merge_replaces_nothing_unasked(tmp_path):
     (out / "config.json").write_text("{}")
     weights = out / "model-00001-of-00002.safetensors"
     weights.write_text("precious")
-    with pytest.raises(ConfigError, match=r"holds weights already \(model-00001-of-00002.*--overwrite"):
+    with pytest.raises(ConfigError, match=r"already contains weights \(model-00001-of-00002.*--overwrite"):
         raise run("merge", tmp_path / "checkpoint_1", out).exception
     assert weights.read_text() == "precious"
     assert run("merge", tmp_path / "checkpoint_1", out, "--overwrite").exit_code == 0

@@ -190,7 +190,8 @@ class Reader:
         failures = {text for text in self._accelerator.collectives.gather_objects(failure) if text is not None}
         if failures:
             left = undo.run()
-            told = f"this could not be put back, so end the run: {'; '.join(left)}" if left else "nothing was changed"
+            stuck = f"this state could not be restored, so end the run: {'; '.join(left)}"
+            told = stuck if left else "nothing was changed"
             raise CheckpointError(f"{'; '.join(sorted(failures))}; {told}") from cause
         for model, state in zip(models, weights):
             _put(model, state)

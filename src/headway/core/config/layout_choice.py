@@ -145,7 +145,7 @@ _PARAMETERS = 100_000_000
 """Accelerate's default for the minimum number of parameters in an FSDP unit."""
 
 MEGATRON = (
-    "Megatron-LM is not there yet. It is planned; until then leave the plugin out: strategy='tp' or 'fsdp+tp=2' cuts matrices "
+    "Megatron-LM is not supported yet. Leave the plugin out, and use strategy='tp' or 'fsdp+tp=2', which split matrices "
     "(docs/tensor_parallel.md)"
 )
 _PLUGINS = {

@@ -55,7 +55,8 @@ def _check_unsplit(dataset: Any) -> None:
     # split_dataset_by_node sets this attribute; torch's data pipes shard themselves by the process group.
     if getattr(dataset, "_distributed", None) is not None:
         raise DataError(
-            "the dataset holds one rank's part already (split_dataset_by_node), and Headway shares data out; leave that call out"
+            "the dataset already contains only one rank's part (split_dataset_by_node), and Headway would divide it again; leave "
+            "that call out"
         )
     if isinstance(dataset, IterDataPipe | MapDataPipe):
         raise DataError(

@@ -559,7 +559,7 @@ class PretrainedWeights:
         told = [text for text in everyone.gather_objects(failure and f"{type(failure).__name__}: {failure}") if text]
         if told:
             raise CheckpointError(
-                f"{self.source} could not be read to the end, so the model is in between: {told[0]}"
+                f"{self.source} could not be read completely, so the model contains a mixture of old and new weights: {told[0]}"
             ) from failure
 
 

@@ -211,7 +211,7 @@ def save_object(obj: Any, path: str | Path, safe_serialization: bool = False) ->
     """
     if safe_serialization and not _is_state(obj):
         raise ConfigError(
-            f"safe_serialization=True got a {type(obj).__name__}; safetensors holds a dict of names and tensors. Pass "
+            f"safe_serialization=True got a {type(obj).__name__}; a safetensors file contains a dict of names and tensors. Pass "
             "safe_serialization=False for other objects"
         )
     path = to_path(path)
@@ -315,7 +315,7 @@ def _verify(path: Path, wanted: Mapping[str, Any], hashes: Mapping[str, str]) ->
     differing = [name for name in wanted if not is_held(name)]
     if differing or len(stored) != len(wanted):
         raise CheckpointError(
-            f"{path} does not hold what was written ({', '.join(differing[:3])}); nothing was replaced. Save to another disk"
+            f"{path} does not contain what was written ({', '.join(differing[:3])}); nothing was replaced. Save to another disk"
         )
 
 

@@ -157,9 +157,9 @@ def _choose_checkpoint(folder: Path) -> Path:
         if found:
             names = ", ".join(path.name for path in found[:6])
             raise CheckpointError(
-                f"{folder} holds more than one checkpoint ({names}), and one may be stale; give the file that is meant"
+                f"{folder} contains more than one checkpoint ({names}), and one may be stale; give the file that is meant"
             )
-    raise CheckpointError(f"{folder} holds no weights; looked for *.safetensors, *.bin and their *.index.json")
+    raise CheckpointError(f"{folder} contains no weights; looked for *.safetensors, *.bin and their *.index.json")
 
 
 def _download(source: str) -> Path:
@@ -175,7 +175,7 @@ def _download(source: str) -> Path:
             ) from error
         if any(folder.glob(patterns[0])):
             return folder
-    raise CheckpointError(f"{source!r} on the Hub holds neither safetensors nor .bin weights")
+    raise CheckpointError(f"{source!r} on the Hub contains neither safetensors nor .bin weights")
 
 
 def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
@@ -251,8 +251,8 @@ def _open_pickled(path: Path) -> _OpenedFile:
         # Any error that torch raises for a malicious or damaged file must name the file.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{path}: torch.load(weights_only=True) refuses this file ({reason}); it is damaged, or holds code, of which "
-            "nothing was executed. Ask its author for safetensors"
+            f"{path}: torch.load(weights_only=True) refuses this file ({reason}). It is damaged, or contains code, which was not "
+            "executed. Ask its author for safetensors"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise CheckpointError(f"{path}: holds a {type(state).__name__} that is not a dict of names and tensors")

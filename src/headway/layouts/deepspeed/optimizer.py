@@ -30,7 +30,7 @@ _BY_SHAPE = {
     "Adafactor": "it factors matrices",
     "LBFGS": "it runs the loss again",
     "Lamb": "it needs norms of whole tensors",
-    "Muon": "it orthogonalises matrices",
+    "Muon": "it orthogonalizes matrices",
     "SparseAdam": "its gradients are sparse",
 }
 """Optimizers that cannot step on flat partitions, each with the reason, by class name."""

@@ -62,7 +62,8 @@ def check_presence(max_memory: Mapping[Device, int | str] | None) -> None:
     """
     if max_memory is not None and (absent := find_absent_devices(_parse_budgets(max_memory))):
         raise DeviceMapError(
-            f"{_describe_absent(absent, max_memory)}; name devices that are here, as in max_memory={{'cpu': '8GiB'}}, or leave it out"
+            f"{_describe_absent(absent, max_memory)}; name devices of this machine, as in max_memory={{'cpu': '8GiB'}}, or leave "
+            "it out"
         )
 
 

@@ -42,7 +42,7 @@ def test_the_devices_that_compute():
 
 def test_what_cannot_compute_here_is_refused():
     for absent in ("disk", 99, "cuda:99"):
-        with pytest.raises(DeviceMapError, match=r"^main_device=.* cannot compute here: this machine has"):
+        with pytest.raises(DeviceMapError, match=r"^main_device=.* cannot run the model: this machine has"):
             make_placement(model(), DeviceMap({"": "cpu"}), absent)
     assert resolve_compute_device("cpu", "main_device") == get_home("cpu") == CPU
 

@@ -175,7 +175,10 @@ def _encode_container(tag: str, value: Any, name: str, tensors: dict[str, torch.
         )
     keys = value if isinstance(value, dict | set | frozenset) else ()
     if any(isinstance(key, torch.Tensor) for key in keys):
-        raise CheckpointError(f"{name} has a tensor as a key, which nobody finds again: a tensor is a key by its place")
+        raise CheckpointError(
+            f"{name} has a tensor as a key. Keys that are tensors are compared by identity, so a loaded one would never be found. "
+            "Use a number or text as the key"
+        )
     items: list[Any] = [list(pair) for pair in value.items()] if isinstance(value, dict) else list(value)
     encoded = _encode_items(items, name, tensors, depth)
     if isinstance(value, set | frozenset):  # equal on all ranks, whatever the iteration order

@@ -67,7 +67,9 @@ def find_changed_schedules(
         where = f"schedule {index} ({type(made.scheduler).__name__})"
         unit, former, is_recounted = _unit(made), saved.units[index], _is_recounted(made, saved.units[index])
         if former != unit and not is_recounted:
-            refused.append(f"{where} ticked by the rule {former!r} when it was saved, and ticks by {unit!r} now")
+            refused.append(
+                f"{where} counted ticks by the rule {former!r} when it was saved, and counts them by {unit!r} now"
+            )
             continue
         state = dict(decode_value(found.state["scheduler"][index], found.tensors))
         if is_recounted:
@@ -78,9 +80,9 @@ def find_changed_schedules(
                 reported.append(line)
                 continue
             refused.append(
-                f"{line}: it is another function with another number of processes. If it counts by that number, let it count "
-                f"by {saved.world_size}, as the run's ticks are kept; or let it count updates, and give the Accelerator "
-                "scheduler_ticks='updates'"
+                f"{line}. Its function depends on the number of processes, which has changed, but a resumed run keeps counting the "
+                f"former ticks. Compute it with the former number, {saved.world_size}. Or let it count updates, and pass "
+                "scheduler_ticks='updates' to the Accelerator"
             )
     return refused, reported
 

@@ -57,8 +57,8 @@ _MODEL_AXES = ("cp", "tp", "ep")
 """Axes that split models, in the order in which they are applied."""
 _CONTAINERS = (torch.nn.ModuleDict, torch.nn.ModuleList)
 _CONTAINER = (
-    "{name} has no forward, and strategy={strategy!r} gathers parameters when a model is called. Write a module that holds these "
-    "modules and calls them in its forward, and prepare that; or prepare each of them by itself"
+    "{name} has no forward, and strategy={strategy!r} gathers parameters when a model is called. Write a module that contains "
+    "these modules and calls them in its forward, and prepare that; or prepare each of them by itself"
 )
 _SHARED = (
     "{name} shares parameters that learn ({keys}) with a model that is sharded already. With strategy={strategy!r} each prepared "

@@ -29,9 +29,9 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 _OTHER_BACKWARD = (
-    "step() found gradients that accelerator.backward() has not made. Was loss.backward() called? Write "
-    "accelerator.backward(loss): it weighs the loss, scales it under fp16 and knows when the window ends. Do not prepare an "
-    "optimizer whose gradients you make yourself"
+    "step() found gradients that accelerator.backward() did not compute. Instead of loss.backward(), write "
+    "accelerator.backward(loss), which weights the loss, scales it under fp16 and knows when the window ends. Do not prepare an "
+    "optimizer whose gradients you compute yourself"
 )
 _NO_STEP = (
     "zero_grad() at %s came before step(): the gradient of a whole window was dropped without an update. Move zero_grad() below "

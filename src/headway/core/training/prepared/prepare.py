@@ -219,7 +219,8 @@ class Preparation:
         if any(parameter.is_meta for parameter in model.parameters()):
             if is_evaluation:
                 raise PrepareError(
-                    f"{type(model).__name__}, to evaluate with, is without memory (meta device); load it before"
+                    f"{type(model).__name__} was passed for evaluation, but is on the meta device and has no values. Load its "
+                    "weights before prepare()"
                 )
             self._strategy.materialize_model(model)
         if is_moved and is_evaluation:

@@ -121,7 +121,7 @@ def test_a_backward_that_headway_has_not_run_is_an_error_at_the_first_step(is_in
     before = model.weight.detach().clone()
     with accelerator.accumulate(model) if is_inside else contextlib.nullcontext():
         model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(StateError, match=r"Was loss.backward\(\) called\? Write accelerator.backward\(loss\)"):
+        with pytest.raises(StateError, match=r"Instead of loss.backward\(\), write accelerator.backward\(loss\)"):
             optimizer.step()
     assert torch.equal(model.weight, before)
 
