@@ -166,7 +166,9 @@ def _open_model_tensors(checkpoint: Path, manifest: Manifest, model: int) -> Ite
     if not any(name.startswith(prefix) for name in manifest.tensors):
         numbers = {name.split("/")[1] for name in manifest.tensors if name.startswith("model/")}
         present = sorted(numbers, key=lambda number: (len(number), number))
-        raise ConfigError(f"--model {model}: {checkpoint} holds the models {escape_text(', '.join(present)) or 'none'}")
+        raise ConfigError(
+            f"--model {model}: {checkpoint} contains the models {escape_text(', '.join(present)) or 'none'}"
+        )
     from headway.core.checkpoint import folders
     from headway.core.checkpoint.loading.files import open_tensors, verify_checkpoint
 

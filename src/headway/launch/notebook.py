@@ -234,8 +234,8 @@ def _report_used_memory() -> None:
     place = place or "before Headway was imported"
     reserved = torch.cuda.memory_reserved()
     print(
-        f"headway: this process uses the GPU itself, since {place}. The ranks are new processes and start all the same; they "
-        f"have {format_bytes(reserved)} less (del what is there, then torch.cuda.empty_cache())",
+        f"headway: this process uses the GPU itself, since {place}. The ranks are new processes and start anyway, but have "
+        f"{format_bytes(reserved)} less memory. To free it, delete the tensors, then call torch.cuda.empty_cache()",
         file=sys.stderr,
         flush=True,
     )

@@ -270,7 +270,7 @@ class Continuation:
             accelerator.resume("latest" if asked is True else asked, changed=self._changed)
         elif accelerator.save_iteration:
             log.info(
-                "%s holds checkpoints of earlier runs, which stay; this one's are numbered from %d on. "
+                "%s contains checkpoints of earlier runs, which are kept. The checkpoints of this run are numbered from %d on. "
                 "resume_from_checkpoint=True resumes from the newest",
                 self._folder,
                 accelerator.save_iteration,

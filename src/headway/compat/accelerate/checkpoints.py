@@ -240,8 +240,8 @@ class Reader:
             return load(path, "cpu")
         except Exception as error:
             raise CheckpointError(
-                f"{path} is damaged, or holds objects that only unpickling could create, which might run code from the file; torch "
-                f"says: {str(error).splitlines()[0]}"
+                f"{path} is damaged, or contains objects that only unpickling could create, which might run code from the file. "
+                f"The error of torch: {str(error).splitlines()[0]}"
             ) from error
 
     def _custom_states(self) -> list[Any]:
@@ -249,8 +249,8 @@ class Reader:
         wanted = len(self._accelerator._custom_objects)
         if len(found) != wanted:
             raise CheckpointError(
-                f"{self._folder} holds the states of {len(found)} registered objects, but {wanted} are registered; register the same "
-                "objects as when it was saved"
+                f"{self._folder} contains the states of {len(found)} registered objects, but {wanted} are registered; register the "
+                "same objects as when it was saved"
             )
         return [self._pickled(f"custom_checkpoint_{index}.pkl") for index in range(wanted)]
 

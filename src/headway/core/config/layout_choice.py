@@ -389,7 +389,8 @@ class RequestedLayout:
         handler = self.request.context
         if given is not None and handler is not None and given != handler:
             raise ConfigError(
-                f"kwargs_handlers and parallelism_config.cp_handler of {self.origin} hold two TorchContextParallelConfig; keep one"
+                f"kwargs_handlers and parallelism_config.cp_handler of {self.origin} contain two TorchContextParallelConfig; keep "
+                "one"
             )
         found = given or handler or TorchContextParallelConfig()
         code = UNSET if given is None and handler is None else found.cp_comm_strategy

@@ -190,9 +190,9 @@ def _warn_of_code(state: Mapping[str, Any]) -> None:
             torch.load(buffer, weights_only=True)
         except pickle.UnpicklingError:
             logging.getLogger(__name__).warning(
-                "%s holds an object (%s) that torch.load(weights_only=True) and load_checkpoint_in_model() refuse: the whole "
-                "file can only be read with torch.load(weights_only=False). Let get_extra_state() return numbers, text, "
-                "tensors, and lists and dicts of them",
+                "%s contains an object (%s) that torch.load(weights_only=True) and load_checkpoint_in_model() refuse: the whole "
+                "file can only be read with torch.load(weights_only=False). Let get_extra_state() return numbers, text, tensors, "
+                "and lists and dicts of them",
                 name,
                 type(value).__name__,
             )

@@ -157,7 +157,7 @@ def _choose_checkpoint(folder: Path) -> Path:
         if found:
             names = ", ".join(path.name for path in found[:6])
             raise CheckpointError(
-                f"{folder} contains more than one checkpoint ({names}), and one may be stale; give the file that is meant"
+                f"{folder} contains more than one checkpoint ({names}), and one may be stale; give the path of one file"
             )
     raise CheckpointError(f"{folder} contains no weights; looked for *.safetensors, *.bin and their *.index.json")
 
@@ -255,12 +255,12 @@ def _open_pickled(path: Path) -> _OpenedFile:
             "executed. Ask its author for safetensors"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise CheckpointError(f"{path}: holds a {type(state).__name__} that is not a dict of names and tensors")
+        raise CheckpointError(f"{path}: contains a {type(state).__name__} that is not a dict of names and tensors")
     objects = {n: value for n, value in state.items() if is_extra_state(n) and not isinstance(value, torch.Tensor)}
     odd = next((n for n, value in state.items() if n not in objects and not isinstance(value, torch.Tensor)), None)
     if odd is not None:
         raise CheckpointError(
-            f"{path}: {odd!r} is a {type(state[odd]).__name__}, where a dict of weights holds tensors"
+            f"{path}: {odd!r} is a {type(state[odd]).__name__}, but a dict of weights contains only tensors"
         )
     tensors = {name: value for name, value in state.items() if name not in objects}
     return _OpenedFile(dict(_pickled_tensors(path, tensors)), objects=objects)

@@ -299,7 +299,7 @@ def install_attention(block: torch.nn.Module, attention: WholeSequenceAttention)
         if "forward" in block.__dict__:
             raise PrepareError(
                 f"a block of class {type(block).__name__} has a forward of its own on the object (compiled or patched), which "
-                "context parallelism cannot reach; take it off before prepare()"
+                "context parallelism cannot use; remove that forward before prepare()"
             )
         extend_class(block, SplitBlock)
     block.__dict__[_KEY] = attention

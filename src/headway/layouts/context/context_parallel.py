@@ -256,7 +256,7 @@ class ContextParallel(SplitModel):
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             if torch.is_grad_enabled():
                 raise UnsupportedError(
-                    "context parallelism cuts sequences, and a cache of keys would hold this rank's part alone; leave out "
+                    "context parallelism cuts sequences, and a cache of keys would contain only this rank's part; leave out "
                     "use_cache and past_key_values while training (generation under torch.no_grad() computes whole sequences)"
                 )
             return self._run(CallPhase.WHOLE, args, kwargs)

@@ -146,7 +146,7 @@ def parse_device(device: object) -> Device:
         except RuntimeError:
             found = None
         if found is not None and found.type == "meta":
-            raise DeviceMapError("'meta' holds no values; give 'cpu', 'disk' or an accelerator")
+            raise DeviceMapError("'meta' devices have no values; give 'cpu', 'disk' or an accelerator")
         if found is not None:
             known = HARDWARE.get(found.type)
             if known is not None and not known.is_indexed:

@@ -49,5 +49,5 @@ def test_what_cannot_compute_here_is_refused():
 
 @pytest.mark.parametrize("given", ["meta", {"": "meta"}])
 def test_meta_is_no_home(given):
-    with pytest.raises(DeviceMapError, match="'meta' holds no values; give 'cpu', 'disk' or an accelerator"):
+    with pytest.raises(DeviceMapError, match="'meta' devices have no values; give 'cpu', 'disk' or an accelerator"):
         resolve_device_map(model(), given)

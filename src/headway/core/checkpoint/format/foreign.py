@@ -70,7 +70,7 @@ def explain_path(path: Path) -> str:
         )
     weights = _advise_loading_weights(path)
     if weights:
-        return f"{path} holds weights, but is not a checkpoint of Headway's ({MANIFEST} is missing).{weights}"
+        return f"{path} contains weights, but is not a checkpoint of Headway ({MANIFEST} is missing).{weights}"
     return f"{path} is not a committed checkpoint: it has no {MANIFEST}; give a folder that save_state wrote"
 
 

@@ -287,10 +287,12 @@ class RunComparison:
         problems, reported = [], [*unused, *jumps, *data, *schedules]
         for what, consequence, lines in (
             ("data", "begins the epoch at its first batch", data),
-            ("schedule", "goes on all the same", schedules),
+            ("schedule", "continues anyway", schedules),
         ):
             if changed is not None and what not in changed:
-                problems += [f"{line}. If that is meant, resume(..., changed={what!r}) {consequence}" for line in lines]
+                problems += [
+                    f"{line}. If this change is intended, resume(..., changed={what!r}) {consequence}" for line in lines
+                ]
         for line in reported if changed is None else [] if "schedule" in changed else jumps:
             log.warning_once(line)
         return problems, reported

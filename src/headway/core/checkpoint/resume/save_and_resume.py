@@ -259,8 +259,8 @@ class Checkpoints:
         if not self._has_told_alone:
             self._has_told_alone = True
             log.warning(
-                "save_state is called %s. The checkpoint holds everything but the RNG states%s of the other ranks, which get new "
-                "ones after a resume. To keep the states of all ranks, call save_state on every rank",
+                "save_state is called %s. The checkpoint contains everything except the RNG states%s of the other ranks, which "
+                "get new ones after a resume. To keep the states of all ranks, call save_state on every rank",
                 attended,
                 " and the optimizer states (of local SGD)" if self._state.local.has_diverged else "",
                 main_process_only=False,

@@ -135,7 +135,7 @@ class CheckpointFolder:
             )
         folder = self.newest()
         if folder is None:
-            raise CheckpointError(f"{self.parent()} holds no checkpoint; save_state() writes the first one")
+            raise CheckpointError(f"{self.parent()} contains no checkpoint; save_state() writes the first one")
         return folder
 
     def newest(self, run: str | None = None) -> Path | None:
@@ -163,7 +163,7 @@ class CheckpointFolder:
             raise CheckpointError(f"{explain_path(foreign)}. To start without it, give another project_dir")
         if folder is None and passed_over:
             raise CheckpointError(
-                f"{self.parent()} holds {len(passed_over)} checkpoints, and all of them are damaged:\n  "
+                f"{self.parent()} contains {len(passed_over)} checkpoints, and all of them are damaged:\n  "
                 + "\n  ".join(passed_over)
             )
         return folder

@@ -118,8 +118,8 @@ class MappedFeed:
         self._is_in_order = getattr(loader, "in_order", True) or loader.num_workers == 0
         if not self._is_in_order:
             log.warning_once(
-                "in_order=False: a state saved in mid-epoch does not know which batches overtook others; after "
-                "resuming from it a few may come twice or not at all"
+                "in_order=False: a state that is saved in the middle of an epoch does not record which batches arrived early, so "
+                "a resumed run may repeat or skip a few samples"
             )
         self._sampler = PassSampler()
         self._recount = self._choose_recount(collectives)

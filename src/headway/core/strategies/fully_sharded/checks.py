@@ -206,8 +206,8 @@ def warn_of_own_state_dict(optimizer: torch.optim.Optimizer) -> None:
     saved = optimizer.state_dict()
     if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
         log.warning(
-            "%s.state_dict() returns no 'state' and 'param_groups' as torch's optimizers do: it trains, but a checkpoint cannot hold "
-            "its sharded tensors. Return these two from state_dict(), or train without sharding",
+            "%s.state_dict() returns no 'state' and 'param_groups' as torch's optimizers do: it trains, but a checkpoint cannot "
+            "contain its sharded tensors. Return these two from state_dict(), or train without sharding",
             type(optimizer).__name__,
         )
 

@@ -61,9 +61,9 @@ _CONTAINER = (
     "these modules and calls them in its forward, and prepare that; or prepare each of them by itself"
 )
 _SHARED = (
-    "{name} shares parameters that learn ({keys}) with a model that is sharded already. With strategy={strategy!r} each prepared "
-    "model is sharded by itself, and a shared parameter would become two. Put both models into one module whose forward calls them, "
-    "and prepare that; or use strategy='ddp'"
+    "{name} shares trainable parameters ({keys}) with a model that is sharded already. With strategy={strategy!r} each prepared "
+    "model is sharded by itself, and a shared parameter would become two. Put both models into one module whose forward calls "
+    "them, and prepare that; or use strategy='ddp'"
 )
 
 

@@ -14,8 +14,8 @@ BY_HAND = (
     "batches too, and reduces gradients only once per window. Do not divide the loss yourself"
 )
 _SCALED = (
-    "the loss was %s by %d, which is the number of %s, before it came to backward(). backward() accounts for that itself: give it "
-    "the loss as it is. If you divide the loss for another reason, ignore this warning"
+    "the loss was %s by %d, which is the number of %s, before backward() was called. backward() divides it already, so pass it "
+    "the undivided loss. If you divide the loss for another reason, ignore this warning"
 )
 _CLEARED = (
     "the gradients of the window in progress were cleared between two of its micro-batches: by model.zero_grad(), or by an "

@@ -349,10 +349,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if strangers:
             shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
             raise PrepareError(
-                f"{type(self.optimizer).__name__} holds {len(strangers)} parameters that belong to no prepared model (shapes "
-                f"{shapes}{', ...' if len(strangers) > 3 else ''}). Prepare that model too, and build the optimizer from the very "
-                "model that is prepared (not from a copy, nor before its layers were replaced). Add layers and adapters before "
-                "prepare()" + ("" if known else "; after end_training() or free_memory() nothing is prepared any more")
+                f"{type(self.optimizer).__name__} has {len(strangers)} parameters that belong to no prepared model (shapes "
+                f"{shapes}{', ...' if len(strangers) > 3 else ''}). Prepare that model too, and build the optimizer from exactly "
+                "the model that is prepared (not from a copy, and not before its layers were replaced). Add layers and adapters "
+                "before prepare()"
+                + ("" if known else "; after end_training() or free_memory() nothing is prepared any more")
             )
 
 

@@ -305,8 +305,8 @@ class Preparation:
         found = {parameter.device for parameter in model.parameters()}
         if found - {wanted}:
             raise PrepareError(
-                f"{type(model).__name__} lies on {', '.join(sorted(map(str, found)))}, but this process computes on {wanted}; "
-                "move it there, or leave device_placement on"
+                f"{type(model).__name__} is on {', '.join(sorted(map(str, found)))}, but this process computes on {wanted}; move "
+                "it there, or leave device_placement on"
             )
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
@@ -581,4 +581,4 @@ def _report_unknown(objects: Sequence[Any], is_strict: bool) -> None:
     )
     if is_strict:
         raise PrepareError(text)
-    log.warning_once("%s. It comes back as it is; prepare(..., strict=True) makes this an error", text)
+    log.warning_once("%s. prepare() returns it unchanged; with strict=True, this is an error", text)

@@ -107,9 +107,7 @@ def test_preparing_twice_is_harmless() -> None:
 
 def test_parameters_of_another_model_are_refused() -> None:
     model, stranger = nn.Linear(2, 1), nn.Linear(3, 1)
-    with pytest.raises(
-        PrepareError, match=r"SGD holds 2 parameters that belong to no prepared model \(shapes \(1, 3\)"
-    ):
+    with pytest.raises(PrepareError, match=r"SGD has 2 parameters that belong to no prepared model \(shapes \(1, 3\)"):
         Accelerator(cpu=True).prepare(model, torch.optim.SGD(stranger.parameters(), lr=0.1))
 
 
