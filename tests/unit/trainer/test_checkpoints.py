@@ -136,7 +136,7 @@ def test_resuming_with_other_settings_warns_about_the_differences(tmp_path, capl
     caplog.clear()
     where_begun(tmp_path, resume=True, model=Another(), learning_rate=0.02, num_train_epochs=2)
     (message,) = told()
-    assert "continues: num_train_epochs 1 -> 2, weight_decay 0.5 -> 0.0. It" in message
+    assert "continues: num_train_epochs 1 -> 2, weight_decay 0.5 -> 0.0. The" in message
 
 
 def test_addresses_and_settings_that_were_not_saved_are_no_difference(tmp_path):
