@@ -370,7 +370,7 @@ class Accelerator(RankAware):
         """
         if slice_fn_for_dispatch is not None:
             raise UnsupportedError(
-                "slice_fn_for_dispatch is not served: dispatched batches are cut by rows; leave it out"
+                "slice_fn_for_dispatch is not supported, because Headway cuts dispatched batches by rows. Leave it out"
             )
         prepared = self._preparation.prepare_loader(data_loader, device_placement)
         self._preparation.check_packed_models()

@@ -34,11 +34,16 @@
     HeadwayWarning             (UserWarning)
     Preempted                  (SystemExit)  no failure: the run was asked to end, saved, and exits with PREEMPTED
 
-Each message names the value that was given, the allowed values and a way to fix it. If the symptom has an entry in
-docs/troubleshooting.md, the message ends with a link to it (`TROUBLESHOOTING`).
+Each message names the value that was given, the allowed values and a way to fix it. If it needs more explanation than
+fits into a message, the message ends with a link to a section of the docs (`LINKS`).
 """
 
 from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
 
 PREEMPTED = 75
 """Exit code of a run that was asked to end and saved a checkpoint: EX_TEMPFAIL ("try again later") in sysexits.h."""
@@ -49,8 +54,8 @@ class HeadwayError(Exception):
 
     def __str__(self) -> str:
         text = super().__str__()
-        anchor = find_troubleshooting_anchor(self, text)
-        return f"{text} ({TROUBLESHOOTING_PAGE}#{anchor})" if anchor else text
+        link = find_link(self, text)
+        return f"{text} ({link})" if link else text
 
 
 class ConfigError(HeadwayError, ValueError):
@@ -189,73 +194,38 @@ class Preempted(SystemExit):
         self.checkpoint = checkpoint
 
 
-TROUBLESHOOTING_PAGE = "docs/troubleshooting.md"
-TROUBLESHOOTING: tuple[tuple[str, type[HeadwayError], str], ...] = (
-    ("the-loss-is-nan", NonFiniteError, ""),
-    ("the-loss-is-nan", SpikeError, ""),
-    ("the-loss-has-no-graph", LossError, "without a graph"),
-    ("memory-runs-out-at-once", MemoryExhausted, ""),
-    ("memory-runs-out-at-once", BatchSizeError, ""),
-    ("a-rank-does-not-take-part", CollectiveError, "not every rank came here"),
-    ("a-rank-does-not-take-part", CollectiveError, "do not fit together"),
-    ("a-rank-does-not-take-part", CollectiveError, "ranks voted about different things"),
-    ("a-rank-does-not-take-part", CollectiveError, "ranks are at different votes"),
-    ("a-rank-does-not-take-part", ControlPlaneError, " voted"),
-    ("a-rank-does-not-take-part", ControlPlaneError, "it is dead or stopped"),
-    ("a-rank-does-not-take-part", LaunchError, "processes were asked for and"),
-    ("a-rank-does-not-take-part", UnsupportedError, "Call it on every rank"),
-    ("a-rank-does-not-take-part", StateError, "outside conditions on the rank"),
-    ("a-rank-does-not-take-part", StateError, "the process group has ended"),
-    ("processes-do-not-find-each-other", LaunchError, "cannot be reached"),
-    ("processes-do-not-find-each-other", LaunchError, "did not open"),
-    ("processes-do-not-find-each-other", LaunchError, "did not meet at"),
-    ("processes-do-not-find-each-other", LaunchError, "more processes than the"),
-    ("a-port-is-in-use", LaunchError, "of this machine is taken"),
-    ("no-accelerator-is-found", DeviceUnavailable, "local rank"),
-    ("no-accelerator-is-found", DeviceUnavailable, "`headway launch`"),
-    ("parameters-differ-between-ranks", StateError, "Change them alike on all ranks"),
-    ("a-parameter-takes-no-part-in-the-loss", UnsupportedError, "took no part in the last loss"),
-    ("a-parameter-takes-no-part-in-the-loss", StateError, "took no part in this one's"),
-    ("a-parameter-takes-no-part-in-the-loss", StateError, "were unfrozen after prepare()"),
-    ("an-object-is-not-prepared", PrepareError, "belong to no prepared model"),
-    ("an-object-is-not-prepared", StateError, "is not prepared, and"),
-    ("an-object-is-not-prepared", StateError, "stepped inside an accumulation window"),
-    ("an-object-is-not-prepared", StateError, "multiplied by fp16's loss scale"),
-    ("the-data-differs-between-ranks-or-runs", DataError, "DataLoaders have different lengths"),
-    ("the-data-differs-between-ranks-or-runs", DataError, "ranks gave prepare() different data"),
-    ("the-data-differs-between-ranks-or-runs", DataError, "is not the same on all ranks"),
-    ("the-data-differs-between-ranks-or-runs", DataError, "Its samples come in another order now"),
-    ("the-data-differs-between-ranks-or-runs", DataError, "have changed since the state was saved"),
-    ("the-data-differs-between-ranks-or-runs", StateError, "the position was saved by"),
-    ("the-resumed-run-starts-at-update-0", CheckpointError, "holds copies only"),
-    ("the-resumed-run-starts-at-update-0", StateError, "for epoch in accelerator.epochs(num_epochs)"),
-    ("a-checkpoint-does-not-fit", CheckpointError, "does not fit what is prepared"),
-    ("a-checkpoint-does-not-fit", CheckpointError, "differs from this run"),
-    ("a-checkpoint-does-not-fit", CheckpointError, "the checkpoint holds no frozen weights"),
-    ("a-checkpoint-does-not-fit", CheckpointError, "and all of them are damaged"),
-    ("metrics-differ-with-the-number-of-processes", MetricError, "for the whole batch"),
-    ("metrics-differ-with-the-number-of-processes", MetricError, "entry per sample"),
-)
-"""Tuples of (anchor in docs/troubleshooting.md, error class, part of the message), for links in error messages.
+_LINK = re.compile(r"\bdocs/\w+\.md\b")
+LINKS = "error_links.json"
+"""File beside this module with rows (target, class, part): a section of the docs, and which errors link to it.
 
-A message links to the anchor if the error has the class and the message contains the part. An empty part matches all.
+A row fits an error of the class, or of a subclass, whose message contains the part. The first row that fits counts. The
+file is read when the first error is printed, so the table costs an import nothing.
 """
 
 
-def find_troubleshooting_anchor(error: HeadwayError, text: str) -> str | None:
-    """Return the anchor of the section in docs/troubleshooting.md about an error, or None.
+@cache
+def read_links() -> tuple[tuple[str, str, str], ...]:
+    """Return the rows of `LINKS`."""
+    file = Path(__file__).with_name(LINKS)
+    return tuple((target, kind, part) for target, kind, part in json.loads(file.read_text("utf-8")))
+
+
+def find_link(error: HeadwayError, text: str) -> str | None:
+    """Return the section of the docs that explains an error, such as "docs/fsdp.md#units", or None.
 
     Args:
-        error: Error whose symptom is looked up.
+        error: Error that is explained.
         text: Message of the error.
 
     Returns:
-        The anchor without "#". None if no section matches, or if the message already links to the page, for example
-        because it quotes another error.
+        None if no section explains the error, or if the message already contains a link, such as one quoted from
+        another error. None, too, if the table cannot be read: printing an error must not raise another one.
     """
-    if TROUBLESHOOTING_PAGE in text:
+    if _LINK.search(text):
         return None
-    return next(
-        (anchor for anchor, kind, part in TROUBLESHOOTING if isinstance(error, kind) and part in text),
-        None,
-    )
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    try:
+        found = next((target for target, kind, part in read_links() if kind in kinds and part in text), None)
+    except (OSError, ValueError):
+        return None
+    return found and f"docs/{found}"

@@ -59,7 +59,7 @@ def test_a_launch_uses_both_devices_and_computes_what_two_cpu_ranks_do(tmp_path:
 def test_without_an_engine_for_its_tensors_the_error_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(_LOOP)
     said = run(tmp_path, "-m", "headway", "launch", "loop.py", code=1, TOY_WITHOUT="group")
-    assert "UnsupportedError: no backend carries tensors of toy between processes" in said
+    assert "UnsupportedError: torch.distributed has no default backend for tensors on toy devices" in said
     assert "InitProcessGroupKwargs(backend='cpu:gloo,toy:<backend>')" in said
 
 

@@ -139,7 +139,7 @@ def test_a_dead_machine_is_named_at_once(hosts: Sequence[Host], tmp_path: Path) 
     hosts[0].send(signal.SIGKILL)
     assert run.code(1) == 1
     said = run.said(hosts[1])
-    assert "headway: machine 0 (host host-a, 10.77.0.1) is gone: its launcher ended without a word" in said
+    assert "headway: machine 0 (host host-a, 10.77.0.1) is gone: its launcher ended without a message" in said
     assert said.count("Traceback") == 0
 
 

@@ -176,7 +176,7 @@ def test_another_user_gets_nothing_through_the_machines_address(hosts: Sequence[
     got = meddle(tmp_path, hosts[0], [f"{hosts[0].address}:{port}" for port in found])
     assert got == {"reached": [], "read": [], "written": []}
     assert meddle(tmp_path, hosts[2], [f"{hosts[0].address}:{port}" for port in found])["reached"] == []
-    assert "does not prove" not in end(tmp_path, hosts[:1], started)[0]
+    assert "was not sent by a process of this run" not in end(tmp_path, hosts[:1], started)[0]
 
 
 def test_what_another_user_writes_through_loopback_counts_as_nothing(hosts: Sequence[Host], tmp_path: Path) -> None:
@@ -187,7 +187,10 @@ def test_what_another_user_writes_through_loopback_counts_as_nothing(hosts: Sequ
     )  # a port of loopback is everybody's on this machine, and torch's store asks nobody
     text = end(tmp_path, hosts[:1], started)[0]
     assert (
-        text.count("of another program or with another HEADWAY_SECRET, does not prove to be of this run: dropped") == 1
+        text.count(
+            "of another program or with another HEADWAY_SECRET, was not sent by a process of this run, so it is dropped"
+        )
+        == 1
     )
 
 
@@ -200,7 +203,7 @@ def test_a_scanner_beside_two_machines(hosts: Sequence[Host], tmp_path: Path, ba
     assert f"{hosts[0].address}:29400" in got["reached"]
     assert "notice" in got["written"]
     texts = end(tmp_path, hosts[:2], started)
-    assert texts[0].count("does not prove to be of this run: dropped") == 1
+    assert texts[0].count("was not sent by a process of this run, so it is dropped") == 1
     assert "lines, values and connections of others were dropped in all" in texts[0]
 
 
@@ -210,7 +213,7 @@ def test_a_run_that_is_lost_beside_a_scanner_does_not_end_well(hosts: Sequence[H
     hosts[1].send(signal.SIGKILL)
     assert started[0].wait(SLACK) == 1
     text = said(tmp_path, hosts[0])
-    assert "machine 1 (host host-b, 10.77.0.2) is gone: its launcher ended without a word" in text
+    assert "machine 1 (host host-b, 10.77.0.2) is gone: its launcher ended without a message" in text
     assert "\x1b" not in text
 
 

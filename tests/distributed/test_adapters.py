@@ -476,7 +476,7 @@ def refuse_changes(layout: str) -> None:
     layer.lora_dropout["other"], layer.scaling["other"] = nn.Identity(), 1.0
     layer.set_adapter(["default", "other"])
     optimizer.add_param_group({"params": [layer.lora_A["other"].weight, layer.lora_B["other"].weight]})
-    with pytest.raises(PrepareError, match=r"holds 2 parameters .* Add layers and adapters before prepare"):
+    with pytest.raises(PrepareError, match=r"has 2 parameters .* Add layers and adapters before prepare"):
         adapters.train(accelerator, model, optimizer, range(1, 3))
     accelerator.free_memory()
 

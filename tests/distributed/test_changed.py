@@ -109,7 +109,7 @@ def test_a_rate_that_jumps_with_the_number_of_processes_is_refused(tmp_path):
     assert told == []  # of a correct script there is nothing to say
     ((error, has_stayed),) = run_ranks(trained, 1, str(tmp_path), {})
     assert "its learning rate at tick 8 was 0.9, and is 0.8" in error
-    assert "let it count by 2" in error
+    assert "Compute it with the former number, 2" in error
     assert "scheduler_ticks='updates'" in error
     assert has_stayed
     for remedy in ({"count": 2}, {"count": 1, "scheduler_ticks": "updates"}):
@@ -132,7 +132,7 @@ def test_a_schedule_that_counts_otherwise_is_refused(tmp_path):
     run_ranks(trained, 2, str(tmp_path), {"count": -1, "stop_after": 2})
     for error, has_stayed in run_ranks(trained, 2, str(tmp_path), {"count": -1, "scheduler_ticks": "updates"}):
         assert (
-            "schedule 0 (CosineAnnealingLR) ticked by the rule 'per process' when it was saved, and ticks by 'updates'"
+            "schedule 0 (CosineAnnealingLR) counted ticks by the rule 'per process' when it was saved, and counts them by 'updates'"
             in error
         )
         assert has_stayed

@@ -361,7 +361,7 @@ def wrong_use() -> None:
         ):
             accelerator.prepare(seeded(0, lambda: Small(Places)))(ids)
     with running() as accelerator:
-        with pytest.raises(PrepareError, match=r"needs one stack of blocks.*do not lie in one ModuleList: ByHand"):
+        with pytest.raises(PrepareError, match=r"needs one stack of blocks.*are not in one ModuleList: ByHand"):
             accelerator.prepare(seeded(0, lambda: Small(ByHand, 2)))
     with running() as accelerator:
         model = accelerator.prepare(seeded(0, llama))

@@ -112,7 +112,7 @@ def stopped_and_resumed(folder, cases, num_ranks_before=None):
 CASES = {
     "saved between two averages": {"end": ("save", 16)},
     "saved at an average": {"end": ("save", 12)},
-    "behind the loop": {"end": ("save", 116), "blocking": False},
+    "in the background": {"end": ("save", 116), "blocking": False},
     "a block an epoch": {"end": ("save", 120), "per_epoch": True},
     "between two blocks": {"end": ("after", 0), "per_epoch": True},
     "asked to end": {"end": ("term", 20)},

@@ -160,7 +160,7 @@ def test_what_lies_there(proxy, port):
     nonces = {key.split("/")[2] for key in server.keys(port, "elsewhere/mine/")}
     assert len(nonces) == 2, "the manifest, and the files of one save"
     server.s3(port).put_object(Bucket=server.BUCKET, Key="elsewhere/theirs/notes.txt", Body=b"mine")
-    with pytest.raises(CheckpointError, match="holds objects"):
+    with pytest.raises(CheckpointError, match="contains objects"):
         free.save_state(f"s3://{server.BUCKET}/elsewhere/theirs")
     with pytest.raises(CheckpointError, match="not a committed checkpoint"):
         free.load_state(f"s3://{server.BUCKET}/elsewhere/nothing")

@@ -19,7 +19,7 @@ from tests.distributed.parameter_groups import (
 from tests.distributed.ranks import run_ranks
 from tests.distributed.scenarios import listening
 
-UNTRAINED = "no optimizer holds them"
+UNTRAINED = "no optimizer updates them"
 COMMON = ("layers", "two optimizers", "unfrozen later", "frozen for a while")
 REST = ("named", "decay, late", "two optimizers, late", "added", "finder", "finder, checkpoint")
 UNFREEZING = ("unfrozen, added", "unfrozen, all in")

@@ -289,7 +289,10 @@ def refusals() -> None:
     refuse(UnsupportedError, "drop sequence_parallel, or cp", "pp=2+cp", TensorParallelOptions(sequence_parallel=True))
     refuse(UnsupportedError, "leaves logits split", "pp=2+tp", TensorParallelOptions(loss_parallel=True))
     refuse(
-        UnsupportedError, "would gather for each micro-batch", "pp=2+fsdp", ShardingOptions(reshard_after_forward=True)
+        UnsupportedError,
+        "gathers parameters for each micro-batch",
+        "pp=2+fsdp",
+        ShardingOptions(reshard_after_forward=True),
     )
 
 

@@ -433,7 +433,7 @@ def every(options: dict[str, Any]) -> dict[str, str]:
 
 
 def models_that_share(**options: Any) -> None:
-    with pytest.raises(PrepareError, match=r"are spread over the ranks already: it shares them"):
+    with pytest.raises(PrepareError, match=r"are already sharded: the model shares them"):
         prepared(Accelerator(cpu=ON_CPU, **options), Pair(shares=True), data(), 2)
 
 

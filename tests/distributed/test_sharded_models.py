@@ -248,7 +248,7 @@ def without_memory_refused() -> None:
         model = nn.Sequential(nn.Linear(3, 3), Nameless())
     with pytest.raises(PrepareError, match=r"cannot initialize themselves: 1\. .*reset_parameters"):
         accelerator.prepare(model)
-    with pytest.raises(PrepareError, match=r"to evaluate with, is without memory"):
+    with pytest.raises(PrepareError, match=r"was passed for evaluation, but is on the meta device"):
         accelerator.prepare_model(nn.Linear(3, 3, device="meta"), evaluation_mode=True)
     with torch.device("cpu" if accelerator.process_index else "meta"):
         model = nn.Linear(3, 3)

@@ -91,6 +91,8 @@ def test_pickled_code_is_not_run(tmp_path, monkeypatch):
     model = accelerator.prepare(torch.nn.Linear(2, 1))
     torch.save(Path, tmp_path / "pytorch_model.bin")
     before = [each.clone() for each in model.parameters()]
-    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is damaged, or holds objects that only unpickling"):
+    with pytest.raises(
+        CheckpointError, match=r"pytorch_model.bin is damaged, or contains objects that only unpickling"
+    ):
         accelerator.load_state(tmp_path)
     assert all(map(torch.equal, before, model.parameters()))

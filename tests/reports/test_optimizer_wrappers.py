@@ -144,7 +144,7 @@ def test_a_wrapper_is_as_it_was_after_a_load_that_failed(tmp_path):
     optimizer.step()
     before = copy.deepcopy(wrapper.state_dict())
     wrapper.load_state_dict = fail_after(wrapper.load_state_dict)
-    with pytest.raises(CheckpointError, match="could not be taken up"):
+    with pytest.raises(CheckpointError, match="could not be loaded"):
         accelerator.load_state(tmp_path / "x")
     assert wrapper.count == 2
     torch.testing.assert_close(wrapper.state_dict(), before, rtol=0, atol=0)

@@ -75,7 +75,7 @@ def test_a_parameter_of_two_models_on_one_process():
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp=2"])
 def test_a_parameter_of_two_sharded_models_is_an_error(strategy):
     """It became two, one of which did not learn, and nothing was said."""
-    with pytest.raises(RankFailed, match=r"Linear shares parameters that learn \(weight\)"):
+    with pytest.raises(RankFailed, match=r"Linear shares trainable parameters \(weight\)"):
         run_ranks(train_pair, 2, strategy)
 
 

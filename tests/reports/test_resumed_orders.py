@@ -346,7 +346,7 @@ def test_a_resume_with_another_kind_of_order_is_warned_about(tmp_path, world_siz
     found = run_ranks(read_with_another_order, world_size, tmp_path / "changed", True, False)
     for _, _, told in found:
         assert len(told) == 1
-        assert "and now they come in the order of the data" in told[0]
+        assert "and now they are in the order of the data" in told[0]
     for before, after, told in run_ranks(read_with_another_order, world_size, tmp_path / "same", True, True):
         assert told == []
         assert sorted(before + after) == list(range(24))

@@ -60,7 +60,7 @@ def test_without_a_place_to_keep_it_there_is_one_hint(begins, heard):
         accelerator.init_trackers("run")
     accelerator.log({"loss": 1.0})
     accelerator.log({"loss": torch.ones(3)})
-    lines = [record.getMessage() for record in heard.records if "log() keeps nothing" in record.getMessage()]
+    lines = [record.getMessage() for record in heard.records if "log() has no effect" in record.getMessage()]
     assert len(lines) == 1
     assert "project_dir" in lines[0]
     assert "log_with" in lines[0]

@@ -222,7 +222,7 @@ def read_by_one(s: Script) -> None:
     "a shuffled prepared loader that only one rank reads",
     error("do not fit together"),
     single=EQUAL,
-    tp=error("not every rank came here"),
+    tp=error("not every rank made this call"),
     by_hand=_all_rows,
 )
 def read_by_one_shuffled(s: Script) -> Any:

@@ -140,7 +140,7 @@ def l1_apart(s: Script) -> None:
 @row(
     "an L1 penalty on the weights, added to the loss (under fsdp an error, too, if the model has several units)",
     EQUAL,
-    tp=error("a backward of its own"),
+    tp=error("call backward separately"),
     by_hand=_penalised_weights,
 )
 def l1_added(s: Script) -> None:

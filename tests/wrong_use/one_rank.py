@@ -30,7 +30,7 @@ def gathers_alone(s: Script) -> None:
 
 @row(
     "`accelerator.gather` under `if accelerator.is_main_process:`, at the script's end",
-    error("not every rank came here"),
+    error("not every rank made this call"),
     single=EQUAL,
 )
 def gathers_alone_at_the_end(s: Script) -> None:
@@ -42,7 +42,7 @@ def gathers_alone_at_the_end(s: Script) -> None:
 
 @row(
     "`accelerator.wait_for_everyone` under `if accelerator.is_main_process:`",
-    error("not every rank came here"),
+    error("not every rank made this call"),
     single=EQUAL,
 )
 def waits_alone(s: Script) -> None:
@@ -96,7 +96,7 @@ def fails_alone(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("`prepare` under `if accelerator.is_main_process:`", error("not every rank came here"), single=EQUAL)
+@row("`prepare` under `if accelerator.is_main_process:`", error("not every rank made this call"), single=EQUAL)
 def prepares_alone(s: Script) -> None:
     accelerator = s.start()
     parts = s.parts(accelerator)

@@ -317,7 +317,7 @@ def _last_layer(s: Script) -> nn.Module:
     return model
 
 
-@row("a trainable layer that no optimizer holds", warning("no optimizer holds them"), by_hand=_last_layer)
+@row("a trainable layer that no optimizer updates", warning("no optimizer updates them"), by_hand=_last_layer)
 def layer_without_optimizer(s: Script) -> None:
     accelerator = s.start()
     s.model = net()

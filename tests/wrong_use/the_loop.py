@@ -98,7 +98,10 @@ def step_outside(s: Script) -> None:
         optimizer.zero_grad()
 
 
-@row("no `accumulate` block, though `gradient_accumulation_steps=2`", warning("backward came outside accumulate()"))
+@row(
+    "no `accumulate` block, though `gradient_accumulation_steps=2`",
+    warning("backward() was called outside accumulate()"),
+)
 def no_accumulate(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for inputs, targets in loader:
@@ -107,7 +110,7 @@ def no_accumulate(s: Script) -> None:
         optimizer.zero_grad()
 
 
-@row("the backward after the `accumulate` block", warning("backward came outside accumulate()"))
+@row("the backward after the `accumulate` block", warning("backward() was called outside accumulate()"))
 def backward_outside(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for inputs, targets in loader:

@@ -118,7 +118,7 @@ def format_summary(manifest: Manifest) -> list[str]:
         click.Argument(["output"], type=PLACE),
         make_option("--model", "N", "Output", "Which of several prepared models.", int, default=0, show_default=True),
         make_option("--max_shard_size", "SIZE", "Output", _CUT, default="10GB", show_default=True),
-        make_option("--overwrite", None, "Output", "Replace weights that OUTPUT already holds."),
+        make_option("--overwrite", None, "Output", "Replace weights that OUTPUT already contains."),
         make_option("--to", "FORMAT", "Output", _AS, ("safetensors", "dcp"), default="safetensors"),
         make_option("--config", "FOLDER", "Output", _BESIDE, click.Path(path_type=Path)),
     ],
@@ -134,7 +134,7 @@ def merge(
     manifest = None if is_foreign else read_manifest(checkpoint)
     check_output(output, overwrite)
     if config is not None and not config.is_dir():
-        raise ConfigError(f"--config {config} is not a folder; give the one that holds config.json")
+        raise ConfigError(f"--config {config} is not a folder; give the one that contains config.json")
     from headway.core.checkpoint import folders
     from headway.core.checkpoint.loading import dcp
     from headway.core.weights.compiled import remove_compiled_levels
@@ -166,7 +166,9 @@ def _open_model_tensors(checkpoint: Path, manifest: Manifest, model: int) -> Ite
     if not any(name.startswith(prefix) for name in manifest.tensors):
         numbers = {name.split("/")[1] for name in manifest.tensors if name.startswith("model/")}
         present = sorted(numbers, key=lambda number: (len(number), number))
-        raise ConfigError(f"--model {model}: {checkpoint} holds the models {escape_text(', '.join(present)) or 'none'}")
+        raise ConfigError(
+            f"--model {model}: {checkpoint} contains the models {escape_text(', '.join(present)) or 'none'}"
+        )
     from headway.core.checkpoint import folders
     from headway.core.checkpoint.loading.files import open_tensors, verify_checkpoint
 
@@ -199,5 +201,6 @@ def check_output(output: Path, may_overwrite: bool) -> None:
     present = sorted(path.name for pattern in _WEIGHTS for path in (found.glob(pattern) if found else ()))
     if present and not may_overwrite:
         raise ConfigError(
-            f"OUTPUT {output} holds weights already ({', '.join(present[:3])}); give another folder, or --overwrite to replace them"
+            f"OUTPUT {output} already contains weights ({', '.join(present[:3])}); give another folder, or --overwrite to replace "
+            "them"
         )

@@ -282,7 +282,7 @@ def _subcommand(name: str, callback: Any, help_: str, *params: click.Parameter) 
 
 _DEFAULT = "Write a file without asking. It leaves everything to detection."
 _UPDATE = "Bring a file up to date. Settings that no longer exist are removed and named."
-_SHOW = "Print settings with their origin. Those that nobody has set have their default."
+_SHOW = "Print settings with their origin. Settings that are not set have their default."
 _IMPORT = "Translate Accelerate's config file. What each key became is printed."
 _SUBCOMMANDS = [
     _subcommand("default", _default, _DEFAULT, _FILE, _PRECISION, _FORCE),

@@ -123,7 +123,7 @@ def check_devices(environment: Mapping[str, str], root: Path = Path("/")) -> Ite
     elif (root / "dev/nvidiactl").exists() or (root / "dev/kfd").exists():
         yield Finding(
             "bad",
-            f"an accelerator's driver is loaded, but this torch can use none; {cores}",
+            f"the driver of an accelerator is loaded, but this torch cannot use an accelerator; {cores}",
             "install the build of torch for it (see the version above); see that no CUDA_VISIBLE_DEVICES hides it",
         )
     else:
@@ -145,7 +145,8 @@ def check_names(run: CheckedRun) -> Iterator[Finding]:
     if not network.is_loopback_name(host):
         yield Finding("ok", f"host name {host} leads to {', '.join(addresses)}")
     else:
-        where = f"leads to {', '.join(addresses)}, this machine only" if addresses else "is not known to this machine"
+        alone = f"resolves to {', '.join(addresses)}, which only this machine can reach"
+        where = alone if addresses else "is not known to this machine"
         own = network.find_own_address(run.address or "")
         matters = run.num_machines > 1 and own is not None and run.address is None
         hint = f"give other machines {own} as --main_process_ip, not the name; `headway launch` tells gloo the interface itself"
@@ -214,9 +215,7 @@ def check_ports(run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
             try:
                 probe.bind(("", run.port))
             except OSError as error:
-                hint = (
-                    "end what listens there (`ss -ltnp` names it), or give another --main_process_port to all machines"
-                )
+                hint = "end the program that listens on it (`ss -ltnp` names it), or give another --main_process_port to all machines"
                 yield Finding("bad", f"port {run.port} cannot be taken: {error.strerror}", hint)
 
 

@@ -72,7 +72,7 @@ def check_data(accelerator: Accelerator) -> str:
         rows = [accelerator.gather_for_metrics(batch[0]).tolist() for batch in prepared]
         epochs.append([row for step in rows for row in step])
     _require(all(sorted(epoch) == list(range(_NUM_ROWS)) for epoch in epochs), "samples were lost or repeated")
-    _require(epochs[0] != epochs[1], "two epochs came in one order")
+    _require(epochs[0] != epochs[1], "two epochs had the same order")
     return f"{_NUM_ROWS} samples exactly once in each of 2 epochs"
 
 

@@ -72,7 +72,8 @@ class UnsealedCounter:
         self.num_dropped += 1
         if self.num_dropped == 1:
             self._say(
-                f"{escape_text(what)} does not prove to be of this run: dropped, as all like it will be (docs/security.md)"
+                f"{escape_text(what)} was not sent by a process of this run, so it is dropped, as all others like it will be "
+                "(docs/security.md)"
             )
 
 

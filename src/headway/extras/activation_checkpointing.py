@@ -92,8 +92,8 @@ def checkpoint_activations(model: torch.nn.Module, plan: ActivationCheckpointing
     blocks = [block for block in find_blocks(model, plan.blocks) if id(block) not in inside]
     if not blocks and not count:
         raise ConfigError(
-            f"no repeated blocks were found in {type(model).__name__}: its ModuleLists, Sequentials and ModuleDicts hold no two "
-            "modules of one class that have parts of their own. Name the blocks: blocks=[BlockClass] or blocks=['layers.0', ...]"
+            f"no repeated blocks were found in {type(model).__name__}: its ModuleLists, Sequentials and ModuleDicts contain no two "
+            "modules of the same class with submodules. Name the blocks: blocks=[BlockClass] or blocks=['layers.0', ...]"
         )
     chosen = blocks[:: plan.every]
     for block in chosen:
@@ -256,8 +256,8 @@ def _attach_function(block: torch.nn.Module, function: Callable[..., Any]) -> No
     bare: Any = type(block)
     if "forward" in block.__dict__:
         raise ConfigError(
-            f"a block of class {bare.__name__} has its own forward on the object (compiled or patched), which would "
-            "run past the checkpoint; checkpoint activations before that, or take it off"
+            f"a block of class {bare.__name__} has its own forward on the object (compiled or patched), which would run past the "
+            "checkpoint; checkpoint activations before that, or remove that forward"
         )
     try:
         block.__class__ = _get_checkpointed_class(bare)

@@ -64,7 +64,7 @@ def load_artifacts(folder: Path) -> bool:
     seal, artifacts = data[:_SEAL], data[_SEAL:]
     if not hmac.compare_digest(seal, _seal(artifacts)):
         log.warning(
-            "%s is ignored, because it was not sealed with this user's key: it is code, and may come from somebody else. Models "
+            "%s is ignored, because it was not sealed with this user's key: it is code, and may come from another person. Models "
             "are compiled again. If machines share no home directory, set HEADWAY_SECRET on all of them",
             path,
         )

@@ -75,11 +75,11 @@ def explain_misfit(keys: list[list[str]], entry: Mapping[str, Any], index: int) 
     facts += [f"grouped differently: {join_keys(moved, several)}"] if moved and not lacking and not extra else []
     moved_from = entry.get("elsewhere", {})
     facts += [f"{join_keys([key], several)} was in optimizer {number}" for key, number in list(moved_from.items())[:1]]
-    advice = "Build the groups as they were (add_param_group() comes before the load)"
+    advice = "Build the groups as they were (call add_param_group() before the load)"
     if entry.get("is_convertible", True):
         advice += (
-            ". If the change is meant, pass changed='groups' to resume() or load_state(): each parameter then gets its own state, "
-            "and changed groups keep the options of the script"
+            ". If the change is intended, pass changed='groups' to resume() or load_state(): each parameter then gets its own "
+            "state, and changed groups keep the options of the script"
         )
     return f"optimizer {index} has other parameter groups than the saved one: {'; '.join(facts)}. {advice}"
 

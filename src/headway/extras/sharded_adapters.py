@@ -33,7 +33,7 @@ _ADD = (
     "loads values into an adapter that exists"
 )
 _MERGE = (
-    "{call}: {name} is prepared, and each rank of the layout {layout} holds a part of its matrices. For merged weights, use "
+    "{call}: {name} is prepared, and each rank of the layout {layout} has a part of its matrices. For merged weights, use "
     "accelerator.stream_weights(model, merge_adapters=True). Or save the adapter with model.save_pretrained(folder), and merge it "
     "in one process: PeftModel.from_pretrained(base, folder).merge_and_unload()"
 )

@@ -49,7 +49,7 @@ def watch_second_update(step: TrainingStep, neighbors: AcceleratorRegistry) -> N
         if names:
             rest = len(names) - _SHOWN
             log.warning_once(
-                "%d trainable parameters get gradients, but no optimizer holds them (%s%s). They do not learn, and their "
+                "%d trainable parameters get gradients, but no optimizer updates them (%s%s). They do not change, and their "
                 "gradients add up from update to update. Add them to an optimizer, or freeze them with requires_grad_(False) "
                 "before prepare()",
                 len(names),

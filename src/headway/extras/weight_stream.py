@@ -78,8 +78,8 @@ class WeightStream(WeightBuckets):
                 self._exchange_leaving(leaves=True)
         if others_left:
             raise CollectiveError(
-                "another rank left accelerator.stream_weights() before its end, by a break or by an error that it shows, such as one "
-                "of its receiver; all ranks have stopped, and the receiver has a part of the weights"
+                "another rank left accelerator.stream_weights() early, by a break or by an error, which its output shows. All "
+                "ranks have stopped, and the receiver has only a part of the weights"
             )
 
     def _exchange_leaving(self, leaves: bool = False) -> bool:

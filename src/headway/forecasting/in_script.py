@@ -96,8 +96,8 @@ def _check_request(question: ForecastRequest, setting: TrainingSetup) -> None:
     refuse_compiled(model)
     if setting.run.compilation.compiles:
         raise UnsupportedError(
-            "prepare() compiles the model (dynamo_backend), and what compiled graphs ask for is not known before they are compiled. "
-            "Forecast with an Accelerator that does not compile; a compiled step mostly takes less"
+            "prepare() compiles the model (dynamo_backend), and the memory of compiled graphs is known only after they are "
+            "compiled. Forecast with an Accelerator that does not compile; a compiled step usually needs less memory"
         )
     places = list_spread_places(model, setting.run.runtime.device)
     if places:

@@ -414,8 +414,8 @@ class StreamMixture(Mixture, IterableDataset[Any]):
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:
             raise DataError(
-                f"{worker.num_workers} workers would each read all samples of a mixture with iterable sources, so that each sample "
-                "came several times; pass num_workers=0 or 1 to the DataLoader, or give sources with a length and indices"
+                f"{worker.num_workers} workers would each read all samples of a mixture with iterable sources, so each sample "
+                "would be read several times; pass num_workers=0 or 1 to the DataLoader, or give sources with a length and indices"
             )
         loaded, self._loaded = self._loaded, None
         self._reading = Reading(self, self.epoch, loaded)
@@ -435,8 +435,8 @@ class StreamMixture(Mixture, IterableDataset[Any]):
         """
         if state.get("mixture", self._description) != self._description:
             raise StateError(
-                f"the position was saved by {state['mixture']}, and this is {self._description}; some samples would come twice and "
-                "others never. Give the mixture the sources, weights and seed that it had"
+                f"the position was saved by {state['mixture']}, and this is {self._description}; some samples would be read twice "
+                "and others never. Give the mixture the sources, weights and seed that it had"
             )
         self._loaded = copy.deepcopy(state) if state["position"] else None
         self._reading = None

@@ -206,8 +206,8 @@ def _build_endpoint(
         )
     if num_nodes > 1 and address == LOOPBACK:
         raise ConfigError(
-            f"notebook_launcher(num_nodes={num_nodes}) meets at master_addr={address!r}, which every machine takes for itself; give "
-            "the address of the machine with node_rank=0 by which the others reach it"
+            f"notebook_launcher(num_nodes={num_nodes}) meets at master_addr={address!r}, which every machine resolves to itself; "
+            "give the address at which the other machines reach the machine with node_rank=0"
         )
     conf = ",".join(f"{key}={value}" for key, value in (rdzv_conf or {}).items())
     return {
@@ -234,8 +234,8 @@ def _report_used_memory() -> None:
     place = place or "before Headway was imported"
     reserved = torch.cuda.memory_reserved()
     print(
-        f"headway: this process uses the GPU itself, since {place}. The ranks are new processes and start all the same; they "
-        f"have {format_bytes(reserved)} less (del what is there, then torch.cuda.empty_cache())",
+        f"headway: this process uses the GPU itself, since {place}. The ranks are new processes and start anyway, but have "
+        f"{format_bytes(reserved)} less memory. To free it, delete the tensors, then call torch.cuda.empty_cache()",
         file=sys.stderr,
         flush=True,
     )

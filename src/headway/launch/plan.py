@@ -220,7 +220,7 @@ def _refuse_nesting(resolved: Resolved, program: Program, environment: Mapping[s
         return
     found = ", ".join(f"{name}={environment[name]}" for name in _WORKER_VARIABLES if name in environment)
     raise ConfigError(
-        f"{found} stand in the environment: a launcher has started this process already. Start the program itself there "
+        f"{found} are in the environment, so a launcher has already started this process. Start the program itself in this process "
         f"({shlex.join(program.make_command('python'))}), or unset these variables, or add --force to ignore them"
     )
 

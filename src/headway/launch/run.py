@@ -133,8 +133,8 @@ def _check_module(target: str) -> None:
     # submodule.
     if not _is_there(target.partition(".")[0]):
         raise ConfigError(
-            f"there is no module {target!r} (looked in {Path.cwd()} and in this Python's packages); "
-            "start from the folder that holds it, or install it, or leave -m out to run a file"
+            f"there is no module {target!r} (looked in {Path.cwd()} and in this Python's packages); start from the folder that "
+            "contains it, or install it, or leave -m out to run a file"
         )
 
 

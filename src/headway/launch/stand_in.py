@@ -28,7 +28,7 @@ def make_variables(environment: Mapping[str, str]) -> dict[str, str]:
     folder = str(FOLDER)
     if os.pathsep in folder:
         raise ConfigError(
-            f"Headway lies in {folder}, and a path with {os.pathsep!r} in it cannot stand in PYTHONPATH; install it elsewhere, or "
+            f"Headway is installed in {folder}, but PYTHONPATH cannot contain a path with {os.pathsep!r}; install it elsewhere, or "
             "call headway.compat.install_as_accelerate() in the script"
         )
     kept = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each and each != folder]

@@ -147,7 +147,9 @@ def _prepare_module(target: str) -> CodeType:
     if spec is not None and spec.submodule_search_locations is not None:
         spec = _find_spec(f"{target}.__main__")
         if spec is None:
-            raise LaunchError(f"-m {target}: this package has no __main__.py; name the module in it that is to run")
+            raise LaunchError(
+                f"-m {target}: this package has no __main__.py; give the module in it that you want to run"
+            )
     if spec is None or spec.loader is None:
         raise LaunchError(f"-m {target}: there is no module of this name that can be run")
     return _from_spec(spec, spec.origin or target)

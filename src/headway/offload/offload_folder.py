@@ -113,7 +113,7 @@ def _check_names(path: Path, found: WeightFiles, specs: Mapping[str, TensorSpec]
 
 def _make_foreign_error(path: Path, reason: str) -> ConfigError:
     return ConfigError(
-        f"{path} holds the weights of another model ({reason}); give an empty offload folder, or remove the file"
+        f"{path} contains the weights of another model ({reason}); give an empty offload folder, or remove the file"
     )
 
 
@@ -246,7 +246,8 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tens
         wanted = (tensor.dtype, tuple(tensor.shape))
         if name in present and "safetensors_file" not in present[name] and _parse_entry(name, present[name]) != wanted:
             raise ConfigError(
-                f"{folder} holds another {name}: {present[name]}, here {list(tensor.shape)} {tensor.dtype}; give an empty folder"
+                f"{folder} already contains another {name}: {present[name]}, not {list(tensor.shape)} {tensor.dtype}; give an "
+                "empty folder"
             )
     index: dict[str, dict[str, Any]] = {}
     for name, tensor in state_dict.items():

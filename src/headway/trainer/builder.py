@@ -42,7 +42,7 @@ def check_arguments(model: Any, args: Any, optimizer: Any) -> TrainingArguments:
     """
     if isinstance(model, TrainingArguments):
         raise ConfigError(
-            "Trainer(model, args): the arguments came in the model's place; give Trainer(model, args, ...)"
+            "Trainer(model, args): the arguments were passed in place of the model; give Trainer(model, args, ...)"
         )
     if args is not None and not isinstance(args, TrainingArguments):
         what = f"{type(args).__module__.partition('.')[0]}'s {type(args).__name__}"

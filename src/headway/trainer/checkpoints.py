@@ -81,8 +81,8 @@ class TrainerRecord:
         changes = list_differences(state.get("settings", {}), self.settings)
         if changes:
             log.warning(
-                "this run is not the one that it continues: %s. It goes on with what is given now; what the checkpoint holds "
-                "(weights, the optimizer's groups and rates, the schedule's place) is as it was saved. "
+                "the settings of this run differ from those of the run that it continues: %s. The present settings apply, but the "
+                "weights, the optimizer's groups and rates, and the position of the schedule come from the checkpoint. "
                 "resume_from_checkpoint=False starts from the beginning",
                 ", ".join(changes),
             )
@@ -279,7 +279,7 @@ class Continuation:
             accelerator.resume("latest" if asked is True else asked, changed=self._changed)
         elif accelerator.save_iteration:
             log.info(
-                "%s holds checkpoints of earlier runs, which stay; this one's are numbered from %d on. "
+                "%s contains checkpoints of earlier runs, which are kept. The checkpoints of this run are numbered from %d on. "
                 "resume_from_checkpoint=True resumes from the newest",
                 self._folder,
                 accelerator.save_iteration,

@@ -144,7 +144,7 @@ def make_stateless(optimizer: Any, schedule: Any) -> tuple[Any, Any]:
 def _refuse_state(optimizer: torch.optim.Optimizer) -> None:
     raise StateError(
         "the optimizer's state was freed when the training ended; its groups and rates can be read. A checkpoint of the training "
-        "holds the state, and so does an optimizer of your own: Trainer(optimizers=(optimizer, None))"
+        "contains the state, and so does an optimizer of your own: Trainer(optimizers=(optimizer, None))"
     )
 
 

@@ -258,27 +258,29 @@ class VerifySession:
         if first.code is None and not first.facts:
             raise VerifyError(
                 f"the script created no Accelerator in {first.seconds:.0f} s{where}. If it only needs more time, set --time_limit "
-                "300. verify needs a script that trains with headway.Accelerator, with our Trainer, or under Accelerate's name (add "
-                f"--as accelerate). Its last lines:\n{tail}"
+                "300. verify needs a script that trains with headway.Accelerator, with our Trainer, or under Accelerate's name "
+                f"(add --as accelerate) (docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
             )
         if first.code is None or first.code == 70:
             raise VerifyError(
                 f"the script made {first.num_updates} of {self._options.num_updates} updates in {first.seconds:.0f} s on one "
-                f"process{where}. Give it smaller data or a smaller model, fewer updates (--updates 3), or more time "
-                f"(--time_limit 300). Its last lines:\n{tail}"
+                f"process{where}. Give it smaller data or a smaller model, fewer updates (--updates 3), or more time (--time_limit "
+                f"300) (docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
             )
         if first.code != 0:
             raise VerifyError(
-                f"the script fails on one process (exit code {first.code}): {describe_failure(first)}. Its last lines:\n{tail}"
+                f"the script fails on one process (exit code {first.code}): {describe_failure(first)} "
+                f"(docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
             )
         if not first.facts:
             raise VerifyError(
                 "the script ended without creating an Accelerator; verify needs a script that trains with headway.Accelerator, "
-                f"with our Trainer, or under Accelerate's name (add --as accelerate). Its last lines:\n{tail}"
+                "with our Trainer, or under Accelerate's name (add --as accelerate) "
+                f"(docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
             )
         if not first.first:
             raise VerifyError(
                 "the script ended without an update. verify counts optimizer.step() of a prepared optimizer after "
-                "accelerator.backward(); give arguments with which the script trains for at least "
-                f"{self._options.num_updates} updates. Its last lines:\n{tail}"
+                f"accelerator.backward(); give arguments with which the script trains for at least {self._options.num_updates} "
+                f"updates (docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
             )

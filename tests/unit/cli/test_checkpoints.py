@@ -67,7 +67,7 @@ def test_merge_writes_plain_weights(tmp_path):
     assert ran.stdout.strip() == str(tmp_path / "out" / "model.safetensors")
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(weights["a"], TENSORS["model/0/a"])
-    with pytest.raises(ConfigError, match="holds the models 0"):
+    with pytest.raises(ConfigError, match="contains the models 0"):
         raise run("merge", tmp_path / "checkpoint_1", tmp_path / "new", "--model", "2").exception
 
 
@@ -78,7 +78,7 @@ def test_merge_replaces_nothing_unasked(tmp_path):
     (out / "config.json").write_text("{}")
     weights = out / "model-00001-of-00002.safetensors"
     weights.write_text("precious")
-    with pytest.raises(ConfigError, match=r"holds weights already \(model-00001-of-00002.*--overwrite"):
+    with pytest.raises(ConfigError, match=r"already contains weights \(model-00001-of-00002.*--overwrite"):
         raise run("merge", tmp_path / "checkpoint_1", out).exception
     assert weights.read_text() == "precious"
     assert run("merge", tmp_path / "checkpoint_1", out, "--overwrite").exit_code == 0
@@ -119,7 +119,7 @@ def test_errors_let_nothing_act_on_the_terminal(tmp_path, capsys):
 
 def test_merge_with_a_model_that_is_no_number(tmp_path):
     folder = hostile(tmp_path)
-    with pytest.raises(ConfigError, match=r"--model 5: .* holds the models 0, abc$"):
+    with pytest.raises(ConfigError, match=r"--model 5: .* contains the models 0, abc$"):
         raise run("merge", folder, tmp_path / "out", "--model", "5").exception
     assert run("merge", folder, tmp_path / "out").exit_code == 0
 

@@ -74,5 +74,5 @@ def test_traps(host, is_trap):
 
 def test_a_name_that_never_leads_anywhere_is_an_error_after_it_was_said():
     said = []
-    with pytest.raises(ConnectionError, match="leads nowhere from"):
+    with pytest.raises(ConnectionError, match="cannot be resolved on"):
         network.wait_for_name("no-such-host.invalid", 0.0, said.append)

@@ -49,7 +49,8 @@ def test_strangers_are_counted_and_said_once():
     for _ in range(3):
         strangers.count_message("a line from \x1b[2Jnowhere")
     assert said == [
-        "a line from \\x1b[2Jnowhere does not prove to be of this run: dropped, as all like it will be (docs/security.md)"
+        "a line from \\x1b[2Jnowhere was not sent by a process of this run, so it is dropped, "
+        "as all others like it will be (docs/security.md)"
     ]
     assert strangers.describe_total() == "3 lines, values and connections of others were dropped in all"
 

@@ -263,7 +263,7 @@ def test_counters_of_an_optimizer_continue(tmp_path: Path) -> None:
     [
         ("split", ["their number is 2 instead of 1", "grouped differently: 0.weight, 2.weight, 4.weight and 3 more"]),
         ("a group added", ["their number is 3 instead of 2", "only in this run: 0.bias, 0.weight"]),
-        ("a group removed", ["only in the checkpoint: 0.bias, 0.weight", "add_param_group() comes before the load"]),
+        ("a group removed", ["only in the checkpoint: 0.bias, 0.weight", "call add_param_group() before the load"]),
     ],
 )
 def test_the_error_names_the_parameters(change: str, parts: list[str], tmp_path: Path) -> None:

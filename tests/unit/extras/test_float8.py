@@ -30,7 +30,7 @@ def test_options_that_contradict_each_other():
             Float8Options(**given)
     with pytest.raises(ConfigError, match="AORecipeKwargs has a config"):
         AORecipeKwargs(config=object(), pad_inner_dim=False).options
-    with pytest.raises(ConfigError, match="holds two Float8Options"):
+    with pytest.raises(ConfigError, match="contains two Float8Options"):
         collect_options([Float8Options(), AORecipeKwargs()])
     assert Float8Options(keeps="head").keeps == ("head",)
 

@@ -82,7 +82,7 @@ def test_several_machines_meet_at_the_given_address(resolved):
         ({"max_restarts": "twice"}, "max_restarts='twice' .* must be a whole number, 0 or more"),
         ({"num_nodes": 2, "use_port": "http"}, "use_port='http'; give a port as a number"),
         ({"num_nodes": 2, "master_addr": "10.0.0.1", "use_port": 99999}, r"99999 \(.*use_port=...\)\) must be .* 0 to 65535"),
-        ({"num_nodes": 2, "num_processes": 1}, "give the address of the machine with node_rank=0"),
+        ({"num_nodes": 2, "num_processes": 1}, "give the address at which the other machines reach the machine with node_rank=0"),
         ({"node_rank": 1, "num_processes": 1}, "machine_rank=1 .* must be below num_machines=1"),
         ({"args": "abc"}, r"args=\('abc',\)"),
         ({"function": None}, "give the function itself"),

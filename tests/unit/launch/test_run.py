@@ -53,7 +53,7 @@ def test_an_existing_module_is_not_run(folder, name):
     [
         ("train.py", "leave -m out to run the file, or write -m train$"),
         ("./pkg/a.py", "leave -m out to run the file, or write -m pkg.a$"),
-        ("nosuch", "there is no module 'nosuch' .looked in .*start from the folder that holds it"),
+        ("nosuch", "there is no module 'nosuch' .looked in .*start from the folder that contains it"),
         ("train_x.y", "there is no module 'train_x.y'"),
         ("two words", "'two words' is not one"),
     ],

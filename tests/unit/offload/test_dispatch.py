@@ -144,7 +144,7 @@ def test_a_save_that_did_not_reach_the_disk_is_an_error_and_replaces_nothing(tmp
         write_file(path, specs, [(name, tensor + 1) for name, tensor in values], metadata)
 
     monkeypatch.setattr(weights, "write_file", damaged)
-    with pytest.raises(CheckpointError, match="does not hold what was written"):
+    with pytest.raises(CheckpointError, match="does not contain what was written"):
         save_weights([("a", torch.ones(2))], tmp_path, "1GB")
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert load_file(tmp_path / "model.safetensors")["a"].tolist() == [0.0, 0.0]

@@ -119,7 +119,9 @@ class Another(Net):
 def test_resuming_with_other_settings_warns_about_the_differences(tmp_path, caplog):
     def told():
         return [
-            record.getMessage() for record in caplog.records if "not the one that it continues" in record.getMessage()
+            record.getMessage()
+            for record in caplog.records
+            if "differ from those of the run that it continues" in record.getMessage()
         ]
 
     preempt(tmp_path)
@@ -129,12 +131,12 @@ def test_resuming_with_other_settings_warns_about_the_differences(tmp_path, capl
     assert step == 4
     (message,) = told()
     assert "model Net (130 parameters) -> Another (130 parameters), " in message
-    assert "learning_rate 0.01 -> 0.02, weight_decay 0.0 -> 0.5. It goes on" in message
+    assert "learning_rate 0.01 -> 0.02, weight_decay 0.0 -> 0.5. The present settings apply" in message
     assert trainer.state.log_history[-2]["learning_rate"] < 0.01  # as the warning says: the schedule is the saved one
     caplog.clear()
     where_begun(tmp_path, resume=True, model=Another(), learning_rate=0.02, num_train_epochs=2)
     (message,) = told()
-    assert "continues: num_train_epochs 1 -> 2, weight_decay 0.5 -> 0.0. It" in message
+    assert "continues: num_train_epochs 1 -> 2, weight_decay 0.5 -> 0.0. The" in message
 
 
 def test_addresses_and_settings_that_were_not_saved_are_no_difference(tmp_path):

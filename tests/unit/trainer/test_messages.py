@@ -69,7 +69,9 @@ def test_texts_that_were_not_tokenized(tmp_path, make_data, columns):
 
 def test_arguments_and_model_the_wrong_way_round(tmp_path):
     args = arguments(tmp_path)
-    with pytest.raises(ConfigError, match=r"the arguments came in the model's place; give Trainer\(model, args"):
+    with pytest.raises(
+        ConfigError, match=r"the arguments were passed in place of the model; give Trainer\(model, args"
+    ):
         Trainer(args, Net())
     with pytest.raises(
         ConfigError, match=r"the Trainer got tests's Points as args, which are headway.TrainingArguments"

@@ -185,7 +185,8 @@ class Reader:
         failures = {text for text in self._accelerator.collectives.gather_objects(failure) if text is not None}
         if failures:
             left = undo.run()
-            told = f"this could not be put back, so end the run: {'; '.join(left)}" if left else "nothing was changed"
+            stuck = f"this state could not be restored, so end the run: {'; '.join(left)}"
+            told = stuck if left else "nothing was changed"
             raise CheckpointError(f"{'; '.join(sorted(failures))}; {told}") from cause
         for model, state in zip(models, weights):
             _put(model, state)
@@ -236,8 +237,8 @@ class Reader:
             return load(path, "cpu")
         except Exception as error:
             raise CheckpointError(
-                f"{path} is damaged, or holds objects that only unpickling could create, which might run code from the file; torch "
-                f"says: {str(error).splitlines()[0]}"
+                f"{path} is damaged, or contains objects that only unpickling could create, which might run code from the file. "
+                f"The error of torch: {str(error).splitlines()[0]}"
             ) from error
 
     def _custom_states(self) -> list[Any]:
@@ -245,8 +246,8 @@ class Reader:
         wanted = len(self._accelerator._custom_objects)
         if len(found) != wanted:
             raise CheckpointError(
-                f"{self._folder} holds the states of {len(found)} registered objects, but {wanted} are registered; register the same "
-                "objects as when it was saved"
+                f"{self._folder} contains the states of {len(found)} registered objects, but {wanted} are registered; register the "
+                "same objects as when it was saved"
             )
         return [self._pickled(f"custom_checkpoint_{index}.pkl") for index in range(wanted)]
 

@@ -207,7 +207,7 @@ def _find_saved_state(root: Any, word: str, index: int) -> tuple[Path, bool]:
     if file.is_file():
         return file, True
     raise CheckpointError(
-        f"{root} holds neither a folder {name} nor a file {file.name}; give a folder that save_fsdp_model and "
+        f"{root} contains neither a folder {name} nor a file {file.name}; give a folder that save_fsdp_model and "
         "save_fsdp_optimizer wrote into"
     )
 

@@ -159,7 +159,7 @@ class Locks:
             else:
                 known.check()
         except OSError as error:
-            log.warning_once("%s cannot be locked (%s): nothing keeps another run from saving there too", folder, error)
+            log.warning_once("%s cannot be locked (%s): another run could save to the same folder", folder, error)
 
     def ensure_held(self, final: Path) -> None:
         """Raise `CheckpointError` if another run has taken a lock that covers the checkpoint `final`.

@@ -143,7 +143,7 @@ class PlaceLock(ABC):
 
     def _describe_holder(self, text: bytes, what: str) -> str:
         holder = read_holder(text)
-        whose = f"its lock file {self._path.name} names nobody ({len(text)} bytes, as after a full disk)"
+        whose = f"its lock file {self._path.name} names no run ({len(text)} bytes long, as after a full disk)"
         return (
             f"{self._folder} {what}: {whose if holder is None else holder}. Two runs in one folder would remove and load each "
             "other's checkpoints; end that one, or give this one another project_dir"

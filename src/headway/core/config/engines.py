@@ -81,8 +81,8 @@ def collect_options(handlers: list[Any] | None) -> EngineOptions:
         name = next((name for name, kind in kinds.items() if isinstance(handler, kind)), None)
         if name is None:
             allowed = ", ".join(kind.__name__ for kind in kinds.values())
-            raise ConfigError(f"kwargs_handlers holds a {type(handler).__name__}; allowed: {allowed}")
+            raise ConfigError(f"kwargs_handlers contains a {type(handler).__name__}; allowed: {allowed}")
         if name in chosen:
-            raise ConfigError(f"kwargs_handlers holds two {kinds[name].__name__}; give one")
+            raise ConfigError(f"kwargs_handlers contains two {kinds[name].__name__}; give one")
         chosen[name] = handler.freeze_copy() if isinstance(handler, KwargsHandler) else handler
     return EngineOptions(**usual | chosen)

@@ -138,7 +138,7 @@ def _check_shape(events: Iterable[Any], name: str) -> None:
             )
         if kind == "ScalarEvent" and not event.style and len(event.value) > _LONGEST:
             raise ConfigError(
-                f"the config file {name} holds a number or word that no setting takes: {show_value(event.value)}"
+                f"the config file {name} contains a number or word that no setting accepts: {show_value(event.value)}"
             )
         if kind == "AliasEvent":
             raise ConfigError(

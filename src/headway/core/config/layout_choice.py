@@ -146,7 +146,7 @@ _PARAMETERS = 100_000_000
 """Accelerate's default for the minimum number of parameters in an FSDP unit."""
 
 MEGATRON = (
-    "Megatron-LM is not there yet. It is planned; until then leave the plugin out: strategy='tp' or 'fsdp+tp=2' cuts matrices "
+    "Megatron-LM is not supported yet. Leave the plugin out, and use strategy='tp' or 'fsdp+tp=2', which split matrices "
     "(docs/tensor_parallel.md)"
 )
 _PLUGINS = {
@@ -399,7 +399,8 @@ class RequestedLayout:
         handler = self.request.context
         if given is not None and handler is not None and given != handler:
             raise ConfigError(
-                f"kwargs_handlers and parallelism_config.cp_handler of {self.origin} hold two TorchContextParallelConfig; keep one"
+                f"kwargs_handlers and parallelism_config.cp_handler of {self.origin} contain two TorchContextParallelConfig; keep "
+                "one"
             )
         found = given or handler or TorchContextParallelConfig()
         code = UNSET if given is None and handler is None else found.cp_comm_strategy

@@ -170,8 +170,8 @@ def _read_payload() -> dict[str, Any] | None:
         content = parse_json(text)
     if not _is_payload(content):
         raise ConfigError(
-            f"the environment variable {env.PAYLOAD} holds no payload of this version of Headway: {text[:80]!r}. "
-            "Only the launcher sets it: unset it, or start the script with `headway launch` of this installation"
+            f"the environment variable {env.PAYLOAD} does not contain a payload of this version of Headway: {text[:80]!r}. Only "
+            "the launcher sets it, so unset it, or start the script with `headway launch` of this installation"
         )
     return content
 

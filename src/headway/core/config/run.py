@@ -188,7 +188,8 @@ def is_automatic(microbatching: str | None, plugin: GradientAccumulationPlugin) 
         raise ConfigError(f"microbatching={microbatching!r}; allowed: 'auto', or None to leave batches whole")
     if microbatching == "auto" and plugin.sync_each_batch:
         raise ConfigError(
-            "microbatching='auto' lets nothing travel before a window's end, sync_each_batch=True does; drop one"
+            "microbatching='auto' exchanges no gradients before the end of a window, but sync_each_batch=True does. Leave one of "
+            "them out"
         )
     return microbatching == "auto"
 

@@ -60,7 +60,8 @@ class KwargsHandler:
     def __setattr__(self, name: str, value: Any) -> None:
         if vars(self).get("_is_taken"):
             raise ConfigError(
-                f"{type(self).__name__}.{name} = {value!r}: an Accelerator has taken these options; set them before it is created"
+                f"{type(self).__name__}.{name} = {value!r}: an Accelerator already uses these options. Set them before you create "
+                "it"
             )
         if name not in (known := [each.name for each in fields(self)]):  # type: ignore[arg-type]
             raise CallError(f"{type(self).__name__} has no field {name!r}{suggest_word(name, known)}")

@@ -172,8 +172,8 @@ class FeedRecipe:
         lengths = [int(row[0]) for row in self.everyone.gather_numbers([get_length(feed.order) or 0])]
         if len(set(lengths)) > 1:
             raise DataError(
-                f"the ranks' DataLoaders have different lengths (samples or batches: {lengths}); give every rank the "
-                "same dataset and sampler, Headway shares it out. Data that is split already needs no prepared loader"
+                f"the ranks' DataLoaders have different lengths (samples or batches: {lengths}). Give every rank the same dataset "
+                "and sampler, because Headway divides the samples. If the data is already split, do not prepare the loader"
             )
 
     def _build_stream_feed(self, kind: type[DataLoader[Any]]) -> StreamFeed:

@@ -55,7 +55,8 @@ def _check_unsplit(dataset: Any) -> None:
     # split_dataset_by_node sets this attribute; torch's data pipes shard themselves by the process group.
     if getattr(dataset, "_distributed", None) is not None:
         raise DataError(
-            "the dataset holds one rank's part already (split_dataset_by_node), and Headway shares data out; leave that call out"
+            "the dataset already contains only one rank's part (split_dataset_by_node), and Headway would divide it again; leave "
+            "that call out"
         )
     if isinstance(dataset, IterDataPipe | MapDataPipe):
         raise DataError(
@@ -74,7 +75,7 @@ def _check_split(loader: DataLoader[Any], count: int) -> None:
     size = getattr(batch_sampler, "batch_size", None) if isinstance(batch_sampler, BatchSampler) else loader.batch_size
     if isinstance(size, int) and size % count:
         raise DataError(
-            f"split_batches=True shares each batch of {size} samples among {count} processes, which does not come out "
-            f"even; use a batch_size that is a multiple of {count} (such as {-(-size // count) * count}), or "
+            f"split_batches=True shares each batch of {size} samples among {count} processes, but the size is not divisible by "
+            f"this number. Use a batch_size that is a multiple of {count} (such as {-(-size // count) * count}), or "
             "split_batches=False with the batch size of one process"
         )

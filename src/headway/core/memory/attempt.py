@@ -305,8 +305,8 @@ class Attempt:
     def _peer_error(self) -> PeerOutOfMemory:
         ranks = ", ".join(map(str, self._lost))
         return PeerOutOfMemory(
-            f"rank {ranks} ran out of memory with a batch size of {self.size}; the attempt ends on every rank. Let this error "
-            "pass: find_executable_batch_size catches it"
+            f"rank {ranks} ran out of memory with a batch size of {self.size}; the attempt ends on every rank. Do not catch this "
+            "error, because find_executable_batch_size handles it"
         )
 
     # ---------------------------------------------------------------- the end of a failed attempt

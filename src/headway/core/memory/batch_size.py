@@ -362,7 +362,8 @@ def _check_search(search: str, reduce: Reduce | None) -> SearchName:
     """
     if search not in ("first", "largest", "predicted"):
         raise ConfigError(
-            f"search={search!r}; allowed: 'first' (that fits, downwards), 'largest' and 'predicted' (the largest, by short probes)"
+            f"search={search!r}; allowed: 'first' (the first that fits, in descending order), 'largest' and 'predicted' (the "
+            "largest, by short probes)"
         )
     if search != "first" and reduce is not None:
         raise ConfigError(
@@ -374,7 +375,7 @@ def _check_search(search: str, reduce: Reduce | None) -> SearchName:
 def _decorate(plan: _SearchSettings, function: _Function) -> _Function:
     if not callable(function):
         raise ConfigError(
-            f"find_executable_batch_size got {function!r} to decorate; sizes go by name: starting_batch_size=..."
+            f"find_executable_batch_size got {function!r} to decorate. Pass sizes by keyword, such as starting_batch_size=64"
         )
     written = inspect.signature(function)
     if next(iter(written.parameters), "") in ("self", "cls"):
@@ -422,8 +423,8 @@ def _check_parameters(plan: _SearchSettings, function: _Function, parameters: li
         )
     if any(is_late(function) for is_late in _LATE):
         raise ConfigError(
-            f"{_name(function)} is a generator or a coroutine: its body runs after the call has returned, where nobody can call it "
-            "again with a smaller size; decorate a plain function that runs to its end"
+            f"{_name(function)} is a generator or a coroutine, whose body runs only after the call has returned. If it runs out of "
+            "memory, it cannot be called again with a smaller size. Decorate a plain function"
         )
     takes_steps = any(each.name == STEPS or each.kind is Parameter.VAR_KEYWORD for each in parameters)
     if plan.keeps_global_batch and not takes_steps:
@@ -454,7 +455,7 @@ def _check_call(
         try:
             written.bind(*args, **kwargs)
         except TypeError:
-            raise CallError(f"{name}(batch_size, ...) cannot be called so: {error}") from None
+            raise CallError(f"{name}(batch_size, ...) cannot be called with these arguments: {error}") from None
     first = next(iter(signature.parameters))
     num_owners = int(first != next(iter(written.parameters)))
     rest = {key: value for key, value in kwargs.items() if key not in (first, STEPS)}

@@ -11,9 +11,9 @@ from headway.core.runtime.device import Hardware
 from headway.errors import StateError, UnsupportedError
 
 _MIXED_SCALES = (
-    "unscale_() has already been called on this optimizer since the last update(), and a backward() came in between: its scaled "
-    "gradients were added to unscaled ones. Clip or unscale once for each update, behind `if accelerator.sync_gradients:`, or call "
-    "zero_grad() before the next backward()"
+    "unscale_() has already been called on this optimizer since the last update(), and backward() was called in between: its "
+    "scaled gradients were added to unscaled ones. Clip or unscale once for each update, behind `if accelerator.sync_gradients:`, "
+    "or call zero_grad() before the next backward()"
 )
 
 

@@ -93,10 +93,9 @@ class Hardware:
         """
         if self.engine is None:
             raise UnsupportedError(
-                f"no backend carries tensors of {self.kind} between processes: torch.distributed's table of default backends has "
-                "none for it. Import the vendor's package that registers one (Backend.register_backend(..., "
-                f"devices=['{self.kind}'])) before the Accelerator is created, name one with InitProcessGroupKwargs(backend="
-                f"'cpu:gloo,{self.kind}:<backend>'), run one process, or pass cpu=True"
+                f"torch.distributed has no default backend for tensors on {self.kind} devices. Import the vendor's package that "
+                f"registers one (Backend.register_backend(..., devices=['{self.kind}'])) before the Accelerator is created, name "
+                f"one with InitProcessGroupKwargs(backend='cpu:gloo,{self.kind}:<backend>'), run one process, or pass cpu=True"
             )
         return _CPU_ENGINE if self.engine == _CPU_ENGINE else f"cpu:{_CPU_ENGINE},{self.kind}:{self.engine}"
 

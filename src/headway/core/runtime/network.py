@@ -134,7 +134,7 @@ def wait_for_name(host: str, seconds: float, say: Callable[[str], None]) -> None
     while not resolve_name(host):
         waited = time.monotonic() - begun
         if waited > seconds:
-            raise ConnectionError(f"the name {host!r} leads nowhere from {socket.gethostname()}; give its address")
+            raise ConnectionError(f"the name {host!r} cannot be resolved on {socket.gethostname()}; give its address")
         if waited > _PATIENT and not has_said:
             has_said = True
             say(

@@ -57,9 +57,7 @@ class SignalFlags:
         if self._pipe is not None:
             return
         if threading.current_thread() is not threading.main_thread():
-            raise StateError(
-                "signals can be listened for from the main thread only; call this where the program begins"
-            )
+            raise StateError("signals can be handled only in the main thread; make this call in the main thread")
         receiver, sender = self._pipe = socket.socketpair()
         sender.setblocking(False)
         self._former_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)

@@ -29,8 +29,8 @@ It also runs forwards without gradients if its attribute `serves_evaluation` is 
 _SYNCHRONIZED = nullcontext()
 _CONSTANT = (
     "backward() got a constant: a tensor made with requires_grad=True, which no model computed. No parameter of this rank gets a "
-    "gradient from it, and the other ranks wait for this rank's gradients for ever. For a batch that has nothing to learn from, call "
-    "the model all the same and give a loss of zero that depends on its output: (output * 0).sum()"
+    "gradient from it, and the other ranks wait for this rank's gradients forever. For a batch that has nothing to learn from, "
+    "still call the model, and give a loss of zero that depends on its output: (output * 0).sum()"
 )
 
 

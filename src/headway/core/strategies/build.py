@@ -174,8 +174,9 @@ def _check_stages(sharding: ShardingOptions, tensor: TensorParallelOptions) -> N
         )
     if sharding.reshard_after_forward not in (None, False):
         raise UnsupportedError(
-            f"reshard_after_forward={sharding.reshard_after_forward} would gather for each micro-batch, and ranks of a pipeline may "
-            "have different numbers of them; leave it out: what is gathered stays until gradients are summed"
+            f"reshard_after_forward={sharding.reshard_after_forward} gathers parameters for each micro-batch, but the ranks of a "
+            "pipeline may have different numbers of micro-batches. Leave it out. Headway then keeps gathered parameters until the "
+            "gradients are summed"
         )
 
 

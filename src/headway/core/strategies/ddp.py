@@ -313,9 +313,10 @@ class DDPStrategy(Strategy):
         if unknown:
             shapes = ", ".join(str(tuple(p.shape)) for p in unknown[:3])
             raise StateError(
-                f"{len(unknown)} parameters of {type(optimizer).__name__} (shapes {shapes}) were added or unfrozen after prepare(): "
-                "DDP does not reduce their gradients, and processes would drift apart. Do so before prepare(), call free_memory() "
-                "and prepare again, or use microbatching='auto', which reduces what learns"
+                f"{len(unknown)} parameters of {type(optimizer).__name__} (shapes {shapes}) were added or unfrozen after "
+                "prepare(): DDP does not reduce their gradients, so the replicas would become different. Add or unfreeze "
+                "parameters before prepare(), or call free_memory() and prepare the model again, or use microbatching='auto', "
+                "which reduces the gradients of all trainable parameters"
             )
         return super().step_optimizer(optimizer, precision, closure)
 

@@ -56,7 +56,7 @@ class ReplicaStrategy(Strategy):
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.SyncBatchNorm):
                 raise PrepareError(
-                    f"{type(model).__name__} holds SyncBatchNorm at {name!r}: its forward is a collective, and a rank that ran "
+                    f"{type(model).__name__} contains SyncBatchNorm at {name!r}: its forward is a collective, and a rank that ran "
                     "out of memory would leave the others waiting in it. Use BatchNorm, or leave microbatching off"
                 )
         with torch.no_grad():

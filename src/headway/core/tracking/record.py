@@ -220,10 +220,10 @@ class Recorder:
     def _feed_or_hint(self) -> "feeding.RunFeed | None":
         if self.feed is None and self._runtime.is_main_process:
             if self._has_trackers or self._project().logging_dir is not None:
-                log.warning_once("log() keeps nothing: call accelerator.init_trackers(project_name) first")
+                log.warning_once("log() has no effect before accelerator.init_trackers(project_name); call that first")
             else:
                 log.warning_once(
-                    "log() keeps nothing: the Accelerator has neither a project_dir for the run's log nor trackers. Pass "
+                    "log() has no effect, because the Accelerator has neither a project_dir for the run's log nor trackers. Pass "
                     "Accelerator(project_dir=...), log_with=... or both, and call accelerator.init_trackers(project_name)"
                 )
         return self.feed

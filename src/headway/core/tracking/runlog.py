@@ -158,7 +158,9 @@ class RunLog:
 
     def _write(self, kind: str, **content: Any) -> None:
         if not self.attempt:
-            raise StateError(f"a {kind!r} line came before the 'run' line of {self.path}; call run() first")
+            raise StateError(
+                f"a {kind!r} line cannot be written before the 'run' line of {self.path}. Call write_start() first"
+            )
         text = json.dumps({"kind": kind, "time": time.time()} | content, ensure_ascii=False, separators=(",", ":"))
         # A lone surrogate (e.g. from a file name) has no UTF-8 form; its escape is valid JSON.
         line = text.encode("utf-8", "backslashreplace") + b"\n"

@@ -52,7 +52,7 @@ class WandbAdapter(RowAdapter):
             more["settings"] = self._package.Settings(finish_timeout=600.0)
         chosen = self._choose_arguments(run, **more)
         if "mode" not in chosen and env.get("WANDB_MODE") is None and not self._is_logged_in():
-            log.info("wandb: nobody is logged in, so the run is written offline; `wandb sync` uploads it")
+            log.info("wandb: no user is logged in, so the run is written offline; `wandb sync` uploads it")
             chosen["mode"] = "offline"
         try:
             self._run = self._package.init(**chosen)
@@ -255,7 +255,7 @@ class SwanLabAdapter(RowAdapter):
         if run.folder is not None and "logdir" not in self._kwargs:
             more["log_dir"] = str(run.folder / "swanlab")
         if "mode" not in self._kwargs and env.get("SWANLAB_MODE") is None and not self._is_logged_in():
-            log.info("swanlab: nobody is logged in, so the run is written offline; upload it with `swanlab sync`")
+            log.info("swanlab: no user is logged in, so the run is written offline; upload it with `swanlab sync`")
             more["mode"] = "offline"
         self._run = self._package.init(**self._choose_arguments(run, **more))
 

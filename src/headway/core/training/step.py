@@ -310,8 +310,8 @@ class TrainingStep(ABC):
         local = window.micro_weight[0]
         if weight is not None and self.weigh_loss(weight)[0] != local:
             raise LossError(
-                f"two losses of one micro-batch weigh {local:g} and {weight:g}; their gradients land in the same tensors "
-                "and cannot be told apart. Add the losses up and call backward once, or give both the same weight"
+                f"two losses of one micro-batch weigh {local:g} and {weight:g}; their gradients are summed in the same tensors, so "
+                "each cannot get its own weight. Add the losses and call backward once, or give both the same weight"
             )
         return local
 

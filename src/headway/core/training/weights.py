@@ -185,7 +185,7 @@ def wrap_sharded(tensors: Mapping[str, Any], collectives: Collectives) -> dict[s
     }
     answers = collectives.gather_objects((hashlib.sha256(repr(told).encode()).hexdigest(), list(brought.values())))
     if len({found for found, _ in answers}) > 1:
-        raise CheckpointError("the ranks hold different sharded tensors; pass the same model on every rank")
+        raise CheckpointError("the ranks have different sharded tensors; pass the same model on every rank")
     for name, *numbers in zip(brought, *(each for _, each in answers)):
         wanted, there = prod(pieces[name].shape), sum(numbers)
         if there != wanted:  # a missing part would be uninitialized memory
@@ -437,8 +437,9 @@ def _refuse_objects(state: Mapping[str, Any]) -> None:
     for name, value in state.items():
         if not (isinstance(value, torch.Tensor) or is_spread(value)):
             raise ConfigError(
-                f"{name} of the model's state dict is a {type(value).__name__}, and safetensors files hold tensors only: pass "
-                "safe_serialization=False to save_model(), or use save_state(), which saves the state that get_extra_state() returns"
+                f"{name} of the model's state dict is a {type(value).__name__}, but safetensors files contain only tensors: pass "
+                "safe_serialization=False to save_model(), or use save_state(), which saves the state that get_extra_state() "
+                "returns"
             )
 
 
@@ -505,7 +506,7 @@ class PretrainedWeights:
         """
         seen = [(name, each.shape, str(each.dtype)) for name, each in sorted(self._stored.items())]
         if len({row[0] for row in everyone.gather_numbers([digest_text(repr(seen))])}) > 1:
-            raise CheckpointError(f"{self.source} holds other tensors on some ranks; give all of them the same files")
+            raise CheckpointError(f"{self.source} contains other tensors on some ranks; give all ranks the same files")
         done = set[Any]()
         num_read = 0
 
@@ -561,7 +562,7 @@ class PretrainedWeights:
         told = [text for text in everyone.gather_objects(failure and f"{type(failure).__name__}: {failure}") if text]
         if told:
             raise CheckpointError(
-                f"{self.source} could not be read to the end, so the model is in between: {told[0]}"
+                f"{self.source} could not be read completely, so the model contains a mixture of old and new weights: {told[0]}"
             ) from failure
 
 

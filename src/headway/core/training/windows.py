@@ -38,8 +38,8 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 _READ_AHEAD = (
-    "%d batches were read before the first of them came to accumulate(): for all of them, the number of samples and the end of "
-    "the epoch are those of the last one read. Read each batch when it is its turn; or give backward(loss, weight=...) and "
+    "%d batches were read before the first of them was used in accumulate(), so the number of samples and the end of the epoch of "
+    "the last one count for all of them. Read each batch right before its block, or give backward(loss, weight=...) and "
     "GradientAccumulationPlugin(num_steps=..., sync_with_dataloader=False)"
 )
 

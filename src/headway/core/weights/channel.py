@@ -114,6 +114,6 @@ class WeightChannel:
     def _lost(self, error: OSError) -> StateError:
         told = f"has done nothing for {self._timeout:g} s" if isinstance(error, TimeoutError) else f"is gone ({error})"
         return StateError(
-            f"{self._name} {told} while weights were on their way: what it has may be a mixture of two updates. Start it again, and "
-            "send all weights again; or give WeightChannel a longer timeout="
+            f"{self._name} {told} while it received weights, so it may have a mixture of two updates. Restart it and send all "
+            "weights again, or pass a longer timeout= to WeightChannel"
         )

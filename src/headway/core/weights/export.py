@@ -193,9 +193,9 @@ def _warn_of_code(state: Mapping[str, Any]) -> None:
             torch.load(buffer, weights_only=True)
         except pickle.UnpicklingError:
             logging.getLogger(__name__).warning(
-                "%s holds an object (%s) that torch.load(weights_only=True) and load_checkpoint_in_model() refuse: the whole "
-                "file can only be read with torch.load(weights_only=False). Let get_extra_state() return numbers, text, "
-                "tensors, and lists and dicts of them",
+                "%s contains an object (%s) that torch.load(weights_only=True) and load_checkpoint_in_model() refuse: the whole "
+                "file can only be read with torch.load(weights_only=False). Let get_extra_state() return numbers, text, tensors, "
+                "and lists and dicts of them",
                 name,
                 type(value).__name__,
             )
@@ -214,7 +214,7 @@ def save_object(obj: Any, path: str | Path, safe_serialization: bool = False) ->
     """
     if safe_serialization and not _is_state(obj):
         raise ConfigError(
-            f"safe_serialization=True got a {type(obj).__name__}; safetensors holds a dict of names and tensors. Pass "
+            f"safe_serialization=True got a {type(obj).__name__}; a safetensors file contains a dict of names and tensors. Pass "
             "safe_serialization=False for other objects"
         )
     path = to_path(path)
@@ -318,7 +318,7 @@ def _verify(path: Path, wanted: Mapping[str, Any], hashes: Mapping[str, str]) ->
     differing = [name for name in wanted if not is_held(name)]
     if differing or len(stored) != len(wanted):
         raise CheckpointError(
-            f"{path} does not hold what was written ({', '.join(differing[:3])}); nothing was replaced. Save to another disk"
+            f"{path} does not contain what was written ({', '.join(differing[:3])}); nothing was replaced. Save to another disk"
         )
 
 

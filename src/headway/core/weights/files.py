@@ -158,9 +158,9 @@ def _choose_checkpoint(folder: Path) -> Path:
         if found:
             names = ", ".join(path.name for path in found[:6])
             raise CheckpointError(
-                f"{folder} holds more than one checkpoint ({names}), and one may be stale; give the file that is meant"
+                f"{folder} contains more than one checkpoint ({names}), and one may be stale; give the path of one file"
             )
-    raise CheckpointError(f"{folder} holds no weights; looked for *.safetensors, *.bin and their *.index.json")
+    raise CheckpointError(f"{folder} contains no weights; looked for *.safetensors, *.bin and their *.index.json")
 
 
 def _download(source: str) -> Path:
@@ -176,7 +176,7 @@ def _download(source: str) -> Path:
             ) from error
         if any(folder.glob(patterns[0])):
             return folder
-    raise CheckpointError(f"{source!r} on the Hub holds neither safetensors nor .bin weights")
+    raise CheckpointError(f"{source!r} on the Hub contains neither safetensors nor .bin weights")
 
 
 def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
@@ -252,16 +252,16 @@ def _open_pickled(path: Path) -> _OpenedFile:
         # Any error that torch raises for a malicious or damaged file must name the file.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{path}: torch.load(weights_only=True) refuses this file ({reason}); it is damaged, or holds code, of which "
-            "nothing was executed. Ask its author for safetensors"
+            f"{path}: torch.load(weights_only=True) refuses this file ({reason}). It is damaged, or contains code, which was not "
+            "executed. Ask its author for safetensors"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise CheckpointError(f"{path}: holds a {type(state).__name__} that is not a dict of names and tensors")
+        raise CheckpointError(f"{path}: contains a {type(state).__name__} that is not a dict of names and tensors")
     objects = {n: value for n, value in state.items() if is_extra_state(n) and not isinstance(value, torch.Tensor)}
     odd = next((n for n, value in state.items() if n not in objects and not isinstance(value, torch.Tensor)), None)
     if odd is not None:
         raise CheckpointError(
-            f"{path}: {odd!r} is a {type(state[odd]).__name__}, where a dict of weights holds tensors"
+            f"{path}: {odd!r} is a {type(state[odd]).__name__}, but a dict of weights contains only tensors"
         )
     tensors = {name: value for name, value in state.items() if name not in objects}
     return _OpenedFile(dict(_pickled_tensors(path, tensors)), objects=objects)

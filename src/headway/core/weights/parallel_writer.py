@@ -607,7 +607,7 @@ def check_specs(path: Path, specs: Mapping[str, TensorSpec]) -> None:
     with open_regular_file(path) as opened:
         stored, _ = read_header(opened, path)
     if {name: spec for name, (spec, _) in stored.items()} != dict(specs):
-        raise CheckpointError(f"{path} does not hold what was written; nothing was replaced. Save to another disk")
+        raise CheckpointError(f"{path} does not contain what was written; nothing was replaced. Save to another disk")
 
 
 def compare_range(file: RangedFile, number: int) -> None:
@@ -630,5 +630,5 @@ def compare_range(file: RangedFile, number: int) -> None:
             left -= count
     if left or digest.hexdigest() != file.digests[number]:
         raise CheckpointError(
-            f"{file.path} does not hold what was written from byte {start:,} on; nothing was replaced. Save to another disk"
+            f"{file.path} does not contain what was written from byte {start:,} on; nothing was replaced. Save to another disk"
         )

@@ -96,7 +96,7 @@ def read_records(path: Path) -> dict[str, CalibrationRecord]:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"{path} does not hold what `headway estimate --calibrate` writes ({error}); remove it, and calibrate again"
+            f"{path} was not written by `headway estimate --calibrate` ({error}); remove it, and calibrate again"
         ) from error
 
 

@@ -41,8 +41,8 @@ def refuse_compiled(model: nn.Module) -> None:
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             raise UnsupportedError(
                 f"{name or 'the model'} ({type(module).__name__}) is compiled by torch.compile, which headway.forecast alone can "
-                "follow, on one process, in a model that its model_fn makes. Leave torch.compile out; a compiled step mostly takes "
-                "less"
+                "follow, on one process, in a model that its model_fn makes. Leave torch.compile out; a compiled step usually "
+                "needs less memory"
             )
 
 

@@ -152,8 +152,8 @@ def ensure_untouched(model: nn.Module) -> Iterator[None]:
                 touched.append(name)
     if touched:
         raise UnsupportedError(
-            f"the copy of the model that was traced computed with the model's own parameters ({', '.join(touched[:3])}): a function "
-            "in it, such as a patched forward or a hook, holds on to the model. Write it as a method, or use "
+            f"the copy of the model that was traced computed with the model's own parameters ({', '.join(touched[:3])}): a "
+            "function in it, such as a patched forward or a hook, keeps a reference to the model. Write it as a method, or use "
             "headway.forecast(model_fn=...)"
         )
 

@@ -138,8 +138,8 @@ def _refuse_compiled() -> None:
     for code in (frame.f_code for frame in walk_stack()):
         if code.co_name in _COMPILED and code.co_filename.endswith("eval_frame.py"):
             raise UnsupportedError(
-                "a function compiled by torch.compile was called, which headway.forecast alone can follow, if inductor compiles it. "
-                "Leave torch.compile out; a compiled step mostly takes less"
+                "a function compiled by torch.compile was called, which headway.forecast alone can follow, if inductor compiles "
+                "it. Leave torch.compile out; a compiled step usually needs less memory"
             )
 
 

@@ -224,7 +224,7 @@ class ObjectStore:
         foreign = [name for name, _ in self.folder.list_objects() if name != MANIFEST and not _is_data(name)]
         if foreign:
             raise CheckpointError(
-                f"{self.folder} holds objects ({foreign[0]}) that are not a Headway checkpoint; give a new place"
+                f"{self.folder} contains objects ({foreign[0]}) that are not a Headway checkpoint; give a new place"
             )
 
     def lock(self, run: str, start: str) -> ObjectLock:

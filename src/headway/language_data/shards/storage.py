@@ -103,7 +103,7 @@ def find_files(
     seen: set[str] = set()
     for file in found:
         if file.url in seen:
-            raise DataError(f"the shard {file.url} is named twice, so its records would come twice; name it once")
+            raise DataError(f"the shard {file.url} is named twice, so its records would be read twice; name it once")
         seen.add(file.url)
     return found
 

@@ -499,7 +499,7 @@ class Agent(LocalElasticAgent):
             _say(f"headway: {total}")
         if self.report is None and has_failed:
             self.report = endings.RunEnded(
-                "the run was ended, and no machine has said why", self._worker_group.workers[0].world_size
+                "the run was ended, and no machine has reported a reason", self._worker_group.workers[0].world_size
             )
         report = self.report
         self.exit_code = 0 if report is None else report.exit_code

@@ -22,10 +22,11 @@ from headway.launch.watch.hang_watch import Hang
 _WHY = {
     -signal.SIGKILL: "; nothing in the kernel's counters says that memory ran out, so a person, a scheduler or a container's limit "
     "sent it",
-    -signal.SIGTERM: ", which somebody outside of this run sent",
-    -signal.SIGABRT: ": a library gave up, and its own words are further up. gloo and NCCL do so where ranks make different "
-    "collectives, such as a call on a sharded model under `if accelerator.is_main_process:`, or losses that ranks computed with "
-    "different models",
+    -signal.SIGTERM: ", which was sent from outside of this run",
+    -signal.SIGABRT: (
+        ": a library gave up, and its own message is further up. gloo and NCCL do so where ranks make different collectives, such "
+        "as a call on a sharded model under `if accelerator.is_main_process:`, or losses that ranks computed with different models"
+    ),
 }
 """Explanation of a rank's death by exit code (-n for signal n), appended to the description of the rank."""
 

@@ -410,8 +410,8 @@ class PeerMachines:
             self._close_connection(line)
             if line.peer.machine >= 0 and not line.peer.is_leaving:
                 self._report_loss(
-                    f"{line.peer.format_name()} is gone: its launcher ended without a word, so it was killed or the machine went "
-                    f"down{line.peer.describe_ranks()}",
+                    f"{line.peer.format_name()} is gone: its launcher ended without a message, so it was killed or the machine "
+                    f"went down{line.peer.describe_ranks()}",
                     line.peer.machine,
                 )
 

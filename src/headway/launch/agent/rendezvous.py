@@ -175,7 +175,7 @@ class StaticRendezvous(_SingleRendezvous):
             raise
         except RuntimeError as error:  # an error of the store, which machine 0 hosts
             raise LaunchError(
-                f"{order.unit} 0 ended while this one waited for the others at {order.endpoint}; its own output says why"
+                f"{order.unit} 0 ended while this one waited for the others at {order.endpoint}; its own output names the reason"
             ) from error
         return RendezvousInfo(store, order.machine_rank, order.num_machines, RendezvousStoreInfo(host, port))
 

@@ -20,9 +20,7 @@ from headway.launch.watch.views import LATE, RankView
 def describe_lateness(view: RankView) -> str:
     """Return a message about a rank whose script has ended, but whose process is still running."""
     doing = (
-        f"a thread or an exit function of it is at {locate_rank(view)}"
-        if view.frames
-        else "nothing is known of where it is"
+        f"a thread or an exit function of it is at {locate_rank(view)}" if view.frames else "its position is not known"
     )
     return (
         f"rank {view.rank}{_describe_process(view)} has come to the end of its script, but has not ended for "

@@ -230,8 +230,8 @@ class WholeSequenceAttention(TorchFunctionMode):
         is_whole = sequences.pad_length(length, self._axis) == part * self._axis.size
         if not is_whole or (mask.dim() > 1 and mask.shape[-2] not in (1, part)):
             raise UnsupportedError(
-                f"an attention mask of shape {tuple(mask.shape)} does not fit a part of {part} of {part * self._axis.size} tokens: "
-                "context parallelism understands masks that the model gives to its blocks; within a block use is_causal=True"
+                f"an attention mask of shape {tuple(mask.shape)} does not fit a part of {part} of {part * self._axis.size} tokens. "
+                "Context parallelism supports masks that the model passes to its blocks. Within a block, use is_causal=True"
             )
         return length
 
@@ -299,7 +299,7 @@ def install_attention(block: torch.nn.Module, attention: WholeSequenceAttention)
         if "forward" in block.__dict__:
             raise PrepareError(
                 f"a block of class {type(block).__name__} has a forward of its own on the object (compiled or patched), which "
-                "context parallelism cannot reach; take it off before prepare()"
+                "context parallelism cannot use; remove that forward before prepare()"
             )
         extend_class(block, SplitBlock)
     block.__dict__[_KEY] = attention

@@ -256,7 +256,7 @@ class ContextParallel(SplitModel):
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             if torch.is_grad_enabled():
                 raise UnsupportedError(
-                    "context parallelism cuts sequences, and a cache of keys would hold this rank's part alone; leave out "
+                    "context parallelism cuts sequences, and a cache of keys would contain only this rank's part; leave out "
                     "use_cache and past_key_values while training (generation under torch.no_grad() computes whole sequences)"
                 )
             return self._run(CallPhase.WHOLE, args, kwargs)
@@ -555,8 +555,8 @@ class PartialOutput:
 
     def _refuse(self, *_: Any) -> Any:
         raise UnsupportedError(
-            f"this output of the model is cut along the sequence: each rank has {self._shape[1]} of {self._length} tokens. To use it "
-            "while training, call the model without labels; under torch.no_grad() it comes whole with labels, too"
+            f"this output of the model is cut along the sequence: each rank has {self._shape[1]} of {self._length} tokens. To use "
+            "it while training, call the model without labels. Under torch.no_grad(), the output is whole even with labels"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -594,8 +594,8 @@ def _find_stack(model: torch.nn.Module, options: TorchContextParallelConfig) -> 
     if not inside or any(all(child is not block for child in inside[0].children()) for block in blocks):
         found = ", ".join(sorted({type(block).__name__ for block in blocks})) or "none"
         raise PrepareError(
-            f"context parallelism needs one stack of blocks, through which the whole sequence goes; {type(model).__name__} has "
-            f"these repeated blocks, which do not lie in one ModuleList: {found}. Name the stack's own: "
+            f"context parallelism needs one stack of blocks, that processes the whole sequence; {type(model).__name__} has these "
+            f"repeated blocks, which are not in one ModuleList: {found}. Name the blocks of the stack: "
             "TorchContextParallelConfig(blocks=('DecoderLayer',)); models with an encoder and a decoder are not supported"
         )
     return blocks

@@ -76,8 +76,9 @@ class ZeroEngine:
         """
         if self._is_final:
             raise StateError(
-                "backward was called after the window's gradients were clipped or read; with DeepSpeed they are final then. Run all "
-                "backwards before clip_grad_norm_, and step() or zero_grad() before the next"
+                "backward was called after the gradients of the window were clipped or read, which makes them final with "
+                "DeepSpeed. Call backward for all losses before clip_grad_norm_, and call step() or zero_grad() before the next "
+                "window"
             )
         odd = sorted(key for key, value in kwargs.items() if key != "retain_graph" and value)
         if odd:

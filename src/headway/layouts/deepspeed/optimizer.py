@@ -30,7 +30,7 @@ _BY_SHAPE = {
     "Adafactor": "it factors matrices",
     "LBFGS": "it runs the loss again",
     "Lamb": "it needs norms of whole tensors",
-    "Muon": "it orthogonalises matrices",
+    "Muon": "it orthogonalizes matrices",
     "SparseAdam": "its gradients are sparse",
 }
 """Reasons why certain optimizers cannot step on flat partitions, by the class name of the optimizer."""

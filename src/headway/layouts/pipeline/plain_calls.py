@@ -241,8 +241,8 @@ class PlainCalls:
             grads, returned.grads = returned.grads, None
             if pending.batch is None or is_kept:
                 raise StateError(
-                    f"backward came twice for one forward of {self._pipe.route.kind} (or with retain_graph=True); under pipeline "
-                    "parallelism a forward has one backward: add the losses up, and call accelerator.backward once"
+                    f"backward was called twice for one forward of {self._pipe.route.kind} (or with retain_graph=True), but under "
+                    "pipeline parallelism a forward has one backward. Add the losses, and call accelerator.backward once"
                 )
             batch, pending.batch = pending.batch, None
             self._run_backward(batch, pending, grads)

@@ -379,8 +379,8 @@ def check_loss(found: Any) -> None:
     if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
         what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
         raise LossError(
-            f"the function given to forward_backward returned {what}; it must return the loss of its micro-batch, a scalar "
-            "tensor that depends on parameters that learn"
+            f"the function given to forward_backward returned {what}; it must return the loss of its micro-batch, a scalar tensor "
+            "that depends on trainable parameters"
         )
 
 

@@ -181,8 +181,8 @@ class StageForward:
         self._num_calls += 1
         if self._num_calls > 1:
             raise UnsupportedError(
-                f"{self._route.kind} was called twice for one batch; under pipeline parallelism a loss may call the model once. Join "
-                "the inputs (torch.cat), or use another strategy"
+                f"{self._route.kind} was called twice for one batch, but under pipeline parallelism a loss may call the model only "
+                "once. Join the inputs (torch.cat), or use another strategy"
             )
 
     def call_block(self, index: int, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -206,8 +206,8 @@ class StageForward:
         if index != self._next:
             expected = names[self._next] if self._next < len(names) else "no block"
             raise UnsupportedError(
-                f"{self._route.kind} called block {names[index]} where {expected} comes in the module tree; a pipeline needs "
-                "blocks that run once each, in order. Name them with PipelineOptions(blocks=[...]), or use another strategy"
+                f"{self._route.kind} called block {names[index]}, but {expected} is next in the module tree. A pipeline needs "
+                "blocks that each run once, in order. Name them with PipelineOptions(blocks=[...]), or use another strategy"
             )
         self._next += 1
         if index < self._begin:
@@ -258,18 +258,19 @@ class StageForward:
         ):
             return
         raise UnsupportedError(
-            f"{self._route.kind} called block {self._route.stages.names[index]} with gradients turned off, though it learns: a "
-            "pipeline takes no reentrant checkpointing, and no torch.no_grad() around blocks that learn. Use checkpoint(..., "
-            "use_reentrant=False) or ActivationCheckpointing, and requires_grad_(False) for what must not learn"
+            f"{self._route.kind} called block {self._route.stages.names[index]} with gradients turned off, but the block has "
+            "trainable parameters. A pipeline supports neither reentrant checkpointing nor torch.no_grad() around trainable "
+            "blocks. Use checkpoint(..., use_reentrant=False) or ActivationCheckpointing. Freeze blocks that should not train "
+            "with requires_grad_(False)"
         )
 
     def _check(self, where: str, tree: Tree) -> None:
         if any(isinstance(tensor, PlaceholderTensor) for tensor in list_tensors(tree)):
             passed = f" ({', '.join(dict.fromkeys(self._absent))})" if self._absent else ""
             raise UnsupportedError(
-                f"{where} of {self._route.kind} on stage {self.stage} needs values that only other stages have{passed}: a pipeline "
-                "hands on what a block returns, and nothing else. Say where such a module belongs with PipelineOptions(first=[...], "
-                "last=[...]), or use another strategy"
+                f"{where} of {self._route.kind} on stage {self.stage} needs values that only other stages have{passed}. A pipeline "
+                "passes on only what a block returns. Place such a module with PipelineOptions(first=[...], last=[...]), or use "
+                "another strategy"
             )
 
 
@@ -353,7 +354,7 @@ class ModuleRouter:
         for name in _ASKED:
             if kwargs.get(name) or (kwargs.get(name) is None and getattr(self._config, name, False)):
                 raise UnsupportedError(
-                    f"{name}=True asks for values of all blocks of {self.kind}, which lie on different stages; turn it off"
+                    f"{name}=True asks for values of all blocks of {self.kind}, which are on different stages; turn it off"
                 )
         return {**kwargs, "use_cache": False} if self._has_cache_argument else kwargs
 
@@ -386,9 +387,9 @@ class ModuleRouter:
                     found = module.forward(*given, **named)  # skips its hooks, which may run collectives
             except Exception as error:
                 raise PrepareError(
-                    f"the module {name} of {self.kind} is on another stage, and the shape of its result could not be found "
-                    f"without its values ({type(error).__name__}: {error}); have it on both with "
-                    f"PipelineOptions(first=[{name!r}], last=[{name!r}])"
+                    f"the module {name} of {self.kind} is on another stage, and the shape of its result could not be found without "
+                    f"its values ({type(error).__name__}: {error}). Put it on both stages with PipelineOptions(first=[{name!r}], "
+                    f"last=[{name!r}])"
                 ) from error
             self._shapes.put(key, found)
         return map_tensors(lambda tensor: make_placeholder(tensor, self._device), found)

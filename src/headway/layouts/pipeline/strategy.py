@@ -370,8 +370,8 @@ class PipelineStrategy(Strategy):
         """
         if loss.is_meta:
             raise UnsupportedError(
-                "this loss is on the meta device: it is made of parameters that other stages of the pipeline have. Make the loss of "
-                "the model's outputs alone; in place of a penalty on weights, use the optimizer's weight_decay"
+                "this loss is on the meta device, because it is computed from parameters of other stages of the pipeline. Compute "
+                "the loss only from the model's outputs. Instead of a weight penalty, use the optimizer's weight_decay"
             )
         self._stash_summed()
         task, self._task = self._task, None
@@ -427,7 +427,8 @@ class PipelineStrategy(Strategy):
             UnsupportedError: Always.
         """
         raise UnsupportedError(
-            "a second backward in a window's last micro-batch: a pipeline has one; add the losses up, and call it once"
+            "backward was called twice in the last micro-batch of a window, but a pipeline supports only one call. Add the "
+            "losses, and call backward once"
         )
 
     # ---------------------------------------------------------------- gradients

@@ -289,8 +289,8 @@ def _check_counts(name: str, parent: torch.nn.Module, size: int, options: Tensor
         if is_count and not any(plans.is_match(pattern, path) for pattern in (*options.divide, *options.keep)):
             raise PrepareError(
                 f"{name or type(parent).__name__!r} has {key}={value}, but each rank has {value}/{size} of them once its matrices "
-                f"are split. If its forward uses this number (in view or reshape), have it divided: divide=({path!r},), with '*' for "
-                f"the parts that differ between blocks; if not (view(..., -1, head_dim)), say so: keep=({path!r},)"
+                f"are split. If its forward uses this number (in view or reshape), pass divide=({path!r},), with '*' for the parts "
+                f"of the name that differ between blocks. If not (view(..., -1, head_dim)), pass keep=({path!r},)"
             )
 
 

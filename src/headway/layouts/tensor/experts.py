@@ -174,9 +174,10 @@ def _check(model: torch.nn.Module, found: dict[str, torch.nn.Module], size: int)
     kind = type(model).__name__
     if not found:
         raise PrepareError(
-            f"{kind} has no experts that ep={size} could distribute: no module has stacked parameters (experts, rows, columns), the "
-            "attribute num_experts and forward(hidden_states, top_k_index, top_k_weights), as transformers' models have since "
-            "version 5. Leave ep out (strategy='fsdp'), or stack the experts so; a ModuleList of experts is not supported"
+            f"{kind} has no experts that ep={size} could distribute: no module has stacked parameters (experts, rows, columns), "
+            "the attribute num_experts and forward(hidden_states, top_k_index, top_k_weights), as transformers' models have since "
+            "version 5. Leave ep out (strategy='fsdp'), or stack the experts in this form. A ModuleList of experts is not "
+            "supported"
         )
     uneven = {name: module.num_experts for name, module in found.items() if int(module.num_experts) % size}  # type: ignore[arg-type]
     if uneven:

@@ -325,8 +325,8 @@ def _site(model: torch.nn.Module, name: str, module: torch.nn.Module, style: str
     site = SplitModule(module, name, axis, styles.make_style(style, module))
     if (reason := site.style.describe_misfit(module, axis.size)) is not None:
         raise PrepareError(
-            f"the tensor-parallel style {style!r} does not fit {name!r} ({type(module).__name__}): {reason}; choose another "
-            "style, or leave the module out of the plan: it stays whole"
+            f"the tensor-parallel style {style!r} does not fit {name!r} ({type(module).__name__}): {reason}. Choose another style, "
+            "or leave the module out of the plan, so that it stays whole"
         )
     if style == "mla_kv_a_proj":
         site.facts["qk_rope_head_dim"] = _fact(model, name, "qk_rope_head_dim")
@@ -408,8 +408,8 @@ def arrange_sequences(model: torch.nn.Module, cuts: ModelSplit) -> SequenceRegio
     """
     if cuts.foreign:
         raise PrepareError(
-            "sequence_parallel=True works with styles given by name; a plan of ParallelStyle objects says itself where "
-            "sequences are split (torch's SequenceParallel and PrepareModuleInput): leave the option out"
+            "sequence_parallel=True works only with styles that are given by name. In a plan of ParallelStyle objects, torch's "
+            "SequenceParallel and PrepareModuleInput split the sequences. Leave the option out"
         )
     region = SequenceRegion(_stacks(model, cuts))
     for name in (name for stack in region.stacks for name in stack):

@@ -406,7 +406,8 @@ def _make_tied_site(
     reason = "the plan keeps it whole" if style is None else style.describe_misfit(module, axis.size)
     if style is None or reason is not None:
         raise PrepareError(
-            f"{name!r} shares its {key} with a module that is split, but cannot be split so: {reason}; give both a style, or none"
+            f"{name!r} shares its {key} with a module that is split, but cannot be split in the same way: {reason}; give both a "
+            "style, or neither"
         )
     return SplitModule(module, name, axis, style)
 

@@ -88,9 +88,9 @@ def _infer_map(
     if solution is None:
         name, size = surveyed.find_largest()
         raise DeviceMapError(
-            f"the model does not fit {_format_budgets(budgets)}: what is offloaded must at least run on one device, and its largest "
-            f"layer ({name}) takes {format_bytes(size)}. Raise max_memory, load in a smaller dtype, or let it be "
-            "divided: take its class out of no_split_module_classes"
+            f"the model does not fit {_format_budgets(budgets)}: every offloaded layer must fit on one device to run, and the "
+            f"largest one ({name}) takes {format_bytes(size)}. Raise max_memory, load in a smaller dtype, or allow this layer to "
+            "be divided: remove its class from no_split_module_classes"
         )
     devices: list[Device] = [*compute, *stores]
     entries = {name: devices[i] for name, i in surveyed.make_device_map(solution.device).items()}

@@ -61,7 +61,8 @@ def check_presence(max_memory: Mapping[Device, int | str] | None) -> None:
     """
     if max_memory is not None and (absent := find_absent_devices(_parse_budgets(max_memory))):
         raise DeviceMapError(
-            f"{_describe_absent(absent, max_memory)}; name devices that are here, as in max_memory={{'cpu': '8GiB'}}, or leave it out"
+            f"{_describe_absent(absent, max_memory)}; name devices of this machine, as in max_memory={{'cpu': '8GiB'}}, or leave "
+            "it out"
         )
 
 
@@ -144,7 +145,7 @@ def parse_device(device: object) -> Device:
         except RuntimeError:
             found = None
         if found is not None and found.type == "meta":
-            raise DeviceMapError("'meta' holds no values; give 'cpu', 'disk' or an accelerator")
+            raise DeviceMapError("'meta' devices have no values; give 'cpu', 'disk' or an accelerator")
         if found is not None:
             known = HARDWARE.get(found.type)
             if known is not None and not known.is_indexed:

@@ -127,6 +127,6 @@ def resolve_compute_device(given: Device | torch.device, argument: str) -> torch
     found = get_home(device)
     if not isinstance(found, torch.device) or find_absent_devices([device]):
         raise DeviceMapError(
-            f"{argument}={given!r} cannot compute here: this machine has {describe_devices()}; give 'cpu', or None"
+            f"{argument}={given!r} cannot run the model: this machine has {describe_devices()}; give 'cpu', or None"
         )
     return found

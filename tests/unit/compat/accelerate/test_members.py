@@ -89,7 +89,7 @@ def test_what_is_refused():
     accelerator = Accelerator(cpu=True)
     with pytest.raises(UnsupportedError, match="lomo_backward makes updates inside backward"):
         accelerator.lomo_backward(torch.ones(1), 0.1)
-    with pytest.raises(UnsupportedError, match="slice_fn_for_dispatch is not served"):
+    with pytest.raises(UnsupportedError, match="slice_fn_for_dispatch is not supported"):
         accelerator.prepare_data_loader(torch.utils.data.DataLoader([1]), slice_fn_for_dispatch=len)
     with pytest.raises(AttributeError, match="Headway's Accelerator has no 'step': accelerator"):
         accelerator.step

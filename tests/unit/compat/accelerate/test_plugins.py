@@ -23,7 +23,7 @@ from headway.errors import ConfigError, UnsupportedError
     [("megatron_lm_plugin", object(), "Megatron-LM"), ("megatron_lm_plugin", headway.MegatronLMPlugin(2), "Megatron-LM")],
 )  # fmt: skip
 def test_an_argument_names_the_layout_that_it_asks_for(name, value, layout):
-    with pytest.raises(UnsupportedError, match=f"{layout} .*is not there yet. It is planned; until then"):
+    with pytest.raises(UnsupportedError, match=f"{layout} .*is not supported yet. Leave the plugin out"):
         Accelerator(cpu=True, **{name: value})
 
 

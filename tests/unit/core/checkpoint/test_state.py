@@ -277,7 +277,7 @@ def test_an_undo_continues_after_a_failed_step_and_names_it():
     )
     clinging, sticks = Clinging(), Sticks()
     with pytest.raises(
-        CheckpointError, match=r"do not like it\); but this could not be put back.*custom 1 .*I am stuck"
+        CheckpointError, match=r"do not like it\); but this state could not be restored.*custom 1 .*I am stuck"
     ):
         restore_objects(custom(clinging, sticks, Fussy()), found)
     assert clinging.items == [1, 2]

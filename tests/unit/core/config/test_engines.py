@@ -25,7 +25,7 @@ def test_handlers_are_sorted_by_class():
 
 
 def test_strangers_and_doubles_are_refused():
-    with pytest.raises(ConfigError, match="holds a dict; allowed: DistributedDataParallelKwargs, "):
+    with pytest.raises(ConfigError, match="contains a dict; allowed: DistributedDataParallelKwargs, "):
         collect_options([{"static_graph": True}])
     with pytest.raises(ConfigError, match="two AutocastKwargs"):
         collect_options([AutocastKwargs(), AutocastKwargs(enabled=False)])

@@ -35,7 +35,7 @@ def test_sizes_of_accelerate_make_the_layout() -> None:
 def test_options_may_come_as_a_handler_but_not_twice() -> None:
     handler = TorchContextParallelConfig("alltoall")
     assert decided(handlers=[handler], strategy="cp").options.context == handler
-    with pytest.raises(ConfigError, match="hold two TorchContextParallelConfig; keep one"):
+    with pytest.raises(ConfigError, match="contain two TorchContextParallelConfig; keep one"):
         decided(ParallelismConfig(cp_size=8, cp_handler=TorchContextParallelConfig()), [handler])
 
 

@@ -47,7 +47,9 @@ def test_settings_can_be_changed_until_an_accelerator_copies_them():
     taken = accelerator.dataloader_config
     assert (taken.even_batches, accelerator.options.scaler.enabled, GradScalerKwargs().enabled) == (False, False, True)
     for settings in (taken, accelerator.options.scaler, accelerator.options.ddp, accelerator.project_configuration):
-        with pytest.raises(ConfigError, match="an Accelerator has taken these options; set them before it is created"):
+        with pytest.raises(
+            ConfigError, match=r"an Accelerator already uses these options\. Set them before you create it"
+        ):
             settings.any = 1
     with pytest.raises(
         CallError, match="DataLoaderConfiguration has no field 'evn_batches'; did you mean even_batches"

@@ -249,7 +249,7 @@ def test_several_processes_need_rows():
     def main(rank, collectives):
         return list(prepare(DataLoader(["a", "b"], batch_size=None), rank, 2, collectives))
 
-    with pytest.raises(DataError, match=r"rank 0 read holds no tensor .* tensors of shape \[rows, ...\]"):
+    with pytest.raises(DataError, match=r"rank 0 read contains no tensor .* tensors of shape \[rows, ...\]"):
         on_ranks(2, main)
 
 

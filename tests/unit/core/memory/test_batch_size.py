@@ -99,9 +99,9 @@ def test_passing_a_batch_size_is_a_clear_error():
         inner(16, 0.1)
     with pytest.raises(TypeError, match=r"call it without: inner\(rate=0.1\)"):
         inner(batch_size=16, rate=0.1)
-    with pytest.raises(TypeError, match=r"cannot be called so: .*rate"):
+    with pytest.raises(TypeError, match=r"cannot be called with these arguments: .*rate"):
         inner()
-    with pytest.raises(TypeError, match="cannot be called so"):
+    with pytest.raises(TypeError, match="cannot be called with these arguments"):
         inner(1, 2, 3)
 
 

@@ -115,7 +115,8 @@ def test_engines_are_those_of_torchs_table(monkeypatch):
     assert device.Hardware("xpu").backend == "cpu:gloo,xpu:xccl"
     assert "mtia" not in table
     with pytest.raises(
-        UnsupportedError, match=r"no backend carries tensors of mtia .*backend='cpu:gloo,mtia:<backend>'"
+        UnsupportedError,
+        match=r"torch.distributed has no default backend for tensors on mtia .*backend='cpu:gloo,mtia:<backend>'",
     ):
         _ = device.Hardware("mtia").backend
     monkeypatch.setitem(table, "mtia", "mccl")  # what Backend.register_backend(devices=["mtia"]) does

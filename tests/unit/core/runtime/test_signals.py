@@ -93,7 +93,7 @@ def test_only_the_main_thread_may_ask():
     thread = threading.Thread(target=start)
     thread.start()
     thread.join()
-    assert found == ["signals can be listened for from the main thread only; call this where the program begins"]
+    assert found == ["signals can be handled only in the main thread; make this call in the main thread"]
 
 
 def test_a_forked_child_is_ended_by_the_signal_and_the_parent_hears_nothing(flags):

@@ -147,7 +147,7 @@ def test_the_log_of_something_else_is_an_error():
 
 def test_log_before_a_run(caplog):
     build(Own()).log({"loss": 1.0})
-    assert "log() keeps nothing: call accelerator.init_trackers" in caplog.text
+    assert "log() has no effect before accelerator.init_trackers" in caplog.text
 
 
 # -------------------------------------------------------------------- trackers that are found

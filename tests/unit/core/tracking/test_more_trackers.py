@@ -200,7 +200,7 @@ def test_swanlab(tmp_path, caplog):
     pytest.importorskip("swanlab", reason="swanlab is not installed")
     with caplog.at_level(logging.INFO, "headway"):
         accelerator = start("swanlab", "team/p")
-    assert "nobody is logged in, so the run is written offline" in caplog.text
+    assert "no user is logged in, so the run is written offline" in caplog.text
     run = accelerator.get_tracker("swanlab", unwrap=True)
     assert accelerator.get_tracker("swanlab").identity == {"id": run.id}
     use(accelerator)

@@ -89,7 +89,7 @@ def test_wandb_writes_offline_without_a_login(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("HOME", str(tmp_path))
     with caplog.at_level(logging.INFO, "headway"):
         accelerator = start("wandb", "team/p")
-    assert "nobody is logged in, so the run is written offline" in caplog.text
+    assert "no user is logged in, so the run is written offline" in caplog.text
     use(accelerator)
     run = accelerator.get_tracker("wandb", unwrap=True)
     (event,) = [each for each in read_run("run/team/p").events if each.name == "tracker"]

@@ -467,7 +467,7 @@ def test_batches_that_are_read_ahead_are_noticed_in_the_first_window(
     for x, y in islice(batches, 2) if num_read == 1 else list(islice(batches, 2)):
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(x), y))
-    assert ("2 batches were read before the first of them came to accumulate()" in caplog.text) == (num_read == 2)
+    assert ("2 batches were read before the first of them was used in accumulate()" in caplog.text) == (num_read == 2)
 
 
 def test_a_batch_that_is_skipped_is_not_taken_for_reading_ahead(caplog: pytest.LogCaptureFixture) -> None:

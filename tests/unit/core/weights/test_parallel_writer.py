@@ -144,7 +144,7 @@ def test_weights_that_a_disk_changes_replace_nothing(tmp_path, monkeypatch, num_
     save_weights(tensors.items(), tmp_path, "10GB")
     before = (tmp_path / "model.safetensors").read_bytes()
     _change_on_write(monkeypatch)
-    with pytest.raises(CheckpointError, match="does not hold what was written"):
+    with pytest.raises(CheckpointError, match="does not contain what was written"):
         save_weights([("a", torch.zeros(5_000_000))], tmp_path, "10GB")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"model.safetensors": before}
 

@@ -135,7 +135,7 @@ def test_a_rank_that_the_launcher_ended_is_not_reported():
 
 def test_somebody_elses_signal():
     assert (
-        "rank 0 was ended by SIGTERM, which somebody outside of this run sent"
+        "rank 0 was ended by SIGTERM, which was sent from outside of this run"
         in FailureReport((death(0, code=-15),), 2).format_text()
     )
 

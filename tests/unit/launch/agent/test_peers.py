@@ -65,7 +65,7 @@ def test_a_broken_connection_is_a_loss_at_once(three):
     line.connection.shutdown(socket.SHUT_RDWR)
     wait_for(lambda: lost[0].is_set() and lost[1].is_set() and lost[2].is_set())
     assert "machine 2 (host" in peers[1].lost
-    assert "is gone: its launcher ended without a word" in peers[1].lost
+    assert "is gone: its launcher ended without a message" in peers[1].lost
     assert "; ranks 4, 5 were on it" in peers[1].lost
     assert peers[2].has_lost_hub
 
@@ -136,7 +136,7 @@ def test_what_is_not_of_this_run_is_dropped_counted_and_said_once(hub, what):
         wait_for(lambda number=number: strangers.num_dropped > number)
     assert strangers.num_dropped == 3
     assert len(said) == 1
-    assert "from 127.0.0.1 does not prove to be of this run: dropped" in said[0]
+    assert "from 127.0.0.1 was not sent by a process of this run, so it is dropped" in said[0]
     assert_undisturbed(peers, lost)
 
 

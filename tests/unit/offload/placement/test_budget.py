@@ -136,7 +136,7 @@ def test_a_budget_for_a_device_that_is_not_here_places_nothing(tmp_path):
 
 def test_a_device_to_run_on_that_is_not_here():
     model = torch.nn.Linear(3, 3)
-    with pytest.raises(DeviceMapError, match=f"execution_device={ABSENT} cannot compute here: this machine has "):
+    with pytest.raises(DeviceMapError, match=f"execution_device={ABSENT} cannot run the model: this machine has "):
         cpu_offload(model, ABSENT)
-    with pytest.raises(DeviceMapError, match=f"main_device={ABSENT} cannot compute here"):
+    with pytest.raises(DeviceMapError, match=f"main_device={ABSENT} cannot run the model"):
         dispatch_model(model, {"": "cpu"}, main_device=ABSENT)

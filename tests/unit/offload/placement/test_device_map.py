@@ -138,7 +138,7 @@ def test_the_cpu_runs_layers_that_are_on_disk():
 
 
 def test_what_cannot_fit_is_an_error_that_names_the_layer():
-    with pytest.raises(DeviceMapError, match=r"cpu: 9 B.*its largest layer \(1\) takes 10 B.*Raise max_memory"):
+    with pytest.raises(DeviceMapError, match=r"cpu: 9 B.*the largest one \(1\) takes 10 B.*Raise max_memory"):
         infer_auto_device_map(layers(5, 10), {"cpu": 9})
     with pytest.raises(DeviceMapError, match="does not fit"):
         infer_auto_device_map(layers(10, 10, 10), {"cpu": 10, "disk": 15})

@@ -42,12 +42,12 @@ def test_the_devices_that_compute():
 
 def test_what_cannot_compute_here_is_refused():
     for absent in ("disk", 99, "cuda:99"):
-        with pytest.raises(DeviceMapError, match=r"^main_device=.* cannot compute here: this machine has"):
+        with pytest.raises(DeviceMapError, match=r"^main_device=.* cannot run the model: this machine has"):
             make_placement(model(), DeviceMap({"": "cpu"}), absent)
     assert resolve_compute_device("cpu", "main_device") == get_home("cpu") == CPU
 
 
 @pytest.mark.parametrize("given", ["meta", {"": "meta"}])
 def test_meta_is_no_home(given):
-    with pytest.raises(DeviceMapError, match="'meta' holds no values; give 'cpu', 'disk' or an accelerator"):
+    with pytest.raises(DeviceMapError, match="'meta' devices have no values; give 'cpu', 'disk' or an accelerator"):
         resolve_device_map(model(), given)

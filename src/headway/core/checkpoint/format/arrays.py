@@ -34,7 +34,9 @@ def build_dtype(described: Any) -> numpy.dtype[Any]:
     """
     dtype: numpy.dtype[Any] = numpy.lib.format.descr_to_dtype(described)
     if dtype.hasobject:
-        raise CheckpointError(f"an array of dtype {described!r} holds Python objects, which a checkpoint cannot")
+        raise CheckpointError(
+            f"an array of dtype {described!r} contains Python objects, which a checkpoint cannot contain"
+        )
     return dtype
 
 

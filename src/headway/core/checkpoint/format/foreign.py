@@ -53,7 +53,7 @@ def explain_path(path: Path) -> str:
         folder = f"; give its folder, {path.parent}" if path.name == MANIFEST else ""
         return f"{path} is a file; a checkpoint is a folder that save_state wrote{folder}"
     if path.name.startswith((".staging-", ".removing-")):
-        return f"{path} is what a killed save has left, not a checkpoint{_describe_neighbors(path)}"
+        return f"{path} was left by a save that was killed, and is not a checkpoint{_describe_neighbors(path)}"
     for parent in (path, path / "checkpoints"):
         inside = list_checkpoint_names(parent)
         if inside:
@@ -70,7 +70,7 @@ def explain_path(path: Path) -> str:
         )
     weights = _advise_loading_weights(path)
     if weights:
-        return f"{path} holds weights, but is not a checkpoint of Headway's ({MANIFEST} is missing).{weights}"
+        return f"{path} contains weights, but is not a checkpoint of Headway ({MANIFEST} is missing).{weights}"
     return f"{path} is not a committed checkpoint: it has no {MANIFEST}; give a folder that save_state wrote"
 
 

@@ -293,7 +293,7 @@ def _read_entry(
     chunks = tuple(map(_read_chunk, entry["chunks"]))
     for chunk in chunks:
         if chunk.file not in files:
-            raise CheckpointError(f"the tensor {name!r} lies in {chunk.file!r}, which the manifest does not list")
+            raise CheckpointError(f"the tensor {name!r} is in {chunk.file!r}, which the manifest does not list")
     if len(chunks) == 1 and chunks[0].shape == shape and chunks[0].offsets == (0,) * len(shape):
         return TensorEntry(shape, entry["dtype"], chunks)  # most tensors have one chunk
     for chunk in chunks:
@@ -301,7 +301,7 @@ def _read_entry(
             start + size <= total for start, size, total in zip(chunk.offsets, chunk.shape, shape)
         )
         if not fits:
-            raise CheckpointError(f"a chunk of {name!r} at {chunk.offsets} of {chunk.shape} lies outside {shape}")
+            raise CheckpointError(f"a chunk of {name!r} at {chunk.offsets} of {chunk.shape} is outside of {shape}")
     if not _do_chunks_cover(chunks, shape):
         raise CheckpointError(f"the chunks of {name!r} do not make up its shape {shape}")
     return TensorEntry(shape, entry["dtype"], chunks)
@@ -381,7 +381,7 @@ def _file_name(name: str) -> str:
     parts = PurePosixPath(name).parts
     is_inside = parts and name == "/".join(parts) and not name.startswith("/") and ".." not in parts
     if not is_inside or name == MANIFEST or "\0" in name:
-        raise CheckpointError(f"the manifest names the file {name!r}, which does not lie in its folder")
+        raise CheckpointError(f"the manifest names the file {name!r}, which is not in its folder")
     os.fsencode(name)  # raises ValueError for an impossible file name
     return name
 

@@ -139,7 +139,7 @@ def _encode_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor], dept
         return {TAG: "tensor", "name": _keep(value, name, tensors)}
     if kind not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
         raise CheckpointError(
-            f"{name} is a {kind.__module__}.{kind.__qualname__}, which would come back as a plain tensor: let state_dict() "
+            f"{name} is a {kind.__module__}.{kind.__qualname__}, which would be restored as a plain tensor: let state_dict() "
             "return it.as_subclass(torch.Tensor), and make it again in load_state_dict()"
         )
     flags: dict[str, Any] = {"is_parameter": True} if isinstance(value, torch.nn.Parameter) else {}
@@ -175,7 +175,10 @@ def _encode_container(tag: str, value: Any, name: str, tensors: dict[str, torch.
         )
     keys = value if isinstance(value, dict | set | frozenset) else ()
     if any(isinstance(key, torch.Tensor) for key in keys):
-        raise CheckpointError(f"{name} has a tensor as a key, which nobody finds again: a tensor is a key by its place")
+        raise CheckpointError(
+            f"{name} has a tensor as a key. Keys that are tensors are compared by identity, so a loaded one would never be found. "
+            "Use a number or text as the key"
+        )
     items: list[Any] = [list(pair) for pair in value.items()] if isinstance(value, dict) else list(value)
     encoded = _encode_items(items, name, tensors, depth)
     if isinstance(value, set | frozenset):  # the iteration order can differ between ranks, but the result must not
@@ -261,9 +264,7 @@ def _describe_dtype(dtype: numpy.dtype[Any], name: str) -> Any:
 
 def _explain_refusal(value: Any) -> str:
     if isinstance(value, numpy.ndarray):
-        return (
-            "which would come back as a plain array, if at all: let state_dict() return plain arrays of numbers or text"
-        )
+        return "which would be restored as a plain array, if at all: let state_dict() return plain arrays of numbers or text"
     allowed = "numbers, text, bytes, paths, tensors, arrays, and lists, tuples, dicts, sets and deques of them"
     return (
         f"which a checkpoint cannot hold without pickle. Allowed: {allowed}. Let state_dict() "

@@ -231,7 +231,7 @@ def find_misfit(own: Any, saved: Any) -> str | None:
     if tuple(own.shape) != tuple(saved.shape):
         return f"has the shape {tuple(own.shape)}, the checkpoint's {tuple(saved.shape)}"
     if here.is_meta:
-        return "lies on the meta device, which has no memory: let the model be made before the load"
+        return "is on the meta device, which has no values: build the model with values before the load"
     if here.is_inference() and not torch.is_inference_mode_enabled():
         return "was made in torch.inference_mode(), and cannot be changed: make the model outside of it"
     return next(
@@ -544,8 +544,9 @@ def restore_objects(
     failures = list(agree(failure)) if agree is not None else [failure] if failure else []
     if failures:
         left = undo.run()
-        told = f"but this could not be put back, so end the run: {'; '.join(left)}" if left else "nothing was changed"
-        raise CheckpointError(f"a state could not be taken up ({'; '.join(failures)}); {told}") from cause
+        stuck = f"but this state could not be restored, so end the run: {'; '.join(left)}"
+        told = stuck if left else "nothing was changed"
+        raise CheckpointError(f"a state could not be loaded ({'; '.join(failures)}); {told}") from cause
     try:
         # Exported again: loading the other objects may have run code that replaced a model's tensors.
         with torch.no_grad():
@@ -555,7 +556,8 @@ def restore_objects(
         parts.settle()
     except Exception as error:
         raise CheckpointError(
-            f"the weights could not be copied to the end ({type(error).__name__}: {error}): the model is in between, so end the run"
+            f"not all weights could be copied ({type(error).__name__}: {error}). The model contains a mixture of old and new "
+            "weights, so end the run"
         ) from error
 
 

@@ -67,7 +67,9 @@ def find_changed_schedules(
         where = f"schedule {index} ({type(made.scheduler).__name__})"
         unit, former, is_recounted = _unit(made), saved.units[index], _is_recounted(made, saved.units[index])
         if former != unit and not is_recounted:
-            refused.append(f"{where} ticked by the rule {former!r} when it was saved, and ticks by {unit!r} now")
+            refused.append(
+                f"{where} counted ticks by the rule {former!r} when it was saved, and counts them by {unit!r} now"
+            )
             continue
         state = dict(decode_value(found.state["scheduler"][index], found.tensors))
         if is_recounted:
@@ -78,9 +80,9 @@ def find_changed_schedules(
                 reported.append(line)
                 continue
             refused.append(
-                f"{line}: it is another function with another number of processes. If it counts by that number, let it count "
-                f"by {saved.world_size}, as the run's ticks are kept; or let it count updates, and give the Accelerator "
-                "scheduler_ticks='updates'"
+                f"{line}. Its function depends on the number of processes, which has changed, but a resumed run keeps counting the "
+                f"former ticks. Compute it with the former number, {saved.world_size}. Or let it count updates, and pass "
+                "scheduler_ticks='updates' to the Accelerator"
             )
     return refused, reported
 
@@ -285,10 +287,12 @@ class RunComparison:
         problems, reported = [], [*unused, *jumps, *data, *schedules]
         for what, consequence, lines in (
             ("data", "begins the epoch at its first batch", data),
-            ("schedule", "goes on all the same", schedules),
+            ("schedule", "continues anyway", schedules),
         ):
             if changed is not None and what not in changed:
-                problems += [f"{line}. If that is meant, resume(..., changed={what!r}) {consequence}" for line in lines]
+                problems += [
+                    f"{line}. If this change is intended, resume(..., changed={what!r}) {consequence}" for line in lines
+                ]
         for line in reported if changed is None else [] if "schedule" in changed else jumps:
             log.warning_once(line)
         return problems, reported

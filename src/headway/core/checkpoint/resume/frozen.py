@@ -91,8 +91,9 @@ class FrozenParameters:
         ]
         if lines:
             log.warning(
-                "since %s was saved, %s. A checkpoint does not set requires_grad: set it in the script as it was, before the first "
-                "update, by the epoch that resumes (`if epoch >= 3`, not `== 3`). If the change is meant, go on",
+                "since %s was saved, %s. A checkpoint does not set requires_grad: set it in the script as it was, before the "
+                "first update, depending on the epoch that resumes (`if epoch >= 3`, not `== 3`). If the change is intended, "
+                "ignore this warning",
                 self._place,
                 "; ".join(lines),
             )

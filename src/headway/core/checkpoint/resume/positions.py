@@ -235,7 +235,7 @@ class LaterLoaders:
         if is_other and not self.is_new and (index in saved.trained_on or state["consumed"]):
             raise CheckpointError(
                 f"loader {index} ({type(loader.dataset).__name__}), prepared after the checkpoint was loaded, had {before} samples "
-                f"when that was saved, and has {now}. If that is meant, load with changed='data'"
+                f"when that was saved, and has {now}. If this change is intended, load with changed='data'"
             )
         _put_back(loader, saved.seeds[index], {"epoch": state["epoch"], "consumed": 0} if self.is_new else state)
         return True

@@ -259,8 +259,8 @@ class Checkpoints:
         if not self._has_told_alone:
             self._has_told_alone = True
             log.warning(
-                "save_state is called %s. The checkpoint holds everything but the RNG states%s of the other ranks, which get "
-                "new ones after a resume. To keep theirs too, call it on every rank",
+                "save_state is called %s. The checkpoint contains everything except the RNG states%s of the other ranks, which "
+                "get new ones after a resume. To keep the states of all ranks, call save_state on every rank",
                 attended,
                 " and the optimizer states (of local SGD)" if self._state.local.has_diverged else "",
                 main_process_only=False,
@@ -385,7 +385,9 @@ class Checkpoints:
         if self.guard is None:
             return
         if threading.current_thread() is not threading.main_thread():
-            log.info("signals that ask the run to end are not heeded, as this is not the main thread")
+            log.info(
+                "signals that ask the run to end have no effect, because the Accelerator was not created in the main thread"
+            )
             return
         self.guard.start()
         self._state.progress.ask_before_batches(self.guard.check)
@@ -505,8 +507,8 @@ class Checkpoints:
         attended = self._state.run.runtime.scope.own(Attendance).find_participants("load_state")
         if attended.elsewhere:
             raise StateError(
-                f"load_state is called {attended}. Every rank takes up its own part of the state, and all check that it fits: call "
-                "it on every rank, outside conditions on the rank"
+                f"load_state is called {attended}. Each rank loads its own part of the state, and all ranks check that it fits. "
+                "Call load_state on every rank, outside conditions on the rank"
             )
         self._state.saver.wait()
         if self._memory is not None:
@@ -632,7 +634,7 @@ class Checkpoints:
         if self._owes_epochs and not self._state.progress.is_without_loader:
             self._owes_epochs = False
             raise StateError(
-                f"this run was resumed in epoch {self._state.progress.epoch}, but the loop does not go by it: write `for epoch in "
+                f"this run was resumed in epoch {self._state.progress.epoch}, but the loop starts at epoch 0. Write `for epoch in "
                 "accelerator.epochs(num_epochs):` in place of `for epoch in range(num_epochs):`"
             )
         self.place.check_resumed()

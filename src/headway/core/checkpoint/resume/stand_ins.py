@@ -210,7 +210,7 @@ class FrozenWeights:
         odd = [name for name in named if here.get(name) != named[name]]
         if odd:
             raise CheckpointError(
-                f"the checkpoint holds no frozen weights, only their names and digests (save_frozen=False), and {len(odd)} of "
+                f"the checkpoint contains no frozen weights, only their names and digests (save_frozen=False), and {len(odd)} of "
                 f"{len(named)} are others here, or missing: {', '.join(odd[:3])}. Build the model on the base that it was saved "
                 "with, before load_state()"
             )

@@ -135,7 +135,7 @@ class CheckpointFolder:
             )
         folder = self.newest()
         if folder is None:
-            raise CheckpointError(f"{self.parent()} holds no checkpoint; save_state() writes the first one")
+            raise CheckpointError(f"{self.parent()} contains no checkpoint; save_state() writes the first one")
         return folder
 
     def newest(self, run: str | None = None) -> Path | None:
@@ -155,15 +155,15 @@ class CheckpointFolder:
         copies = list_committed(self.parent()) if folder is None and not passed_over and run is None else []
         if copies and all(map(find_original_name, copies)):
             raise CheckpointError(
-                f"{self.parent()} holds copies only ({copies[0].name} was saved as {find_original_name(copies[0])}), and 'latest' "
-                f"looks only at the checkpoints that a run has put there; give the one to go on from: resume('{copies[0]}')"
+                f"{self.parent()} contains only copies ({copies[0].name} was saved as {find_original_name(copies[0])}), and "
+                f"'latest' ignores copies. To continue from a copy, name it: resume('{copies[0]}')"
             )
         foreign = find_foreign_checkpoint(self.parent()) if folder is None else None
         if foreign is not None and not passed_over:
             raise CheckpointError(f"{explain_path(foreign)}. To start without it, give another project_dir")
         if folder is None and passed_over:
             raise CheckpointError(
-                f"{self.parent()} holds {len(passed_over)} checkpoints, and all of them are damaged:\n  "
+                f"{self.parent()} contains {len(passed_over)} checkpoints, and all of them are damaged:\n  "
                 + "\n  ".join(passed_over)
             )
         return folder
@@ -203,7 +203,7 @@ def _working_folder() -> Path:
 
 def _used(earlier: Path) -> str:
     if name := find_original_name(earlier):
-        return f"{earlier} is a copy of {name}, and lies where the next checkpoint goes; give it another name"
+        return f"{earlier} is a copy of {name}, but has the name that the next checkpoint gets. Rename the copy"
     return (
         f"{earlier.parent} already has {earlier.name}, from an earlier run, and this run has not resumed from it. Resume from it "
         "with accelerator.resume('latest') after prepare(), or give another project_dir"

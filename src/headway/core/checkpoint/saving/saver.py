@@ -323,8 +323,8 @@ def _leave_rows_out(collected: CollectedState) -> None:
         del collected.tensors[name]
     if rows:
         log.warning_once(
-            "local SGD on machines that do not share a folder: checkpoints hold the means over all ranks, not what each has of its "
-            "own. Give a project_dir on storage that all machines share, and a resumed run goes on exactly"
+            "local SGD on machines that do not share a folder: checkpoints contain the means over all ranks, not the weights of "
+            "each rank. For an exact resume, give a project_dir on storage that all machines share"
         )
 
 
@@ -337,10 +337,11 @@ def _check_spread(collected: CollectedState, share: writer.DiskShare, is_alone: 
     name = next((name for name, value in collected.tensors.items() if is_spread(value)), None)
     if name is not None and is_alone:
         raise CheckpointError(
-            f"{name} is sharded, but save_state was called on one rank only, which holds only a part: call it on every rank"
+            f"{name} is sharded, but save_state was called on one rank only, which has only a part of it. Call save_state on every "
+            "rank"
         )
     if name is not None and share.is_own_disk:
         raise CheckpointError(
-            f"{name} is sharded across machines that do not share a folder: each would hold a part that no other can read. Give a "
-            "project_dir on storage that all machines share, or a layout without sharding"
+            f"{name} is sharded across machines that do not share a folder, so each would save a part that no other machine can "
+            "read. Give a project_dir on storage that all machines share, or a layout without sharding"
         )

@@ -189,7 +189,9 @@ def begin(job: SaveJob) -> None:
         CheckpointError: If the checkpoint's folder contains something other than a checkpoint.
     """
     if "\0" in str(job.final):
-        raise CheckpointError(f"{str(job.final)!r} holds a NUL, which no name of a folder can; give another one")
+        raise CheckpointError(
+            f"{str(job.final)!r} contains a NUL character, which no folder name can contain. Give another name"
+        )
     if job.share.leads:
         folders.find_store(job.final).check_target()
         job.final.parent.mkdir(parents=True, exist_ok=True)
@@ -337,7 +339,8 @@ def _collect(job: SaveJob) -> tuple[dict[str, WrittenFile], list[dict[str, Any]]
         while not done.exists():
             if not working.exists() and not done.exists():
                 raise CheckpointError(
-                    f"part {part} of {job.share.num_parts} of {job.final} could not be written; its rank says why"
+                    f"part {part} of {job.share.num_parts} of {job.final} could not be written; the error of its rank names the "
+                    "reason"
                 )
             if time.monotonic() > deadline:
                 raise CheckpointError(
@@ -415,7 +418,8 @@ class BackgroundSave:
                 write(job, self._wait)
             except BaseException as error:  # kept for check(), which raises it in the training loop
                 self._error = CheckpointError(
-                    f"{job.final} could not be written behind the loop ({type(error).__name__}: {error}); earlier ones are intact"
+                    f"{job.final} could not be written in the background ({type(error).__name__}: {error}). Earlier checkpoints "
+                    "are intact"
                 )
                 self._error.__cause__ = error
                 abandon(job)

@@ -65,7 +65,8 @@ class DiskStore:
         if final.is_dir():
             if not (final / MANIFEST).exists() and any(final.iterdir()):
                 raise CheckpointError(
-                    f"{final} holds files, but no checkpoint of Headway's, and would be replaced as a whole; give a new folder"
+                    f"{final} contains files, but no checkpoint of Headway. The save would replace the whole folder, so give a new "
+                    "one"
                 )
         elif final.exists() or final.is_symlink():
             raise CheckpointError(f"{final} is not a folder; give the name of a folder for the checkpoint")

@@ -118,8 +118,8 @@ class MappedFeed:
         self._is_in_order = getattr(loader, "in_order", True) or loader.num_workers == 0
         if not self._is_in_order:
             log.warning_once(
-                "in_order=False: a state saved in mid-epoch does not know which batches overtook others; after "
-                "resuming from it a few may come twice or not at all"
+                "in_order=False: a state that is saved in the middle of an epoch does not record which batches arrived early, so "
+                "a resumed run may repeat or skip a few samples"
             )
         self._sampler = PassSampler()
         self._recount = self._choose_recount(collectives)
@@ -350,8 +350,8 @@ class MappedFeed:
         now = describe_order(self.order)
         if self._saved_kind not in (None, now):
             warn(
-                f"before the save this epoch's samples came {self._saved_kind}, and now they come {now}, so some of them are "
-                "repeated and others left out. Give the loader the shuffle= or sampler= that it had, or begin the epoch at its "
+                f"the samples of this epoch were {self._saved_kind} before the save, and now they are {now}, so some of them would "
+                "be repeated and others left out. Give the loader the shuffle= or sampler= that it had, or begin the epoch at its "
                 "first batch: resume(..., changed='data')",
                 HeadwayWarning,
                 stacklevel=2,
@@ -361,9 +361,9 @@ class MappedFeed:
         size = self.round_size if isinstance(self.split, SampleSplit) else None
         if size is None or not (self.split.drop_last or len(self.order) % size == 0):
             raise DataError(
-                "in_order=False lets workers hand batches over in any order, but this data has a round unlike the "
-                "others (a short end, or batches of several sizes), which all ranks must reach at the same step. "
-                "Pass drop_last=True or in_order=True to the DataLoader"
+                "in_order=False lets batches arrive in any order, but one round of this data differs from the others (a short "
+                "end, or batches of several sizes), and all ranks must reach it at the same step. Pass drop_last=True or "
+                "in_order=True to the DataLoader"
             )
 
     def state(self, is_running: bool) -> State:

@@ -21,8 +21,8 @@ Its values are plain values, lists of plain values, or tensors.
 """
 
 UNCOUNTABLE = (
-    "{what} holds no tensor with a first dimension, so its rows cannot be counted; where several ranks share a loader "
-    "with batch_size=None, its items must be batches: tensors of shape [rows, ...]"
+    "{what} contains no tensor with a first dimension, so its rows cannot be counted; where several ranks share a loader with "
+    "batch_size=None, its items must be batches: tensors of shape [rows, ...]"
 )
 """Template of the error message for an item whose rows cannot be counted."""
 

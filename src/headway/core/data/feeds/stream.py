@@ -486,8 +486,8 @@ class StreamFeed:
             readers = "Several workers read in turn" if self._own is None else "Each rank reads its own shards"
             warn(
                 f"a stream is resumed after {consumed} samples with rounds of {self.round_size} samples instead of "
-                f"{loaded.get('round_size', 'an unknown number')}. {readers}, so some samples may come twice and "
-                "others not at all. Resume with the same number of ranks and the same batch size to be exact",
+                f"{loaded.get('round_size', 'an unknown number')}. {readers}, so some samples may be read twice and others not at "
+                "all. Resume with the same number of ranks and the same batch size to be exact",
                 HeadwayWarning,
                 stacklevel=2,
             )

@@ -49,10 +49,10 @@ _MARK = ("first", "rest", "item", "sampler", "sampler_begun")
 """
 
 _OTHER_ORDER = (
-    "{kind} gives another order after the resume than before the save, so that this epoch repeats some samples and leaves out "
-    "others. It draws from something that a checkpoint does not hold. Keep its generator (torch.Generator, numpy.random.Generator, "
-    "random.Random) as an attribute of the sampler, give the sampler state_dict and load_state_dict, or let set_epoch(epoch) fix "
-    "the order; resume(..., changed='data') begins the epoch at its first batch instead"
+    "{kind} gives another order after the resume than before the save, so this epoch would repeat some samples and leave out "
+    "others. The order depends on something that a checkpoint does not contain. Keep its generator (torch.Generator, "
+    "numpy.random.Generator, random.Random) as an attribute of the sampler, give the sampler state_dict and load_state_dict, or "
+    "let set_epoch(epoch) fix the order; resume(..., changed='data') begins the epoch at its first batch instead"
 )
 """Text of the warning about a sampler whose order differs after a resume."""
 

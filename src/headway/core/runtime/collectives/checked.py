@@ -124,9 +124,9 @@ class Collectives:
         """
         if self.has_ended:
             raise StateError(
-                f"the process group has ended, so this rank cannot reach the others ({operation} at {find_call_site()}). After "
-                "end_training() each rank is alone: before it, call what all ranks do together, such as wait_for_everyone(), "
-                "gather(), prepare(), save_state(), and save_model() or get_state_dict() of a sharded model"
+                f"the process group has ended, so this rank cannot reach the others ({operation} at {find_call_site()}). Before "
+                "end_training(), make all calls that need every rank, such as wait_for_everyone(), gather(), prepare(), "
+                "save_state(), and save_model() or get_state_dict() of a sharded model"
             )
 
     def split(self, groups: Sequence[Sequence[int]]) -> "Collectives":
@@ -556,8 +556,8 @@ class Collectives:
 
 def _describe_missing_ranks(entry: LedgerEntry, error: RuntimeError) -> str:
     return (
-        f"{entry.operation} at {entry.call_site}: not every rank came here. One ended, was lost, or never makes this call: call it "
-        f"on every rank, outside conditions on the rank ({str(error).partition('. ')[0]})"
+        f"{entry.operation} at {entry.call_site}: not every rank made this call. A rank has ended, was lost, or does not make it. "
+        f"Make the call on every rank, outside conditions on the rank ({str(error).partition('. ')[0]})"
     )
 
 

@@ -165,7 +165,7 @@ class Control:
             if _HEAD.unpack_from(result)[0] == _MISMATCH:
                 description = result[_HEAD.size :].decode()
             raise CollectiveError(
-                f"ranks voted about different things: {description}. Let all ranks vote alike, in one order"
+                f"ranks voted about different things: {description}. All ranks must make the same votes in the same order"
             )
         if len(result) == _HEAD.size:
             if any(values):  # the counter of arrivals is torch's and has no HMAC

@@ -29,8 +29,8 @@ def check_in(store: SealedStore, rank: int, world_size: int, timeout: timedelta)
     if store.add(f"here/{rank}/count", 1) > 1:
         other = find_whereabouts(store, rank) or "another process"
         raise LaunchError(
-            f"more processes than the {world_size} that were asked for: rank {rank} is here twice ({other}, and {me}). "
-            "Start each rank once, and do not hand RANK on to processes that are not ranks"
+            f"more processes than the {world_size} that were asked for: rank {rank} was started twice ({other}, and {me}). Start "
+            "each rank once, and do not pass the variable RANK to processes that are not ranks"
         )
     store.set(f"here/{rank}", me.encode())
     keys = [f"here/{other}" for other in range(world_size)]
@@ -62,8 +62,8 @@ def describe_missing(world_size: int, missing: Sequence[int], when: str) -> str:
     came = world_size - len(missing)
     return (
         f"{world_size} processes were asked for and {came} {'have' if came != 1 else 'has'} come {when}: missing "
-        f"{name_ranks(missing)}. Look there for what keeps it (an import, a download, a branch that leaves early), or give more "
-        "time with --timeout"
+        f"{name_ranks(missing)}. Find out what delays these ranks (an import, a download, a branch that leaves early), or allow "
+        "more time with --timeout"
     )
 
 

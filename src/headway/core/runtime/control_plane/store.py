@@ -85,7 +85,8 @@ class StoreAddress:
             is_sound = False
         if not is_sound:
             raise ConfigError(
-                f"{show_value(text)} is no address of this Headway's control plane; only the launcher sets {env.CONTROL}: unset it"
+                f"{show_value(text)} is not the address of a control plane of this Headway. Only the launcher sets {env.CONTROL}, "
+                "so unset it"
             )
         return found
 

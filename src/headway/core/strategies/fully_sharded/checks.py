@@ -102,20 +102,21 @@ class LostWrites:
         hooked = [record for record in records if record.sharded_param._backward_hooks]
         self._refuse(
             [names.get(id(record.sharded_param), "?") for record in hooked],
-            f"have hooks made by Tensor.register_hook, which autograd never runs there: it sees gathered copies. Use {_AFTERWARDS}",
+            "have hooks made by Tensor.register_hook, which never run, because autograd uses gathered copies of the parameters. "
+            f"Use {_AFTERWARDS}",
         )
         written = [record for record in records if getattr(fsdp_state.get_gathered_parameter(record), "_version", 0)]
         written = [record for record in written if id(record.sharded_param) not in self._parametrized]
         self._refuse(
             [names.get(id(record.sharded_param), "?") for record in written],
-            "were changed in place while they were gathered (in a forward, or after one under torch.no_grad()): only copies "
-            "were. Change them after a backward or before the first forward",
+            "were changed in place while they were gathered (in a forward, or after one under torch.no_grad()), which changes "
+            "only the gathered copies. Change them after a backward or before the first forward",
         )
         changed = [name for name, old, state in self._old if (p := old()) is not None and _get_write_state(p) != state]
         self._refuse(
             changed,
-            "were used or changed through tensors from before prepare(), in whose place stand others now. Take them from the "
-            "prepared model: model.parameters(), model.layer.weight",
+            "were used or changed through tensors from before prepare(), which prepare() has replaced. Take the parameters from "
+            "the prepared model: model.parameters(), model.layer.weight",
         )
 
     def check_assigned(self) -> None:
@@ -203,8 +204,8 @@ def warn_of_own_state_dict(optimizer: torch.optim.Optimizer) -> None:
     saved = optimizer.state_dict()
     if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
         log.warning(
-            "%s.state_dict() returns no 'state' and 'param_groups' as torch's optimizers do: it trains, but a checkpoint cannot hold "
-            "its sharded tensors. Return these two from state_dict(), or train without sharding",
+            "%s.state_dict() returns no 'state' and 'param_groups' as torch's optimizers do: it trains, but a checkpoint cannot "
+            "contain its sharded tensors. Return these two from state_dict(), or train without sharding",
             type(optimizer).__name__,
         )
 
@@ -232,8 +233,8 @@ def check_sizes(optimizer: torch.optim.Optimizer, current: Callable[[torch.Tenso
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} cannot train this sharded model: dimension {dimension} of a parameter of shape "
                     f"{tuple(part.shape)} is shared by {num_ranks} ranks; it must "
-                    f"{'divide by them' if is_lbfgs else 'be at least that large'}. Choose such a size, strategy='ddp', or another "
-                    "optimizer for this parameter"
+                    f"{'be divisible by this number' if is_lbfgs else 'be at least that large'}. Choose such a size, "
+                    "strategy='ddp', or another optimizer for this parameter"
                 )
 
 

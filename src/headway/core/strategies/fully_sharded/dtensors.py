@@ -105,8 +105,10 @@ _ADVICE = {
     "is not supported for tensor subclasses": _PARTS,
     "appears to not have been used in the graph": "if these are parameters of a sharded model, torch.autograd.grad does not find "
     "them: accelerator.backward(loss) puts their gradients into p.grad",
-    "Tensor on device meta is not on the expected device": "in a pipeline, parameters of other stages are on the meta device. Make "
-    "the loss of the model's outputs alone; in place of a penalty on weights, use the optimizer's weight_decay",
+    "Tensor on device meta is not on the expected device": (
+        "in a pipeline, parameters of other stages are on the meta device. Compute the loss only from the model's outputs. "
+        "Instead of a weight penalty, use the optimizer's weight_decay"
+    ),
 }
 """Advice for torch errors, by a substring of the error message."""
 
@@ -143,8 +145,9 @@ def is_from_parameters(loss: torch.Tensor) -> bool:
             is_alone = False
         elif "ToTorchTensor" in node.name() or (leaf is not None and not is_dtensor(leaf)):
             raise LossError(
-                "the loss adds plain tensors to parameters, which are DTensors in this layout. Give what is made of parameters "
-                "alone, such as a penalty on weights, a backward of its own in the same micro-batch: accelerator.backward(penalty)"
+                "the loss adds plain tensors to parameters, which are DTensors in this layout. For a term that is computed from "
+                "parameters alone, such as a weight penalty, call backward separately in the same micro-batch: "
+                "accelerator.backward(penalty)"
             )
         else:
             left += [following for following, _ in node.next_functions]

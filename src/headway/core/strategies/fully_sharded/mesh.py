@@ -57,13 +57,13 @@ _MODEL_AXES = ("cp", "tp", "ep")
 """Axes that split models, in the order in which they are applied."""
 _CONTAINERS = (torch.nn.ModuleDict, torch.nn.ModuleList)
 _CONTAINER = (
-    "{name} has no forward, and strategy={strategy!r} gathers parameters when a model is called. Write a module that holds these "
-    "modules and calls them in its forward, and prepare that; or prepare each of them by itself"
+    "{name} has no forward, and strategy={strategy!r} gathers parameters when a model is called. Write a module that contains "
+    "these modules and calls them in its forward, and prepare that; or prepare each of them by itself"
 )
 _SHARED = (
-    "{name} shares parameters that learn ({keys}) with a model that is sharded already. With strategy={strategy!r} each prepared "
-    "model is sharded by itself, and a shared parameter would become two. Put both models into one module whose forward calls them, "
-    "and prepare that; or use strategy='ddp'"
+    "{name} shares trainable parameters ({keys}) with a model that is sharded already. With strategy={strategy!r} each prepared "
+    "model is sharded by itself, and a shared parameter would become two. Put both models into one module whose forward calls "
+    "them, and prepare that; or use strategy='ddp'"
 )
 
 

@@ -243,9 +243,9 @@ def check_whole(model: torch.nn.Module) -> None:
     parts = [name for name, parameter in model.named_parameters() if is_dtensor(parameter)]
     if parts:
         raise PrepareError(
-            f"{len(parts)} parameters of {type(model).__name__}, such as {parts[0]!r}, are spread over the ranks already: it shares "
-            "them with a model that was prepared before, or the script has sharded them itself. Models that share parameters "
-            "need strategy='ddp', or one module that holds both; leave the script's own sharding out"
+            f"{len(parts)} parameters of {type(model).__name__}, such as {parts[0]!r}, are already sharded: the model shares them "
+            "with a model that was prepared earlier, or the script has sharded them. Models that share parameters need "
+            "strategy='ddp', or one module that contains both. Leave the script's own sharding out"
         )
 
 
@@ -284,7 +284,7 @@ def list_local_units(
         if len(set(there)) > 1:
             name = next(name for name, module in model.named_modules() if module is unit)
             raise ConfigError(
-                f"ShardingOptions(units=...) takes {name!r} for a unit, which lies on several stages of the pipeline; name modules "
+                f"ShardingOptions(units=...) takes {name!r} as a unit, but it is on several stages of the pipeline; name modules "
                 "within blocks, or the blocks"
             )
     return found
@@ -422,13 +422,13 @@ def check_float8(
         return
     if num_parts > 1:
         raise UnsupportedError(
-            "mixed_precision='fp8' does not support tensor parallelism yet: the parts of a matrix would have scales of their own; "
-            "use strategy='fsdp' or 'hsdp', or mixed_precision='bf16'"
+            "mixed_precision='fp8' does not support tensor parallelism yet: each part of a matrix would have its own scale. Use "
+            "strategy='fsdp' or 'hsdp', or mixed_precision='bf16'"
         )
     if num_sequence_parts > 1:
         raise UnsupportedError(
-            "mixed_precision='fp8' does not support context parallelism (cp): parts of a sequence would have scales of their own, so "
-            "that they cannot be compared with the whole; use strategy='fsdp' or 'hsdp', or mixed_precision='bf16'"
+            "mixed_precision='fp8' does not support context parallelism (cp): each part of a sequence would have its own scale, "
+            "so the parts could not be compared with the whole. Use strategy='fsdp' or 'hsdp', or mixed_precision='bf16'"
         )
     if options is not None and options.all_gather and _is_partly_kept(sharding):
         raise UnsupportedError(

@@ -126,7 +126,9 @@ def find_log(path: Path) -> Path:
     """
     if isinstance(path, ObjectPath):
         if (found := extensions.load("feature", "mirror_log").fetch_log(path)) is None:
-            raise ConfigError(f"{path} holds no {FILE}, or several: give the place of one run that contains a {FILE}")
+            raise ConfigError(
+                f"{path} contains no {FILE}, or several. Give the folder of one run that contains a {FILE}"
+            )
         return found
     if os.path.isfile(path):
         return path
@@ -142,7 +144,7 @@ def find_log(path: Path) -> Path:
         return Path(below[0]) / FILE
     if below:
         named = " ".join(below[:5]) + (f" and {len(below) - 5} more" if len(below) > 5 else "")
-        raise ConfigError(f"{path} holds no {FILE} itself, but folders below it do: headway report {named}")
+        raise ConfigError(f"{path} contains no {FILE} itself, but folders below it do: headway report {named}")
     raise ConfigError(
         f"{path} is not a run: there is no {path / FILE}, and none up to {_DEPTH} folders below; {_list_runs(path.absolute().parent)}"
     )

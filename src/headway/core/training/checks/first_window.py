@@ -9,21 +9,21 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 BY_HAND = (
-    "backward came outside accumulate(), with gradient_accumulation_steps=%d: each loss is divided by %d, and step() and "
+    "backward() was called outside accumulate(), with gradient_accumulation_steps=%d: each loss is divided by %d, and step() and "
     "zero_grad() act whenever they are called. `with accelerator.accumulate(model):` makes it exact, for short windows and ragged "
     "batches too, and reduces gradients only once per window. Do not divide the loss yourself"
 )
 _SCALED = (
-    "the loss was %s by %d, which is the number of %s, before it came to backward(). backward() accounts for that itself: give it "
-    "the loss as it is. If the number means something else here, this warning does not concern you"
+    "the loss was %s by %d, which is the number of %s, before backward() was called. backward() divides it already, so pass it "
+    "the undivided loss. If you divide the loss for another reason, ignore this warning"
 )
 _CLEARED = (
     "the gradients of the window in progress were cleared between two of its micro-batches: by model.zero_grad(), or by an "
     "optimizer that is not prepared. Call zero_grad() on what prepare() returned for the optimizer; it waits for the window's end"
 )
 _SEVERAL_BATCHES = (
-    "two losses came in one accumulate() block in which several batches of a loader were read. A block is one micro-batch, with "
-    "one loss, or with several over the same samples: give each batch a block of its own"
+    "one accumulate() block contains two losses and reads several batches of a loader. A block is one micro-batch, with one loss "
+    "or with several losses over the same samples. Use a separate block for each batch"
 )
 
 

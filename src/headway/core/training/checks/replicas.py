@@ -386,8 +386,8 @@ def check_alike(model: torch.nn.Module, settings: dict[str, str], everyone: Coll
     if name in settings:
         raise PrepareError(f"ranks have different settings: {name} is {found}; give all ranks the same")
     raise PrepareError(
-        f"ranks have built different models: {name} of {type(model).__name__} is {found}. Take all sizes from what is the same on "
-        "every rank: not from a rank's own part of the data, nor from a file that only one of them has read"
+        f"ranks have built different models: {name} of {type(model).__name__} is {found}. Compute all sizes from values that are "
+        "equal on every rank, not from one rank's part of the data or from a file that only one rank has read"
     )
 
 
@@ -409,9 +409,9 @@ def compare_data(dataset: Any, everyone: Collectives, is_strict: bool) -> None:
     if not difference:
         return
     told = (
-        f"ranks gave prepare() different data, such as a part for each: {difference}. A prepared loader gives each rank its share "
-        "of what it is given, so the rest of a part would never be read. Give all ranks the whole data in the same order (no split "
-        "by rank, and the same seed for what shuffles or splits them), or leave the loader unprepared"
+        f"ranks gave prepare() different data, such as a part for each: {difference}. A prepared loader gives each rank a share of "
+        "its data, so the rest of each part would never be read. Give all ranks the whole data in the same order (no split by "
+        "rank, and the same seed for what shuffles or splits them), or leave the loader unprepared"
     )
     if is_strict:
         raise DataError(told)

@@ -30,9 +30,9 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 _OTHER_BACKWARD = (
-    "step() found gradients that accelerator.backward() has not made. Was loss.backward() called? Write "
-    "accelerator.backward(loss): it weighs the loss, scales it under fp16 and knows when the window ends. Do not prepare an "
-    "optimizer whose gradients you make yourself"
+    "step() found gradients that accelerator.backward() did not compute. Instead of loss.backward(), write "
+    "accelerator.backward(loss), which weights the loss, scales it under fp16 and knows when the window ends. Do not prepare an "
+    "optimizer whose gradients you compute yourself"
 )
 _NO_STEP = (
     "zero_grad() at %s came before step(): the gradient of a whole window was dropped without an update. Move zero_grad() below "
@@ -348,10 +348,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if strangers:
             shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
             raise PrepareError(
-                f"{type(self.optimizer).__name__} holds {len(strangers)} parameters that belong to no prepared model (shapes "
-                f"{shapes}{', ...' if len(strangers) > 3 else ''}). Prepare that model too, and build the optimizer from the very "
-                "model that is prepared (not from a copy, nor before its layers were replaced). Add layers and adapters before "
-                "prepare()" + ("" if known else "; after end_training() or free_memory() nothing is prepared any more")
+                f"{type(self.optimizer).__name__} has {len(strangers)} parameters that belong to no prepared model (shapes "
+                f"{shapes}{', ...' if len(strangers) > 3 else ''}). Prepare that model too, and build the optimizer from exactly "
+                "the model that is prepared (not from a copy, and not before its layers were replaced). Add layers and adapters "
+                "before prepare()"
+                + ("" if known else "; after end_training() or free_memory() nothing is prepared any more")
             )
 
 

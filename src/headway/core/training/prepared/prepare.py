@@ -219,7 +219,8 @@ class Preparation:
         if any(parameter.is_meta for parameter in model.parameters()):
             if is_evaluation:
                 raise PrepareError(
-                    f"{type(model).__name__}, to evaluate with, is without memory (meta device); load it before"
+                    f"{type(model).__name__} was passed for evaluation, but is on the meta device and has no values. Load its "
+                    "weights before prepare()"
                 )
             self._strategy.materialize_model(model)
         if is_moved and is_evaluation:
@@ -307,8 +308,8 @@ class Preparation:
         found = {parameter.device for parameter in model.parameters()}
         if found - {wanted}:
             raise PrepareError(
-                f"{type(model).__name__} lies on {', '.join(sorted(map(str, found)))}, but this process computes on {wanted}; "
-                "move it there, or leave device_placement on"
+                f"{type(model).__name__} is on {', '.join(sorted(map(str, found)))}, but this process computes on {wanted}; move "
+                "it there, or leave device_placement on"
             )
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
@@ -582,4 +583,4 @@ def _report_unknown(objects: Sequence[Any], is_strict: bool) -> None:
     )
     if is_strict:
         raise PrepareError(text)
-    log.warning_once("%s. It comes back as it is; prepare(..., strict=True) makes this an error", text)
+    log.warning_once("%s. prepare() returns it unchanged; with strict=True, this is an error", text)

@@ -57,7 +57,7 @@ def test_a_checkpoint_of_accelerate_is_named_and_its_weights_load_as_told(tmp_pa
     (["zero_to_fp32.py", "latest"], "a checkpoint of DeepSpeed"),
     (["random_states_0.pkl", "sampler.bin", "scheduler.bin", "optimizer.bin"],
      "(optimizer.bin, random_states_0.pkl, sampler.bin and 1 more)"),
-    (["model.safetensors"], "holds weights, but is not a checkpoint of Headway's"),
+    (["model.safetensors"], "contains weights, but is not a checkpoint of Headway"),
     (["notes.txt"], "is not a committed checkpoint: it has no manifest.json; give a folder that save_state wrote"),
 ])  # fmt: skip
 def test_other_folders_are_named(tmp_path, files, said):

@@ -122,7 +122,7 @@ def test_a_checkpoint_renamed_during_a_killed_commit_is_found_and_kept(tmp_path)
 def test_other_files_are_never_replaced(tmp_path):
     (tmp_path / "checkpoint_1").mkdir()
     (tmp_path / "checkpoint_1" / "thesis.tex").touch()
-    with pytest.raises(CheckpointError, match="holds files, but no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains files, but no checkpoint"):
         save(tmp_path)
     assert (tmp_path / "checkpoint_1" / "thesis.tex").exists()
     (tmp_path / "file").touch()

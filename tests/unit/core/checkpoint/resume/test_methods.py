@@ -157,7 +157,7 @@ def test_a_resume_without_checkpoints_is_no_error():
     accelerator, *_ = build()
     assert accelerator.resume("latest") is None
     assert list(accelerator.epochs(2)) == [0, 1]
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         accelerator.load_state()
 
 

@@ -94,7 +94,7 @@ def test_unbatched_items():
     items = [torch.arange(row * 10, row * 10 + 1 + row % 3) for row in range(5)]
     ranks, _, _ = dispatched(3, lambda: DataLoader(items, batch_size=None))
     assert joined(ranks) == [row for item in items for row in item.tolist()]
-    with pytest.raises(DataError, match="the item for rank 0 holds no tensor"):
+    with pytest.raises(DataError, match="the item for rank 0 contains no tensor"):
         list(dispatched(2, lambda: DataLoader(["a", "b"], batch_size=None)))
 
 

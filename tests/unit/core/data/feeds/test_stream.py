@@ -165,7 +165,7 @@ def test_unbatched_items_without_rows():
 
     loader = prepare(DataLoader(Words(), batch_size=None))
     assert [(item, loader.num_rows, loader.valid_counts) for item in loader] == [(c, None, None) for c in "abc"]
-    with pytest.raises(DataError, match="an item of type str holds no tensor"):
+    with pytest.raises(DataError, match="an item of type str contains no tensor"):
         list(prepare(DataLoader(Words(), batch_size=None), 0, 2))
 
 

@@ -86,7 +86,7 @@ def test_two_processes_with_one_rank_are_reported():
     with pytest.raises(RuntimeError, match="2 processes were asked for and 1 has come"):
         check_in(store, 0, 2, timedelta(seconds=0.05))
     assert list_present(store, 2) == [0]
-    with pytest.raises(RuntimeError, match=r"more processes than the 2 .* rank 0 is here twice \(pid \d+ on "):
+    with pytest.raises(RuntimeError, match=r"more processes than the 2 .* rank 0 was started twice \(pid \d+ on "):
         check_in(store, 0, 2, timedelta(seconds=0.05))
     assert not wait_for_keys(store, ["never"], timedelta(seconds=0.05))
 

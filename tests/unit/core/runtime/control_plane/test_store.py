@@ -101,6 +101,8 @@ def test_an_address_that_is_none():
     good = {"host": "h", "port": 1, "attempt": "", "key": ""}
     wrong = ({"key": "no hex"}, {"port": "x"}, {"host": 3}, {"port": 99_999}, {"hub_port": -1}, {"more": 1})
     for text in ("", "[" * 100_000, "{}", "[]", "3", *(json.dumps({**good, **each}) for each in wrong)):
-        with pytest.raises(ConfigError, match=r"is no address of this Headway's control plane.*HEADWAY_CONTROL: unset"):
+        with pytest.raises(
+            ConfigError, match=r"is not the address of a control plane of this Headway.*HEADWAY_CONTROL, so unset"
+        ):
             StoreAddress.decode(text)
     assert "00ff" not in repr(StoreAddress("h", 1, "a", key="00ff"))

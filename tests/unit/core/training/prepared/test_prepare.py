@@ -100,7 +100,7 @@ def test_parameters_without_memory_are_refused():
 
 def test_the_optimizer_of_another_model_is_refused():
     model, other = nn.Linear(2, 2), nn.Linear(3, 1)
-    with pytest.raises(PrepareError, match=r"SGD holds 2 parameters .*\(1, 3\).*very model"):
+    with pytest.raises(PrepareError, match=r"SGD has 2 parameters .*\(1, 3\).*exactly the model"):
         Accelerator(cpu=True).prepare(model, torch.optim.SGD(other.parameters(), lr=0.1))
     acc = Accelerator(cpu=True)
     made = acc.prepare(model, other, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1))
