@@ -141,6 +141,12 @@ def test_muon_updates_experts_as_one_process():
     check("ep", 2, ["MatrixOptimizer"])
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize(("layout", "num_ranks"), [("cp=2+ep=2", 4), ("fsdp=2+ep=2+tp=2", 8)])
+def test_muon_and_adafactor_update_experts_on_several_axes(layout, num_ranks):
+    check(layout, num_ranks, ["MatrixOptimizer", "Adafactor"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "num_ranks"), [("ep", 2), ("fsdp+ep=2", 4), ("ep=2+tp=2", 4)])
 def test_every_kind_updates_experts_as_one_process(layout, num_ranks):
