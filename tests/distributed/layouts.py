@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
-from headway.core.weights.pieces import is_dtensor
+from headway.verify.whole_tensors import gather_whole
 from tests.devices import ON_CPU
 
 VOCABULARY, LENGTH, ROWS = 50, 12, 37
@@ -246,8 +246,7 @@ def run(accelerator: Accelerator, task: Task, model: nn.Module, optimizer: Any, 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     whole = {}
     for name, tensor in model.state_dict().items():
-        tensor = tensor.detach()
-        tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+        tensor = gather_whole(tensor.detach())
         whole[name] = (tensor if tensor.is_meta else tensor.cpu()).clone()  # type: ignore[attr-defined]
     return whole
 

@@ -100,6 +100,20 @@ TABLE: dict[str, tuple[int, str, dict[str, Task]]] = {
     }),
     "ddp+ep x4": (4, "ddp+ep=2", {"qwen": FOUR["qwen"]}),
     "ep x4": (4, "ep", {"deepseek": FOUR["deepseek"]}),
+    "fsdp+ep+tp x8": (8, "fsdp=2+ep=2+tp=2", {
+        **FOUR,
+        "experts without tokens": Task("lonely", optimizer="sgd", updates=5),
+        "computed again": Task("mixtral", optimizer="sgd", updates=3, handlers=(ActivationCheckpointing(),)),
+    }),
+    "cp+ep x4": (4, "cp=2+ep=2", {
+        **FOUR,
+        "experts without tokens": Task("lonely", optimizer="sgd", updates=5),
+        "computed again": Task("mixtral", optimizer="sgd", updates=3, handlers=(ActivationCheckpointing(),)),
+    }),
+    "fsdp+cp+ep x8": (8, "fsdp=2+cp=2+ep=2", {"mixtral": FOUR["mixtral"]}),
+    "ddp+cp+ep x8": (8, "ddp=2+cp=2+ep=2", {"olmoe": FOUR["olmoe"]}),
+    "cp+ep+tp x8": (8, "cp=2+ep=2+tp=2", {"qwen": FOUR["qwen"], "deepseek": FOUR["deepseek"]}),
+    "ddp+ep+tp x8": (8, "ddp=2+ep=2+tp=2", {"deepseek": FOUR["deepseek"]}),
     "hsdp+ep x8": (8, "ddp=2+fsdp=2+ep=2", {"mixtral": Task("mixtral", optimizer="sgd", updates=5, window=16)}),
 }  # fmt: skip
 
@@ -192,19 +206,23 @@ def saved(layout: str, folder: Path, begin: int, end: int) -> tuple[list[float],
     return losses, whole
 
 
+NUM_RANKS = {"ddp": 2, "fsdp": 2, "ep": 2, "fsdp+ep=2": 4, "ep=2+tp=2": 4, "cp=2+ep=2": 4, "fsdp=2+ep=2+tp=2": 8}
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         ("ep", "ep"), ("ep", "fsdp"), ("ddp", "ep"), ("fsdp+ep=2", "ep"), ("ep", "fsdp+ep=2"),
-        ("ep=2+tp=2", "fsdp"), ("ddp", "ep=2+tp=2"),
+        ("ep=2+tp=2", "fsdp"), ("ddp", "ep=2+tp=2"), ("fsdp=2+ep=2+tp=2", "ep=2+tp=2"), ("fsdp+ep=2", "fsdp=2+ep=2+tp=2"),
+        ("cp=2+ep=2", "ep"), ("fsdp+ep=2", "cp=2+ep=2"),
     ],
 )  # fmt: skip
 def test_checkpoints_go_into_and_out_of_layouts_without_experts(tmp_path, before, after):
     from safetensors.torch import load_file
 
     straight = run_ranks(saved, 1, "ddp", tmp_path / "one", 0, 4)[0]
-    first = run_ranks(saved, 4 if "+" in before else 2, before, tmp_path, 0, 2)[0]
-    second = run_ranks(saved, 4 if "+" in after else 2, after, tmp_path, 2, 4)[0]
+    first = run_ranks(saved, NUM_RANKS[before], before, tmp_path, 0, 2)[0]
+    second = run_ranks(saved, NUM_RANKS[after], after, tmp_path, 2, 4)[0]
     assert [*first[0], *second[0]] == pytest.approx(straight[0], abs=CLOSE)
     assert max(float((second[1][name] - tensor).abs().max()) for name, tensor in straight[1].items()) < CLOSE
     written = load_file(tmp_path / "whole 2" / "model.safetensors")
@@ -231,7 +249,9 @@ def test_a_rank_holds_its_experts_alone():
         assert shape == [2, 48, 16]
 
 
-@pytest.mark.parametrize(("layout", "num_ranks"), [("ep", 2), ("fsdp+ep=2", 4), ("ep=2+tp=2", 4)])
+@pytest.mark.parametrize(
+    ("layout", "num_ranks"), [("ep", 2), ("fsdp+ep=2", 4), ("ep=2+tp=2", 4), ("fsdp=2+ep=2+tp=2", 8)]
+)
 def test_a_plan_counts_what_is_held_and_sent(layout, num_ranks):
     planned = plan(wide, layout, num_ranks, step=loss, optimizer=sgd)
     for rank, (trial, (weights, gradients, _)) in enumerate(run_ranks(on_a_rank, num_ranks, wide, layout, "no", sgd)):

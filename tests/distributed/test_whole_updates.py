@@ -3,6 +3,7 @@
 import pytest
 
 from tests.distributed.ranks import run_ranks
+from tests.distributed.scenarios import listening
 from tests.distributed.whole_updates import MAKERS, TOLERANCES, run_by_hand, run_prepared
 
 NAMES = [name for name in MAKERS if name != "MatrixOptimizer"]
@@ -31,6 +32,18 @@ def test_muon_and_adafactor_on_two_ranks_are_those_of_one_process_and_resume_els
 
 def test_convolutions_and_batches_of_matrices():
     check("fsdp", 2, ["MatrixOptimizer"], "mixed")
+
+
+def list_warnings(layout: str) -> list[str]:
+    with listening() as said:
+        run_prepared(layout, ["MatrixOptimizer"], "mixed")
+    return said
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_an_optimizer_that_a_prepared_one_steps_counts_as_prepared(layout):
+    for said in run_ranks(list_warnings, 2, layout):
+        assert not [line for line in said if "not prepared" in line]
 
 
 @pytest.mark.slow

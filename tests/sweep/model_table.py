@@ -28,7 +28,7 @@ CLOSE = 1e-6
 """Relative to the largest loss, norm or weight."""
 LAYOUTS = {
     "ddp": 2, "fsdp": 2, "hsdp=2": 4, "tp": 2, "fsdp+tp=2": 4, "cp": 2, "fsdp+cp=2": 4, "pp": 2, "fsdp=2+pp=2": 4, "pp=2+tp=2": 4,
-    "pp=2+cp=2": 4, "ep": 2, "fsdp+ep=2": 4, "ep=2+tp=2": 4,
+    "pp=2+cp=2": 4, "ep": 2, "fsdp+ep=2": 4, "ep=2+tp=2": 4, "cp=2+ep=2": 4, "fsdp=2+ep=2+tp=2": 8,
 }  # fmt: skip
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 

@@ -51,6 +51,7 @@ from headway.verify.stacks import is_any_stuck, write_stack
 from headway.verify.tensor_peak import TensorPeak
 from headway.verify.transformers_trainer import watch_transformers_trainer
 from headway.verify.watches import GraphSizes, OtherModules, RateWatch
+from headway.verify.whole_tensors import gather_whole
 
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _STACK_SECONDS = 2.5
@@ -457,11 +458,11 @@ class RunRecorder:
         self._facts.setdefault("seeds_at_start", self._hash_generators())
         arrays: dict[str, Any] = {}
         for name, tensor in self._list_tensors("named_parameters"):
-            whole = _gather(tensor)
+            whole = gather_whole(tensor.detach())
             self._initial[name] = hash_tensor(whole)
             arrays[f"p:{name}"] = sample_values(whole)
         for name, tensor in self._list_tensors("named_buffers"):
-            self._initial[f"buffer:{name}"] = hash_tensor(_gather(tensor))
+            self._initial[f"buffer:{name}"] = hash_tensor(gather_whole(tensor.detach()))
         self._facts["trainable"] = [name for name, p in self._list_tensors("named_parameters") if p.requires_grad]
         # bitsandbytes replaces the values of its parameters by packed ones when it first uses them.
         self._facts["frozen"] = [
@@ -596,7 +597,7 @@ class RunRecorder:
         for name, parameter in self._list_tensors("named_parameters"):
             if parameter.grad is None or id(parameter) not in trained:
                 continue
-            whole = _gather(parameter.grad)
+            whole = gather_whole(parameter.grad.detach())
             if whole.is_sparse:
                 whole = whole.to_dense()
             self._gradients[name] = sample_values(whole)
@@ -618,10 +619,12 @@ class RunRecorder:
         record, arrays = self._update, {f"g:{name}": value for name, value in self._gradients.items()}
         hashes: dict[str, str] = {}
         for name, tensor in self._list_tensors("named_parameters"):
-            whole = _gather(tensor)
+            whole = gather_whole(tensor.detach())
             hashes[name] = hash_tensor(whole)
             arrays[f"p:{name}"] = sample_values(whole)
-        buffers = {name: hash_tensor(_gather(tensor)) for name, tensor in self._list_tensors("named_buffers")}
+        buffers = {
+            name: hash_tensor(gather_whole(tensor.detach())) for name, tensor in self._list_tensors("named_buffers")
+        }
         record.update(
             update=number,
             hashes=hashes,
@@ -813,12 +816,6 @@ def _read_resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return 0
-
-
-def _gather(tensor: Any) -> torch.Tensor:
-    """Return the full values of a tensor that may be sharded."""
-    plain = tensor.detach()
-    return plain.full_tensor() if is_dtensor(plain) else plain
 
 
 def _is_number(value: Any) -> bool:

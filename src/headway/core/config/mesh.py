@@ -21,7 +21,7 @@ This module does not import torch.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from headway.errors import ConfigError, UnsupportedError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-AXES = ("pp", "replicate", "shard", "ep", "cp", "tp")
+AXES = ("pp", "replicate", "shard", "cp", "ep", "tp")
 """Axes from outermost to innermost. Consecutive ranks are neighbors along the last axis."""
 ENGINES = ("deepspeed", "zero1", "zero2", "zero3")
 """Names of layouts that cannot be combined with others: DeepSpeed's engine and its ZeRO stages."""
@@ -76,17 +76,17 @@ class Layout:
         pp: Number of pipeline stages.
         replicate: Number of replicas.
         shard: Number of ranks over which each parameter is sharded along dim 0 (FSDP).
+        cp: Number of ranks over which each sequence is split. Parameters are sharded over `cp` together with `shard`.
         ep: Number of ranks over which experts are distributed. Other parameters are sharded over `ep` together with
             `shard`.
-        cp: Number of ranks over which each sequence is split. Parameters are sharded over `cp` together with `shard`.
         tp: Number of ranks over which each layer's matrices are split.
     """
 
     pp: int = 1
     replicate: int = 1
     shard: int = 1
-    ep: int = 1
     cp: int = 1
+    ep: int = 1
     tp: int = 1
 
     @property
@@ -115,13 +115,11 @@ class Layout:
 
         The ranks of a group are in the order of the data shards that they read.
         """
-        outer, inner = self.pp, self.cp * self.tp
-        shards = self.num_data_shards
-        return [
-            [(stage * shards + index) * inner + place for index in range(shards)]
-            for stage in range(outer)
-            for place in range(inner)
-        ]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.num_ranks):
+            at = self.find_coordinates(rank)
+            groups.setdefault((at["pp"], at["cp"], at["tp"]), []).append(rank)
+        return list(groups.values())
 
     def find_data_index(self, rank: int) -> int:
         """Return the index of the data shard that a rank reads.
@@ -317,16 +315,15 @@ def check_supported(layout: Layout) -> None:
     Raises:
         UnsupportedError: If `layout` combines unsupported axes.
     """
-    others = [f"{_WORDS[axis]} ({axis}={size})" for axis in ("pp", "cp") if (size := getattr(layout, axis)) > 1]
-    if layout.ep > 1 and others:
-        raise UnsupportedError(
-            f"{' and '.join(others)} cannot be combined with groups of experts (ep={layout.ep}) yet; use ep with fsdp, hsdp, ddp or "
-            "tp, as in fsdp+ep=2"
+    if layout.ep > 1 and layout.pp > 1:
+        # Ranks that exchange tokens would have to run the same micro-batches in the same order.
+        fits = (
+            replace(layout, pp=1, shard=layout.shard * layout.pp),
+            replace(layout, ep=1, shard=layout.shard * layout.ep),
         )
-    if layout.ep > 1 and layout.tp > 1 and layout.shard > 1:
         raise UnsupportedError(
-            f"fsdp={layout.shard} cannot be combined with both ep={layout.ep} and tp={layout.tp} yet; leave one of the three "
-            f"out, as in ep={layout.ep * layout.shard}+tp={layout.tp} or fsdp+ep={layout.ep}"
+            f"pipeline stages (pp={layout.pp}) cannot be combined with groups of experts (ep={layout.ep}); on {layout.num_ranks} "
+            f"ranks, use {' or '.join(format_sizes(each.sizes) for each in fits)}"
         )
 
 

@@ -24,43 +24,50 @@ from headway.errors import ConfigError, PrepareError
 device_mesh = LazyModule("torch.distributed.device_mesh")
 
 
-def build_mesh(device_type: str, layout: Layout) -> tuple[Any, Any]:
+def build_mesh(device_type: str, layout: Layout) -> tuple[Any, Any, Any]:
     """Create the device mesh of a layout.
 
-    Parameters are also sharded over the ranks along ep and cp. Otherwise these ranks would hold equal parameters.
-    Gradients have to be reduced over these ranks in any case.
+    Parameters are also sharded over the ranks along cp and ep. Otherwise these ranks would hold equal parameters.
+    Gradients have to be reduced over these ranks in any case. Experts differ along ep, so they are sharded over the
+    ranks along shard and cp.
 
     Args:
         device_type: Device type, such as "cuda".
         layout: Number of ranks along each axis.
 
     Returns:
-        Pair of the mesh and its submesh along which `fully_shard` shards and replicates. The submesh is None if it does
-            neither.
+        Triple of the mesh, its submesh along which `fully_shard` shards and replicates, and its submesh for distributed
+            experts. The first submesh is None if `fully_shard` does neither, the second one without ep.
     """
     # torch treats submeshes of two meshes as equal if names and ranks agree. Its cached results of operators could then refer
     # to an earlier mesh, with other axes around it or with process groups that have ended.
     clear_sharding_cache()
     sizes = {axis: layout.sizes[axis] for axis in layout.sizes}
-    shards = [axis for axis in ("shard", "ep", "cp") if axis in sizes]
+    shards: list[str] = [axis for axis in ("shard", "cp", "ep") if axis in sizes]
     if "replicate" in sizes and not shards:
         # fully_shard needs a shard axis in addition to the one along which it replicates, even with only one rank.
         sizes = {a: getattr(layout, a) for a in ("pp", "replicate", "shard", "cp", "tp") if a in sizes or a == "shard"}
         shards = ["shard"]
+    replicas = [axis for axis in sizes if axis == "replicate"]
     if len(shards) < 2 and layout.ep == 1:
         mesh = device_mesh.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        return mesh, mesh[tuple(axis for axis in ("replicate", *shards) if axis in sizes)] if shards else None
-    # Create one axis for both, and unflatten it. Experts are sharded along "shard", even if it has only one rank.
-    inner = shards[-1]
-    both = f"shard_{inner}"
+        return mesh, mesh[tuple(replicas + shards)] if shards else None, None
+    # Create one axis for all of them, and unflatten it. Experts are sharded along "shard", even if it has only one rank.
     names = [axis for axis in sizes if axis not in shards]
-    place = names.index("tp") if "tp" in names else len(names)
-    names.insert(place, both)
+    place, whole = names.index("tp") if "tp" in names else len(names), "_".join(dict.fromkeys(("shard", *shards)))
+    names.insert(place, whole)
     flat = device_mesh.init_device_mesh(
         device_type, tuple(sizes.get(axis, layout.num_shards) for axis in names), mesh_dim_names=tuple(names)
     )
-    mesh = flat._unflatten(place, (layout.shard, layout.sizes[inner]), ("shard", inner))
-    return mesh, flat[("replicate", both)] if "replicate" in sizes else flat[both]
+    mesh, experts, outer = flat, None, whole.removesuffix("_ep")
+    if layout.ep > 1:
+        mesh = flat._unflatten(place, (layout.num_shards // layout.ep, layout.ep), (outer, "ep"))
+        own = (*replicas, outer)
+        experts = mesh[own]
+    if layout.cp > 1:
+        mesh = mesh._unflatten(place, (layout.shard, layout.cp), ("shard", "cp"))
+    own = (*replicas, whole)
+    return mesh, flat[own], experts
 
 
 def explain_ended_groups(layout: Layout) -> str:

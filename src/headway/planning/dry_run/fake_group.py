@@ -28,6 +28,7 @@ from headway.core.strategies.build import build_strategy
 from headway.core.training.prepared.model import attach_engine
 from headway.errors import StateError
 from headway.extras.activation_checkpointing import checkpoint_activations
+from headway.forecasting.device.kernels import make_grouped_product
 from headway.planning._torch import TorchDispatchMode, is_fake, tree_leaves, unset_fake_temporarily
 
 
@@ -84,7 +85,8 @@ class KeepRealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors or any(map(is_fake, tensors)):
-            return func(*args, **kwargs)
+            made = make_grouped_product(func, args)
+            return func(*args, **kwargs) if made is None else made
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 

@@ -34,8 +34,8 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtenso
 """Namespaces of operations that communicate."""
 
 
-SHARED = {"cp": "shard_cp", "ep": "shard_ep"}
-"""Name for FSDP's collectives over the ranks along the axis "cp" or "ep", by axis."""
+SHARED = {("cp",): "shard_cp", ("ep",): "shard_ep", ("cp", "ep"): "shard_cp_ep"}
+"""Name for FSDP's collectives over the ranks along the axes "cp" and "ep", by those of the two axes that they include."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class MeteredCollective:
         phase: "forward", "backward" or "update".
         kind: Name of the collective, such as "all_gather", "reduce_scatter" or "all_reduce".
         axis: Name of the layout's axis, or several names joined by "x". "cp" is for collectives of attention and "ep"
-            for those of experts. FSDP's collectives over the ranks along these axes have the names "shard_cp" and
-            "shard_ep".
+            for those of experts. FSDP's collectives over the ranks along these axes have the names "shard_cp",
+            "shard_ep" and "shard_cp_ep".
         num_ranks: Size of the process group.
     """
 
@@ -173,7 +173,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Along the axes in `SHARED`, only FSDP uses c10d's own operations. Attention and experts use functional
         # collectives, which autograd supports.
         if func.namespace == "c10d":
-            axis = next((both for inner, both in SHARED.items() if inner in axis.split("x")), axis)
+            axis = SHARED.get(tuple(each for each in axis.split("x") if each in ("cp", "ep")), axis)
         results = result if isinstance(result, tuple) else (result,)
         size = max((sum(tensor.nbytes for tensor in _list_tensors(value)) for value in (*args, *results)), default=0)
         exchange = MeteredCollective(self.phase, kind, axis, len(ranks))

@@ -11,6 +11,7 @@ extrapolated allocation events (`headway.forecasting.tracing.repeats`).
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -117,11 +118,12 @@ class RankGroups:
             stride //= size
             self.coordinates[axis] = ranks // stride % size
         self._cuts = dict(self.sizes)
-        for inner, both in SHARED.items():
-            if inner in self.sizes:
-                self._cuts[both] = layout.num_shards
-                outer = self.coordinates.get("shard", torch.zeros_like(ranks))
-                self.coordinates[both] = outer * self.sizes[inner] + self.coordinates[inner]
+        for inner, joint in SHARED.items():
+            if all(axis in self.sizes for axis in inner):
+                self._cuts[joint] = layout.shard * prod(self.sizes[axis] for axis in inner)
+                self.coordinates[joint] = self.coordinates.get("shard", torch.zeros_like(ranks))
+                for axis in inner:
+                    self.coordinates[joint] = self.coordinates[joint] * self.sizes[axis] + self.coordinates[axis]
 
     def count_elements(self, piece: TensorShare) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the number of a tensor's elements on each rank.

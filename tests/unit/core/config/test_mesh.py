@@ -136,8 +136,30 @@ def test_experts():
         3,
         3,
     ]
-    for text in ("ep=2+cp=2", "ep=2+pp=2"):
-        with pytest.raises(UnsupportedError, match="cannot be combined with"):
-            check_supported(parse_layout(text).resolve(4))
-    with pytest.raises(UnsupportedError, match=r"both ep=2 and tp=2 yet; .* as in ep=4\+tp=2 or fsdp\+ep=2"):
-        check_supported(parse_layout("fsdp=2+ep=2+tp=2").resolve(8))
+    for text in ("fsdp=2+ep=2+tp=2", "fsdp=2+ep=2+cp=2", "cp=2+ep=2+tp=2"):
+        check_supported(parse_layout(text).resolve(8))
+
+
+def test_experts_and_parts_of_sequences():
+    layout = parse_layout("fsdp=2+ep=2+cp=2").resolve(8)
+    assert (layout.num_data_shards, layout.num_shards) == (4, 8)
+    assert layout.list_groups("ep")[:2] == [range(2), range(2, 4)]
+    assert layout.list_groups("cp")[:2] == [range(0, 4, 2), range(1, 5, 2)]
+    assert [layout.find_data_index(rank) for rank in range(8)] == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert layout.data_groups == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks", "fits"),
+    [
+        ("pp=2+ep=2", 4, "on 4 ranks, use fsdp=2+ep=2 or pp=2+fsdp=2"),
+        ("ddp=2+pp=2+ep=2+tp=2", 16, "on 16 ranks, use ddp=2+fsdp=2+ep=2+tp=2 or pp=2+ddp=2+fsdp=2+tp=2"),
+    ],
+)
+def test_experts_on_stages_are_refused_with_layouts_that_fit(text, num_ranks, fits):
+    layout = parse_layout(text).resolve(num_ranks)
+    with pytest.raises(UnsupportedError, match="cannot be combined with groups of experts") as caught:
+        check_supported(layout)
+    assert str(caught.value).endswith(fits)
+    for each in fits.partition("use ")[2].split(" or "):
+        check_supported(parse_layout(each).resolve(num_ranks))

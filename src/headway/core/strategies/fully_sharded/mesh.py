@@ -195,7 +195,7 @@ class MeshStrategy(Strategy):
         self._axes = list(axes.values())
         self._float8 = float8
         self._computes_on = computes_on or collectives.runtime.device.type
-        self.mesh, self._shards = build_mesh(collectives.runtime.device.type, layout)
+        self.mesh, self._shards, self._expert_shards = build_mesh(collectives.runtime.device.type, layout)
         self._all = collectives
         if layout.pp > 1:
             self.everyone = collectives.split(layout.stages)
@@ -377,8 +377,9 @@ class MeshStrategy(Strategy):
         reshard = False if is_held else chosen.reshard_after_forward
         kept = reshard if isinstance(reshard, bool) else None
         for module in distributed:  # along "ep" each rank has different experts
-            among = self.mesh["replicate", "shard"] if self.layout.replicate > 1 else self.mesh["shard"]
-            fsdp.fully_shard(module, mesh=among, reshard_after_forward=kept, mp_policy=dtypes.blocks, **given)
+            fsdp.fully_shard(
+                module, mesh=self._expert_shards, reshard_after_forward=kept, mp_policy=dtypes.blocks, **given
+            )
         given["mesh"] = self._shards
         modules = units.list_local_units(model, found.modules, elsewhere)
         norms = list(units.iterate_float32_norms(modules, dtypes))

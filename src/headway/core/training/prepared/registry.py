@@ -92,6 +92,12 @@ class AcceleratorRegistry:
         self._preparers[optimizer] = weakref.ref(step)
 
     def find_preparer(self, optimizer: torch.optim.Optimizer) -> TrainingStep | None:
-        """Return the training step of the Accelerator that wrapped the optimizer, or None."""
-        known = self._preparers.get(optimizer)
+        """Return the training step of the Accelerator that wrapped the optimizer, or None.
+
+        An optimizer in an attribute of a wrapped one, which steps it, has the preparer of that one.
+        """
+        preparers = self._preparers.items()
+        known = self._preparers.get(optimizer) or next(
+            (step for outer, step in preparers if any(value is optimizer for value in vars(outer).values())), None
+        )
         return None if known is None else known()
