@@ -1,5 +1,7 @@
 """Proofs that the number of processes and the layout do not change the result of training."""
 
+from typing import Any
+
 from headway.verify.blame import Blame, blame_parts
 from headway.verify.causes import explain_parts
 from headway.verify.compare import RunDifference, count_rows, count_samples, find_first_difference
@@ -103,6 +105,12 @@ def _judge_failure(key: str, title: str, other: RunRecord, name: str) -> Verdict
         return Verdict(
             key, title, "FAIL", f"the replicas on {name} are not alike: the script changes {written[0]} at {where}", (reason,),
             "change weights on all ranks alike, with the same random numbers, or before prepare()", "several_models.md",
+        )  # fmt: skip
+    lines = list(dict.fromkeys(line for facts in other.facts for line in facts.get("rate_lines", ())))
+    if lines and "optimizers of the ranks are not alike: 'lr'" in reason:
+        return Verdict(
+            key, title, "FAIL", f"the ranks on {name} set other learning rates at {join(lines[-2:])}: by a value of their own", (reason,),
+            "decide by a value that is equal on all ranks, such as accelerator.reduce(loss.detach(), 'mean')", "schedules.md",
         )  # fmt: skip
     what = "hangs" if other.code is None or other.code == 70 else "fails"
     lines = tuple(line for line in other.output.splitlines()[-8:] if line.strip())
@@ -209,7 +217,11 @@ def _explain(
         and runs.several.is_complete
         and find_first_difference(reference, runs.several, runs.reordered)[0] is None
     )
-    cause, advice, page = _find_cause(reference, other, found, is_layout_only=is_layout_only)
+    padded = runs.probed.fact.get("leaks", ()) if runs.probed is not None else ()
+    depends_on_padding = any(each["kind"] == "padding" and each["leaks"] for each in padded)
+    cause, advice, page = _find_cause(
+        reference, other, found, is_layout_only=is_layout_only, depends_on_padding=depends_on_padding
+    )
     if cause:
         details.append(cause)
     unshared = {**reference.fact.get("unshared", {}), **other.fact.get("unshared", {})}
@@ -239,7 +251,12 @@ def _explain(
 
 
 def _find_cause(
-    reference: RunRecord, other: RunRecord, found: RunDifference, *, is_layout_only: bool
+    reference: RunRecord,
+    other: RunRecord,
+    found: RunDifference,
+    *,
+    is_layout_only: bool,
+    depends_on_padding: bool,
 ) -> tuple[str, str, str]:
     """Return the likely cause of a difference, advice on what to change, and a page of the documentation.
 
@@ -248,16 +265,12 @@ def _find_cause(
         other: Run that differs.
         found: First difference.
         is_layout_only: Whether the run on several processes without the layout agrees with the run on one process.
+        depends_on_padding: Whether the model's outputs for real tokens change with the padding.
     """
     difference, ranks = found.difference, other.num_processes
     update = difference.update
     if is_layout_only:
-        return (
-            "only this layout differs: code of the script reads or changes one rank's shard",
-            "look for to_local(), .data and norms of parameters or gradients in the loop: use accelerator.clip_grad_norm_(), and "
-            "full_tensor() for values of whole tensors",
-            "fsdp.md",
-        )  # fmt: skip
+        return _find_cause_of_layout(reference, other, found)
     if difference.one_sided:
         return (
             f"{join(found.others)} has a gradient only on one process, or only on several: the loop depends on their number",
@@ -267,8 +280,14 @@ def _find_cause(
         return _find_cause_of_step(reference, other, found)
     blame = blame_ranks(reference, other, update)
     if blame is not None:
-        cause = explain_parts(blame, "rank")
-        return cause.reason, cause.advice, cause.page
+        return _find_lone_cause(other, blame, update) or _describe_blame(blame)
+    lines = _list_gradient_lines(other, update, is_early=True)
+    if lines:
+        return (
+            f"{join(lines)} changes gradients before all micro-batches of the update are added up, so each rank changes its own",
+            "change or clip gradients only if accelerator.sync_gradients is true: use accelerator.clip_grad_norm_()",
+            "accumulation.md",
+        )  # fmt: skip
     if difference.is_proportional:
         factor = difference.factor
         text = f"{factor:.3g}" if factor >= 1 else f"1/{1 / factor:.3g}" if factor > 0 else f"{factor:.3g}"
@@ -285,6 +304,19 @@ def _find_cause(
             f"{normalized[0]} is a BatchNorm that normalizes over the rows of one rank only",
             "convert the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before prepare()", "troubleshooting.md",
         )  # fmt: skip
+    lines = _list_gradient_lines(other, update)
+    if lines:
+        return (
+            f"{join(lines)} changes gradients, and not in the same way on several processes as on one",
+            "change gradients only by values that are equal on all ranks, between backward and optimizer.step()",
+            "several_models.md",
+        )  # fmt: skip
+    if depends_on_padding:
+        return (
+            "the outputs depend on padding, and the ranks pad their rows to another length than one process",
+            "pass the attention mask to the model, and leave padding out of sums and means",
+            "verify.md#nothing-leaks",
+        )
     share = len(found.others) / max(1, len(difference.by_name))
     if share < 0.5:
         return (
@@ -299,6 +331,100 @@ def _find_cause(
     )  # fmt: skip
 
 
+def _describe_blame(blame: Blame) -> tuple[str, str, str]:
+    cause = explain_parts(blame, "rank")
+    return cause.reason, cause.advice, cause.page
+
+
+def _find_cause_of_layout(reference: RunRecord, other: RunRecord, found: RunDifference) -> tuple[str, str, str]:
+    """Return (cause, advice, page) for a difference that several processes without the layout do not show.
+
+    Args:
+        reference: Run on one process.
+        other: Run under the layout.
+        found: First difference.
+    """
+    update = found.difference.update
+    blame = blame_ranks(reference, other, update) if found.is_before_step else None
+    # Tensor, pipeline and context parallelism make other calls by design.
+    if blame is not None and (blame.kind != "path" or other.fact.get("strategy") in ("fsdp", "hsdp")):
+        return _find_lone_cause(other, blame, update) or _describe_blame(blame)
+    lines = _list_gradient_lines(other, update)
+    what = "changes gradients"
+    if not found.is_before_step:
+        lines = _list_writers([updates[update] for updates in other.updates if update in updates]) or lines
+        what = "changes weights"
+    by = f": {join(lines)} {what}" if lines else ""
+    return (
+        f"only this layout differs: code of the script reads or changes one rank's shard{by}",
+        "look for to_local(), .data and norms of parameters or gradients in the loop: use accelerator.clip_grad_norm_(), and "
+        "full_tensor() for values of whole tensors",
+        "fsdp.md",
+    )  # fmt: skip
+
+
+def _find_lone_cause(other: RunRecord, blame: Blame, update: int) -> tuple[str, str, str] | None:
+    """Return (cause, advice, page) if a line that only some ranks run explains a call that differs, else None.
+
+    Such a line changes a model outside of `prepare`, or draws from a global generator of Python or NumPy.
+
+    Args:
+        other: Run on several processes.
+        blame: First call that differs.
+        update: Number of the update in which it differs.
+    """
+    texts = explain_parts(blame, "rank")
+    if blame.kind == "tensor":
+        by_rank = [
+            {(line, name) for each in updates.values() if each.number < update for name, lines in each.written_outside.items()
+             for line in lines}
+            for updates in other.updates
+        ]  # fmt: skip
+        for (line, name), ranks in _find_lone(by_rank):
+            return (
+                f"only {ranks} changes the weights of {name}: {line}",
+                "change them on every rank alike, without a condition on the rank",
+                "several_models.md",
+            )
+    if blame.kind in ("number", "draw", "path", "tensor"):
+        drawn = [set(facts.get("draws", {}).items()) for facts in other.facts]
+        for (line, name), ranks in _find_lone(drawn):
+            return (
+                f"only {ranks} draws from {name}() at {line}, so the ranks draw other random numbers afterwards: {texts.reason}",
+                "draw on every rank alike, or from a generator of its own, such as random.Random(0)",
+                "several_models.md",
+            )
+    return None
+
+
+def _find_lone(by_rank: list[set[tuple[str, str]]]) -> list[tuple[tuple[str, str], str]]:
+    """Return the entries that some ranks have and others lack, with the names of the ranks that have them."""
+    found = []
+    for each in sorted(set().union(*by_rank)):
+        ranks = [rank for rank, there in enumerate(by_rank) if each in there]
+        if len(ranks) < len(by_rank):
+            found.append((each, f"rank {join([str(rank) for rank in ranks])}"))
+    return found
+
+
+def _list_gradient_lines(other: RunRecord, update: int, *, is_early: bool = False) -> list[str]:
+    """Return the lines of the script that changed gradients up to an update.
+
+    Args:
+        other: Run on several processes.
+        update: Number of the last update to examine.
+        is_early: Whether to return only lines that changed gradients before the last backward pass of an update.
+            Default: False.
+    """
+    found: dict[str, None] = {}
+    for updates in other.updates:
+        for each in updates.values():
+            for line, counts in each.gradient_lines.items():
+                if each.number <= update and not (is_early and min(counts) >= len(each.losses)):
+                    found[line] = None
+    return list(found)
+
+
 def blame_ranks(reference: RunRecord, other: RunRecord, update: int) -> Blame | None:
     """Return the first torch call of an update whose results on the ranks do not match the result on one process.
 
@@ -309,12 +435,20 @@ def blame_ranks(reference: RunRecord, other: RunRecord, update: int) -> Blame | 
         other: Run on several processes.
         update: Number of the update.
     """
-    shards: dict[int, int] = {}
+    shards: dict[int, list[int]] = {}
     for rank, facts in enumerate(other.facts):
-        shards.setdefault(facts["shard"][0], rank)
-    is_mixed = reference.fact.get("mixed_precision", "no") != "no"
-    parts = [other.trace(rank, update) for rank in shards.values()]
-    return blame_parts(reference.trace(0, update), parts, **({"loose": 0.05} if is_mixed else {}))
+        shards.setdefault(facts["shard"][0], []).append(rank)
+    loose: dict[str, Any] = {"loose": 0.05} if reference.fact.get("mixed_precision", "no") != "no" else {}
+    whole = reference.trace(0, update)
+    for number in range(max(map(len, shards.values()), default=0)):
+        # All ranks of a group of tensor parallelism compute the same rows, so each must match one process.
+        ranks = [group[min(number, len(group) - 1)] for group in shards.values()]
+        if number and "tp" not in other.fact.get("strategy", ""):
+            break
+        blame = blame_parts(whole, [other.trace(rank, update) for rank in ranks], **loose)
+        if blame is not None:
+            return blame
+    return None
 
 
 def _find_cause_of_step(reference: RunRecord, other: RunRecord, found: RunDifference) -> tuple[str, str, str]:
