@@ -481,10 +481,11 @@ def _is_in_place(name: str) -> bool:
 
 def _get_local(tensor: Any) -> torch.Tensor:
     """Return this rank's part of a tensor that may be sharded."""
-    if not is_dtensor(tensor):
-        return tensor  # type: ignore[no-any-return]
-    with torch.no_grad():
-        return tensor.to_local()  # type: ignore[no-any-return]
+    plain: torch.Tensor = tensor
+    if is_dtensor(tensor):
+        with torch.no_grad():
+            plain = tensor.to_local()
+    return plain
 
 
 def get_address(tensor: torch.Tensor) -> int:

@@ -106,10 +106,10 @@ def _judge_failure(key: str, title: str, other: RunRecord, name: str) -> Verdict
             key, title, "FAIL", f"the replicas on {name} are not alike: the script changes {written[0]} at {where}", (reason,),
             "change weights on all ranks alike, with the same random numbers, or before prepare()", "several_models.md",
         )  # fmt: skip
-    lines = list(dict.fromkeys(line for facts in other.facts for line in facts.get("rate_lines", ())))
-    if lines and "optimizers of the ranks are not alike: 'lr'" in reason:
+    set_at = list(dict.fromkeys(line for facts in other.facts for line in facts.get("rate_lines", ())))
+    if set_at and "optimizers of the ranks are not alike: 'lr'" in reason:
         return Verdict(
-            key, title, "FAIL", f"the ranks on {name} set other learning rates at {join(lines[-2:])}: by a value of their own", (reason,),
+            key, title, "FAIL", f"the ranks on {name} set other learning rates at {join(set_at[-2:])}", (reason,),
             "decide by a value that is equal on all ranks, such as accelerator.reduce(loss.detach(), 'mean')", "schedules.md",
         )  # fmt: skip
     what = "hangs" if other.code is None or other.code == 70 else "fails"
