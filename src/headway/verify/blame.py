@@ -240,7 +240,8 @@ class _PartComparison:
     def _describe_operation(self, state: str, index: int, call: Call) -> Blame:
         """Return the `Blame` for an operation on rows that is neither a loss nor a scaling by a number."""
         func, line = call["func"], call["line"]
-        kinds = {"norm": func in _NORMS, "draw": func in RANDOM_CALLS, "selects": func in _SELECTIONS}
+        is_draw = func in RANDOM_CALLS or "dropout" in func
+        kinds = {"norm": func in _NORMS, "draw": is_draw, "selects": func in _SELECTIONS}
         kinds["mixes"] = state == "mixes" or func in _PRODUCTS
         kinds["count"] = state == "other" and func in _DIVISIONS
         kind = next((each for each, applies in kinds.items() if applies), "")

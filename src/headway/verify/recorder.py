@@ -779,7 +779,6 @@ class RunRecorder:
             num_fetched=self._num_fetched,
             num_backwards=self._num_backwards,
             listed=list_reversed(),
-            rate_lines=self._rates.list_lines(),
             compiles=run_eagerly().is_used,
             written=self._trace.written,
             **watch_sources().list_facts(),

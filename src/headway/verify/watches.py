@@ -65,10 +65,6 @@ class RateWatch:
                     groups[index] = _WatchedGroup(group)
                     groups[index].lines = self._lines
 
-    def list_lines(self) -> list[str]:
-        """Return the lines that set a learning rate since the last call of `take_lines`."""
-        return list(self._lines)
-
     def take_lines(self) -> list[str]:
         """Return the lines that set a learning rate since the last call."""
         lines, self._lines[:] = list(self._lines), []

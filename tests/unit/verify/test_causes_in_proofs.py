@@ -134,7 +134,7 @@ def test_only_the_layout_differs_and_the_line_that_changes_gradients_is_named() 
 
 
 def test_learning_rates_that_the_ranks_set_differently_come_with_the_line() -> None:
-    several = make_record(num_ranks=2, code=1, facts={"rate_lines": ["train.py:36 in main"]})
+    several = make_record(num_ranks=2, code=1, changes={2: {"rate_lines": ["train.py:36 in main"]}})
     several.output = (
         "headway.errors.StateError: the optimizers of the ranks are not alike: 'lr' of parameter group 0 is 1"
     )

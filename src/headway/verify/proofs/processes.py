@@ -49,7 +49,7 @@ def _check(key: str, title: str, runs: RunSet, other: RunRecord | None, name: st
             "give the script a batch size that is, or verify with another -n",
         )  # fmt: skip
     if not other.is_complete:
-        return _judge_failure(key, title, other, name)
+        return _judge_failure(key, title, reference, other, name)
     local = _find_local_metric(other)
     if local is not None:
         return Verdict(
@@ -82,12 +82,13 @@ def _check(key: str, title: str, runs: RunSet, other: RunRecord | None, name: st
     return _explain(key, title, runs, reference, other, name, found)
 
 
-def _judge_failure(key: str, title: str, other: RunRecord, name: str) -> Verdict:
+def _judge_failure(key: str, title: str, reference: RunRecord, other: RunRecord, name: str) -> Verdict:
     """Return the verdict about a run that ended with an error or made no progress.
 
     Args:
         key: Key of the proof.
         title: Title of the proof.
+        reference: Run on one process.
         other: Run that failed.
         name: Description of the run, such as "2 processes".
     """
@@ -106,12 +107,19 @@ def _judge_failure(key: str, title: str, other: RunRecord, name: str) -> Verdict
             key, title, "FAIL", f"the replicas on {name} are not alike: the script changes {written[0]} at {where}", (reason,),
             "change weights on all ranks alike, with the same random numbers, or before prepare()", "several_models.md",
         )  # fmt: skip
-    set_at = list(dict.fromkeys(line for facts in other.facts for line in facts.get("rate_lines", ())))
+    set_at = list(
+        dict.fromkeys(line for updates in other.updates for each in updates.values() for line in each.rate_lines)
+    )
     if set_at and "optimizers of the ranks are not alike: 'lr'" in reason:
         return Verdict(
             key, title, "FAIL", f"the ranks on {name} set other learning rates at {join(set_at[-2:])}", (reason,),
             "decide by a value that is equal on all ranks, such as accelerator.reduce(loss.detach(), 'mean')", "schedules.md",
         )  # fmt: skip
+    unlike = "differ between ranks" in reason or "are not alike" in reason
+    blame = blame_ranks(reference, other, other.num_updates + 1) if unlike else None
+    if blame is not None:
+        cause, advice, page = _find_lone_cause(other, blame, other.num_updates + 1) or _describe_blame(blame)
+        return Verdict(key, title, "FAIL", cause, (reason,), advice, page)
     what = "hangs" if other.code is None or other.code == 70 else "fails"
     lines = tuple(line for line in other.output.splitlines()[-8:] if line.strip())
     return Verdict(
@@ -224,6 +232,11 @@ def _explain(
     )
     if cause:
         details.append(cause)
+    if key == "processes" and _is_drawn_for_a_group(runs, other, update):
+        return Verdict(
+            key, title, "NOT CHECKED",
+            f"{cause}; under {runs.layout_name}, where all ranks have the same rows, the result is the same", tuple(details),
+        )  # fmt: skip
     unshared = {**reference.fact.get("unshared", {}), **other.fact.get("unshared", {})}
     drew = _list_drawing(reference)
     if not _has_equal_samples(reference, other, update):
@@ -248,6 +261,25 @@ def _explain(
         )
     reason = cause or f"{name} train differently from update {update} on"
     return Verdict(key, title, "FAIL", reason, tuple(each for each in details if each != cause), advice, page)
+
+
+def _is_drawn_for_a_group(runs: RunSet, other: RunRecord, update: int) -> bool:
+    """Whether a difference comes from random numbers that are equal on all ranks, as the user's layout requires.
+
+    Under tensor parallelism, for example, all ranks of a group compute the same rows and must add the same noise to
+    them. Without the layout, each rank has other rows, but the same noise.
+
+    Args:
+        runs: Records of all runs.
+        other: Run on several processes without the layout.
+        update: Number of the first update that differs.
+    """
+    layout, reference = runs.layout, runs.reference
+    if layout is None or reference is None or not layout.is_complete or len({f["shard"][0] for f in layout.facts}) > 1:
+        return False
+    blame = blame_ranks(reference, other, update)
+    is_draw = blame is not None and blame.kind == "draw"
+    return is_draw and find_first_difference(reference, layout, runs.reordered)[0] is None
 
 
 def _find_cause(
