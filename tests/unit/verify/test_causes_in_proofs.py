@@ -173,6 +173,38 @@ def test_a_generator_that_only_one_rank_advances_is_the_cause(is_lone: bool) -> 
     assert ("only rank 0 draws from random.randrange() at train.py:38" in reason) == is_lone
 
 
+def make_draw_trace(value: float) -> list[dict[str, Any]]:
+    """The trace of one loss that is a draw from a generator."""
+    trace = make_number_trace(value)
+    trace[0]["calls"][1] |= {"func": "uniform_", "numbers": []}
+    return trace
+
+
+def test_ranks_of_one_group_that_draw_otherwise_are_the_cause_of_an_error() -> None:
+    layout = make_record(num_updates=0, num_ranks=2, code=1, facts={"shard": [0, 1], "strategy": "tp"})
+    layout.output = "headway.errors.PrepareError: the gradients of 2 parameters differ between ranks 0, 1"
+    runs = make_runs(layout=layout, layout_name="tp")
+    assert runs.reference is not None
+    runs.reference.__dict__["_traces"] = {0: make_draw_trace(1.0)}
+    layout.__dict__["_traces"] = {0: make_draw_trace(1.0), 1: make_draw_trace(3.0)}
+    verdict = PROOFS["layout"](runs)
+    assert "uniform_() at train.py:20 draws other random numbers on each rank" in verdict.reason
+    assert "differ between ranks 0, 1" in verdict.details[0]
+
+
+@pytest.mark.parametrize(("noise", "status"), [(1e-7, "NOT CHECKED"), (0.3, "FAIL")])
+def test_equal_draws_that_the_layout_requires_are_no_alarm(noise: float, status: str) -> None:
+    layout = make_record(num_ranks=2, noise=noise, facts={"shard": [0, 1], "strategy": "tp"})
+    runs = make_unlike()
+    runs.layout, runs.layout_name = layout, "tp"
+    assert runs.several is not None
+    assert runs.reference is not None
+    runs.reference.__dict__["_traces"] = {0: make_draw_trace(1.0)}
+    runs.several.__dict__["_traces"] = {0: make_draw_trace(1.0), 1: make_draw_trace(3.0)}
+    verdict = PROOFS["processes"](runs)
+    assert verdict.status == status, verdict
+
+
 def test_a_model_that_only_one_rank_changes_is_the_cause() -> None:
     runs = make_unlike()
     assert runs.several is not None
