@@ -472,6 +472,7 @@ def blame_ranks(reference: RunRecord, other: RunRecord, update: int) -> Blame | 
         shards.setdefault(facts["shard"][0], []).append(rank)
     loose: dict[str, Any] = {"loose": 0.05} if reference.fact.get("mixed_precision", "no") != "no" else {}
     whole = reference.trace(0, update)
+    found = []
     for number in range(max(map(len, shards.values()), default=0)):
         # All ranks of a group of tensor parallelism compute the same rows, so each must match one process.
         ranks = [group[min(number, len(group) - 1)] for group in shards.values()]
@@ -479,8 +480,11 @@ def blame_ranks(reference: RunRecord, other: RunRecord, update: int) -> Blame | 
             break
         blame = blame_parts(whole, [other.trace(rank, update) for rank in ranks], **loose)
         if blame is not None:
-            return blame
-    return None
+            found.append(blame)
+    # What one rank of a group does differently reaches the others, whose first difference is later.
+    order = [(call["line"], call["func"]) for loss in whole for call in loss["calls"]]
+    places = [order.index((each.line, each.call)) if (each.line, each.call) in order else len(order) for each in found]
+    return found[places.index(min(places))] if found else None
 
 
 def _find_cause_of_step(reference: RunRecord, other: RunRecord, found: RunDifference) -> tuple[str, str, str]:
