@@ -472,7 +472,7 @@ def blame_ranks(reference: RunRecord, other: RunRecord, update: int) -> Blame | 
         shards.setdefault(facts["shard"][0], []).append(rank)
     loose: dict[str, Any] = {"loose": 0.05} if reference.fact.get("mixed_precision", "no") != "no" else {}
     whole = reference.trace(0, update)
-    found = []
+    found: list[Blame] = []
     for number in range(max(map(len, shards.values()), default=0)):
         # All ranks of a group of tensor parallelism compute the same rows, so each must match one process.
         ranks = [group[min(number, len(group) - 1)] for group in shards.values()]
