@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from headway.verify.verdict import Verdict
 from tests.docs.pages import blocks
 from tests.verify.grading import grade
 from tests.verify.scripts.causes import PLANTED
+from tests.verify.scripts.table import read_script
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -124,12 +126,22 @@ def test_wrong_flags_are_refused(tmp_path: Path, args: tuple[str, ...], message:
         ("own_generator_not_saved", "resume"),
         ("constant_buffer_changed", "learning"),
         ("future_in_the_normalization", "leaks"),
+        ("batch_norm_compiled", "processes"),
+        ("clipped_per_micro_batch", "processes"),
+        ("teacher_updated_by_main", "processes"),
+        ("logging_draws_on_rank_zero", "processes"),
+        ("augmentation_unseeded_in_workers", "repeat"),
+        ("tie_becomes_copy_on_resume", "resume"),
+        ("frozen_late_still_decays", "learning"),
+        ("stays_in_eval_mode", "learning"),
+        ("zero_grad_each_micro_batch", "learning"),
     ],
 )
 @pytest.mark.matrix
 def test_a_planted_fault_is_found_with_its_cause(tmp_path: Path, name: str, word: str) -> None:
     path = SCRIPTS / "faulty" / f"{name}.py"
-    done = verify(tmp_path, "--json", "--only", word, str(path))
+    flags = shlex.split(read_script(path).flags)
+    done = verify(tmp_path, "--json", "--only", word, *flags, str(path))
     assert read_statuses(done) == {word: "FAIL"}
     assert done.returncode == 1
     verdicts = [Verdict(word, "", "FAIL", each["reason"], tuple(each["details"])) for each in read_proofs(done)]
@@ -144,7 +156,7 @@ def test_every_faulty_script_has_a_cause_to_grade_by() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("name", ["dropout_seeded", "gan", "stream_with_state"])
+@pytest.mark.parametrize("name", ["dropout_seeded", "gan", "stream_with_state", "teacher_on_all_ranks"])
 @pytest.mark.matrix
 def test_a_correct_script_raises_no_alarm(tmp_path: Path, name: str) -> None:
     done = verify(tmp_path, "--json", "--skip", "data", str(SCRIPTS / "correct" / f"{name}.py"))

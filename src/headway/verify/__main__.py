@@ -88,6 +88,9 @@ def _verify(options: Options, is_json: bool) -> int:
         runs = session.run()
         verdicts = [shorten_paths(PROOFS[word](runs)) for word in PROOFS if word in options.proofs]
         seconds = time.monotonic() - began
+        if runs.first.fact.get("compiles"):
+            runs.notes.append("torch.compile is off in these runs, except when memory is measured")
+            print(f"headway: {runs.notes[-1]}", file=sys.stderr)
         escapes = format_escapes(
             [facts.get("escaped", []) for run in (runs.first, runs.several) if run for facts in run.facts]
         )

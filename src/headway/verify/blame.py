@@ -136,7 +136,8 @@ class _PartComparison:
             theirs: Corresponding call on each part.
         """
         inputs = [self._states.get(each, "unknown") for each in call["in"] if each < index]
-        if call["func"] in _CONSTRUCTED or (inputs and all(each == "constructed" for each in inputs)):
+        is_draw = call["func"] in RANDOM_CALLS
+        if call["func"] in _CONSTRUCTED or (inputs and not is_draw and all(each == "constructed" for each in inputs)):
             return "constructed"
         if call.get("own") and "rows" not in call:
             return "same"
@@ -244,7 +245,8 @@ class _PartComparison:
     def _describe_operation(self, state: str, index: int, call: Call) -> Blame:
         """Return the `Blame` for an operation on rows that is neither a loss nor a scaling by a number."""
         func, line = call["func"], call["line"]
-        kinds = {"norm": func in _NORMS, "draw": func in RANDOM_CALLS, "selects": func in _SELECTIONS}
+        is_draw = func in RANDOM_CALLS or "dropout" in func
+        kinds = {"norm": func in _NORMS, "draw": is_draw, "selects": func in _SELECTIONS}
         kinds["mixes"] = state == "mixes" or func in _PRODUCTS
         kinds["count"] = state == "other" and func in _DIVISIONS
         kind = next((each for each, applies in kinds.items() if applies), "")
@@ -429,6 +431,9 @@ def blame_repeat(ours: Losses, theirs: Losses, is_saved: Callable[[str], bool] =
                 return Blame("number", call["line"], call["func"], *number)
             if call.get("shape") == there.get("shape") and call.get("rows") == there.get("rows"):
                 continue
+            other_path = _find_step(one["calls"], call, other["calls"], there)
+            if other_path is not None:
+                return other_path
             sizes = (str(call.get("shape")), str(there.get("shape")))
             shapes = sizes if sizes[0] != sizes[1] else ()
             if call["func"] == "input":
@@ -437,6 +442,27 @@ def blame_repeat(ours: Losses, theirs: Losses, is_saved: Callable[[str], bool] =
             if call["func"] in RANDOM_CALLS:
                 return Blame("draw", call["line"], call["func"])
             return Blame("call", call["line"], call["func"], "", shapes)
+    return None
+
+
+def _find_step(ours: Sequence[Call], call: Call, theirs: Sequence[Call], there: Call) -> Blame | None:
+    """Return a `Blame` if only one of two runs computes an input of a call, and the other uses a given tensor.
+
+    Return None otherwise.
+
+    Args:
+        ours: Recorded calls of one run.
+        call: Call of this run.
+        theirs: Recorded calls of the other run.
+        there: Corresponding call of the other run.
+    """
+    for mine, yours in zip(call["in"], there["in"], strict=False):
+        if mine < 0 or yours < 0:
+            continue
+        one, two = ours[mine], theirs[yours]
+        if (one["func"] == "input") != (two["func"] == "input"):
+            made = two if one["func"] == "input" else one
+            return Blame("path", made["line"], made["func"])
     return None
 
 

@@ -43,6 +43,8 @@ _IN_PLACE = frozenset(
     ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__iand__", "__ior__")
 )
 """Operator methods that change their first argument in place."""
+_KEEPS_VALUES = frozenset(("requires_grad_", "detach_", "share_memory_"))
+"""Functions that change their first argument in place, but not its values."""
 
 Names = Callable[[], tuple[dict[int, str], dict[int, str]]]
 """Function that returns two dicts of prepared models' tensor names: by the tensor's `id`, and by its memory address."""
@@ -55,21 +57,33 @@ class CallTrace:
         path: File to which records are appended, one JSON line per loss.
         list_names: Function that returns the names of the prepared models' parameters and buffers as two dicts: by the
             tensor's `id`, and by the address of its memory.
+        places: Functions that return the modules of prepared models, gradients, and models outside of `prepare`.
+            Default: none are known.
         is_enabled: Whether calls may be recorded. A run that measures memory must not keep summaries of tensors.
             Default: True.
 
     Attributes:
+        places: Functions that return places of tensors, as passed.
         is_on: Whether calls are currently recorded.
         update: Number of the update that is being computed.
         written: Lines of the script that changed a parameter or buffer in place in this update, by the tensor's name.
+        written_outside: Lines of the script that changed a model outside of `prepare` in place, by the model's name.
+        gradient_lines: Lines of the script that changed gradients in this update. The values are the numbers of losses
+            of the update whose backward pass had run before the change.
     """
 
-    def __init__(self, path: Path, list_names: Names, *, is_enabled: bool = True) -> None:
+    def __init__(
+        self, path: Path, list_names: Names, places: "TensorPlaces | None" = None, *, is_enabled: bool = True
+    ) -> None:
         self._path = path
         self._is_enabled = is_enabled
         self._list_names = list_names
+        self.places = places or TensorPlaces()
         self._names: dict[int, str] = {}
         self._storages: dict[int, str] = {}
+        self._modules: dict[int, str] = {}
+        self._gradients: dict[int, str] | None = None
+        self._num_losses = 0
         self._calls: list[dict[str, Any]] = []
         self._known: dict[int, tuple[Any, int]] = {}
         self._rows: int | None = None
@@ -80,6 +94,8 @@ class CallTrace:
         self.is_on = False
         self.update = 1
         self.written: dict[str, list[str]] = {}
+        self.written_outside: dict[str, list[str]] = {}
+        self.gradient_lines: dict[str, list[int]] = {}
 
     # ---------------------------------------------------------------- phases
 
@@ -109,6 +125,8 @@ class CallTrace:
             reduction: "mean" or "sum", as the script passed it.
         """
         self.is_on = False
+        self._gradients = None
+        self._num_losses += 1
         entry = {
             "update": self.update,
             "rows": self._rows,
@@ -172,28 +190,65 @@ class CallTrace:
             return
         name = get_function_name(func)
         changes = _is_in_place(name)
+        if name == "grad" and getattr(func, "__name__", "") == "__set__" and args[1] is not None:
+            self._note_gradient_write()
         if not (self.is_on or changes):
             return
         self._is_busy = True
         try:
             if changes:  # functions of torch.nn.init pass their tensor as a keyword argument
-                self._note_write(args[0] if args else kwargs.get("tensor"))
+                self._note_write(args[0] if args else kwargs.get("tensor"), name)
             if self.is_on and len(self._calls) < _MOST_CALLS:
                 self._note_call(name, args, kwargs, args[0] if name == "__setitem__" else result)
         finally:
             self._is_busy = False
 
-    def _note_write(self, target: Any) -> None:
-        """Record that the script changes a parameter or a buffer of a prepared model in place."""
+    def take_written(self) -> dict[str, Any]:
+        """Return the lines that changed tensors in this update, as part of its record, and forget them."""
+        found = {
+            "written": self.written,
+            "written_outside": self.written_outside,
+            "gradient_lines": self.gradient_lines,
+        }
+        self.written, self.written_outside, self.gradient_lines = {}, {}, {}
+        self._num_losses = 0
+        return found
+
+    def _note_write(self, target: Any, func: str) -> None:
+        """Record that the script changes a tensor in place: of a prepared model, of another model, or a gradient.
+
+        Args:
+            target: Tensor, or list of tensors.
+            func: Name of the function that changes it.
+        """
         for each in target if isinstance(target, list | tuple) else (target,):
-            name = self._find_name(each)
-            if name:
+            if not isinstance(each, torch.Tensor):
+                continue
+            name = self._find_name(_get_local(each))
+            outside = "" if name else self.places.outside.get(get_address(_get_local(each)), "")
+            if name or outside:
                 frame = find_script_frame()
                 if frame is not None:
-                    lines = self.written.setdefault(name, [])
+                    lines = (self.written if name else self.written_outside).setdefault(name or outside, [])
                     line = str(Frame.from_frame(frame))
                     if line not in lines:
                         lines.append(line)
+            elif "zero" not in func and self._num_losses and self._is_gradient(each):
+                self._note_gradient_write()
+                return
+
+    def _is_gradient(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor shares memory with a parameter's gradient."""
+        if self._gradients is None:
+            self._gradients = self.places.list_gradients()
+        return get_address(_get_local(tensor)) in self._gradients
+
+    def _note_gradient_write(self) -> None:
+        frame = find_gradient_frame()
+        if frame is not None:
+            counts = self.gradient_lines.setdefault(str(Frame.from_frame(frame)), [])
+            if self._num_losses not in counts:
+                counts.append(self._num_losses)
 
     def _find_name(self, tensor: Any) -> str:
         """Return the name of a prepared model's parameter or buffer that shares memory with a tensor, or ""."""
@@ -206,6 +261,7 @@ class CallTrace:
     def learn_names(self) -> None:
         """Update the names of parameters and buffers. Must be called after models are prepared or replaced."""
         self._names, self._storages = self._list_names()
+        self._modules = self.places.list_modules()
 
     def _note_call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         outputs = list(_list_tensors(result))[:3]
@@ -225,6 +281,8 @@ class CallTrace:
             "in": sources,
             **self._summarize(outputs[0]),
         }
+        if not outputs[0].requires_grad and any(each.requires_grad for each in _list_tensors([list(args), kwargs])):
+            entry["is_cut"] = True
         numbers = _list_numbers(args, kwargs)
         if numbers:
             entry["numbers"] = numbers
@@ -306,7 +364,7 @@ class CallTrace:
             return known[1]
         if not line:
             return -1
-        name = self._find_name(tensor)
+        name = self._find_name(tensor) or self._find_in_module(module, tensor)
         about: dict[str, Any] = {"line": line, "func": "input", "module": "", "in": []}
         if name:
             about["own"] = name
@@ -318,6 +376,26 @@ class CallTrace:
         self._calls.append(about)
         self._known[id(tensor)] = (weakref.ref(tensor), len(self._calls) - 1)
         return len(self._calls) - 1
+
+    def _find_in_module(self, module: torch.nn.Module | None, tensor: torch.Tensor) -> str:
+        """Return the name of a parameter that a layout has replaced, or "" if the module has no such parameter.
+
+        While a module's forward runs, FSDP replaces its shards by full parameters, and the matrices of tensor
+        parallelism are DTensors. Neither is found by its address.
+
+        Args:
+            module: Module whose forward runs.
+            tensor: Tensor that the module uses.
+        """
+        if module is None or not isinstance(tensor, torch.nn.Parameter):
+            return ""
+        if not self._modules:
+            self.learn_names()
+        prefix = self._modules.get(id(module))
+        if prefix is None:
+            return ""
+        name = next((name for name, each in module.named_parameters(recurse=False) if each is tensor), "")
+        return f"{prefix}.{name}".lstrip(".") if name else ""
 
     def _find_place(self) -> tuple[FrameType | None, torch.nn.Module | None]:
         """Return the innermost stack frame of the script, and the innermost module whose forward is running.
@@ -349,6 +427,8 @@ class CallTrace:
         by position. Sparse, quantized, nested, meta and distributed tensors get only their shape.
         """
         shape = list(tensor.shape)
+        if is_dtensor(tensor) and all(each.is_replicate() for each in tensor.placements):
+            tensor = _get_local(tensor)  # equal on all ranks
         if is_dtensor(tensor) or tensor.is_sparse or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
             return {"shape": shape}
         with torch.no_grad():
@@ -372,6 +452,25 @@ class CallTrace:
             return {"shape": shape, "kind": kind, "rows": sums.tolist()}
 
 
+class TensorPlaces:
+    """Places of tensors beside the parameters of prepared models. The base class knows none.
+
+    Attributes:
+        outside: Names of models outside of `prepare`, by the address of each parameter.
+    """
+
+    def __init__(self) -> None:
+        self.outside: dict[int, str] = {}
+
+    def list_modules(self) -> dict[int, str]:
+        """Return the name of each module of the prepared models, by its `id`."""
+        return {}
+
+    def list_gradients(self) -> dict[int, str]:
+        """Return the name of each parameter with a gradient, by the address of this rank's part of the gradient."""
+        return {}
+
+
 def get_function_name(func: Any) -> str:
     """Return the name of a function that a torch function mode intercepts, or of the property that it gets or sets."""
     name: str = getattr(func, "__name__", "")
@@ -384,7 +483,16 @@ def _is_in_place(name: str) -> bool:
     """Whether a function with this name changes its first argument."""
     if name.endswith("__"):
         return name == "__setitem__" or name in _IN_PLACE
-    return name.endswith("_")
+    return name.endswith("_") and name not in _KEEPS_VALUES
+
+
+def _get_local(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of a tensor that may be sharded."""
+    plain: torch.Tensor = tensor
+    if is_dtensor(tensor):
+        with torch.no_grad():
+            plain = tensor.to_local()
+    return plain
 
 
 def get_address(tensor: torch.Tensor) -> int:
@@ -426,6 +534,22 @@ def find_script_frame() -> FrameType | None:
         if depth > _MOST_STACK or is_headway_file(file) or any(each in file for each in _STEPS):
             if frame.f_code.co_name in _OWN_CALLS:
                 continue
+            return None
+    return None
+
+
+def find_gradient_frame() -> FrameType | None:
+    """Return the innermost stack frame of the script, also if a function of torch such as `clip_grad_norm_` is called.
+
+    None if the call was made by an optimizer or by Headway.
+    """
+    for depth, frame in enumerate(walk_stack()):
+        file = frame.f_code.co_filename
+        if "headway/verify/" in file:
+            continue
+        if is_user_file(file):
+            return frame
+        if depth > _MOST_STACK or is_headway_file(file) or "torch/optim/" in file:
             return None
     return None
 

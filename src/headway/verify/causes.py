@@ -54,7 +54,7 @@ def explain_parts(blame: Blame, parts: str) -> Cause:
         ),
         "number": (
             f"a number{name} in {call}{values}",
-            "do not scale the loss by the number of processes or batches: accelerator.backward averages over all of them"
+            "let it be equal on all ranks, and do not scale the loss by the number of processes: accelerator.backward averages"
             if parts == "rank"
             else "a value that the loop keeps must not change when a batch is run again in pieces: keep it in a buffer, or "
             "update it after the step",

@@ -90,7 +90,7 @@ class SharedDraws(TorchFunctionMode):
         """Call a dropout function, with a rate of 0 if draws are shared."""
         rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
         is_on = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-        if rate and is_on and torch.is_grad_enabled():
+        if rate and is_on:  # also without gradients: a teacher's outputs are part of the loss
             self.num_dropped += 1
             if self._shares:
                 kwargs = {name: value for name, value in kwargs.items() if name not in ("p", "training", "train")}

@@ -30,7 +30,9 @@ from headway.core.training.prepared.scheduler import StepsPerMicroBatch, StepsPe
 from headway.core.training.run import Run
 from headway.core.training.settings import Settings
 from headway.core.weights.pieces import is_dtensor
-from headway.verify.calls import CallTrace, find_line, get_address
+from headway.verify.calls import CallTrace, TensorPlaces, find_line, get_address
+from headway.verify.compilation import run_eagerly
+from headway.verify.discards import DiscardWatch
 from headway.verify.draws import SharedDraws
 from headway.verify.escapes import EscapeWatch
 from headway.verify.fingerprints import (
@@ -67,6 +69,7 @@ def redirect_settings(settings: Settings) -> Settings:
     request = read_request()
     assert request is not None
     watch_sources().install()  # a forked run has done this before the script began
+    run_eagerly().install_for(request)
     project = settings.project
     changes: dict[str, Any] = {}
     if project.project_dir is not None:
@@ -119,6 +122,27 @@ class _RecordingGuard:
         self._guard.after_backward(loss)
 
 
+class _RunPlaces(TensorPlaces):
+    """Places of tensors of a run.
+
+    Args:
+        run: Run of the Accelerator.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = run
+
+    def list_modules(self) -> dict[int, str]:
+        """Return the name of each module of the prepared models, by its `id`."""
+        return {id(each): name for model in self._run.prepared.models for name, each in model.named_modules()}
+
+    def list_gradients(self) -> dict[int, str]:
+        """Return the name of each parameter with a gradient, by the address of this rank's part of the gradient."""
+        named = [pair for model in self._run.prepared.models for pair in model.named_parameters()]
+        return {get_address(_get_shard(p.grad)): name for name, p in named if p.grad is not None and p.grad.numel()}
+
+
 class RunRecorder:
     """Recorder of the updates of one run in one process.
 
@@ -152,10 +176,14 @@ class RunRecorder:
         self._gradients: dict[str, Any] = {}
         self._initial: dict[str, str] = {}
         self._trace = CallTrace(
-            self._folder / f"trace{self._rank}.jsonl", self._name_tensors, is_enabled=not request.measures_tensors
+            self._folder / f"trace{self._rank}.jsonl",
+            self._name_tensors,
+            _RunPlaces(run),
+            is_enabled=not request.measures_tensors,
         )
         self._draws = SharedDraws(request.shares_draws, request.reverses_rows, self._find_place, self._trace)
         self._rates = RateWatch()
+        self._discards = DiscardWatch()
         self._others = OtherModules()
         self._slow = SlowLines()
         self._loader_lines: list[str] = []
@@ -421,6 +449,11 @@ class RunRecorder:
         self._trace.resume()
 
     def _before_forward(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            mode = "train" if model.training else "eval"
+            modes = self._update["modes"].setdefault(str(self._find_model(model)), [])
+            if mode not in modes:
+                modes.append(mode)
         if not (model.training and torch.is_grad_enabled()):
             return
         self._note_start()
@@ -434,6 +467,10 @@ class RunRecorder:
             if rows:
                 exact, loose = hash_rows([args, kwargs], rows)
                 self._update["batches"].append({"loader": -1, "num_rows": rows, "rows": exact, "loose": loose})
+
+    def _find_model(self, model: torch.nn.Module) -> int:
+        """Return the number of a prepared model, or -1."""
+        return next((number for number, each in enumerate(self._run.prepared.models) if each is model), -1)
 
     def _before_backward(self) -> None:
         self._note_start()
@@ -484,8 +521,11 @@ class RunRecorder:
         self._facts["optimizers"] = self._describe_optimizers()
         self._trace.learn_names()
         self._others.find(self._run.prepared.models)
+        self._trace.places.outside = self._others.list_addresses()
         self._rates.watch(self._run.prepared.optimizers)
         self._watch_metrics()
+        if self._run.runtime.world_size == 1 and self._run.mixed_precision != "fp16":
+            self._discards.watch(self._run.prepared.optimizers)
         self._turn_dropout_off()
         self._save_arrays("start", arrays)
         self._write_facts()
@@ -551,8 +591,9 @@ class RunRecorder:
         models = self._run.prepared.models
         kinds = ("named_parameters", "named_buffers")
         named = [pair for model in models for kind in kinds for pair in getattr(model, kind)()]
-        plain = [(name, tensor) for name, tensor in named if not is_dtensor(tensor) and tensor.numel()]
-        return {id(tensor): name for name, tensor in named}, {get_address(tensor): name for name, tensor in plain}
+        shards = [(name, _get_shard(tensor)) for name, tensor in named]
+        by_address = {get_address(tensor): name for name, tensor in shards if tensor.numel()}
+        return {id(tensor): name for name, tensor in named}, by_address
 
     def _turn_dropout_off(self) -> None:
         """Count the dropout rates in the models, and set them to 0 if random draws are shared between ranks."""
@@ -573,6 +614,7 @@ class RunRecorder:
         if not self._is_done:
             value = float(loss.detach().float().mean().item())
             self._update["losses"].append(value)
+            self._update["discarded"] += self._discards.note_backward(self._num_fetched, value)
             if self._targets is not None:
                 own, following = self._targets
                 self._targets = None
@@ -594,6 +636,11 @@ class RunRecorder:
         ]
         window = self._run.windows.current
         trained = {id(each) for each in self._run.prepared.list_parameters_of(window)}
+        stale = [
+            name for name, p in self._list_tensors("named_parameters") if p.grad is not None and not p.requires_grad
+        ]
+        self._update["stale"] = [name for name in stale if name in self._update.get("stale", stale)]
+        self._discards.forget()
         for name, parameter in self._list_tensors("named_parameters"):
             if parameter.grad is None or id(parameter) not in trained:
                 continue
@@ -633,7 +680,7 @@ class RunRecorder:
             memory=self._measure_memory(),
             resident=self._measure_resident(),
             is_training=[bool(model.training) for model in run.prepared.models],
-            written=self._trace.written,
+            **self._trace.take_written(),
             rate_lines=self._rates.take_lines(),
             others=self._others.hash_all(),
         )
@@ -647,7 +694,6 @@ class RunRecorder:
         with open(self._folder / f"rank{self._rank}.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
         self._gradients, self._update = {}, self._new_update()
-        self._trace.written = {}
         self._write_facts()
         self._is_busy = False
 
@@ -659,6 +705,8 @@ class RunRecorder:
             "norms": {},
             "rates": [],
             "unused": {},
+            "modes": {},
+            "discarded": [],
             "began": began,
             "busy_at_start": busy,
         }
@@ -745,6 +793,7 @@ class RunRecorder:
             num_fetched=self._num_fetched,
             num_backwards=self._num_backwards,
             listed=list_reversed(),
+            compiles=run_eagerly().is_used,
             written=self._trace.written,
             **watch_sources().list_facts(),
         )
@@ -816,6 +865,12 @@ def _read_resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return 0
+
+
+def _get_shard(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of a tensor that may be sharded."""
+    plain = tensor.detach()
+    return plain.to_local() if is_dtensor(plain) else plain
 
 
 def _is_number(value: Any) -> bool:

@@ -34,6 +34,13 @@ class Update:
         rate_lines: Lines of the script that set a learning rate.
         others: Hash of each model that was not passed to `prepare`, by a description of the model.
         busy: CPU time that the main thread spent on the update, in seconds.
+        written_outside: Lines of the script that changed a model that was not passed to `prepare`, by a description of
+            the model.
+        gradient_lines: Lines of the script that changed gradients. The values are the numbers of losses of the update
+            whose backward pass had run before.
+        modes: Modes in which a model was called with gradients ("train", "eval"), by the number of the model.
+        stale: Names of the frozen parameters that still had a gradient at each optimizer step of the update.
+        discarded: Lines of the script that cleared gradients of a batch before an optimizer step used them.
     """
 
     number: int
@@ -51,6 +58,11 @@ class Update:
     rate_lines: list[str] = field(default_factory=list)
     others: dict[str, str] = field(default_factory=dict)
     busy: float = 0.0
+    written_outside: dict[str, list[str]] = field(default_factory=dict)
+    gradient_lines: dict[str, list[int]] = field(default_factory=dict)
+    modes: dict[str, list[str]] = field(default_factory=dict)
+    stale: list[str] = field(default_factory=list)
+    discarded: list[str] = field(default_factory=list)
 
     @property
     def norm(self) -> float:
@@ -202,6 +214,11 @@ def read_record(
                 rate_lines=entry.get("rate_lines", []),
                 others=entry.get("others", {}),
                 busy=entry.get("busy", 0.0),
+                written_outside=entry.get("written_outside", {}),
+                gradient_lines=entry.get("gradient_lines", {}),
+                modes=entry.get("modes", {}),
+                stale=entry.get("stale", []),
+                discarded=entry.get("discarded", []),
             )
         record.updates.append(updates)
     return record

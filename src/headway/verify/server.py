@@ -119,6 +119,7 @@ def _become_rank(order: dict[str, Any], rank: int, port: int) -> None:
     import torch
 
     from headway.launch import worker
+    from headway.verify.compilation import run_eagerly
     from headway.verify.listings import reverse_listings_if_asked
     from headway.verify.sources import watch_sources
 
@@ -152,6 +153,7 @@ def _become_rank(order: dict[str, Any], rank: int, port: int) -> None:
     reverse_listings_if_asked()
     _watch_start(rank)
     watch_sources().install()
+    run_eagerly().install_for(read_request())
     kind, target, *args = order["program"]
     worker.main([str(parent), kind, "merge", target, *args])
 

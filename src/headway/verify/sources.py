@@ -18,6 +18,7 @@ import torch
 
 from headway.common import scope
 from headway.common.callsite import Frame, is_user_file, walk_stack
+from headway.verify.source_scan import scan_sources
 
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 _RANDOM = ("random", "randint", "randrange", "choice", "choices", "sample", "shuffle", "uniform", "gauss")
@@ -46,6 +47,7 @@ class SourceWatch:
         draws: Names of functions that draw from Python's or numpy's global generator, by the script line that calls
             them.
         seeds: Seeds that the script passed to `random.seed`, directly or through `set_seed`, by the script line.
+        evaluations: "eval", by the script line that put a module into evaluation mode.
     """
 
     def __init__(self) -> None:
@@ -53,6 +55,8 @@ class SourceWatch:
         self.unseeded: dict[str, str] = {}
         self.draws: dict[str, str] = {}
         self.seeds: dict[str, str] = {}
+        self.evaluations: dict[str, str] = {}
+        self._suspects: dict[str, dict[str, str]] | None = None
         self._births: dict[int, tuple[Any, str]] = {}
         self._is_installed = False
 
@@ -68,6 +72,7 @@ class SourceWatch:
         for name in _NUMPY:
             self._watch(numpy.random, name, self.draws, f"numpy.random.{name}")
         self._watch(uuid, "uuid4", self.clocks, "uuid.uuid4")  # weak evidence, as clocks are: file names often have one
+        self._watch(torch.nn.Module, "eval", self.evaluations, "eval")
         self._watch_generators()
         self._watch_own_generators()
         self._watch_seed()
@@ -84,9 +89,21 @@ class SourceWatch:
         reference, line = self._births.get(id(thing), (None, ""))
         return line if reference is not None and reference() is thing else ""
 
-    def list_facts(self) -> dict[str, dict[str, str]]:
-        """Return the attributes `clocks`, `unseeded`, `draws` and `seeds` as a dict, for the record of the run."""
-        return {"clocks": self.clocks, "unseeded": self.unseeded, "draws": self.draws, "seeds": self.seeds}
+    def list_facts(self) -> dict[str, Any]:
+        """Return the attributes `clocks`, `unseeded`, `draws`, `seeds` and `evaluations` as a dict, for the run's record.
+
+        The entry "suspects" contains calls that were only found in the source of the script.
+        """
+        if self._suspects is None:
+            self._suspects = scan_sources()
+        return {
+            "clocks": self.clocks,
+            "unseeded": self.unseeded,
+            "draws": self.draws,
+            "seeds": self.seeds,
+            "evaluations": self.evaluations,
+            "suspects": self._suspects,
+        }
 
     # ---------------------------------------------------------------- replacements
 

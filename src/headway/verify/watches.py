@@ -97,6 +97,11 @@ class OtherModules:
             name = f"{type(each).__name__}" + (f", created at {line}" if line else "")
             self._models.append((name, weakref.ref(each)))
 
+    def list_addresses(self) -> dict[int, str]:
+        """Return the name of each model that still exists, by the address of each of its parameters."""
+        models = [(name, reference()) for name, reference in self._models]
+        return {get_address(p): name for name, model in models if model is not None for p in model.parameters()}
+
     def hash_all(self) -> dict[str, str]:
         """Return a hash of the parameters of each model that still exists, by a description of the model."""
         hashes = {}

@@ -118,9 +118,15 @@ def use_branch_by_part(rows: torch.Tensor, labels: torch.Tensor, number: int) ->
     return values.square().mean()
 
 
-def find_code(line: str) -> str:
-    """The text of a line of this file, given as "test_blame.py:12 in function"."""
-    return Path(__file__).read_text().splitlines()[int(line.rpartition(":")[2].split()[0]) - 1]
+def use_noise_filled_by_part(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    noise = torch.empty(8, 6).uniform_(-1, 1, generator=generator)[: len(rows)]
+    return MODEL(rows + noise).mean()
+
+
+def find_code(line: str, file: str = __file__) -> str:
+    """The text of a line of a file, given as "test_blame.py:12 in function"."""
+    return Path(file).read_text().splitlines()[int(line.rpartition(":")[2].split()[0]) - 1]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +145,7 @@ def find_code(line: str) -> str:
         (use_number_of_parts, "number", "16 // len(rows)"),
         (use_other_model, "tensor", "OTHERS[number](rows)"),
         (use_noise_by_part, "draw", "torch.randn("),
+        (use_noise_filled_by_part, "draw", ".uniform_("),
         (use_branch_by_part, "path", "values.relu()"),
     ],
 )
@@ -217,3 +224,21 @@ def test_a_value_that_differs_between_equal_runs_is_named(tmp_path: Path, change
     assert found is not None
     assert text in explain_repeat(found), found
     assert blame_repeat(runs[0], runs[0]) is None
+
+
+def test_a_call_that_only_one_of_two_equal_runs_makes_is_named(tmp_path: Path) -> None:
+    def flip(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+        return MODEL(rows.flip(-1)).mean()
+
+    def keep(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+        return MODEL(rows).mean()
+
+    runs = [record(tmp_path, loss, [slice(0, 8)])[0] for loss in (keep, flip)]
+    for calls in (run[0]["calls"] for run in runs):  # as if both used the model at the same line
+        for call in calls:
+            call["line"] = "train.py:9" if call["func"] != "flip" else call["line"]
+    for one, other in (runs, reversed(runs)):
+        found = blame_repeat(one, other)
+        assert found is not None
+        assert (found.kind, found.call) == ("path", "flip")
+        assert "rows.flip(-1)" in find_code(found.line)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from headway.verify.proofs import PROOFS
+from headway.verify.proofs.repeats import sort_by_distance
 from headway.verify.verdict import RunSet
 from tests.unit.verify.made_records import NAMES, make_record
 from tests.unit.verify.test_proofs import make_resumed, make_runs
@@ -47,7 +48,182 @@ def test_a_buffer_that_changes_in_evaluation_is_named_with_its_line() -> None:
     assert "the buffer scale changes at train.py:20 in forward" in PROOFS["learning"](runs).reason
 
 
+@pytest.mark.parametrize(
+    ("stale", "moves", "status"),
+    [(["last.weight"], True, "FAIL"), (["last.weight"], False, "PASS"), ([], True, "PASS")],
+)
+def test_a_parameter_that_changes_after_it_was_frozen_fails(stale: list[str], moves: bool, status: str) -> None:
+    runs = make_first({})
+    for number in (3, 4):
+        runs.first.first[number].stale.extend(stale)
+        if not moves:
+            runs.first.first[number].hashes["last.weight"] = runs.first.first[2].hashes["last.weight"]
+    verdict = PROOFS["learning"](runs)
+    assert verdict.status == status, verdict
+    assert ("last.weight is frozen in update 3, but the optimizer still changes" in verdict.reason) == (
+        status == "FAIL"
+    )
+
+
+@pytest.mark.parametrize(("updates", "status"), [((1, 2), "FAIL"), ((3,), "PASS")])
+def test_gradients_that_are_discarded_again_and_again_fail(updates: tuple[int, ...], status: str) -> None:
+    runs = make_first({})
+    for number in updates:
+        runs.first.first[number].discarded.append("train.py:21 in main")
+    verdict = PROOFS["learning"](runs)
+    assert verdict.status == status, verdict
+    assert ("zero_grad() at train.py:21 in main" in verdict.reason) == (status == "FAIL")
+
+
+@pytest.mark.parametrize(
+    ("modes", "dropouts", "status"),
+    [
+        ((["train"], ["train"], ["eval"], ["eval"]), 1, "FAIL"),
+        ((["train"], ["train"], ["eval"], ["eval"]), 0, "PASS"),  # the mode changes nothing
+        ((["eval"], ["eval"], ["eval"], ["eval"]), 1, "PASS"),  # trained in evaluation mode on purpose
+        ((["train"], ["eval", "train"], ["train"], ["eval", "train"]), 1, "PASS"),  # an evaluation with gradients
+        ((["train"], ["train"], ["train"], ["eval"]), 1, "PASS"),
+    ],
+)
+def test_a_model_that_stays_in_evaluation_mode_fails(modes: Any, dropouts: int, status: str) -> None:
+    runs = make_first({"num_dropouts": dropouts, "evaluations": {"train.py:7 in evaluate": "eval"}})
+    for number, found in enumerate(modes, 1):
+        runs.first.first[number].modes["0"] = found
+    verdict = PROOFS["learning"](runs)
+    assert verdict.status == status, verdict
+    expected = "from update 3 on, the model is trained in evaluation mode: eval() at train.py:7 in evaluate"
+    assert (expected in verdict.reason) == (status == "FAIL")
+
+
+def test_a_parameter_without_a_gradient_comes_with_the_call_that_cuts_it_off() -> None:
+    runs = make_first({}, {"norms": {"first.weight": 1.0, "first.bias": 1.0}})
+    calls = [
+        {"func": "input", "own": "last.weight", "line": "train.py:5", "in": []},
+        {"func": "linear", "line": "train.py:5 in forward", "in": [0], "is_cut": True},
+    ]
+    runs.first.__dict__["_traces"] = {0: [{"update": 1, "calls": calls, "loss": 1}]}
+    verdict = PROOFS["learning"](runs)
+    assert "last.weight got no gradient" in verdict.reason
+    assert verdict.details == ("its result is cut off by linear() at train.py:5 in forward",)
+
+
 # -------------------------------------------------------------------- processes and samples
+
+
+def make_unlike(num_losses: int = 1, **changes: Any) -> RunSet:
+    """Runs whose gradients differ on two processes, with a change in each update of rank 0."""
+    several = make_record(num_ranks=2, noise=0.3, changes={1: {"losses": [1.0] * num_losses, **changes}})
+    return make_runs(several=several)
+
+
+def test_gradients_that_are_clipped_before_the_last_micro_batch_are_the_cause() -> None:
+    reason = PROOFS["processes"](make_unlike(2, gradient_lines={"train.py:31": [1, 2]})).reason
+    assert "train.py:31 changes gradients before all micro-batches of the update are added up" in reason
+
+
+def test_a_line_that_changes_gradients_otherwise_on_several_processes_is_named() -> None:
+    reason = PROOFS["processes"](make_unlike(2, gradient_lines={"train.py:31": [2]})).reason
+    assert "train.py:31 changes gradients, and not in the same way on several processes" in reason
+
+
+def test_only_the_layout_differs_and_the_line_that_changes_gradients_is_named() -> None:
+    layout = make_record(num_ranks=2, noise=0.3, changes={1: {"gradient_lines": {"train.py:24": [1]}}})
+    runs = make_runs(layout=layout, layout_name="fsdp")
+    assert PROOFS["processes"](runs).status == "PASS"
+    assert "one rank's shard: train.py:24 changes gradients" in PROOFS["layout"](runs).reason
+
+
+def test_learning_rates_that_the_ranks_set_differently_come_with_the_line() -> None:
+    several = make_record(num_ranks=2, code=1, changes={2: {"rate_lines": ["train.py:36 in main"]}})
+    several.output = (
+        "headway.errors.StateError: the optimizers of the ranks are not alike: 'lr' of parameter group 0 is 1"
+    )
+    reason = PROOFS["processes"](make_runs(several=several)).reason
+    assert "set other learning rates at train.py:36 in main" in reason
+
+
+def test_outputs_that_depend_on_padding_are_a_cause() -> None:
+    runs = make_unlike()
+    runs.probed = make_record(facts={"leaks": [{"kind": "padding", "leaks": True, "where": ""}]})
+    assert "the outputs depend on padding" in PROOFS["processes"](runs).reason
+
+
+def make_number_trace(value: float) -> list[dict[str, Any]]:
+    """The trace of one loss that is multiplied by a number."""
+    rows = [[value, value, value]]
+    calls = [
+        {"func": "input", "line": "train.py:20", "in": [], "shape": [], "rows": [[1.0, 1.0, 1.0]], "kind": "f"},
+        {"func": "mul", "line": "train.py:20", "in": [0], "shape": [], "rows": rows, "kind": "f", "numbers": [value]},
+    ]
+    about = {"update": 1, "loss": 1, "value": value, "weight": None, "reduction": "mean", "line": "train.py:21"}
+    return [{**about, "rows": 4, "calls": calls}]
+
+
+@pytest.mark.parametrize("is_lone", [True, False])
+def test_a_generator_that_only_one_rank_advances_is_the_cause(is_lone: bool) -> None:
+    runs = make_unlike()
+    assert runs.several is not None
+    assert runs.reference is not None
+    runs.reference.__dict__["_traces"] = {0: make_number_trace(1.0)}
+    runs.several.__dict__["_traces"] = {0: make_number_trace(1.0), 1: make_number_trace(3.0)}
+    for facts in runs.several.facts[: 1 if is_lone else 2]:
+        facts["draws"] = {"train.py:38": "random.randrange"}
+    reason = PROOFS["processes"](runs).reason
+    assert "a number in mul() at train.py:20" in reason
+    assert ("only rank 0 draws from random.randrange() at train.py:38" in reason) == is_lone
+
+
+def make_draw_trace(value: float) -> list[dict[str, Any]]:
+    """The trace of one loss that is a draw from a generator."""
+    trace = make_number_trace(value)
+    trace[0]["calls"][1] |= {"func": "uniform_", "numbers": []}
+    return trace
+
+
+def test_ranks_of_one_group_that_draw_otherwise_are_the_cause_of_an_error() -> None:
+    layout = make_record(num_updates=0, num_ranks=2, code=1, facts={"shard": [0, 1], "strategy": "tp"})
+    layout.output = "headway.errors.PrepareError: the gradients of 2 parameters differ between ranks 0, 1"
+    runs = make_runs(layout=layout, layout_name="tp")
+    assert runs.reference is not None
+    runs.reference.__dict__["_traces"] = {0: make_draw_trace(1.0)}
+    layout.__dict__["_traces"] = {0: make_draw_trace(1.0), 1: make_draw_trace(3.0)}
+    verdict = PROOFS["layout"](runs)
+    assert "uniform_() at train.py:20 draws other random numbers on each rank" in verdict.reason
+    assert "differ between ranks 0, 1" in verdict.details[0]
+
+
+@pytest.mark.parametrize(("noise", "status"), [(1e-7, "NOT CHECKED"), (0.3, "FAIL")])
+def test_equal_draws_that_the_layout_requires_are_no_alarm(noise: float, status: str) -> None:
+    layout = make_record(num_ranks=2, noise=noise, facts={"shard": [0, 1], "strategy": "tp"})
+    runs = make_unlike()
+    runs.layout, runs.layout_name = layout, "tp"
+    assert runs.several is not None
+    assert runs.reference is not None
+    runs.reference.__dict__["_traces"] = {0: make_draw_trace(1.0)}
+    runs.several.__dict__["_traces"] = {0: make_draw_trace(1.0), 1: make_draw_trace(3.0)}
+    verdict = PROOFS["processes"](runs)
+    assert verdict.status == status, verdict
+
+
+def test_a_model_that_only_one_rank_changes_is_the_cause() -> None:
+    runs = make_unlike()
+    assert runs.several is not None
+    assert runs.reference is not None
+    traces = [make_number_trace(1.0), make_number_trace(3.0)]
+    for each in traces:
+        each[0]["calls"][1] |= {"func": "input", "name": "weight of a Linear", "in": [], "numbers": []}
+        each[0]["update"] = 2
+    runs.reference.__dict__["_traces"] = {0: traces[0]}
+    runs.several.__dict__["_traces"] = {0: traces[0], 1: traces[1]}
+    for number in NAMES:  # the first update is equal
+        runs.several.gradients(1)[number]
+        for key in ("g", "p"):
+            runs.several.__dict__["_known"][1][f"{key}:{number}"] = runs.reference.__dict__["_known"][1][
+                f"{key}:{number}"
+            ]
+    runs.several.first[1].written_outside["Teacher, created at train.py:9"] = ["train.py:14 in update"]
+    reason = PROOFS["processes"](runs).reason
+    assert "only rank 0 changes the weights of Teacher, created at train.py:9: train.py:14 in update" in reason
 
 
 @pytest.mark.parametrize(("values", "status"), [((0.5, 0.6), "FAIL"), ((0.5, 0.5), "PASS")])
@@ -97,11 +273,17 @@ def test_workers_that_yield_the_whole_stream_fail(rows: list[str], workers: int,
         ({"seeds": {"train.py:3": "1"}}, {"seeds": {"train.py:3": "2"}}, "the seed at train.py:3 is another one"),
         ({"seeds_at_start": {"torch": "a"}}, {"seeds_at_start": {"torch": "b"}}, "no seed is set"),
         ({"unseeded": {"train.py:4": "default_rng()"}}, {}, "default_rng() at train.py:4 has no seed"),
+        ({"suspects": {"unseeded": {"train.py:4": "RandomState"}}}, {}, "RandomState() at train.py:4 has no seed"),
+        (
+            {"suspects": {"outside": {"train.py:9": "datetime.now"}}},
+            {},
+            "the script reads the clock or another value from outside, datetime.now() at train.py:9",
+        ),
         ({}, {"listed": ["train.py:5"]}, "they follow the order of a folder's files"),
         (
             {"clocks": {"train.py:6": "time.time"}},
             {},
-            "the script reads the clock or a random name, time.time() at train.py:6",
+            "the script reads the clock or another value from outside, time.time() at train.py:6",
         ),
         ({}, {}, "the order of a set or hash() is left"),
     ],
@@ -142,6 +324,25 @@ def test_other_samples_after_a_resume_name_what_lacks_state(about: Any, batch: A
     assert runs.resumed is not None
     runs.resumed.facts[0]["loaders"] = {"0": loader}
     assert text in PROOFS["resume"](runs).reason
+
+
+def test_a_parameter_that_only_the_resumed_run_has_is_named() -> None:
+    runs = make_resumed(changes={})
+    assert runs.resumed is not None
+    runs.resumed.facts[0]["trainable"] = [*NAMES, "head.weight"]
+    runs.resumed.facts[0]["in_optimizer"] = list(NAMES)
+    reason = PROOFS["resume"](runs).reason
+    assert "the model has a parameter head.weight that it does not have without the kill" in reason
+    assert "no optimizer trains it" in reason
+
+
+def test_the_clock_that_is_read_near_the_difference_comes_first() -> None:
+    lines = {"train.py:5": "time.time", "train.py:40 in main": "time.monotonic", "other.py:30": "time.time"}
+    assert [line for line, _ in sort_by_distance(lines, "train.py:33 in main")] == [
+        "train.py:40 in main",
+        "train.py:5",
+        "other.py:30",
+    ]
 
 
 def test_a_model_outside_of_the_checkpoint_is_found_after_equal_losses() -> None:

@@ -1,9 +1,10 @@
 """Proof that all trainable parameters learn: they get gradients and change, while frozen parameters do not change."""
 
+from dataclasses import replace
 from typing import Any
 
 from headway.verify.proofs.processes import find_diverged
-from headway.verify.records import Update
+from headway.verify.records import RunRecord, Update
 from headway.verify.verdict import RunSet, Verdict, join
 
 KEY, TITLE = "learning", "what learns, learns"
@@ -17,11 +18,20 @@ def check_learning(runs: RunSet) -> Verdict:
     trainable = facts.get("trainable", [])
     if not trainable:
         return _fail("no parameter is trainable", "set requires_grad of the parameters to train")
-    checks = (_check_optimizers, _check_gradients, _check_experts, _check_frozen_norms, _check_movement)
+    checks = (
+        _check_optimizers,
+        _check_gradients,
+        _check_experts,
+        _check_frozen_norms,
+        _check_movement,
+        _check_stale_gradients,
+        _check_discards,
+        _check_modes,
+    )
     for check in checks:
         found = check(facts, updates)
         if found is not None:
-            return found
+            return _add_place(found, first) if check is _check_gradients else found
     found = _check_buffers(runs, updates) or _check_replicas(runs)
     if found is not None:
         return found
@@ -145,6 +155,79 @@ def _check_movement(facts: dict[str, Any], updates: list[Update]) -> Verdict | N
             "look for code that writes to it, such as a moving average",
         )
     return None
+
+
+def _check_stale_gradients(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+    """Return the failed verdict if an optimizer changes a parameter after the script has frozen it, else None."""
+    before = facts.get("initial", {})
+    for update in updates:
+        moved = [name for name in update.stale if update.hashes.get(name) != before.get(name)]
+        if moved:
+            return _fail(
+                f"{join(moved)} is frozen in update {update.number}, but the optimizer still changes it: its gradient is a "
+                "tensor, so momentum and weight decay go on",
+                "remove the gradient when you freeze: use zero_grad(set_to_none=True), or set parameter.grad = None",
+            )
+        before = update.hashes
+    return None
+
+
+def _check_discards(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+    """Return the failed verdict if `zero_grad` often discards the gradients of a batch before a step, else None."""
+    found = [update for update in updates if update.discarded]
+    if len(found) < 2:  # one batch may be left out on purpose
+        return None
+    num = sum(len(update.discarded) for update in found)
+    return _fail(
+        f"zero_grad() at {found[0].discarded[0]} clears gradients before an optimizer step has used them: those of {num} "
+        f"batches in {len(updates)} updates are lost",
+        "call zero_grad() after optimizer.step(), not before each backward",
+    )
+
+
+def _check_modes(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+    """Return the failed verdict if a model with dropout or batch norms stays in evaluation mode, else None.
+
+    It must have trained in training mode before, because some scripts train in evaluation mode on purpose.
+    """
+    if not (facts.get("num_dropouts") or facts.get("norms")):
+        return None
+    for model in sorted({model for update in updates for model in update.modes}):
+        modes = [(update.number, update.modes[model]) for update in updates if model in update.modes]
+        first = next((index for index, (_, found) in enumerate(modes) if "train" not in found), 0)
+        if first and len(modes) - first > 1 and all(found == ["eval"] for _, found in modes[first:]):
+            lines = list(facts.get("evaluations", {}))
+            at = f" at {lines[-1]}" if lines else ""
+            return _fail(
+                f"from update {modes[first][0]} on, the model is trained in evaluation mode: eval(){at} is not followed by train()",
+                "call model.train() after the evaluation: dropout is off, and batch norms keep their statistics",
+            )
+    return None
+
+
+def _add_place(found: Verdict, first: RunRecord) -> Verdict:
+    """Return the verdict about a parameter without a gradient, with the call that cuts it off from the loss."""
+    name = found.reason.split(" got no gradient")[0].split(",")[0]
+    place = _find_cut(first, name)
+    return replace(found, details=(f"its result is cut off by {place}",)) if place else found
+
+
+def _find_cut(first: RunRecord, name: str) -> str:
+    """Return the first torch call that uses a parameter but returns a result without a gradient, or "".
+
+    Args:
+        first: Run on one process.
+        name: Name of the parameter.
+    """
+    for loss in first.trace(0, min(first.first)):
+        calls = loss["calls"]
+        reached = {index for index, call in enumerate(calls) if f".{call.get('own', '')}".endswith(f".{name}")}
+        for index, call in enumerate(calls):
+            if not reached.isdisjoint(call["in"]):
+                if call.get("is_cut"):
+                    return f"{call['func']}() at {call['line']}"
+                reached.add(index)
+    return ""
 
 
 def _check_buffers(runs: RunSet, updates: list[Update]) -> Verdict | None:

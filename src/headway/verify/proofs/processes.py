@@ -1,5 +1,7 @@
 """Proofs that the number of processes and the layout do not change the result of training."""
 
+from typing import Any
+
 from headway.verify.blame import Blame, blame_parts
 from headway.verify.causes import explain_parts
 from headway.verify.compare import RunDifference, count_rows, count_samples, find_first_difference
@@ -47,7 +49,7 @@ def _check(key: str, title: str, runs: RunSet, other: RunRecord | None, name: st
             "give the script a batch size that is, or verify with another -n",
         )  # fmt: skip
     if not other.is_complete:
-        return _judge_failure(key, title, other, name)
+        return _judge_failure(key, title, reference, other, name)
     local = _find_local_metric(other)
     if local is not None:
         return Verdict(
@@ -80,12 +82,13 @@ def _check(key: str, title: str, runs: RunSet, other: RunRecord | None, name: st
     return _explain(key, title, runs, reference, other, name, found)
 
 
-def _judge_failure(key: str, title: str, other: RunRecord, name: str) -> Verdict:
+def _judge_failure(key: str, title: str, reference: RunRecord, other: RunRecord, name: str) -> Verdict:
     """Return the verdict on a run that ended with an error or made no progress.
 
     Args:
         key: Key of the proof.
         title: Title of the proof.
+        reference: Run on one process.
         other: Run that failed.
         name: Description of the run, such as "2 processes".
     """
@@ -104,6 +107,19 @@ def _judge_failure(key: str, title: str, other: RunRecord, name: str) -> Verdict
             key, title, "FAIL", f"the replicas on {name} are not alike: the script changes {written[0]} at {where}", (reason,),
             "change weights on all ranks alike, with the same random numbers, or before prepare()", "several_models.md",
         )  # fmt: skip
+    set_at = list(
+        dict.fromkeys(line for updates in other.updates for each in updates.values() for line in each.rate_lines)
+    )
+    if set_at and "optimizers of the ranks are not alike: 'lr'" in reason:
+        return Verdict(
+            key, title, "FAIL", f"the ranks on {name} set other learning rates at {join(set_at[-2:])}", (reason,),
+            "decide by a value that is equal on all ranks, such as accelerator.reduce(loss.detach(), 'mean')", "schedules.md",
+        )  # fmt: skip
+    unlike = "differ between ranks" in reason or "are not alike" in reason
+    blame = blame_ranks(reference, other, other.num_updates + 1) if unlike else None
+    if blame is not None:
+        cause, advice, page = _find_lone_cause(other, blame, other.num_updates + 1) or _describe_blame(blame)
+        return Verdict(key, title, "FAIL", cause, (reason,), advice, page)
     what = "hangs" if other.code is None or other.code == 70 else "fails"
     lines = tuple(line for line in other.output.splitlines()[-8:] if line.strip())
     return Verdict(
@@ -210,9 +226,18 @@ def _explain(
         and runs.several.is_complete
         and find_first_difference(reference, runs.several, runs.reordered)[0] is None
     )
-    cause, advice, page = _find_cause(reference, other, found, is_layout_only=is_layout_only)
+    padded = runs.probed.fact.get("leaks", ()) if runs.probed is not None else ()
+    depends_on_padding = any(each["kind"] == "padding" and each["leaks"] for each in padded)
+    cause, advice, page = _find_cause(
+        reference, other, found, is_layout_only=is_layout_only, depends_on_padding=depends_on_padding
+    )
     if cause:
         details.append(cause)
+    if key == "processes" and _is_drawn_for_a_group(runs, other, update):
+        return Verdict(
+            key, title, "NOT CHECKED",
+            f"{cause}; under {runs.layout_name}, where all ranks have the same rows, the result is the same", tuple(details),
+        )  # fmt: skip
     unshared = {**reference.fact.get("unshared", {}), **other.fact.get("unshared", {})}
     drew = _list_drawing(reference)
     if not _has_equal_samples(reference, other, update):
@@ -239,8 +264,32 @@ def _explain(
     return Verdict(key, title, "FAIL", reason, tuple(each for each in details if each != cause), advice, page)
 
 
+def _is_drawn_for_a_group(runs: RunSet, other: RunRecord, update: int) -> bool:
+    """Whether a difference comes from random numbers that are equal on all ranks, as the user's layout requires.
+
+    Under tensor parallelism, for example, all ranks of a group compute the same rows and must add the same noise to
+    them. Without the layout, each rank has other rows, but the same noise.
+
+    Args:
+        runs: Records of all runs.
+        other: Run on several processes without the layout.
+        update: Number of the first update that differs.
+    """
+    layout, reference = runs.layout, runs.reference
+    if layout is None or reference is None or not layout.is_complete or len({f["shard"][0] for f in layout.facts}) > 1:
+        return False
+    blame = blame_ranks(reference, other, update)
+    is_draw = blame is not None and blame.kind == "draw"
+    return is_draw and find_first_difference(reference, layout, runs.reordered)[0] is None
+
+
 def _find_cause(
-    reference: RunRecord, other: RunRecord, found: RunDifference, *, is_layout_only: bool
+    reference: RunRecord,
+    other: RunRecord,
+    found: RunDifference,
+    *,
+    is_layout_only: bool,
+    depends_on_padding: bool,
 ) -> tuple[str, str, str]:
     """Return the likely cause of a difference, advice on what to change, and a page of the documentation.
 
@@ -249,16 +298,12 @@ def _find_cause(
         other: Run that differs.
         found: First difference beyond the tolerance.
         is_layout_only: Whether the run on several processes without the layout agrees with the run on one process.
+        depends_on_padding: Whether the model's outputs for real tokens change with the padding.
     """
     difference, ranks = found.difference, other.num_processes
     update = difference.update
     if is_layout_only:
-        return (
-            "only this layout differs: code of the script reads or changes one rank's shard",
-            "look for to_local(), .data and norms of parameters or gradients in the loop: use accelerator.clip_grad_norm_(), and "
-            "full_tensor() for values of whole tensors",
-            "fsdp.md",
-        )  # fmt: skip
+        return _find_cause_of_layout(reference, other, found)
     if difference.one_sided:
         return (
             f"{join(found.others)} has a gradient only on one process, or only on several: the loop depends on their number",
@@ -268,8 +313,14 @@ def _find_cause(
         return _find_cause_of_step(reference, other, found)
     blame = blame_ranks(reference, other, update)
     if blame is not None:
-        cause = explain_parts(blame, "rank")
-        return cause.reason, cause.advice, cause.page
+        return _find_lone_cause(other, blame, update) or _describe_blame(blame)
+    lines = _list_gradient_lines(other, update, is_early=True)
+    if lines:
+        return (
+            f"{join(lines)} changes gradients before all micro-batches of the update are added up, so each rank changes its own",
+            "change or clip gradients only if accelerator.sync_gradients is true: use accelerator.clip_grad_norm_()",
+            "accumulation.md",
+        )  # fmt: skip
     if difference.is_proportional:
         factor = difference.factor
         text = f"{factor:.3g}" if factor >= 1 else f"1/{1 / factor:.3g}" if factor > 0 else f"{factor:.3g}"
@@ -286,6 +337,19 @@ def _find_cause(
             f"{normalized[0]} is a BatchNorm that normalizes over the rows of one rank only",
             "convert the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before prepare()", "troubleshooting.md",
         )  # fmt: skip
+    lines = _list_gradient_lines(other, update)
+    if lines:
+        return (
+            f"{join(lines)} changes gradients, and not in the same way on several processes as on one",
+            "change gradients only by values that are equal on all ranks, between backward and optimizer.step()",
+            "several_models.md",
+        )  # fmt: skip
+    if depends_on_padding:
+        return (
+            "the outputs depend on padding, and the ranks pad their rows to another length than one process",
+            "pass the attention mask to the model, and leave padding out of sums and means",
+            "verify.md#nothing-leaks",
+        )
     share = len(found.others) / max(1, len(difference.by_name))
     if share < 0.5:
         return (
@@ -300,6 +364,100 @@ def _find_cause(
     )  # fmt: skip
 
 
+def _describe_blame(blame: Blame) -> tuple[str, str, str]:
+    cause = explain_parts(blame, "rank")
+    return cause.reason, cause.advice, cause.page
+
+
+def _find_cause_of_layout(reference: RunRecord, other: RunRecord, found: RunDifference) -> tuple[str, str, str]:
+    """Return (cause, advice, page) for a difference that several processes without the layout do not show.
+
+    Args:
+        reference: Run on one process.
+        other: Run under the layout.
+        found: First difference.
+    """
+    update = found.difference.update
+    blame = blame_ranks(reference, other, update) if found.is_before_step else None
+    # Tensor, pipeline and context parallelism make other calls by design.
+    if blame is not None and (blame.kind != "path" or other.fact.get("strategy") in ("fsdp", "hsdp")):
+        return _find_lone_cause(other, blame, update) or _describe_blame(blame)
+    lines = _list_gradient_lines(other, update)
+    what = "changes gradients"
+    if not found.is_before_step:
+        lines = _list_writers([updates[update] for updates in other.updates if update in updates]) or lines
+        what = "changes weights"
+    by = f": {join(lines)} {what}" if lines else ""
+    return (
+        f"only this layout differs: code of the script reads or changes one rank's shard{by}",
+        "look for to_local(), .data and norms of parameters or gradients in the loop: use accelerator.clip_grad_norm_(), and "
+        "full_tensor() for values of whole tensors",
+        "fsdp.md",
+    )  # fmt: skip
+
+
+def _find_lone_cause(other: RunRecord, blame: Blame, update: int) -> tuple[str, str, str] | None:
+    """Return (cause, advice, page) if a line that only some ranks run explains a call that differs, else None.
+
+    Such a line changes a model outside of `prepare`, or draws from a global generator of Python or NumPy.
+
+    Args:
+        other: Run on several processes.
+        blame: First call that differs.
+        update: Number of the update in which it differs.
+    """
+    texts = explain_parts(blame, "rank")
+    if blame.kind == "tensor":
+        by_rank = [
+            {(line, name) for each in updates.values() if each.number < update for name, lines in each.written_outside.items()
+             for line in lines}
+            for updates in other.updates
+        ]  # fmt: skip
+        for (line, name), ranks in _find_lone(by_rank):
+            return (
+                f"only {ranks} changes the weights of {name}: {line}",
+                "change them on every rank alike, without a condition on the rank",
+                "several_models.md",
+            )
+    if blame.kind in ("number", "draw", "path", "tensor"):
+        drawn = [set(facts.get("draws", {}).items()) for facts in other.facts]
+        for (line, name), ranks in _find_lone(drawn):
+            return (
+                f"only {ranks} draws from {name}() at {line}, so the ranks draw other random numbers afterwards: {texts.reason}",
+                "draw on every rank alike, or from a generator of its own, such as random.Random(0)",
+                "several_models.md",
+            )
+    return None
+
+
+def _find_lone(by_rank: list[set[tuple[str, str]]]) -> list[tuple[tuple[str, str], str]]:
+    """Return the entries that some ranks have and others lack, with the names of the ranks that have them."""
+    found = []
+    for each in sorted(set().union(*by_rank)):
+        ranks = [rank for rank, there in enumerate(by_rank) if each in there]
+        if len(ranks) < len(by_rank):
+            found.append((each, f"rank {join([str(rank) for rank in ranks])}"))
+    return found
+
+
+def _list_gradient_lines(other: RunRecord, update: int, *, is_early: bool = False) -> list[str]:
+    """Return the lines of the script that changed gradients up to an update.
+
+    Args:
+        other: Run on several processes.
+        update: Number of the last update to examine.
+        is_early: Whether to return only lines that changed gradients before the last backward pass of an update.
+            Default: False.
+    """
+    found: dict[str, None] = {}
+    for updates in other.updates:
+        for each in updates.values():
+            for line, counts in each.gradient_lines.items():
+                if each.number <= update and not (is_early and min(counts) >= len(each.losses)):
+                    found[line] = None
+    return list(found)
+
+
 def blame_ranks(reference: RunRecord, other: RunRecord, update: int) -> Blame | None:
     """Return an update's first torch call whose results on the ranks do not match its result on one process.
 
@@ -310,12 +468,24 @@ def blame_ranks(reference: RunRecord, other: RunRecord, update: int) -> Blame | 
         other: Run on several processes.
         update: Number of the update.
     """
-    shards: dict[int, int] = {}
+    shards: dict[int, list[int]] = {}
     for rank, facts in enumerate(other.facts):
-        shards.setdefault(facts["shard"][0], rank)
-    is_mixed = reference.fact.get("mixed_precision", "no") != "no"
-    parts = [other.trace(rank, update) for rank in shards.values()]
-    return blame_parts(reference.trace(0, update), parts, **({"loose": 0.05} if is_mixed else {}))
+        shards.setdefault(facts["shard"][0], []).append(rank)
+    loose: dict[str, Any] = {"loose": 0.05} if reference.fact.get("mixed_precision", "no") != "no" else {}
+    whole = reference.trace(0, update)
+    found: list[Blame] = []
+    for number in range(max(map(len, shards.values()), default=0)):
+        # All ranks of a group of tensor parallelism compute the same rows, so each must match one process.
+        ranks = [group[min(number, len(group) - 1)] for group in shards.values()]
+        if number and "tp" not in other.fact.get("strategy", ""):
+            break
+        blame = blame_parts(whole, [other.trace(rank, update) for rank in ranks], **loose)
+        if blame is not None:
+            found.append(blame)
+    # What one rank of a group does differently reaches the others, whose first difference is later.
+    order = [(call["line"], call["func"]) for loss in whole for call in loss["calls"]]
+    places = [order.index((each.line, each.call)) if (each.line, each.call) in order else len(order) for each in found]
+    return found[places.index(min(places))] if found else None
 
 
 def _find_cause_of_step(reference: RunRecord, other: RunRecord, found: RunDifference) -> tuple[str, str, str]:

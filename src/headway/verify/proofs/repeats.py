@@ -84,7 +84,10 @@ def _explain(first: RunRecord, again: RunRecord, update: int, reason: str, detai
     unseeded = _list_unseeded(first, again)
     lines = list(details)
     seeds = [line for line, seed in facts.get("seeds", {}).items() if there.get("seeds", {}).get(line, seed) != seed]
-    clocks = [f"{name}() at {line}" for line, name in facts.get("clocks", {}).items()]
+    blame = blame_repeat(first.trace(0, update), again.trace(0, update))
+    suspects = facts.get("suspects", {})
+    reads = {**facts.get("clocks", {}), **suspects.get("outside", {})}
+    clocks = [f"{name}() at {line}" for line, name in sort_by_distance(reads, blame.line if blame is not None else "")]
     if seeds:
         read = [f"the clock is read: {each}" for each in clocks[:2]]
         return _fail(
@@ -104,6 +107,12 @@ def _explain(first: RunRecord, again: RunRecord, update: int, reason: str, detai
             f"{reason}: {own[0]} has no seed", [*lines, *own[1:3]],
             "give the generator a seed, such as numpy.random.default_rng(0): set_seed() does not reach it",
         )  # fmt: skip
+    guessed = [f"{name}() at {line}" for line, name in suspects.get("unseeded", {}).items()]
+    if guessed:  # workers and types of numpy create generators that are only seen in the source
+        return _fail(
+            f"{reason}: {guessed[0]} has no seed", [*lines, *guessed[1:3]],
+            "give the generator a seed that depends on the sample, such as numpy.random.default_rng(index)",
+        )  # fmt: skip
     listed = there.get("listed", [])
     if listed:
         return _fail(
@@ -111,13 +120,12 @@ def _explain(first: RunRecord, again: RunRecord, update: int, reason: str, detai
             [*lines, f"the second run got the files in reverse order, at {join(listed)}"],
             "sort the names: sorted(os.listdir(folder))",
         )  # fmt: skip
-    blame = blame_repeat(first.trace(0, update), again.trace(0, update))
     where = explain_repeat(blame) if blame is not None and not _is_batch(blame.call, reason) else ""
     if where:
         lines.append(where)
     if clocks:
         return _fail(
-            f"{reason}: the script reads the clock or a random name, {clocks[0]}", [*lines, *clocks[1:3]],
+            f"{reason}: the script reads the clock or another value from outside, {clocks[0]}", [*lines, *clocks[1:3]],
             "let no result depend on the time: count steps instead",
         )  # fmt: skip
     drawn = [f"{name}() at {line}" for line, name in {**facts.get("draws", {}), **facts.get("drawn", {})}.items()]
@@ -134,6 +142,27 @@ def _explain(first: RunRecord, again: RunRecord, update: int, reason: str, detai
         ],
         "sort the set before it gives an order: sorted(words); use hashlib instead of hash()",
     )
+
+
+def sort_by_distance(lines: dict[str, str], place: str) -> list[tuple[str, str]]:
+    """Return lines of the script with their values, the nearest to a place first. Other files come last.
+
+    Args:
+        lines: Values by line, such as "train.py:12 in main".
+        place: Line from which distances are measured; "" to keep the order.
+    """
+    file, number = _split_line(place)
+
+    def measure(item: tuple[str, str]) -> int:
+        there, line = _split_line(item[0])
+        return abs(line - number) if there == file else 1 << 30
+
+    return sorted(lines.items(), key=measure)
+
+
+def _split_line(place: str) -> tuple[str, int]:
+    file, _, rest = place.partition(" ")[0].rpartition(":")
+    return file, int(rest) if rest.isdigit() else 0
 
 
 def _is_batch(call: str, reason: str) -> bool:

@@ -49,8 +49,9 @@ def check_resume(runs: RunSet) -> Verdict:
         if resumed.first:
             what = f"the resumed run continues with update {min(resumed.first)} instead of {saved + 1}"
         return Verdict(KEY, TITLE, "FAIL", what, (), "loop over accelerator.epochs(num_epochs), not range()", PAGE)
+    found = _find_other_parameters(first, resumed)
     for update in shared:
-        found = _find_difference(first, resumed, update, saved)
+        found = found or _find_difference(first, resumed, update, saved)
         if found is not None:
             return found
     more, failure = _check_several(runs, saved)
@@ -62,6 +63,25 @@ def check_resume(runs: RunSet) -> Verdict:
         "PASS",
         f"killed (SIGKILL) and resumed after update {saved}: {len(shared)} updates equal bit by bit{more}",
     )
+
+
+def _find_other_parameters(first: RunRecord, resumed: RunRecord) -> Verdict | None:
+    """Return the failed verdict if the resumed run has other parameters, such as an untied copy, else None."""
+    ours, theirs = (set(run.fact.get("trainable", ())) | set(run.fact.get("frozen", ())) for run in (first, resumed))
+    more, fewer = sorted(theirs - ours), sorted(ours - theirs)
+    if not ours or not theirs or not (more or fewer):
+        return None
+    optimized = resumed.fact.get("in_optimizer", more)
+    if more:
+        what = f"the model has a parameter {join(more)} that it does not have without the kill, such as an untied copy"
+        what += "" if more[0] in optimized else ", and no optimizer trains it"
+    else:
+        what = f"the model has no parameter {join(fewer)} of its own, unlike without the kill"
+    return _fail(
+        f"after the resume, {what}", (),
+        "build the model alike before and after a resume: tie weights before prepare(), and copy values into existing parameters",
+        PAGE,
+    )  # fmt: skip
 
 
 def _find_difference(first: RunRecord, resumed: RunRecord, update: int, saved: int) -> Verdict | None:

@@ -1,0 +1,73 @@
+"""Finds calls in the script's source that can make two runs differ: generators without a seed, and outside values.
+
+`SourceWatch` records such calls while they run. It cannot see calls in worker processes of a loader, or calls of types
+that cannot be replaced, such as `datetime.now` and `RandomState`. A call in the source may never run, so it is weaker
+evidence than a recorded one.
+"""
+
+import ast
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from headway.common.callsite import is_user_file
+
+_UNSEEDED = ("RandomState", "default_rng", "Random", "PCG64", "Philox", "SeedSequence")
+"""Constructors of generators that take a seed as their first argument."""
+_OUTSIDE = (
+    ("datetime", "now"),
+    ("datetime", "utcnow"),
+    ("datetime", "today"),
+    ("date", "today"),
+    ("Timestamp", "now"),
+    ("os", "urandom"),
+    ("os", "getpid"),
+    ("random", "SystemRandom"),
+    ("secrets", ""),
+)
+"""Last two names of functions whose results differ between runs. The second name "" stands for any."""
+_MOST_FILES = 50
+_MOST_BYTES = 1 << 20
+_MOST_LINES = 20
+
+
+def scan_sources() -> dict[str, dict[str, str]]:
+    """Return calls in the source of all imported files of the user, by kind and by line, such as "train.py:12".
+
+    The kinds are "unseeded" (generators that are created without a seed) and "outside" (values from outside).
+    """
+    found: dict[str, dict[str, str]] = {"unseeded": {}, "outside": {}}
+    for path in _list_files():
+        try:
+            tree = ast.parse(path.read_text())
+        except (OSError, ValueError, SyntaxError):
+            continue
+        shown = str(path).removeprefix(os.getcwd() + os.sep)
+        for line, kind, name in _list_calls(tree):
+            if len(found[kind]) < _MOST_LINES:
+                found[kind].setdefault(f"{shown}:{line}", name)
+    return found
+
+
+def _list_files() -> list[Path]:
+    names = dict.fromkeys(getattr(each, "__file__", None) or "" for each in list(sys.modules.values()))
+    paths = [Path(each) for each in names if each.endswith(".py") and is_user_file(each)]
+    return [each for each in paths if each.exists() and each.stat().st_size < _MOST_BYTES][:_MOST_FILES]
+
+
+def _list_calls(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Yield the line, the kind and the name of each call that can make two runs differ."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        owner, last = ("", *name.split("."))[-2:]
+        if any(owner == one and other in ("", last) for one, other in _OUTSIDE):
+            yield node.lineno, "outside", name
+        elif last in _UNSEEDED and not node.keywords and all(_is_none(each) for each in node.args):
+            yield node.lineno, "unseeded", name
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
