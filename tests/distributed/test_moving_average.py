@@ -233,7 +233,7 @@ def save_power_averages(folder: Path, layout: str, kind: str) -> None:
 def test_another_width_is_reconstructed_from_any_layout(tmp_path: Path, layout: str, num_ranks: int, kind: str) -> None:
     """Equal to the same combination of averages that one process has computed by hand."""
     run_ranks(save_power_averages, num_ranks, tmp_path / "saved", layout, kind)
-    result = reconstruct_average((tmp_path / "saved").iterdir(), tmp_path / "result", 0.15)
+    result = reconstruct_average(tmp_path / "saved", tmp_path / "result", 0.15)
     assert result.num_averages == 8
     found = load_file(result.files[0])
     states: dict[str, list[torch.Tensor]] = {}

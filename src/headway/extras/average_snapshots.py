@@ -116,6 +116,25 @@ def write_snapshot(folder: str | Path, state: Mapping[str, Any], run: Run | None
         run.strategy.everyone.barrier()
 
 
+def list_snapshots(folder: str | Path) -> list[Path]:
+    """Return the complete snapshots and checkpoints in a folder, or the folder itself if it is one.
+
+    Raises:
+        ConfigError: If there are none.
+    """
+    place = to_path(folder)
+    if isinstance(place, ObjectPath):
+        raise ConfigError(f"{place} is a URL; copy the snapshots to a folder")
+    candidates = [place, *sorted(place.glob("[!.]*/"))]  # a dot marks saves that are not complete
+    found = [each for each in candidates if (each / MANIFEST).is_file() or (each / DESCRIPTION).is_file()]
+    if not found:
+        raise ConfigError(
+            f"{place} contains neither checkpoints nor snapshots of averages; give a folder with those that save_state() or "
+            "ExponentialMovingAverage.save_snapshot() wrote"
+        )
+    return found
+
+
 def find_power_averages(folder: str | Path) -> list[StoredAverage]:
     """Return the power-function averages in a snapshot or a checkpoint. Values are not read yet.
 

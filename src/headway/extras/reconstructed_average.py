@@ -12,7 +12,7 @@ import torch
 
 from headway.core.weights.export import save_weights
 from headway.errors import ConfigError
-from headway.extras.average_snapshots import StoredAverage, find_power_averages
+from headway.extras.average_snapshots import StoredAverage, find_power_averages, list_snapshots
 from headway.extras.power_average import Profile, check_width, solve_coefficients
 
 
@@ -61,7 +61,7 @@ class _CombinedTensor:
 
 
 def reconstruct_average(
-    snapshots: Iterable[str | Path],
+    snapshots: str | Path | Iterable[str | Path],
     folder: str | Path,
     sigma_rel: float,
     *,
@@ -75,8 +75,8 @@ def reconstruct_average(
     at regular intervals. Call this function in one process. It holds only a few tensors in memory at a time.
 
     Args:
-        snapshots: Folders that `ExponentialMovingAverage.save_snapshot` wrote, or checkpoints, all from one run. Of a
-            checkpoint, all averages with a `PowerDecay` are used.
+        snapshots: Folders that `ExponentialMovingAverage.save_snapshot` wrote, or checkpoints, all from one run. One
+            path is a folder that contains them. Of a checkpoint, all averages with a `PowerDecay` are used.
         folder: Folder for the result, created if missing. Earlier weights in it are replaced.
         sigma_rel: Relative width of the result, more than 0 and at most 0.2886.
         num_averaged: Number of averaging steps after which the result is computed. Later snapshots are not used. None:
@@ -93,15 +93,12 @@ def reconstruct_average(
 
     Example::
 
-        folders = sorted(Path("snapshots").iterdir())
-        headway.reconstruct_average(folders, "averaged", sigma_rel=0.15)
+        headway.reconstruct_average("snapshots", "averaged", sigma_rel=0.15)
     """
     check_width(sigma_rel)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"dtype={dtype!r}; give a floating-point dtype, such as torch.bfloat16, or None")
-    if isinstance(snapshots, str | Path):
-        raise ConfigError(f"reconstruct_average() got one path, {snapshots}; give a list of snapshots or checkpoints")
-    places = [Path(each) for each in snapshots]
+    places = list_snapshots(snapshots) if isinstance(snapshots, str | Path) else [Path(each) for each in snapshots]
     if Path(folder).resolve() in {each.resolve() for each in places}:
         raise ConfigError(f"{folder} is one of the snapshots; give another folder for the result")
     found = [average for place in places for average in find_power_averages(place)]
@@ -149,7 +146,7 @@ def _check_match(averages: Sequence[StoredAverage]) -> None:
             own, other = getattr(first, key), getattr(each, key)
             if own != other:
                 raise ConfigError(
-                    f"the average {first.name!r} in {first.source} has {key}={own}, {each.name!r} in {each.source} has {key}={other}; "
+                    f"the average {first.name!r} in {first.source} has {key}={own}, and {each.name!r} in {each.source} {other}; "
                     "combine averages of the same updates"
                 )
         differing = sorted(
