@@ -73,6 +73,10 @@ class ModelAverages:
         """Whether the model has an average."""
         return bool(self._by_model.get(_unwrap_model(model)))
 
+    def list_averages(self, model: torch.nn.Module) -> "list[ExponentialMovingAverage]":
+        """Return the averages of a model, in no particular order."""
+        return list(self._by_model.get(_unwrap_model(model), ()))
+
     def attach_averages(self, model: torch.nn.Module, step: TrainingStep) -> None:
         """Attach the averages of a model to the run that has prepared it.
 
@@ -135,6 +139,7 @@ class ExponentialMovingAverage:
     Attributes:
         model: Model whose weights are averaged.
         name: Name of the average.
+        dtype: Dtype of the averages, or None for that of the parameters, but at least float32.
 
     Raises:
         ConfigError: If an argument is not allowed, or the model has another average of this name.
@@ -186,7 +191,7 @@ class ExponentialMovingAverage:
         self._has_warmup = warmup
         self._update_after = update_after
         self._every = every
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = None if device is None else torch.device(device)
         self._averages_buffers = buffers == "average"
         self._num_updates = 0
@@ -328,6 +333,10 @@ class ExponentialMovingAverage:
         self._finish_update()
         return self._num_updates
 
+    def list_tensors(self) -> list[torch.Tensor]:
+        """Return the averages of this rank's shards, without their names."""
+        return [each.values for each in self._averages.values() if each.values is not None]
+
     @property
     def num_averaged(self) -> int:
         """Number of averaging steps so far."""
@@ -460,8 +469,8 @@ class ExponentialMovingAverage:
         """Return the dtype of the average of a weight."""
         if not (weight.is_floating_point() or weight.is_complex()):
             return weight.dtype
-        if self._dtype is not None and not weight.is_complex():
-            return self._dtype
+        if self.dtype is not None and not weight.is_complex():
+            return self.dtype
         return torch.promote_types(weight.dtype, torch.float32)
 
     # ---------------------------------------------------------------- evaluation
@@ -654,7 +663,7 @@ class ExponentialMovingAverage:
         for name, weight in exported:
             if name in self._averages:
                 values = self._averages[name].values
-                yield name, _wrap_like(weight, values) if values is not None else _make_empty_piece(weight, self._dtype)
+                yield name, _wrap_like(weight, values) if values is not None else _make_empty_piece(weight, self.dtype)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `state_dict` returned under any layout.
