@@ -115,6 +115,7 @@ class Setting:
         accumulation: micro-batches of one update.
         handlers: the Accelerator's options.
         note: what they say, in words.
+        averages: how many moving averages of the weights there are.
     """
 
     strategy: str
@@ -123,6 +124,7 @@ class Setting:
     accumulation: int = 1
     handlers: tuple[Any, ...] = field(default=())
     note: str = ""
+    averages: int = 0
 
     def of(self, model: str) -> list[Any]:
         """The options for that model: ours has no plan of its own."""
@@ -176,7 +178,7 @@ def forecast(model: str, setting: Setting, batch: int = BATCH) -> int:
     found = headway.forecast(
         case.make, case.batch, batch_size=batch, loss=case.loss, device="cpu", precision=setting.precision,
         accumulation=setting.accumulation, strategy=setting.strategy, ranks=setting.ranks, kwargs_handlers=setting.of(model),
-        loop="loss_function",
+        loop="loss_function", averages=setting.averages,
     )  # fmt: skip
     return found.allocated
 
@@ -192,6 +194,8 @@ def taken(model: str, setting: Setting, batch: int = BATCH) -> int:
     prepared = accelerator.prepare(skip_causal_mask(made) if hasattr(made, "set_attn_implementation") else made)
     optimizer = accelerator.prepare(torch.optim.AdamW(prepared.parameters()))
     own = _bytes(prepared.parameters()) + _bytes(prepared.buffers())
+    averages = [headway.ExponentialMovingAverage(prepared, name=f"{number}") for number in range(setting.averages)]
+    own += sum(_bytes(each.state_dict()["average"].values()) for each in averages)
     with torch.autograd.profiler.profile(profile_memory=True, use_cpu=True) as profile:
         for _ in range(2 * setting.accumulation):
             given: Any = case.batch(batch)
@@ -206,6 +210,7 @@ def taken(model: str, setting: Setting, batch: int = BATCH) -> int:
     for event in sorted(events, key=lambda event: event.start_ns()):
         in_use += event.nbytes()
         most = max(most, in_use)
+    assert all(each.num_averaged == 2 for each in averages)
     accelerator.end_training()
     return most
 

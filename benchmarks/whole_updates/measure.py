@@ -1,6 +1,7 @@
 """Time of an update with Muon under fsdp, compared with AdamW and with a distributed Muon written by hand.
 
-`python -m benchmarks.whole_updates.measure` runs two gloo ranks. The model is a Llama with four layers. The three loops
+`python -m benchmarks.whole_updates.measure` runs two and then four gloo ranks; `python -m benchmarks.whole_updates.measure
+4` runs only four. The model is a Llama with four layers. The three loops
 take turns, so that a busy machine affects all of them, and only the optimizer's step is timed.
 """
 
@@ -113,9 +114,9 @@ def _step_all(accelerator: Any, optimizers: list[torch.optim.Optimizer]) -> None
 
 
 if __name__ == "__main__":
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 2
-    for row in run_ranks(measure, count, timeout=560)[:1]:
-        for label, seconds in row.items():
+    for count in map(int, sys.argv[1:] or ("2", "4")):
+        print(f"{count} ranks")
+        for label, seconds in run_ranks(measure, count, timeout=560)[0].items():
             print(
-                f"{label:14s} median {statistics.median(seconds[2:]) * 1e3:7.1f} ms, least {min(seconds) * 1e3:7.1f} ms"
+                f"  {label:14s} median {statistics.median(seconds[2:]) * 1e3:7.1f} ms, least {min(seconds) * 1e3:7.1f} ms"
             )

@@ -94,6 +94,8 @@ from headway.extras.early_stopping import EarlyStopping as EarlyStopping
 from headway.extras.local_sgd import LocalSGD as LocalSGD
 from headway.extras.memory_report import memory_report as memory_report
 from headway.extras.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
+from headway.extras.power_average import PowerDecay as PowerDecay
+from headway.extras.reconstructed_average import reconstruct_average as reconstruct_average
 from headway.forecasting.forecaster import LongestSequence as LongestSequence
 from headway.language_data.boundary_check import check_document_boundaries as check_document_boundaries
 from headway.language_data.mixture import Mixture as Mixture

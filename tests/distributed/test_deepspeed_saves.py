@@ -10,6 +10,7 @@ from torch import nn
 
 from headway import Accelerator, DeepSpeedPlugin
 from headway.common.optional import is_available
+from headway.errors import CheckpointError
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -35,7 +36,7 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.body(self.words(x)) + self.fixed(self.words(x))) * self.scale.mean())
 
 
-def start(layout: str) -> tuple[Accelerator, Any, Any, Any]:
+def start(layout: str, is_split: bool = False) -> tuple[Accelerator, Any, Any, Any]:
     zero = {"stage": 2 if layout == "offload" else int(layout[-1]) if layout != "ddp" else 0}
     config: dict[str, Any] = {"zero_optimization": {**zero, "stage3_param_persistence_threshold": 10}}
     if layout == "offload":
@@ -44,7 +45,9 @@ def start(layout: str) -> tuple[Accelerator, Any, Any, Any]:
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, scheduler_ticks="updates")
     torch.manual_seed(accelerator.process_index)  # a load must give all of it
     model = Net()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[Any] = [{"params": trained[:1]}, {"params": trained[1:]}] if is_split else trained
+    optimizer = torch.optim.AdamW(groups, lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     return accelerator, *accelerator.prepare(model, optimizer, schedule)
 
@@ -99,6 +102,23 @@ def load(folder: str) -> dict[str, Any]:
     return found
 
 
+def regroup(folder: str) -> dict[str, Any]:
+    """Every layout loads its own checkpoint with two groups in place of one, first without and then with permission."""
+    found: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        try:
+            parts = start(layout, is_split=True)
+            with pytest.raises(CheckpointError) as refused:
+                parts[0].load_state(f"{folder}/{layout}")
+            restored = parts[0].load_state(f"{folder}/{layout}", changed="groups")
+            rates = [group["lr"] for group in parts[2].param_groups]
+            found[layout] = str(refused.value), restored.differences, rates, train(parts, BEFORE, AFTER)
+            parts[0].free_memory()
+        except Exception:
+            found[layout] = traceback.format_exc()
+    return found
+
+
 def alone(folder: str) -> dict[str, Any]:
     """One plain process takes them up."""
     found: dict[str, Any] = {}
@@ -142,6 +162,18 @@ def test_each_layout_loads_the_others(saved: list[dict[str, Any]], folder: Path)
 def test_one_process_loads_them(saved: list[dict[str, Any]], folder: Path) -> None:
     for found in run_ranks(alone, 1, str(folder), timeout=300)[0].values():
         same(found, saved[0]["ddp"])
+
+
+def test_changed_groups_keep_the_states_of_their_parameters(saved: list[dict[str, Any]], folder: Path) -> None:
+    for found in run_ranks(regroup, 2, str(folder), timeout=500):
+        for layout in LAYOUTS:
+            assert isinstance(found[layout], tuple), found[layout]
+            refused, differences, rates, losses = found[layout]
+            assert "changed='groups'" in refused
+            assert "their number is 2 instead of 1" in refused
+            assert sum("keeps the options of the script" in line for line in differences) == 2
+            assert rates == pytest.approx([0.025, 0.025])  # the schedule has halved them before the save
+            same(losses, saved[0]["ddp"])
 
 
 def test_parts_are_written_once_and_by_their_ranks(saved: list[dict[str, Any]], folder: Path) -> None:

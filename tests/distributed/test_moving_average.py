@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from headway import Accelerator, ExponentialMovingAverage, LocalSGD
+from headway import Accelerator, ExponentialMovingAverage, LocalSGD, PowerDecay, reconstruct_average
 from headway.errors import StateError, UnsupportedError
 from tests.devices import ON_CPU
 from tests.distributed.layouts import VOCABULARY, gpt
@@ -193,6 +194,63 @@ def resume_with_other_weights(folder: Path) -> list[float]:
     assert [update(number) for number in (2, 3)] == losses
     accelerator.end_training()
     return losses
+
+
+# -------------------------------------------------------------------- other widths after the training
+
+
+def save_power_averages(folder: Path, layout: str, kind: str) -> None:
+    """Train, and save snapshots or checkpoints of two power-function averages after every second update."""
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
+    model = make()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    averages = [ExponentialMovingAverage(model, decay=PowerDecay(width), name=f"{width}") for width in (0.05, 0.1)]
+    for number in range(8):
+        accelerator.forward_backward(batch(number), lambda ids: compute_loss(model, ids))
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % 2 and kind == "checkpoints":
+            accelerator.save_state(folder / str(number))
+        elif number % 2:
+            for average in averages:
+                average.save_snapshot(folder / f"{number}-{average.name}")
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "kind"),
+    [
+        ("fsdp", 2, "checkpoints"),
+        pytest.param("fsdp", 2, "snapshots", marks=pytest.mark.slow),
+        pytest.param("ddp", 2, "snapshots", marks=pytest.mark.slow),
+        *(
+            pytest.param(*row, kind, marks=pytest.mark.matrix)
+            for row in (("fsdp+tp=2", 4), ("pp", 2))
+            for kind in ("checkpoints", "snapshots")
+        ),
+    ],
+)
+def test_another_width_is_reconstructed_from_any_layout(tmp_path: Path, layout: str, num_ranks: int, kind: str) -> None:
+    """Equal to the same combination of averages that one process has computed by hand."""
+    run_ranks(save_power_averages, num_ranks, tmp_path / "saved", layout, kind)
+    result = reconstruct_average(tmp_path / "saved", tmp_path / "result", 0.15)
+    assert result.num_averages == 8
+    found = load_file(result.files[0])
+    states: dict[str, list[torch.Tensor]] = {}
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(8):
+        compute_loss(model, batch(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            states.setdefault(name, []).append(parameter.detach().clone())
+    assert found.keys() == states.keys()
+    power = PowerDecay(0.15).gamma + 1
+    for name, trajectory in states.items():
+        wanted = sum(((k / 8) ** power - ((k - 1) / 8) ** power) * state for k, state in enumerate(trajectory, 1))
+        bound = result.error * torch.stack(trajectory).std(dim=0, correction=0)
+        assert bool(((found[name] - wanted).abs() <= bound + 1e-4).all()), name
 
 
 # -------------------------------------------------------------------- errors, memory, and what is averaged

@@ -20,7 +20,7 @@ NAMES = [
     "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LocalSGD", "LoggerType",
     "LongestSequence", "MatrixOptimizer", "MemoryMonitor", "Mixture",
     "ModelHook", "NonFinitePolicy", "OffloadedWeightsLoader", "PackedDataset", "PackingCollator",
-    "PipelineOptions", "Preemption", "PrefixedDataset", "PrinterCallback",
+    "PipelineOptions", "PowerDecay", "Preemption", "PrefixedDataset", "PrinterCallback",
     "ProfileKwargs", "ProgressCallback", "ProjectConfiguration", "SequentialHook", "ShardedDataset", "ShardingOptions",
     "SourceLosses", "SpikePolicy", "TensorParallelOptions", "TokenBatchSampler",
     "Tracker", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments", "UserCpuOffloadHook",
@@ -36,8 +36,8 @@ NAMES = [
     "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_offloaded_weight",
     "load_offloaded_weights", "memory_report", "memory_use", "named_module_tensors", "notebook_launcher",
     "offload_pace", "offload_state_dict", "offload_weight", "on_main_process", "plan", "prepare_pippy",
-    "print_gpu_utilization", "print_summary", "read_offload_index", "release_memory", "remove_hook_from_module",
-    "remove_hook_from_submodules", "save_offload_index", "set_seed", "skip_first_batches",
+    "print_gpu_utilization", "print_summary", "read_offload_index", "reconstruct_average", "release_memory",
+    "remove_hook_from_module", "remove_hook_from_submodules", "save_offload_index", "set_seed", "skip_first_batches",
     "synchronize_rng_states", "track",
 ]  # fmt: skip
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -39,6 +40,8 @@ from headway.core.weights.compiled import rename_bare_items, unwrap_compiled
 from headway.core.weights.pieces import ShardPiece, TensorBox, get_local_part, is_dtensor, iterate_boxes, replace_local
 from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.extras._torch import foreach_copy_, foreach_lerp_
+from headway.extras.average_snapshots import write_snapshot
+from headway.extras.power_average import PowerDecay
 
 Decay = float | str | Callable[[int], float]
 """Decay of an average: a number, "mean", or a function of the number of the averaging step, which begins at 1."""
@@ -70,6 +73,10 @@ class ModelAverages:
     def has_any(self, model: torch.nn.Module) -> bool:
         """Whether the model has an average."""
         return bool(self._by_model.get(_unwrap_model(model)))
+
+    def list_averages(self, model: torch.nn.Module) -> "list[ExponentialMovingAverage]":
+        """Return the averages of a model, in no particular order."""
+        return list(self._by_model.get(_unwrap_model(model), ()))
 
     def attach_averages(self, model: torch.nn.Module, step: TrainingStep) -> None:
         """Attach the averages of a model to the run that has prepared it.
@@ -116,7 +123,7 @@ class ExponentialMovingAverage:
         model: Model, prepared or not. An average that is created before `prepare` is sharded with its model.
         decay: Weight of the old average in each averaging step, from 0 to 1. With "mean", all averaged states have
             equal weight (SWA). A callable gets the number of the averaging step, 1 for the first, and returns the
-            decay. Default: 0.999.
+            decay; `headway.PowerDecay` is one. Default: 0.999.
         update_after: Number of updates after which averaging begins. Until then, the average equals the weights.
             Default: 0.
         every: Number of updates from one averaging step to the next. The decay is applied once per step. Default: 1.
@@ -133,6 +140,7 @@ class ExponentialMovingAverage:
     Attributes:
         model: Model whose weights are averaged.
         name: Name of the average.
+        dtype: Dtype of the averages, or None for that of the parameters, but at least float32.
 
     Raises:
         ConfigError: If an argument is not allowed, or the model has another average of this name.
@@ -184,7 +192,7 @@ class ExponentialMovingAverage:
         self._has_warmup = warmup
         self._update_after = update_after
         self._every = every
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = None if device is None else torch.device(device)
         self._averages_buffers = buffers == "average"
         self._num_updates = 0
@@ -329,6 +337,10 @@ class ExponentialMovingAverage:
         self._finish_update()
         return self._num_updates
 
+    def list_tensors(self) -> list[torch.Tensor]:
+        """Return the averages of this rank's shards, without their names."""
+        return [each.values for each in self._averages.values() if each.values is not None]
+
     @property
     def num_averaged(self) -> int:
         """Number of averaging steps so far."""
@@ -461,8 +473,8 @@ class ExponentialMovingAverage:
         """Return the dtype in which a weight is averaged."""
         if not (weight.is_floating_point() or weight.is_complex()):
             return weight.dtype
-        if self._dtype is not None and not weight.is_complex():
-            return self._dtype
+        if self.dtype is not None and not weight.is_complex():
+            return self.dtype
         return torch.promote_types(weight.dtype, torch.float32)
 
     # ---------------------------------------------------------------- evaluation
@@ -598,7 +610,8 @@ class ExponentialMovingAverage:
     def state_dict(self) -> dict[str, Any]:
         """Return the average's name, its numbers of updates and averaging steps, and the averages by tensor name.
 
-        Under a sharded layout, the averages are sharded like the weights.
+        Under a sharded layout, the averages are sharded like the weights. With a `PowerDecay`, the state also contains
+        what `headway.reconstruct_average` needs: the width, `update_after` and `every`.
 
         Raises:
             StateError: If the model holds averaged weights.
@@ -613,8 +626,37 @@ class ExponentialMovingAverage:
             "name": self.name,
             "num_updates": self._num_updates,
             "num_averaged": self._num_averaged,
+            **self._describe_profile(),
             "average": dict(self._export_averages()),
         }
+
+    def save_snapshot(self, folder: str | Path) -> None:
+        """Write the averages and their description into a folder, for `headway.reconstruct_average`.
+
+        Call it on every rank. Rank 0 writes safetensors files, with the averages in their own dtype. Of a sharded model,
+        one full tensor at a time is sent to rank 0. Weights that are not averaged are not written.
+
+        Args:
+            folder: Folder to write to, created if missing. An earlier snapshot in it is replaced.
+
+        Raises:
+            ConfigError: If the decay is not a `PowerDecay`, or if the folder is a checkpoint.
+            StateError: If the model holds averaged weights.
+            CheckpointError: If the files cannot be written.
+        """
+        if not isinstance(self._decay, PowerDecay):
+            raise ConfigError(
+                f"save_snapshot() needs an average with decay=headway.PowerDecay(...), this one has decay={self._decay!r}; "
+                f"write its averages with accelerator.save_model(model, folder, weights={self.name!r})"
+            )
+        write_snapshot(folder, self.state_dict(), self.run)
+
+    def _describe_profile(self) -> dict[str, Any]:
+        """Return what determines the weights of the averaged states, if the decay is a `PowerDecay`."""
+        if not isinstance(self._decay, PowerDecay):
+            return {}
+        width = float(self._decay.sigma_rel)
+        return {"sigma_rel": width, "update_after": self._update_after, "every": self._every}
 
     def _export_averages(self) -> Iterator[tuple[str, Any]]:
         """Yield pairs of (name, average). Averages are sharded like the weights that the run's strategy exports."""
@@ -625,7 +667,7 @@ class ExponentialMovingAverage:
         for name, weight in exported:
             if name in self._averages:
                 values = self._averages[name].values
-                yield name, _wrap_like(weight, values) if values is not None else _make_empty_piece(weight, self._dtype)
+                yield name, _wrap_like(weight, values) if values is not None else _make_empty_piece(weight, self.dtype)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `state_dict` returned under any layout.
@@ -634,8 +676,8 @@ class ExponentialMovingAverage:
             state: State dict.
 
         Raises:
-            StateError: If the model contains averaged weights, or if the state's name, tensors or shapes do not match.
-                The averages then stay unchanged.
+            StateError: If the model contains averaged weights, if the state's name, tensors or shapes do not match, or if
+                an average with a `PowerDecay` was saved with other settings. The averages then stay unchanged.
         """
         self._refuse_swapped("load the state of an average")
         self._join_run()
@@ -644,6 +686,12 @@ class ExponentialMovingAverage:
             raise StateError(
                 f"the saved average is called {state['name']!r}, this one {self.name!r}; create several averages in the order in "
                 "which they were created for the saved run"
+            )
+        known = {key: state.get(key) for key in self._describe_profile()}
+        if state["num_averaged"] and known != self._describe_profile():
+            raise StateError(
+                f"the average {self.name!r} was saved with {known}, and now has {self._describe_profile()}: the result would be no "
+                "power-function average. Create it with the settings of the saved run"
             )
         self._check_names(saved)
         parameters = dict(rename_bare_items(self.model.named_parameters()))

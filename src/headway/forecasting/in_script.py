@@ -21,6 +21,7 @@ from headway.core.runtime.process import ProcessRuntime
 from headway.core.training.forecast_types import Forecast, ForecastRequest, Forward, MakeOptimizer, TrainingSetup
 from headway.core.training.prepared.dispatched import list_spread_places
 from headway.core.training.prepared.optimizer import PreparedOptimizer
+from headway.core.weights.compiled import unwrap_compiled
 from headway.errors import ConfigError, UnsupportedError
 from headway.forecasting.device.devices import Device, find_device, resolve_budget
 from headway.forecasting.device.present import describe_present_device, measure_budget
@@ -156,8 +157,21 @@ def _make_recipe(question: ForecastRequest, setting: TrainingSetup) -> tuple[Ste
         min(setting.run.windows.num_steps, 2),
         question.max_norm,
         loop=question.loop,
+        averages=_list_averages(question, setting),
     )
     return recipe, caveats
+
+
+def _list_averages(question: ForecastRequest, setting: TrainingSetup) -> tuple[torch.dtype | None, ...]:
+    """Return the dtype of each moving average of the model that is on the run's device. None for the default dtype.
+
+    Averages are an extension in a higher layer, so they are recognized by their attributes.
+    """
+    given = question.model
+    model = unwrap_compiled(given.module if isinstance(given, nn.parallel.DistributedDataParallel) else given)
+    found = [each for each in setting.run.custom if getattr(each, "follows_model", False) and each.model is model]
+    place = setting.run.runtime.device.type
+    return tuple(each.dtype for each in found if all(tensor.device.type == place for tensor in each.list_tensors()))
 
 
 def _copy_optimizer(

@@ -23,7 +23,7 @@ from headway.forecasting.tracing.step import StepRecipe
 from headway.planning.dry_run.script import dry_run_script
 from headway.planning.dry_run.trial import can_repeat_blocks
 from headway.planning.layouts import FakeRank, place_rank
-from headway.planning.optimizers import Optimizer, resolve_optimizer
+from headway.planning.optimizers import Optimizer, OptimizerRecorder, resolve_optimizer
 from headway.planning.optimizers import list_caveats as of_optimizer
 
 Recompute = bool | ActivationCheckpointing | Callable[[nn.Module], object]
@@ -52,6 +52,7 @@ def forecast(
     ranks: int | None = None,
     kwargs_handlers: Sequence[Any] = (),
     machine_ranks: int = 8,
+    averages: int = 0,
 ) -> Forecast:
     """Forecast the memory that a training step needs on a device, which need not be in this machine.
 
@@ -97,6 +98,7 @@ def forecast(
             TensorParallelOptions, DistributedDataParallelKwargs, ActivationCheckpointing,
             AutocastKwargs(half_residual=True).
         machine_ranks: Ranks per machine, for "hsdp".
+        averages: Number of `ExponentialMovingAverage`s that are kept on the device, in the parameters' dtype or float32.
 
     Raises:
         ConfigError: If an argument is wrong.
@@ -107,9 +109,19 @@ def forecast(
             cannot be traced, the message names the operation and the user's line.
     """
     check_count(batch_size=batch_size)
+    if type(averages) is not int or averages < 0:
+        raise ConfigError(f"averages={averages!r}; give the number of averages, 0 or more")
     target = find_device(device)
+    made = OptimizerRecorder(resolve_optimizer(optimizer))
     recipe = StepRecipe(
-        resolve_optimizer(optimizer), loss, precision, accumulation, max_norm, loop=loop, lengths=tuple(lengths)
+        made.make_optimizer,
+        loss,
+        precision,
+        accumulation,
+        max_norm,
+        loop=loop,
+        lengths=tuple(lengths),
+        averages=(None,) * averages,
     )
     if lengths and longest is not None:
         raise ConfigError(
@@ -129,7 +141,13 @@ def forecast(
         can_repeat=can_repeat_blocks(options),
     )
     found = step.forecast(batch_size, resolve_budget(target, budget), largest, longest)
-    caveats = (*place.list_caveats(), *found.caveats, *of_optimizer(optimizer), *_list_batch_caveats(example))
+    caveats = (
+        *place.list_caveats(),
+        *found.caveats,
+        *of_optimizer(optimizer),
+        *_list_updates(made, place),
+        *_list_batch_caveats(example),
+    )
     return replace(found, caveats=caveats, strategy=strategy or "", num_ranks=place.layout.num_ranks)
 
 
@@ -237,6 +255,11 @@ def _make_first_batch(batch_fn: Callable[..., Any], asked: tuple[int, ...]) -> A
 
 def _has_key(batch: Any, name: str) -> bool:
     return isinstance(batch, dict) and name in batch
+
+
+def _list_updates(made: OptimizerRecorder, place: FakeRank) -> tuple[str, ...]:
+    """Return what a forecast leaves out of updates by owners, as sentences. Only sharded parameters have owners."""
+    return () if place.layout.is_replicas_only else made.list_caveats()
 
 
 def _list_batch_caveats(batch: Any) -> tuple[str, ...]:

@@ -14,10 +14,14 @@ import torch
 from torch import nn, optim
 
 from headway.common.optional import require
+from headway.common.text import format_bytes
 from headway.core.config.values import suggest_word
 from headway.core.training.forecast_types import MakeOptimizer
 from headway.errors import ConfigError
 from headway.forecasting.tracing.tensors import iterate_plain_tensors
+from headway.layouts.low_bit.states import keeps_low_bit_state
+from headway.layouts.whole_updates.kinds import UpdateKind, find_known_class
+from headway.layouts.whole_updates.ownership import BUCKET_BYTES
 from headway.planning._torch import FakeTensor, TorchDispatchMode, disable_current_modes
 
 Optimizer = str | MakeOptimizer
@@ -186,6 +190,42 @@ def resolve_optimizer(optimizer: Optimizer) -> MakeOptimizer | None:
             "parameters and returns an optimizer"
         )
     return _MAKERS[optimizer]
+
+
+class OptimizerRecorder:
+    """Function that makes an optimizer, and notes whether it reads whole parameters.
+
+    Args:
+        make: Function that makes the optimizer, or None for no update.
+
+    Attributes:
+        make_optimizer: Function that calls `make` and notes the optimizer, or None for no update.
+    """
+
+    def __init__(self, make: MakeOptimizer | None) -> None:
+        self._make = make
+        self._owned: dict[str, bool] = {}
+        self.make_optimizer: MakeOptimizer | None = None if make is None else self._record
+
+    def _record(self, parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+        assert self._make is not None
+        made = self._make(parameters)
+        for each in made.parts if isinstance(made, MuonAndAdamW) else (made,):
+            # `make_reading` and the makers above subclass the user's class.
+            base = next(kind for kind in type(each).__mro__ if not kind.__module__.startswith("headway."))
+            kind = find_known_class(base)
+            if not keeps_low_bit_state(each) and kind in (None, UpdateKind.OWNED, UpdateKind.TOGETHER):
+                self._owned[base.__name__] = kind is not None
+        return made
+
+    def list_caveats(self) -> tuple[str, ...]:
+        """Return what a forecast leaves out of the update of sharded parameters, as sentences."""
+        size = format_bytes(BUCKET_BYTES)
+        return tuple(
+            f"{name} {'reads' if is_known else 'may read'} whole parameters, which the run then gathers to their owners: up to three "
+            f"buckets, each of {size} of parameters and as much of gradients, are not counted"
+            for name, is_known in self._owned.items()
+        )
 
 
 def list_caveats(optimizer: Optimizer) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch import nn
 
 import headway
 from benchmarks.forecast.truth import peak
-from headway import Accelerator, ActivationCheckpointing
+from headway import Accelerator, ActivationCheckpointing, ExponentialMovingAverage
 from headway.errors import ConfigError, DataError, LossError, UnsupportedError
 from headway.forecasting.device import calibration, present
 from headway.forecasting.device.calibration import CalibrationRecord
@@ -87,6 +87,20 @@ def test_checkpointing_by_hand_is_repeated_and_undone(accelerator):
     assert ask().allocated < plain
     accelerator.keep_activations(model)
     assert ask().allocated == plain
+
+
+def test_averages_of_the_model_are_counted(accelerator):
+    model = accelerator.prepare(net())
+    ask = partial(accelerator.forecast, model, batch(64), optimizer=torch.optim.AdamW, loss=MSE)
+    plain, size = ask(), sum(parameter.numel() for parameter in model.parameters())
+    assert "averages" not in plain.split
+    averages = [
+        ExponentialMovingAverage(model, name="one"),
+        ExponentialMovingAverage(model, dtype=torch.float64, name="two"),
+    ]
+    found = ask()
+    assert found.split["averages"] == found.allocated - plain.allocated == size * (4 + 8)
+    assert all(each.num_updates == 0 for each in averages)
 
 
 def test_it_is_what_a_run_takes(accelerator):

@@ -136,6 +136,43 @@ def test_a_cpu_rounds_nothing_and_has_no_overhead():
     assert found.fits is None
 
 
+@pytest.mark.parametrize(("options", "num_ranks"), [({}, 1), ({"strategy": "fsdp", "ranks": 2}, 2)])
+def test_averages_are_counted(options, num_ranks):
+    without, found = (forecast(device="cpu", averages=number, **options) for number in (0, 2))
+    size = sum(parameter.numel() * 4 for parameter in net().parameters()) // num_ranks
+    assert found.split["averages"] == 2 * size
+    assert found.allocated - without.allocated == 2 * size
+    halves = headway.forecast(
+        lambda: net().bfloat16(), lambda size: tuple(each.bfloat16() for each in batch(size)), loss=nn.functional.mse_loss,
+        device="cpu", averages=1, largest=False, **options,
+    )  # fmt: skip
+    assert halves.split["averages"] == size  # in float32
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "word"),
+    [("adamw", None), ("muon", "Muon reads"), (lambda given: Odd(given), "Odd may read")],
+)
+def test_buckets_of_whole_updates_are_said_to_be_missing(optimizer, word):
+    found = forecast(device="cpu", optimizer=optimizer, strategy="fsdp", ranks=2)
+    lines = [line for line in found.caveats if "are not counted" in line]
+    assert [line.startswith(f"{word} whole parameters") for line in lines] == ([True] if word else [])
+    assert not any("are not counted" in line for line in forecast(device="cpu", optimizer=optimizer).caveats)
+
+
+class Odd(torch.optim.Optimizer):
+    """Optimizer of an unknown class, which may need whole parameters."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"device": "rtx3090"}, {"precision": "fp8"}, {"batch_size": 0}, {"accumulation": 0}, {"optimizer": "adan"}],

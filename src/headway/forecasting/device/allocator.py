@@ -17,8 +17,8 @@ from typing import NamedTuple
 from headway.errors import StateError
 
 KINDS = (
-    "weights", "buffers", "batch", "gradients", "optimizer state", "activations", "cast weights", "gathered weights", "buckets",
-    "workspaces", "temporaries",
+    "weights", "buffers", "batch", "gradients", "optimizer state", "averages", "activations", "cast weights",
+    "gathered weights", "buckets", "workspaces", "temporaries",
 )  # fmt: skip
 """Kinds of memory, such as weights or activations, in the order in which reports list them."""
 UNSURE = "unsure"

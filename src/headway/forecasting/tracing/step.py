@@ -63,6 +63,8 @@ class StepRecipe:
             between forward and backward. With "loss_function", a function computes the loss, and the outputs are freed
             when it returns.
         lengths: Sequence length of each micro-batch, in order. Empty if all micro-batches have the same size.
+        averages: For each moving average of the trainable parameters, its dtype. None for the dtype of the parameters,
+            but at least float32.
     """
 
     optimizer: MakeOptimizer | None
@@ -73,6 +75,7 @@ class StepRecipe:
     keeps_gradients: bool = False
     loop: str | Loop = "plain"
     lengths: tuple[int, ...] = ()
+    averages: tuple[torch.dtype | None, ...] = ()
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
@@ -349,6 +352,17 @@ def mark_model(model: nn.Module, watcher: StepObserver) -> None:
     watcher.mark_tensors(iterate_scales(model), "weights")
 
 
+def _make_average(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return memory for the average of this rank's shard of a parameter.
+
+    Args:
+        parameter: Parameter, possibly sharded.
+        dtype: Dtype of the average. None for the dtype of the parameter, but at least float32.
+    """
+    shard = next(iterate_plain_tensors(parameter))
+    return torch.empty_like(shard, dtype=dtype or torch.promote_types(shard.dtype, torch.float32))
+
+
 def run_recipe(
     model: nn.Module,
     recipe: StepRecipe,
@@ -375,6 +389,8 @@ def run_recipe(
     optimizer = recipe.optimizer(parameters) if recipe.optimizer is not None else None
     if optimizer is not None and on_cuda:
         choose_cuda_kernels(optimizer)
+    averages = [_make_average(parameter, dtype) for dtype in recipe.averages for parameter in parameters]
+    watcher.mark_tensors(averages, "averages")
     if callable(recipe.loop):
         run_loop(recipe.loop, model, recipe, batch, watcher, engine, optimizer)
     else:

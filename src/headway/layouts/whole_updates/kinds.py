@@ -78,7 +78,12 @@ def find_known_kind(optimizer: torch.optim.Optimizer) -> UpdateKind | None:
         return UpdateKind.DIRECT
     if package == "torch" and kind.__name__ in _NEVER_FUSED and any(g.get("fused") for g in optimizer.param_groups):
         return UpdateKind.LOCAL
-    return _KNOWN.get((package, kind.__name__))
+    return find_known_class(kind)
+
+
+def find_known_class(kind: type) -> UpdateKind | None:
+    """Return the kind of updates that a class of optimizers makes, or None if a trial is necessary."""
+    return _KNOWN.get((kind.__module__.partition(".")[0], kind.__name__))
 
 
 class TrialRefused(Exception):

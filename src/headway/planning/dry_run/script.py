@@ -19,10 +19,12 @@ import torch
 from torch import nn
 
 from headway.accelerator import Accelerator
+from headway.common import scope
 from headway.common.callsite import Frame, is_headway_file, walk_stack
 from headway.core.data.loader import PreparedLoader
 from headway.core.runtime.dry_run import begin_forecast
 from headway.errors import ConfigError, HeadwayError
+from headway.extras.moving_average import ModelAverages
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import substitute_kernels
 from headway.forecasting.tracing.compiled import refuse_compiled
@@ -182,6 +184,9 @@ class ScriptDryRun:
         self.tracker.enter_phase("set-up")
         for model in self._models:
             mark_model(model, self.tracker)
+            for average in scope.own(ModelAverages).list_averages(model):
+                tensors = [each for each in average.list_tensors() if not each.is_meta]
+                self.tracker.mark_tensors(tensors, "averages")
 
     def _enter_phase(self, phase: str) -> None:
         if self.is_running:

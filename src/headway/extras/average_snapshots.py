@@ -1,0 +1,235 @@
+"""Files of averaged weights: snapshots of single averages, and the averages in checkpoints of any layout.
+
+A snapshot is a folder with safetensors files and `average.json`, which describes the average and is written last.
+Tensors are read one block at a time, and one file is open at a time. Any number of snapshots can thus be combined.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.common.atomic import write_text
+from headway.common.object_path import ObjectPath, to_path
+from headway.common.untrusted import read_regular_file
+from headway.core.checkpoint.format.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
+from headway.core.checkpoint.loading.reading import find_tensor_offset, read_file_header, read_files
+from headway.core.training.run import Run
+from headway.core.training.weights import save_gathered
+from headway.core.weights.compiled import remove_compiled_levels
+from headway.core.weights.export import save_weights
+from headway.core.weights.files import StoredTensor, open_checkpoint
+from headway.core.weights.shards import StoredPlaces, TensorSpec, find_dtype
+from headway.errors import CheckpointError, ConfigError
+
+DESCRIPTION = "average.json"
+"""Name of the file that describes the average in a snapshot."""
+_MAX_DESCRIPTION = 2**20
+_COUNTERS = ("num_updates", "num_averaged", "update_after", "every")
+
+
+@dataclass(frozen=True)
+class _StoredPart:
+    """Box of an average in a file.
+
+    Attributes:
+        offsets: First index of the box along each dim of the average.
+        stored: Values of the box, which are read on request.
+    """
+
+    offsets: tuple[int, ...]
+    stored: StoredTensor
+
+
+@dataclass(frozen=True)
+class StoredAverage:
+    """Power-function average in a snapshot or a checkpoint.
+
+    Attributes:
+        source: Folder of the snapshot or checkpoint.
+        name: Name of the average.
+        sigma_rel: Relative width.
+        num_updates: Number of updates of the model since the average was created.
+        num_averaged: Number of averaging steps.
+        update_after: Number of updates before the first averaging step.
+        every: Number of updates from one averaging step to the next.
+        specs: Shape and dtype of each averaged tensor by name.
+    """
+
+    source: Path
+    name: str
+    sigma_rel: float
+    num_updates: int
+    num_averaged: int
+    update_after: int
+    every: int
+    specs: Mapping[str, TensorSpec]
+    _parts: Mapping[str, list[_StoredPart]]
+
+    def add_to(self, total: torch.Tensor, name: str, coefficient: float) -> None:
+        """Add a multiple of an averaged tensor to a tensor on the CPU.
+
+        Args:
+            total: Tensor with the shape of the average.
+            name: Name of the averaged tensor.
+            coefficient: Factor.
+
+        Raises:
+            CheckpointError: If the file cannot be read.
+        """
+        for part in self._parts[name]:
+            values = torch.empty(part.stored.shape, dtype=part.stored.dtype)
+            part.stored.fill(values, (0,) * values.ndim)
+            where = tuple(slice(start, start + size) for start, size in zip(part.offsets, values.shape))
+            total[where].add_(values, alpha=coefficient)
+
+
+def write_snapshot(folder: str | Path, state: Mapping[str, Any], run: Run | None) -> None:
+    """Write an average from rank 0. Call it on every rank.
+
+    Args:
+        folder: Folder of the snapshot, created if missing. An earlier snapshot in it is replaced.
+        state: State that `ExponentialMovingAverage.state_dict` returned.
+        run: Run that has prepared the model, or None.
+
+    Raises:
+        ConfigError: If the folder is a checkpoint.
+        CheckpointError: If the files cannot be written.
+    """
+    place = to_path(folder)
+    is_writer = run is None or run.runtime.rank == 0
+    if is_writer:
+        if (place / MANIFEST).exists():
+            raise ConfigError(f"{place} is a checkpoint; give another folder for the snapshot of an average")
+        (place / DESCRIPTION).unlink(missing_ok=True)
+    if run is None:
+        save_weights(state["average"].items(), place, "10GB")
+    else:
+        save_gathered(state["average"].items(), place, "10GB", run.strategy.everyone)
+    if is_writer:
+        described = {key: value for key, value in state.items() if key != "average"}
+        write_text(place / DESCRIPTION, json.dumps(described, indent=2) + "\n")
+    if run is not None:
+        run.strategy.everyone.barrier()
+
+
+def list_snapshots(folder: str | Path) -> list[Path]:
+    """Return the complete snapshots and checkpoints in a folder, or the folder itself if it is one.
+
+    Raises:
+        ConfigError: If there are none.
+    """
+    place = to_path(folder)
+    if isinstance(place, ObjectPath):
+        raise ConfigError(f"{place} is a URL; copy the snapshots to a folder")
+    candidates = [place, *sorted(place.glob("[!.]*/"))]  # a dot marks saves that are not complete
+    found = [each for each in candidates if (each / MANIFEST).is_file() or (each / DESCRIPTION).is_file()]
+    if not found:
+        raise ConfigError(
+            f"{place} contains neither checkpoints nor snapshots of averages; give a folder with those that save_state() or "
+            "ExponentialMovingAverage.save_snapshot() wrote"
+        )
+    return found
+
+
+def find_power_averages(folder: str | Path) -> list[StoredAverage]:
+    """Return the power-function averages in a snapshot or a checkpoint. Values are not read yet.
+
+    The files of a checkpoint that contain averages are compared with their hashes.
+
+    Args:
+        folder: Folder of a snapshot or a checkpoint.
+
+    Raises:
+        ConfigError: If the folder is neither, or contains no power-function average.
+        CheckpointError: If a file is damaged.
+    """
+    place = to_path(folder)
+    if isinstance(place, ObjectPath):
+        raise ConfigError(f"{place} is a URL; copy the snapshot to a folder")
+    if (place / MANIFEST).is_file():
+        found = list(_iterate_saved(place, read_manifest(place)))
+    elif (place / DESCRIPTION).is_file():
+        found = list(_open_snapshot(place))
+    else:
+        raise ConfigError(
+            f"{place} is neither a checkpoint nor a snapshot of an average; give folders that save_state() or "
+            "ExponentialMovingAverage.save_snapshot() wrote"
+        )
+    if not found:
+        raise ConfigError(
+            f"{place} contains no average with a power-function decay; train with "
+            "ExponentialMovingAverage(model, decay=headway.PowerDecay(0.05))"
+        )
+    return found
+
+
+def _open_snapshot(place: Path) -> Iterator[StoredAverage]:
+    try:
+        state = json.loads(read_regular_file(place / DESCRIPTION, _MAX_DESCRIPTION))
+    except ValueError as error:
+        raise CheckpointError(f"{place / DESCRIPTION} is damaged ({error}); copy the snapshot again") from error
+    described = _read_description(state, place)
+    if described is None:
+        return
+    specs: dict[str, TensorSpec] = {}
+    parts: dict[str, list[_StoredPart]] = {}
+    for file in open_checkpoint(place).files:
+        for name, (spec, start) in read_file_header(file).items():
+            specs[name] = spec
+            parts[name] = [_make_part((0,) * len(spec.shape), spec, file, start)]
+    yield StoredAverage(place, *described, specs, parts)
+
+
+def _iterate_saved(place: Path, manifest: Manifest) -> Iterator[StoredAverage]:
+    """Yield the power-function averages in a checkpoint, after comparing their files with the hashes."""
+    headers: dict[str, StoredPlaces] = {}
+
+    def open_parts(entry: TensorEntry) -> Iterator[_StoredPart]:
+        dtype = find_dtype(entry.dtype)
+        for chunk in entry.chunks:
+            path = place / chunk.file
+            if chunk.file not in headers:
+                read_files(place, [manifest.files[chunk.file]])
+                headers[chunk.file] = read_file_header(path)
+            start = find_tensor_offset(headers[chunk.file], path, chunk.key, dtype, chunk.shape)
+            yield _make_part(tuple(chunk.offsets), TensorSpec(tuple(chunk.shape), dtype), path, start)
+
+    for state in manifest.state.get("custom", ()):
+        described = _read_description(state, place)
+        if described is None:
+            continue
+        entries = {
+            remove_compiled_levels(name): manifest.tensors[manifest.aliases.get(value["name"], value["name"])]
+            for name, value in state["average"].items()
+        }
+        specs = {name: TensorSpec(tuple(entry.shape), find_dtype(entry.dtype)) for name, entry in entries.items()}
+        yield StoredAverage(
+            place, *described, specs, {name: list(open_parts(entry)) for name, entry in entries.items()}
+        )
+
+
+def _make_part(offsets: tuple[int, ...], spec: TensorSpec, file: Path, start: int) -> _StoredPart:
+    """Return a box of an average. Its file is not mapped, and is open only while its values are read.
+
+    Args:
+        offsets: First index of the box along each dim of the average.
+        spec: Shape and dtype of the box.
+        file: File that contains its values.
+        start: Offset of the values in the file.
+    """
+    return _StoredPart(offsets, StoredTensor(spec.shape, spec.dtype, file, False, None, start))
+
+
+def _read_description(state: Any, place: Path) -> tuple[str, float, int, int, int, int] | None:
+    """Return the name, width and counters of an average, or None for the state of anything else."""
+    if not isinstance(state, dict) or "sigma_rel" not in state or not {"name", *_COUNTERS} <= state.keys():
+        return None
+    counters = [state[key] for key in _COUNTERS]
+    width = state["sigma_rel"]
+    if not isinstance(width, float) or set(map(type, counters)) != {int} or counters[1] < 0:
+        raise CheckpointError(f"{place}: the description of the average {state['name']!r} is damaged: {counters}")
+    return str(state["name"]), width, *counters

@@ -1,0 +1,166 @@
+"""`reconstruct_average`: the average of any width, computed after the training from snapshots (post-hoc EMA).
+
+Each tensor of the result is combined from the snapshots when it is written. The memory therefore does not depend on the
+number of snapshots, or on the size of the model.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headway.core.weights.export import save_weights
+from headway.errors import ConfigError
+from headway.extras.average_snapshots import StoredAverage, find_power_averages, list_snapshots
+from headway.extras.power_average import Profile, check_width, solve_coefficients
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """Result of `headway.reconstruct_average`.
+
+    Attributes:
+        files: Written files.
+        error: Bound for the error of each weight, relative to the standard deviation of this weight over the averaged
+            updates. Rounding is not included.
+        num_averages: Number of averages that were combined.
+    """
+
+    files: list[Path]
+    error: float
+    num_averages: int
+
+
+class _CombinedTensor:
+    """Tensor of the result, which is combined on request.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Dtype in which it is written.
+    """
+
+    def __init__(self, name: str, averages: Sequence[tuple[StoredAverage, float]], dtype: torch.dtype | None) -> None:
+        newest = averages[-1][0].specs[name]
+        self._name = name
+        self._stored_dtype = newest.dtype
+        # Counters, such as those of batch norm, have no average. The newest value is used.
+        is_averaged = newest.dtype.is_floating_point or newest.dtype.is_complex
+        self._averages = averages if is_averaged else [(averages[-1][0], 1)]
+        self.shape = torch.Size(newest.shape)
+        self.dtype = dtype if dtype is not None and newest.dtype.is_floating_point else newest.dtype
+
+    def whole(self) -> torch.Tensor:
+        """Return the combination of the snapshots."""
+        is_float = self._stored_dtype.is_floating_point
+        work = torch.promote_types(self._stored_dtype, torch.float32) if is_float else self._stored_dtype
+        total = torch.zeros(self.shape, dtype=work)
+        for average, coefficient in self._averages:
+            average.add_to(total, self._name, coefficient)
+        return total.to(self.dtype)
+
+
+def reconstruct_average(
+    snapshots: str | Path | Iterable[str | Path],
+    folder: str | Path,
+    sigma_rel: float,
+    *,
+    num_averaged: int | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "10GB",
+) -> Reconstruction:
+    """Combine snapshots of power-function averages into the average of another width, and write it as safetensors.
+
+    The training needs averages with `decay=PowerDecay(...)`, usually of the widths 0.05 and 0.1, and snapshots of them
+    at regular intervals. Call this function in one process. It holds only a few tensors in memory at a time.
+
+    Args:
+        snapshots: Folders that `ExponentialMovingAverage.save_snapshot` wrote, or checkpoints, all from one run. One
+            path is a folder that contains them. Of a checkpoint, all averages with a `PowerDecay` are used.
+        folder: Folder for the result, created if missing. Earlier weights in it are replaced.
+        sigma_rel: Relative width of the result, more than 0 and at most 0.2886.
+        num_averaged: Number of averaging steps after which the result is computed. Later snapshots are not used. None:
+            that of the latest snapshot.
+        dtype: Dtype of the result. None: the dtype of the averages in the latest snapshot.
+        max_shard_size: Largest size of a file, in bytes or as text. Default: "10GB".
+
+    Returns:
+        The written files, and a bound for the error.
+
+    Raises:
+        ConfigError: If an argument is not allowed, or the snapshots do not belong together.
+        CheckpointError: If a file is damaged.
+
+    Example::
+
+        headway.reconstruct_average("snapshots", "averaged", sigma_rel=0.15)
+    """
+    check_width(sigma_rel)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"dtype={dtype!r}; give a floating-point dtype, such as torch.bfloat16, or None")
+    places = list_snapshots(snapshots) if isinstance(snapshots, str | Path) else [Path(each) for each in snapshots]
+    if Path(folder).resolve() in {each.resolve() for each in places}:
+        raise ConfigError(f"{folder} is one of the snapshots; give another folder for the result")
+    found = [average for place in places for average in find_power_averages(place)]
+    used, target = _choose_averages(found, sigma_rel, num_averaged)
+    coefficients, error = solve_coefficients(list(used), target)
+    averages = list(zip(used.values(), coefficients))
+    tensors = [(name, _CombinedTensor(name, averages, dtype)) for name in averages[-1][0].specs]
+    return Reconstruction(save_weights(tensors, folder, max_shard_size), error, len(averages))
+
+
+def _choose_averages(
+    found: Sequence[StoredAverage], sigma_rel: float, num_averaged: int | None
+) -> tuple[dict[Profile, StoredAverage], Profile]:
+    """Return the averages to combine by their profiles, in the order of their averaging steps, and the target profile.
+
+    Raises:
+        ConfigError: If no average can be used, or if the averages do not belong together.
+    """
+    begun = [each for each in found if each.num_averaged]
+    if not begun:
+        raise ConfigError("the snapshots contain no averaging step; give snapshots from after update_after")
+    latest = max(each.num_averaged for each in begun)
+    if num_averaged is not None and (type(num_averaged) is not int or not 1 <= num_averaged <= latest):
+        raise ConfigError(f"num_averaged={num_averaged!r}; the snapshots allow 1 to {latest}, or None for the latest")
+    target = Profile(sigma_rel, latest if num_averaged is None else num_averaged)
+    chosen = sorted(
+        (each for each in begun if each.num_averaged <= target.num_averaged), key=lambda each: each.num_averaged
+    )
+    if not chosen:
+        first = min(each.num_averaged for each in begun)
+        raise ConfigError(f"num_averaged={num_averaged}; the first snapshot is that of averaging step {first}")
+    _check_match(chosen)
+    return {Profile(each.sigma_rel, each.num_averaged): each for each in chosen}, target
+
+
+def _check_match(averages: Sequence[StoredAverage]) -> None:
+    """Raise an error unless averages can be those of one run, with the same averaging steps and the same tensors.
+
+    Raises:
+        ConfigError: If two averages differ.
+    """
+    first = averages[0]
+    for each in averages[1:]:
+        for key in ("update_after", "every"):
+            own, other = getattr(first, key), getattr(each, key)
+            if own != other:
+                raise ConfigError(
+                    f"the average {first.name!r} in {first.source} has {key}={own}, and {each.name!r} in {each.source} {other}; "
+                    "combine averages of the same updates"
+                )
+        differing = sorted(
+            name
+            for name in first.specs.keys() | each.specs.keys()
+            if name not in first.specs or name not in each.specs or first.specs[name].shape != each.specs[name].shape
+        )
+        if differing:
+            raise ConfigError(
+                f"the averages in {first.source} and {each.source} differ in the tensors {', '.join(differing[:3])}; combine "
+                "snapshots of one run"
+            )
+        if first.num_updates != each.num_updates and first.source == each.source:
+            raise ConfigError(
+                f"the averages {first.name!r} and {each.name!r} in {each.source} began at different updates; combine averages "
+                "that were created together"
+            )
