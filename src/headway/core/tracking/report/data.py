@@ -125,7 +125,8 @@ def find_log(path: Path) -> Path:
         ConfigError: If there is no log, or more than one. The message lists runs in nearby folders.
     """
     if isinstance(path, ObjectPath):
-        if (found := extensions.load("feature", "mirror_log").fetch_log(path)) is None:
+        found: Path | None = extensions.load("feature", "mirror_log").fetch_log(path)
+        if found is None:
             raise ConfigError(
                 f"{path} contains no {FILE}, or several. Give the folder of one run that contains a {FILE}"
             )
