@@ -85,7 +85,7 @@ def test_a_torn_lock_names_itself_and_goes_by_its_age(tmp_path, monkeypatch, cap
     take(tmp_path).release()
     path = left_by('{"run": "theirs", "st', 0, tmp_path)
     monkeypatch.setattr(folder_lock.time, "sleep", lambda seconds: os.utime(path))
-    with pytest.raises(CheckpointError, match=r"checkpoints.lock names no run \(21 bytes, as after a full disk\)"):
+    with pytest.raises(CheckpointError, match=r"checkpoints.lock names no run \(21 bytes long, as after a full disk\)"):
         take(tmp_path)
     assert "names no run" in caplog.text
 
