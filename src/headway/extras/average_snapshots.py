@@ -70,7 +70,7 @@ class StoredAverage:
     _parts: Mapping[str, list[_StoredPart]]
 
     def add_to(self, total: torch.Tensor, name: str, coefficient: float) -> None:
-        """Add a multiple of an averaged tensor to a tensor on the CPU.
+        """Read an averaged tensor from the snapshot, and add a multiple of it to a tensor on the CPU.
 
         Args:
             total: Tensor with the shape of the average.
@@ -78,7 +78,7 @@ class StoredAverage:
             coefficient: Factor.
 
         Raises:
-            CheckpointError: If the file cannot be read.
+            CheckpointError: If the snapshot's file cannot be read.
         """
         for part in self._parts[name]:
             values = torch.empty(part.stored.shape, dtype=part.stored.dtype)

@@ -652,7 +652,7 @@ class ExponentialMovingAverage:
         write_snapshot(folder, self.state_dict(), self.run)
 
     def _describe_profile(self) -> dict[str, Any]:
-        """Return what determines the weights of the averaged states, if the decay is a `PowerDecay`."""
+        """Return the settings of a `PowerDecay` that weight the averaged states, or an empty dict for other decays."""
         if not isinstance(self._decay, PowerDecay):
             return {}
         width = float(self._decay.sigma_rel)

@@ -69,14 +69,16 @@ def reconstruct_average(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "10GB",
 ) -> Reconstruction:
-    """Combine snapshots of power-function averages into the average of another width, and write it as safetensors.
+    """Combine snapshots of power-function averages into an average with another width, and write it as safetensors.
 
-    The training needs averages with `decay=PowerDecay(...)`, usually of the widths 0.05 and 0.1, and snapshots of them
-    at regular intervals. Call this function in one process. It holds only a few tensors in memory at a time.
+    The width of an average is the standard deviation of its weights over the updates, as a fraction of the training's
+    length. During training, keep averages with `decay=PowerDecay(...)`, usually with widths 0.05 and 0.1, and save
+    snapshots of them at regular intervals. Call this function in one process. It holds only a few tensors in memory
+    at a time.
 
     Args:
-        snapshots: Folders that `ExponentialMovingAverage.save_snapshot` wrote, or checkpoints, all from one run. One
-            path is a folder that contains them. Of a checkpoint, all averages with a `PowerDecay` are used.
+        snapshots: Folders that `ExponentialMovingAverage.save_snapshot` wrote, or checkpoints, all from one run. A
+            single path is a folder that contains them. From a checkpoint, all averages with a `PowerDecay` are used.
         folder: Folder for the result, created if missing. Earlier weights in it are replaced.
         sigma_rel: Relative width of the result, more than 0 and at most 0.2886.
         num_averaged: Number of averaging steps after which the result is computed. Later snapshots are not used. None:

@@ -177,7 +177,7 @@ class MergedTensor(GatheredTensor):
         self._layer, self._name = layer, name
 
     def whole(self) -> torch.Tensor:
-        """Return the merged tensor, on rank 0."""
+        """Return the full tensor with merged adapters. Called on rank 0; the other ranks call `pass_by`."""
         self.is_done = True
         return self._layer.take_tensor(self._name)
 

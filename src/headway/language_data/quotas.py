@@ -358,9 +358,9 @@ class QuotaOrder:
         return number >= 2 and self._find_piece(end - 2 * self.block_size) == self._find_piece(end - 1)
 
     def _compute_settled(self, number: int) -> tuple[int, ...]:
-        """Return the number of samples per source before a block of positions, without computing earlier blocks.
+        """Return how many samples of each source come before a block of positions, without computing earlier blocks.
 
-        The weights must be constant in the two blocks before it.
+        The weights of the sources must be constant in the two blocks before this block.
 
         Args:
             number: Index of the block.

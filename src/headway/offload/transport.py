@@ -83,7 +83,7 @@ class HostTransport:
 
 @dataclass(frozen=True)
 class PendingCopy:
-    """Ticket of an asynchronous copy in progress.
+    """Handle of an asynchronous copy in progress.
 
     Attributes:
         allocated: Position in the compute stream at which the copy's memory was allocated.

@@ -96,7 +96,7 @@ class ProgressCallback(TrainerCallback):
             show_summary(state)
 
     def close(self) -> None:
-        """Remove all bars. It is also called after training has failed."""
+        """Remove all progress bars. This method is also called after training has failed."""
         self._end_evaluation()
         _close_bar(self._steps)
         self._steps = None

@@ -1,6 +1,7 @@
-"""Turns torch.compile off in recorded runs, so that each torch call of a compiled function is recorded with its line.
+"""Turn off torch.compile in recorded runs, so that each torch call of a compiled function is recorded with its line.
 
-Compiled code makes no calls that a torch function mode could see. A cause inside of it would have no line.
+Compiled code makes no calls that a torch function mode can see. A difference that arises in compiled code could
+therefore not be traced to a line.
 """
 
 import sys

@@ -112,9 +112,10 @@ class SharedDraws(TorchFunctionMode):
     def _draw_globally(
         self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Any, where: str
     ) -> Any:
-        """Make a draw for the global batch, and return this rank's rows of it.
+        """Draw random numbers for the global batch, and return the rows of this rank.
 
-        A draw that does not have one or more rows per sample is returned unchanged, and recorded in `unshared`.
+        If the rows of the result cannot be assigned to samples, the result is returned unchanged, and the call is
+        recorded in `unshared`.
 
         Args:
             name: Name of the function.

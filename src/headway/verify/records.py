@@ -101,7 +101,7 @@ class RunRecord:
 
     @property
     def fact(self) -> dict[str, Any]:
-        """What rank 0 recorded about the whole run (its entry of `facts`). Empty if it recorded nothing."""
+        """Facts that rank 0 recorded about the whole run, as a dict. Empty if rank 0 recorded none."""
         return self.facts[0] if self.facts else {}
 
     @property

@@ -206,7 +206,9 @@ class FeedRecipe:
         return SameRounds(self.everyone, type(self.loader.dataset).__name__)
 
     def _broadcast_rng_states(self, is_resumed: bool) -> str:
-        """Return rank 0's global RNG states as text, for one pass over an iterable dataset. All ranks must call it.
+        """Return rank 0's global RNG states as text, for one pass over an iterable dataset.
+
+        All ranks must call this method.
 
         Args:
             is_resumed: Whether this rank resumes a pass. It then ignores the result, because it has already loaded its

@@ -210,7 +210,7 @@ def _halve_a_piece(cuts: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _balance_pieces(most: int, num_rows: int) -> int:
-    """Return the rows of the largest micro-batch after an even split of a batch.
+    """Return the number of rows in the largest micro-batch if a batch is split evenly.
 
     The batch is split into the smallest number of micro-batches that have at most `most` rows each.
     """

@@ -1,8 +1,8 @@
-"""Make recurrent layers of fake tensors call cuDNN, and compute the memory that cuDNN and oneDNN allocate for them.
+"""Trace recurrent modules on fake tensors as calls of cuDNN, and compute the memory that cuDNN and oneDNN allocate.
 
-A recurrent layer is one call of cuDNN on CUDA. On a CPU, each layer of an LSTM is one call of oneDNN. The memory that
-oneDNN keeps for backward was measured, and the formula is accurate to a few percent. cuDNN reports its sizes only on a
-GPU, so it is assumed to keep the gates, cells and outputs of every step.
+On CUDA, a whole recurrent module is one call of cuDNN. On a CPU, each layer of an LSTM is one call of oneDNN. The
+memory that oneDNN keeps for backward was measured, and the formula is accurate to a few percent. cuDNN reports its
+sizes only on a GPU, so it is assumed to keep the gates, cells and outputs of every step.
 """
 
 from collections.abc import Callable

@@ -150,11 +150,11 @@ def _read_index(path: Path) -> BlockTable | None:
 
 
 def scan_shard(file: ShardFile, form: ShardFormat, access: ShardAccess, skips_damage: bool) -> BlockTable:
-    """Scan a file and return its block table.
+    """Scan a shard, and return a table of its blocks: where each one begins, and how many records it contains.
 
     Args:
-        file: Shard.
-        form: Reader of its format.
+        file: Shard to scan.
+        form: Reader of the shard's format.
         access: Cache folder and retry policy with which the content of the shard is opened.
         skips_damage: Whether to read all records and to leave out damaged ones.
 

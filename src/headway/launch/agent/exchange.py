@@ -147,7 +147,7 @@ class AgentChannel:
     def _listen(self, link: StoreLink) -> None:
         """Poll the control plane for aborts and failures.
 
-        This method runs on a thread, which the next start of the ranks replaces by a new one.
+        This method runs on a background thread. When the ranks are started again, a new thread replaces it.
         """
         try:
             store = link.store

@@ -45,7 +45,9 @@ class RankFiles(LogsSpecs):
         return self._order.log_dir or str(self._scratch)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Choose each rank's files for one start of the ranks, and add the paths to the ranks' environment variables.
+        """Choose the paths of each rank's log and error files, and add them to the ranks' environment variables.
+
+        Called each time the ranks are started. The name is that of torch's interface for logs.
 
         Args:
             envs: Environment variables of each rank by local rank; changed in place.

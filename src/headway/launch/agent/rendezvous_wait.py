@@ -49,7 +49,7 @@ class RendezvousWait:
         return time.monotonic() - self._begun > self.seconds
 
     def print_if_due(self, what: str) -> None:
-        """Print a message about the wait if one is due. It can be called any number of times.
+        """Print a message about the wait if one is due. This method can be called any number of times.
 
         Args:
             what: Sentence that describes the wait, without its end time.

@@ -71,9 +71,9 @@ def is_saving(frames: Sequence[Frame]) -> bool:
 
 
 def is_in_saver(frames: Sequence[Frame]) -> bool:
-    """Whether the innermost frame of user code has called a library that writes files of weights or state.
+    """Whether the innermost frame of user code has called a library that writes weights or state to files.
 
-    A library that has called user code in turn, such as a hook, does not count.
+    A library does not count if it has called back into user code, such as a hook.
     """
     return is_saving(frames[: _find_innermost_own(frames)])
 

@@ -397,12 +397,13 @@ def _find_cause_of_layout(reference: RunRecord, other: RunRecord, found: RunDiff
 
 
 def _find_lone_cause(other: RunRecord, blame: Blame, update: int) -> tuple[str, str, str] | None:
-    """Return (cause, advice, page) if a line that only some ranks run explains a call that differs, else None.
+    """Return the cause of a difference if it is a line that only some ranks run, as (cause, advice, page of the docs).
 
-    Such a line changes a model outside of `prepare`, or draws from a global generator of Python or NumPy.
+    Such a line changes a model outside of `prepare`, or draws from a global generator of Python or NumPy. Return None
+    if there is no such line.
 
     Args:
-        other: Run on several processes.
+        other: The run on several processes, which differs from the reference.
         blame: First call that differs.
         update: Number of the update in which it differs.
     """

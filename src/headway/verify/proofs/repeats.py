@@ -186,7 +186,7 @@ def _list_unseeded(first: RunRecord, again: RunRecord) -> list[str]:
 
 
 def _has_same_contents(first: RunRecord, again: RunRecord) -> bool:
-    """Whether some samples occur in both runs, which suggests that only their order differs."""
+    """Whether two runs have samples in common. If so, they probably differ only in the order of their samples."""
     shared = set(first.first) & set(again.first)
     ours = {row for update in shared for row in count_samples(first, update, "rows")}
     theirs = {row for update in shared for row in count_samples(again, update, "rows")}
