@@ -375,7 +375,7 @@ def refused(folder, what):
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("alone", "call it on every rank"),
+        ("alone", "Call save_state on every rank"),
         ("partial", "not reduced yet"),
         ("differing", "has different sharded tensors or placements than rank 0"),
         ("own disks", "storage that all machines share"),

@@ -294,7 +294,7 @@ def test_numbers_rotation_and_hooks(tmp_path):
     assert "is called at" in text
     assert "test_saves_of_one_rank.py:" in text.partition(" on rank 0 only: rank 1 has gone on to ")[2]
     assert "RNG states of the other ranks" in text
-    assert "call it on every rank" in text
+    assert "call save_state on every rank" in text
 
 
 def best(root):

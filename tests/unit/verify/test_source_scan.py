@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 
+from headway.verify import source_scan
 from headway.verify.compilation import EagerCalls
 from headway.verify.request import RunRequest
 from headway.verify.source_scan import scan_sources
@@ -36,6 +37,8 @@ def test_generators_without_a_seed_and_values_from_outside_are_found(
     (tmp_path / "scanned.py").write_text(SOURCE)
     monkeypatch.setitem(sys.modules, "scanned", module)
     monkeypatch.chdir(tmp_path)
+    for limit in ("_MOST_FILES", "_MOST_LINES"):  # other tests import many files
+        monkeypatch.setattr(source_scan, limit, 10**6)
     found = {
         kind: {line: name for line, name in lines.items() if line.startswith("scanned.py")}
         for kind, lines in scan_sources().items()

@@ -251,7 +251,7 @@ def test_the_error_for_a_missing_log_lists_the_folder(tmp_path, log):
 
 def test_calls_out_of_order_are_errors(tmp_path):
     log = RunLog(tmp_path)
-    with pytest.raises(StateError, match="call run"):
+    with pytest.raises(StateError, match=r"Call write_start\(\) first"):
         log.write_values(1, {"loss": 1.0})
     log.write_start("p")
     log.close()
