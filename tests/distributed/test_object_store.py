@@ -302,7 +302,7 @@ def test_a_resume_passes_over_a_damaged_checkpoint(strategy, port):
     assert left == {"checkpoint_2", "checkpoint_3"}
     flip_a_bit(port, f"{name}/checkpoints/checkpoint_3/")
     for (message,) in run_ranks(refused, 2, url, strategy, settings):
-        assert "holds 2 checkpoints, and all of them are damaged" in message
+        assert "contains 2 checkpoints, and all of them are damaged" in message
 
 
 def refused(url, strategy, settings):
