@@ -307,7 +307,7 @@ def refused(stage: int) -> None:
     other = Accelerator(cpu=True, strategy=f"zero{stage}")
     alone = other.prepare(Net())
     fails(PrepareError, "optimizer", lambda: alone(x))
-    fails(UnsupportedError, "orthogonalises", lambda: other.prepare(torch.optim.Muon([alone.head.weight], lr=0.1)))
+    fails(UnsupportedError, "orthogonalizes", lambda: other.prepare(torch.optim.Muon([alone.head.weight], lr=0.1)))
     other.free_memory()
     scaled = Net()
     scaled.scale = torch.nn.Parameter(torch.tensor(1.0))

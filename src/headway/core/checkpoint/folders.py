@@ -91,11 +91,12 @@ def list_originals(parent: Path) -> list[Path]:
 
 
 def read_run_id(folder: Path) -> str | None:
-    """Return the ID of the run that saved a checkpoint, or None if the manifest is damaged."""
+    """Return the ID of the run that saved a checkpoint, or None if the manifest is damaged or names no run."""
     try:
-        return str(read_manifest(folder).about.get("run"))
+        run = read_manifest(folder).about.get("run")
     except CheckpointError:
         return None
+    return None if run is None else str(run)
 
 
 def remove_old_checkpoints(

@@ -2,8 +2,8 @@
 
 The script runs as usual, with its arguments, data and loop, in a separate process. When it prepares a model, the
 model's tensors lose their values. Its loaders read real batches, but pass on only the shapes of their tensors. All
-memory is traced from the first batch on. The script ends after the second update of every optimizer. If one of the
-optimizers steps less often, the script ends after the 50th update of another one.
+memory is traced from the first batch on. Nothing is saved, loaded or tracked. The script ends after the second update
+of every optimizer. If one of the optimizers steps less often, the script ends after the 50th update of another one.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from torch import nn
 from headway.accelerator import Accelerator
 from headway.common import scope
 from headway.common.callsite import Frame, is_headway_file, walk_stack
+from headway.core.checkpoint.resume.comparison import Restored
 from headway.core.data.loader import PreparedLoader
 from headway.core.runtime.dry_run import begin_forecast
 from headway.errors import ConfigError, HeadwayError
@@ -257,10 +258,33 @@ class DryRunLoader:
         return getattr(self.inner, name)
 
 
+class FilelessAccelerator(Accelerator):
+    """Accelerator that saves, loads and tracks nothing.
+
+    A dry run has no values to write. With the checkpoint of a finished run, it would have no updates left to trace.
+    """
+
+    def save_state(self, output_dir: str | Path | None = None, *args: Any, **kwargs: Any) -> Path:
+        return Path(output_dir or self.project_dir or ".")
+
+    def load_state(self, input_dir: str | Path | None = None, *args: Any, **kwargs: Any) -> Restored:
+        return Restored(Path(input_dir or self.project_dir or "."), {"num_updates": 0, "epoch": 0})
+
+    def resume(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def _ignore(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    save = save_model = push_to_hub = _ignore
+    # Without a started run, `get_tracker` returns placeholders that do nothing.
+    init_trackers = log = log_images = log_artifact = log_event = _ignore
+
+
 def make_accelerator_class(dry_run: ScriptDryRun) -> type[Accelerator]:
     """Return a class that replaces Headway's Accelerator in the script, and reports its calls to the dry run."""
 
-    class DryRunAccelerator(Accelerator):
+    class DryRunAccelerator(FilelessAccelerator):
         def prepare(self, *objects: Any, **options: Any) -> Any:  # type: ignore[override]
             dry_run.precision = self.mixed_precision
             # The target is the forecast's device, so the model is not moved here.

@@ -183,6 +183,53 @@ def test_metrics_and_a_script_that_ends_by_itself(tmp_path):
     assert any("ended after its first update" in each for each in found["caveats"])
 
 
+KEEPING = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, ProjectConfiguration
+
+project = ProjectConfiguration("runs", automatic_checkpoint_naming=True)
+accelerator = Accelerator(log_with="tensorboard", project_config=project)
+accelerator.init_trackers("kept", {"rows": 4})
+model = nn.Linear(8, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+loader = DataLoader(TensorDataset(torch.randn(12, 8)), batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+accelerator.resume()
+for _ in accelerator.epochs(1):
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            loss = model(inputs).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.log({"loss": loss})
+        accelerator.get_tracker("tensorboard").log({"own": 1.0})
+        accelerator.save_state()
+        accelerator.save_model(model, "weights")
+        accelerator.save(model.state_dict(), "plain.pt")
+accelerator.end_training()
+"""
+
+
+def test_a_dry_run_saves_loads_and_tracks_nothing(tmp_path):
+    def list_files():
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+
+    found = forecast_of(tmp_path, KEEPING)
+    assert [path.name for path in list_files()] == ["train.py"]
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True, timeout=300)
+    written = list_files()
+    assert {"manifest.json", "model.safetensors", "plain.pt", "log.jsonl"} <= {path.name for path in written}
+    # The finished run's checkpoint is not loaded, because no update would be left.
+    again = forecast_of(tmp_path, KEEPING)
+    assert again["split"] == found["split"]
+    (tmp_path / "train.py").touch()
+    assert {path for path, time in list_files().items() if written.get(path) != time} == {tmp_path / "train.py"}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -333,8 +333,8 @@ def get_state_dict_from_offload(
         state_dict: State dict with full names. Names that it does not contain are not added.
         device_to_put_offload: Device to which offloaded weights are copied. Default: "cpu".
     """
-    root = module_name.rpartition(".")[0]
+    before, dot, _ = module_name.rpartition(".")  # without a dot, the parameter belongs to the root module
     with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
-        values = {f"{root}.{name}": value for name, value in module.state_dict().items()}
+        values = {f"{before}{dot}{name}": value for name, value in module.state_dict().items()}
     state_dict.update({name: value for name, value in values.items() if name in state_dict})
     return state_dict
