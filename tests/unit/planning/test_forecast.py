@@ -40,7 +40,8 @@ def test_a_forecast_adds_up():
     assert found.allocated <= found.reserved < found.least < found.total < found.most
     assert found.fits is True
     assert found.peak.startswith("step 2")
-    assert "a100-40gb, batch 32" in found.describe()
+    assert "a100-40gb, batch 32" in found.describe() == str(found)
+    assert len(repr(found)) < 2000  # without the timeline
     assert found.as_dict()["allocated"] == found.allocated
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.allocated = 0

@@ -1,7 +1,7 @@
 """Request and result of a memory forecast. `headway.forecasting` makes the forecast."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ class Forecast:
     fits: bool | None
     largest_batch: int | None = None
     longest_sequence: int | None = None
-    timeline: Timeline
+    timeline: Timeline = field(repr=False)
     by_batch: tuple[tuple[int, int], ...] = ()
     num_traces: int = 1
     seconds: float = 0.0
@@ -136,6 +136,9 @@ class Forecast:
     def as_dict(self) -> dict[str, Any]:
         """Return all fields as nested dictionaries that can be written as JSON."""
         return asdict(self)
+
+    def __str__(self) -> str:
+        return self.describe()
 
     def describe(self) -> str:
         """Return the forecast as lines of text for the terminal."""
