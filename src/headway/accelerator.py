@@ -122,16 +122,17 @@ class Accelerator(RankAware):
         deepspeed_plugins: Mapping from names to DeepSpeed's settings. Only one entry is supported.
         parallelism_config: Sizes of the layout's axes under Accelerate's names. The `strategy` argument is the short
             form.
-        adjust_scheduler_to_accumulation: Whether schedules were sized in micro-batches rather than updates. Default:
-            False.
+        adjust_scheduler_to_accumulation: Whether the lengths of schedules are given in micro-batches rather than
+            updates. Default: False.
         scheduler_ticks: How many steps a schedule advances per update. "updates": one. An object with `name`, `reason`
             and `ticks(window_length)` is a custom rule. None: the rules of `headway.core.training.prepared.scheduler`.
         global_batch_size: Samples per update. The accumulation steps are derived from the number of ranks and the
             loader's batch size.
         loss_policy: Rule by which losses are averaged. Default: the exact mean over the accumulation window and all
             ranks.
-        microbatching: "auto" to run a batch again in smaller micro-batches on all ranks if memory runs out. The result
-            is identical. Loops must use `forward_backward` or `microbatches`. None: batches are never split.
+        microbatching: "auto" to run a batch again in smaller micro-batches on all ranks if memory runs out. The update
+            is still that of the entire batch. Loops must use `forward_backward` or `microbatches`. None: batches are
+            never split.
         on_non_finite: Reaction to an update whose loss or gradients are NaN or infinite: "skip", "stop", "raise",
             "explain", or a `NonFinitePolicy`. None: warn about the first such loss and continue.
         preemption: Whether all ranks save and exit with code 75 after a signal or at a deadline, or a `Preemption` with
@@ -425,7 +426,7 @@ class Accelerator(RankAware):
 
         An accumulation window consists of the micro-batches of one update. step() and zero_grad() have no effect until
         the window's last micro-batch. Put the forward, the backward and step() of each micro-batch inside the context.
-        Calls right after the block still belong to its micro-batch.
+        Calls between this block and the next one still belong to this micro-batch.
 
         Args:
             models: Models that are trained in the block. Default: all prepared models. Different sets of models have
@@ -581,7 +582,8 @@ class Accelerator(RankAware):
             norm_type: Type of the norm, as in torch. 2.0 (the default) is the Euclidean norm; "inf" is accepted.
 
         Returns:
-            The norm of the unscaled gradients before clipping, a 0-d tensor.
+            The norm of the unscaled gradients before clipping, a 0-d tensor. Before the end of the window, it is the
+            norm of the gradients accumulated so far.
         """
         return self._training_step.clip(parameters, max_norm, norm_type)
 
@@ -618,7 +620,7 @@ class Accelerator(RankAware):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Gradient scaler under fp16, with the scale that applies after all finished steps. None in other precisions.
+        """Gradient scaler under fp16, with the loss scale for the next step. None in other precisions.
 
         Prepared optimizers use the scaler automatically, so a loop does not need to call it.
         """
@@ -654,7 +656,7 @@ class Accelerator(RankAware):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether a prepared optimizer made no update in its last step() at the end of an accumulation window."""
+        """Whether any prepared optimizer skipped its update in its last step() at the end of an accumulation window."""
         return any(optimizer.step_was_skipped for optimizer in self._preparation.optimizers)
 
     @property
@@ -731,8 +733,8 @@ class Accelerator(RankAware):
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Return a context manager like torch's `Join`, for data that cannot be divided evenly among ranks.
 
-        Prepared loaders already give every rank the same number of batches, and samples that only fill them up have
-        weight 0. So the context only sets `even_batches` of prepared loaders.
+        Prepared loaders already give every rank the same number of batches. Samples that are repeated to fill a batch
+        have weight 0. The context therefore changes only the setting `even_batches` of prepared loaders.
 
         Args:
             joinables: Prepared models.
@@ -803,9 +805,9 @@ class Accelerator(RankAware):
     ) -> Path:
         """Commit a checkpoint of all prepared and registered objects. Call it on every rank.
 
-        The checkpoint is on disk when the method returns. If the process is killed earlier, the previous checkpoint is
-        intact. If only one rank calls it (`if accelerator.is_main_process:`), that rank writes everything except the
-        other ranks' RNG states and warns once. For a sharded model that is an error.
+        By default, the checkpoint is on disk when the method returns. If the process is killed earlier, the previous
+        checkpoint is intact. If only one rank calls it (`if accelerator.is_main_process:`), that rank warns once and
+        writes everything except the other ranks' RNG states. For a sharded model, this is an error.
 
         Args:
             output_dir: Directory of the checkpoint. An existing checkpoint there is replaced. Ignored with automatic
@@ -896,11 +898,12 @@ class Accelerator(RankAware):
                 directory, or "best" for `best_checkpoint`. Invalid ones are reported and skipped.
             strict: Whether to refuse a checkpoint saved with a different world size, batch size, precision or version.
                 Default: False.
-            run: ID of the run whose checkpoints "latest" and "best" consider, as stored under "run" in their manifests.
-                None: checkpoints of all runs. But once this run has saved or resumed, "best" considers only its own.
+            run: ID of a run, as stored under "run" in manifests. "latest" and "best" consider only its checkpoints.
+                None: they consider the checkpoints of all runs, but "best" considers only those of the current run once
+                it has saved or resumed.
             changed: Intended differences from the checkpoint: "data", "schedule", "groups" or several of them. Any
-                other such difference is an error. None: only warn if data or schedules differ. See `load_state`.
-                Default: ().
+                other difference of these kinds is an error. None: only warn if data or schedules differ. See
+                `load_state`. Default: ().
 
         Returns:
             A printable summary of what was restored, or None if "latest" or "best" found no checkpoint.
@@ -990,9 +993,10 @@ class Accelerator(RankAware):
         return self._checkpoints.is_preempted
 
     def check_preemption(self) -> bool:
-        """Save a checkpoint and stop if a signal or deadline requests the end of the run.
+        """Save a checkpoint and end the process if a signal or deadline requests the end of the run.
 
-        Only loops without a prepared loader need it. Every rank must call it equally often.
+        With `Preemption(exits=False)`, the method only returns True, and the loop must save and stop. Only loops
+        without a prepared loader need this method. Every rank must call it equally often.
 
         Returns:
             Whether all ranks have agreed to stop (`preempted`).
@@ -1066,8 +1070,8 @@ class Accelerator(RankAware):
             max_shard_size: Largest size of a file, in bytes or as text. Default: "10GB".
             safe_serialization: Whether to write safetensors. False: write one `pytorch_model.bin` with torch.save, of
                 any size. The full weights of a sharded model are then sent to the main process at once. Default: True.
-            weights: Name of a `headway.ExponentialMovingAverage` of the model, such as "ema", whose averages are written
-                in the model's dtypes. None (the default): the model's own weights.
+            weights: Name of a `headway.ExponentialMovingAverage` of the model, such as "ema", whose averages are
+                written in the model's dtypes. None (the default): the model's own weights.
 
         Raises:
             CallError: If `model` is not a module.
@@ -1123,9 +1127,9 @@ class Accelerator(RankAware):
         """Return an iterable over the model's weights, for an inference engine. Every rank must iterate over it.
 
         Rank 0 gets buckets of (name, full tensor) pairs. Names and values are those that `save_model` writes; of tied
-        tensors, only one is included. Rank 0 holds one bucket plus the tensor that is being assembled, because a bucket
-        is emptied when the next one is requested. Other ranks get buckets with the same names, whose tensors have no
-        memory. If one rank fails and stops iterating, all ranks raise an error.
+        tensors, only one is included. A bucket is emptied when the next one is requested, so rank 0 needs memory only
+        for one bucket and the tensor that is being assembled. Other ranks get buckets with the same names, whose
+        tensors have no memory. If one rank fails and stops iterating, all ranks raise an error.
 
         Args:
             model: Prepared or unprepared model.
@@ -1362,7 +1366,9 @@ class Accelerator(RankAware):
                 repeated or left out.
             max_norm: Norm to which gradients are clipped. None: no clipping.
             device: Name of a device that docs/forecast.md lists. None: this process's device.
-            loop: What the training loop keeps in memory between calls, as for `headway.forecast`. Default: "plain".
+            loop: Training loop, which determines how long outputs and gradients stay in memory (see
+                `headway.forecast`). Default: "plain", a loop whose variables keep the outputs and the loss until they
+                are assigned again.
 
         Returns:
             The forecast.
@@ -1415,8 +1421,9 @@ class Accelerator(RankAware):
             function: Function to check. It may be defined in a notebook cell.
             args: Positional arguments of the function. Default: none.
             options: `num_processes`: number of processes to compare with one process (default: 2). `strategy`: layout
-                to compare as well (default: none). `only`, `skip`: names of proofs to run or to leave out (default:
-                run all). `updates`: updates per run (default: 6). `time_limit`: limit per run in seconds (default: 60).
+                with which to run the function too (default: none). `only`, `skip`: names of proofs to run or to leave
+                out (default: run all). `updates`: updates per run (default: 6). `time_limit`: limit per run in seconds
+                (default: 60).
 
         Returns:
             The status of each proof. Its attribute `passed` is True if none failed.
@@ -1436,7 +1443,7 @@ class Accelerator(RankAware):
         """Release all prepared objects, collect garbage and empty the device's cache.
 
         Args:
-            objects: Objects to which your own variables refer. Only their number is used, as the length of the result.
+            objects: Objects to which your own variables refer. Only the number of objects matters.
 
         Returns:
             A list with one None per object, to assign to your variables so that they no longer refer to the objects.
@@ -1488,7 +1495,7 @@ class Accelerator(RankAware):
 
         Only a process group that Headway started is ended. A second call has no further effect. Afterwards ranks can no
         longer communicate, and calls that need other ranks raise `StateError`. `print`, `log`, `unwrap_model` and
-        `save` still work. For models that are not sharded, so do `save_model` and `get_state_dict`.
+        `save` still work. `save_model` and `get_state_dict` still work for models that are not sharded.
 
         Raises:
             CheckpointError: If a background save failed.

@@ -205,7 +205,7 @@ file is read when the first error is printed, so the table costs an import nothi
 
 @cache
 def read_links() -> tuple[tuple[str, str, str], ...]:
-    """Return the rows of `LINKS`."""
+    """Return the rows of the table `LINKS`: section of the docs, name of the error class, part of the message."""
     file = Path(__file__).with_name(LINKS)
     return tuple((target, kind, part) for target, kind, part in json.loads(file.read_text("utf-8")))
 

@@ -176,7 +176,7 @@ def _level(asked: str | int, origin: str) -> int:
 
 
 def _add_output(logger: logging.Logger) -> None:
-    """Let a logger write to stderr if the program has not set up logging.
+    """Make a logger write to stderr if the program has not set up logging.
 
     Without a handler, Python would show only messages of level WARNING and above.
     """

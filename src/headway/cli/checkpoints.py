@@ -128,7 +128,7 @@ def format_summary(manifest: Manifest) -> list[str]:
 def merge(
     checkpoint: Path, output: Path, model: int, max_shard_size: str, overwrite: bool, to: str, config: Path | None
 ) -> None:
-    """Write a checkpoint's verified weights, and the files that describe the model, such as its config, to a folder."""
+    """Write a checkpoint's verified weights to a folder, with the files that describe the model, such as its config."""
     here = None if isinstance(checkpoint, ObjectPath) else checkpoint
     is_foreign = here is not None and not os.path.exists(here / MANIFEST) and os.path.isfile(here / ".metadata")
     manifest = None if is_foreign else read_manifest(checkpoint)

@@ -83,7 +83,9 @@ class CheckedRun:
 
 
 def examine_machine(environment: Mapping[str, str], run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
-    """Run all checks of this machine. They import only Headway's own modules and connect to no other machine.
+    """Run all checks of this machine and yield their findings.
+
+    The checks import only Headway's own modules and connect to no other machine.
 
     Args:
         environment: Environment variables of the launcher.
@@ -100,7 +102,7 @@ def examine_machine(environment: Mapping[str, str], run: CheckedRun, root: Path 
 
 
 def check_versions() -> Iterator[Finding]:
-    """Report the versions of Python, torch and Headway, and check whether this version of torch is supported."""
+    """Yield findings on the versions of Python, torch and Headway, and on whether this torch is supported."""
     python = ".".join(map(str, sys.version_info[:3]))
     own = metadata.version("headway")
     try:
@@ -115,7 +117,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_devices(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[Finding]:
-    """Check whether there are accelerators, and whether the installed torch can use them."""
+    """Yield findings on whether there are accelerators, and whether the installed torch can use them."""
     here = machine.inspect_machine(environment, root)
     cores = f"{here.num_cores} CPU core{'s' if here.num_cores > 1 else ''}"
     if here.accelerator is not None:
@@ -136,7 +138,7 @@ def check_devices(environment: Mapping[str, str], root: Path = Path("/")) -> Ite
 
 
 def check_names(run: CheckedRun) -> Iterator[Finding]:
-    """Check whether the host names of this machine and of machine 0 resolve to usable addresses.
+    """Yield findings on whether the host names of this machine and of machine 0 resolve to usable addresses.
 
     Gloo uses the name of this machine unless a network interface is set.
     """
@@ -165,7 +167,7 @@ def check_names(run: CheckedRun) -> Iterator[Finding]:
 
 
 def check_interfaces(environment: Mapping[str, str], run: CheckedRun) -> Iterator[Finding]:
-    """Report which network interface gloo will use, and check that the interfaces set in the environment exist."""
+    """Yield findings on the network interface that gloo will use, and on missing ones that the environment names."""
     found = network.list_interfaces()
     known = ", ".join(f"{interface.name} {interface.addresses[0]}" for interface in found) or "none"
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -189,7 +191,10 @@ def check_interfaces(environment: Mapping[str, str], run: CheckedRun) -> Iterato
 
 
 def check_ports(run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
-    """Check the number of ports that the system can assign, and whether the rendezvous port is free and stays free."""
+    """Yield findings on the number of ports that the system can assign, and on the rendezvous port.
+
+    The rendezvous port must be free now, and the system must not assign it to another connection.
+    """
     try:
         low, high = map(int, (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except (OSError, ValueError):
@@ -220,7 +225,7 @@ def check_ports(run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def check_limits(root: Path = Path("/")) -> Iterator[Finding]:
-    """Check whether the limits on open files, processes and locked memory are high enough for a run."""
+    """Yield findings on whether the limits on open files, processes and locked memory are high enough for a run."""
     if sys.platform == "win32":
         return
     import resource
@@ -242,7 +247,7 @@ def check_limits(root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def check_space(root: Path = Path("/")) -> Iterator[Finding]:
-    """Check the size of shared memory and the free space of the temporary folder.
+    """Yield findings on the size of shared memory and the free space of the temporary folder.
 
     Data loading workers pass batches through shared memory.
     """

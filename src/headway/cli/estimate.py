@@ -278,6 +278,9 @@ def format_ranking(model: str, as_json: bool = False, **given: Any) -> tuple[str
 def calibrate_device() -> str:
     """Measure the memory that a process needs on this machine's GPU besides tensors, and store it for forecasts.
 
+    Returns:
+        A text with the result and the path of the file in which it is stored.
+
     Raises:
         DeviceUnavailable: If there is no CUDA device.
         ConfigError: If the result cannot be stored.

@@ -41,7 +41,7 @@ class RankLocation:
         rank: Rank of the process.
         host: Host name.
         versions: Pairs of (name, version) for Headway, Python and torch.
-        sees_nonce: Whether this rank sees a file that rank 0 created in its working folder.
+        sees_nonce: Whether this rank's working folder contains a file that rank 0 created in rank 0's working folder.
         clock: Time on this rank's machine after a barrier, in seconds since 1970.
         interface: Value of GLOO_SOCKET_IFNAME, or "" if it is not set.
     """

@@ -29,7 +29,7 @@ VALUE_FLAGS = (
 
 
 def make_foreign_options() -> list[click.Parameter]:
-    """Return hidden options for those flags of Accelerate that do not correspond to a setting of Headway."""
+    """Return hidden command-line options for Accelerate's layout flags whose names are not settings of Headway."""
     return [
         *(GroupedOption([f"--{name}"], is_flag=True, default=None, hidden=True) for name in _SWITCHES),
         *(GroupedOption([f"--{name}"], hidden=True) for name in VALUE_FLAGS if name not in SETTINGS),
@@ -40,7 +40,7 @@ def translate_foreign_flags(given: Mapping[str, Any]) -> tuple[dict[str, Any], d
     """Translate Accelerate's flags for layouts to Headway's settings.
 
     Args:
-        given: Values parsed by click, by flag; None if a flag was not given.
+        given: Values from the command line by flag name; None if a flag was not given.
 
     Returns:
         The remaining flags, the settings from Accelerate's flags, and notes on flags without effect.

@@ -86,7 +86,7 @@ def start_script(
         dry_run: Whether to print the command and start nothing.
         force: Whether settings of the command line override those in the script.
         warning: Text to print first. In a cluster job, only one task prints it. Default: "".
-        given: Values of the command line by setting; None if a flag was not given.
+        given: Values from the command line by setting name; None if a flag was not given.
 
     Raises:
         ConfigError: If settings are invalid or contradict each other, or the script does not exist.
@@ -127,7 +127,7 @@ def start_script(
 
 @contextmanager
 def _translate_own_file(named: str | None, is_accelerate: bool, environment: dict[str, str]) -> Iterator[str | None]:
-    """Yield the path of the config file to use.
+    """Yield the path of the config file to use, or None if the user gave no path.
 
     With `--as accelerate`, a config file of Accelerate is translated first, and the path of the translation is yielded.
 
@@ -178,10 +178,10 @@ def merge_settings(
     detected: Mapping[str, Value],
     foreign: Mapping[str, Value] | None = None,
 ) -> Resolved:
-    """Merge the settings of a launch from all sources: command line, config file, environment, cluster and defaults.
+    """Return the settings of a launch, merged from command line, config file, environment, cluster and defaults.
 
     Args:
-        given: Values of the command line by setting; None if a flag was not given.
+        given: Values from the command line by setting name; None if a flag was not given.
         config_file: Path of the config file. None: the file that `headway config` writes, if it exists.
         force: Whether settings of the command line override those in the script.
         environment: Environment variables of the launcher.

@@ -83,7 +83,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the subcommand. If there is none with this name, raise an error that suggests a similar one."""
+        """Return the subcommand that the arguments name. If it does not exist, raise an error that suggests another."""
         if not args[0].startswith("-") and _replace_dashes(args[0]) not in _COMMANDS:
             from headway.core.config.values import suggest_word
 

@@ -93,7 +93,7 @@ def _normalize_flag(flag: str) -> str:
 
 
 def _fits(option: click.Option, value: str) -> bool:
-    """Whether the launcher's option accepts a value."""
+    """Whether a value is valid for an option of the launcher."""
     try:
         parse_text(SETTINGS[str(option.name)], value, "")
     except ConfigError:

@@ -24,7 +24,7 @@ class PlaceType(click.ParamType):  # type: ignore[type-arg]
     name = "path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Return the path or URL that the user typed as a path object."""
+        """Convert the path or URL that the user typed to a path object."""
         return to_path(value)
 
 
@@ -136,7 +136,7 @@ class GroupedCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options to the help page, grouped by heading.
 
-        If some options are rare, only `--help-all` shows them and the headings.
+        If the command has rare options, only `--help-all` shows them and the headings. Otherwise all options are shown.
         """
         params = self.get_params(ctx)
         is_short = any(getattr(each, "is_rare", False) for each in params) and _SHOWS_ALL not in ctx.meta
@@ -183,7 +183,7 @@ def read_command_line_layer(given: Mapping[str, Any]) -> dict[str, Value]:
     """Return the settings given on the command line.
 
     Args:
-        given: Values parsed by click, by setting; None if a flag was not given.
+        given: Values from the command line by setting name; None if a flag was not given.
 
     Raises:
         ConfigError: If a value cannot be parsed or is out of range.

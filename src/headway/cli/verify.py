@@ -76,7 +76,7 @@ def make_options(
         device: Name of the device on which the full run will train, to forecast its memory. Default: no forecast.
         resume_args: Arguments to add to `script_args` when the script is started again after a kill. Default: none.
         as_json: Whether to print JSON. Default: False.
-        given: Values of the command line by setting; None if a flag was not given.
+        given: Values from the command line by setting name; None if a flag was not given.
 
     Raises:
         ConfigError: If settings contradict each other, or the script does not exist.
@@ -144,7 +144,7 @@ def _choose_processes(typed: dict[str, Any], here: Any) -> tuple[int, bool, list
     """Choose the number of processes to compare with one process, and whether to use the CPU.
 
     Args:
-        typed: Settings of the command line.
+        typed: Settings given on the command line, by name.
         here: Description of this machine.
 
     Returns:

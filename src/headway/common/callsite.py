@@ -94,7 +94,7 @@ def trace_calls(depth: int) -> tuple[tuple[int, int], ...]:
 
 
 def is_called_by(code: CodeType) -> bool:
-    """Whether the function that calls this one was itself called by `code`."""
+    """Whether the function that calls `is_called_by` was itself called by the function with the code object `code`."""
     return sys._getframe(2).f_code is code
 
 

@@ -179,7 +179,7 @@ class ObjectClient:
         return self._retry_request(act, f"list {prefix}")
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete the objects with these keys. Missing objects are ignored."""
+        """Delete the objects with the given keys. Missing objects are ignored."""
         doomed = list(keys)
         if doomed:
             self._get_or_none(lambda: self._library.delete(self._store, doomed), f"remove {doomed[0]}")
@@ -193,7 +193,7 @@ class ObjectClient:
             return None
 
     def _retry_request(self, act: Callable[[], T], what: str) -> T:
-        """Call `act`, and retry it after transient errors until the time budget is spent.
+        """Call `act`, retry it after transient errors until the time budget is spent, and return its result.
 
         Args:
             act: Function that makes the request.

@@ -138,11 +138,11 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         return len(data)
 
     def write_text(self, data: str, *_: Any, **__: Any) -> int:
-        """Write the object as text in UTF-8, in one request."""
+        """Write the object as text in UTF-8, in one request, and return the number of bytes."""
         return self.write_bytes(data.encode())
 
     def replace(self, target: Any) -> "ObjectPath":
-        """Copy a small object to `target`, then delete it. At every moment at least one of the two exists."""
+        """Copy a small object to `target`, delete the original, and return `target`. One of the two always exists."""
         target.write_bytes(self.read_bytes())
         self.unlink()
         return target  # type: ignore[no-any-return]

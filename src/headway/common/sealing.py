@@ -50,7 +50,7 @@ class UnsealedCounter:
         say: Function that prints a sentence, called for the first dropped message only.
 
     Attributes:
-        num_dropped: Number of dropped messages: lines, values of a store, and connections.
+        num_dropped: Number of dropped messages. A message can be a line, a value in a store, or a connection.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:

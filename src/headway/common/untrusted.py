@@ -60,7 +60,7 @@ def open_regular_file(path: Path, refusal: type[HeadwayError] = CheckpointError)
 
 
 def read_regular_file(path: Path, most: int, refusal: type[HeadwayError] = CheckpointError) -> bytes:
-    """Read a regular file of at most `most` bytes.
+    """Return the bytes of a regular file of at most `most` bytes.
 
     Raises:
         CheckpointError (or `refusal`): If the path is not a regular file, cannot be read, or is larger than `most`
@@ -116,7 +116,7 @@ def show_value(value: object) -> str:
 
 
 def escape_text(text: object) -> str:
-    """Escape the characters of a text that would move the cursor or change the colors or the writing direction.
+    """Escape characters in a text that would move the cursor, change colors, or change the writing direction.
 
     The result is safe to print on a terminal.
     """
@@ -124,7 +124,7 @@ def escape_text(text: object) -> str:
 
 
 def escape_json(value: Any) -> Any:
-    """Return a JSON value whose strings are safe to print. Line breaks and tabs are kept."""
+    """Return a copy of a JSON value in which all strings are safe to print. Line breaks and tabs are kept."""
     if isinstance(value, str):
         if value.isprintable():
             return value

@@ -43,7 +43,7 @@ _MATMUL = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution")
 
 
 class CheckpointedBlock:
-    """Mixin for a block's class whose `forward` runs the block with activation checkpointing.
+    """Mixin whose `forward` runs a block of a model with activation checkpointing.
 
     To checkpoint a block, its class is replaced by a new class that inherits from this mixin and the original class.
     """
@@ -167,7 +167,7 @@ def _has_offload_function(function: Any) -> bool:
 def _make_block_function(plan: ActivationCheckpointing, offload: bool) -> Callable[..., Any] | None:
     """Return the function that calls a block's forward with checkpointing, offloading or both.
 
-    None if neither is needed.
+    Return None if neither is needed.
 
     Args:
         plan: Settings of activation checkpointing.
@@ -226,7 +226,7 @@ def _call_offloaded(function: Callable[..., Any], run: Callable[..., Any], *args
 
 
 def _find_block(run: Any) -> torch.nn.Module | None:
-    """Return the module to which a forward function belongs. None if it is unknown.
+    """Return the module to which a forward function belongs, or None if it is unknown.
 
     Args:
         run: Bound method, or a `partial` made by transformers.

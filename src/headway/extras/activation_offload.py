@@ -81,7 +81,7 @@ class CopyLane:
         """Copy a tensor to host memory.
 
         Returns:
-            The copy, and the event that marks its completion, or None if it is complete.
+            The copy, and the event that marks its completion. The event is None if the copy is already complete.
         """
         if self._stream is None:
             return tensor.to("cpu", copy=True), None
@@ -119,7 +119,7 @@ class CopyLane:
 
         Args:
             host: Host copy, as returned by `to_host`.
-            ready: Event that marks the completion of the copy to the host, or None if it is complete.
+            ready: Event that marks the completion of the copy to the host, or None if that copy is complete.
         """
         if isinstance(host, torch.Tensor):
             return host.to(self._device)
@@ -152,7 +152,7 @@ class CopyLane:
 
 
 class StorageNumbers:
-    """Source of numbers that identify storages, so that a storage is copied once even if several operations save it.
+    """Source of numbers that identify storages, so that a storage saved by several operations is copied only once.
 
     The number of a storage is its address. `hold_storage` prevents the address from being reused.
     """
@@ -245,8 +245,8 @@ class ActivationCopy:
 class _Copies(weakref.WeakValueDictionary[tuple[Any, ...], ActivationCopy]):
     """Cache of activations that were copied to host memory.
 
-    With it, a tensor that several operations save is copied once. The key consists of the storage, its version, the
-    dtype and the conjugate and negative flags. If only part of the storage was copied, the key also has the size,
+    With it, a tensor that several operations save is copied only once. The key consists of the storage, its version,
+    the dtype and the conjugate and negative flags. If only part of the storage was copied, the key also has the size,
     stride and offset of that part. An entry lasts as long as an autograd graph refers to the copy.
     """
 
@@ -268,8 +268,8 @@ class OffloadedActivation:
 class _OwnTensors:
     """Tensors of a block that are on the device anyway, so that offloading them saves nothing.
 
-    These are the block's buffers, and copies of its frozen weights in another dtype. Trainable weights are recognized
-    by the autograd graph instead.
+    These are the block's buffers, and copies of its frozen weights in another dtype. Trainable weights are not
+    included: they are recognized by their autograd graph (see `_is_weight`).
 
     Args:
         block: Block, or None if it is unknown.
@@ -301,8 +301,8 @@ def offload_saved_tensors(
 ) -> AbstractContextManager[Any]:
     """Return a context in which tensors saved by autograd are moved to host memory.
 
-    They are copied back when backward needs them. A tensor that several operations save is copied once, even as
-    different views, unless it is changed in between. The following stay on the device: parameters, their views and
+    They are copied back when backward needs them. If several operations save a tensor or views of it, it is copied only
+    once, unless it is changed in between. The following stay on the device: parameters, their views and
     their copies in another dtype (which autocast makes and keeps), the block's buffers, tensors below `min_bytes`,
     sparse tensors, tensor subclasses, and tensors already on the host.
 

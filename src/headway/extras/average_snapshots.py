@@ -33,7 +33,7 @@ _COUNTERS = ("num_updates", "num_averaged", "update_after", "every")
 
 @dataclass(frozen=True)
 class _StoredPart:
-    """Box of an average in a file.
+    """Box (rectangular block) of an average, with its values in a file.
 
     Attributes:
         offsets: First index of the box along each dim of the average.
@@ -51,7 +51,7 @@ class StoredAverage:
     Attributes:
         source: Folder of the snapshot or checkpoint.
         name: Name of the average.
-        sigma_rel: Relative width.
+        sigma_rel: Relative width: standard deviation of the averaging weights, as a fraction of the averaging steps.
         num_updates: Number of updates of the model since the average was created.
         num_averaged: Number of averaging steps.
         update_after: Number of updates before the first averaging step.
@@ -75,7 +75,7 @@ class StoredAverage:
         Args:
             total: Tensor with the shape of the average.
             name: Name of the averaged tensor.
-            coefficient: Factor.
+            coefficient: Factor by which the read values are multiplied.
 
         Raises:
             CheckpointError: If the snapshot's file cannot be read.
@@ -88,7 +88,7 @@ class StoredAverage:
 
 
 def write_snapshot(folder: str | Path, state: Mapping[str, Any], run: Run | None) -> None:
-    """Write an average from rank 0. Call it on every rank.
+    """Write an average to a snapshot folder from rank 0. Every rank must call this function.
 
     Args:
         folder: Folder of the snapshot, created if missing. An earlier snapshot in it is replaced.
@@ -117,10 +117,10 @@ def write_snapshot(folder: str | Path, state: Mapping[str, Any], run: Run | None
 
 
 def list_snapshots(folder: str | Path) -> list[Path]:
-    """Return the complete snapshots and checkpoints in a folder, or the folder itself if it is one.
+    """Return the paths of complete snapshots and checkpoints: the folder itself, and its direct subfolders.
 
     Raises:
-        ConfigError: If there are none.
+        ConfigError: If none is found, or the folder is a URL.
     """
     place = to_path(folder)
     if isinstance(place, ObjectPath):
@@ -185,7 +185,7 @@ def _open_snapshot(place: Path) -> Iterator[StoredAverage]:
 
 
 def _iterate_saved(place: Path, manifest: Manifest) -> Iterator[StoredAverage]:
-    """Yield the power-function averages in a checkpoint, after comparing their files with the hashes."""
+    """Yield the power-function averages in a checkpoint, after comparing their files with the manifest's hashes."""
     headers: dict[str, StoredPlaces] = {}
 
     def open_parts(entry: TensorEntry) -> Iterator[_StoredPart]:
@@ -213,7 +213,9 @@ def _iterate_saved(place: Path, manifest: Manifest) -> Iterator[StoredAverage]:
 
 
 def _make_part(offsets: tuple[int, ...], spec: TensorSpec, file: Path, start: int) -> _StoredPart:
-    """Return a box of an average. Its file is not mapped, and is open only while its values are read.
+    """Return a box (rectangular block) of an average, whose values are read from a file on request.
+
+    The file is not memory-mapped, and is open only while values are read.
 
     Args:
         offsets: First index of the box along each dim of the average.
@@ -225,7 +227,7 @@ def _make_part(offsets: tuple[int, ...], spec: TensorSpec, file: Path, start: in
 
 
 def _read_description(state: Any, place: Path) -> tuple[str, float, int, int, int, int] | None:
-    """Return the name, width and counters of an average, or None for the state of anything else."""
+    """Return the name, width and counters in a power-function average's state, or None for any other state."""
     if not isinstance(state, dict) or "sigma_rel" not in state or not {"name", *_COUNTERS} <= state.keys():
         return None
     counters = [state[key] for key in _COUNTERS]

@@ -67,9 +67,9 @@ def list_best_first(place: CheckpointFolder, run: str | None, own_run: str | Non
 
 
 def find_best(place: CheckpointFolder, reader: CheckpointReader, run: str | None, own_run: str | None) -> Path | None:
-    """Return the best checkpoint that passes verification. Every rank must call it.
+    """Return the best checkpoint that passes verification, or None if the folder contains no checkpoints.
 
-    None if the folder contains no checkpoints.
+    Every rank must call it.
 
     Args:
         place: Folder of the checkpoints.

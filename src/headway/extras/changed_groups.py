@@ -106,9 +106,12 @@ def _is_convertible(
 ) -> bool:
     """Whether a saved optimizer state can be converted to this run's parameter groups.
 
-    It cannot be converted if the optimizer is of a different class, if its state dict is not in torch's format, if a
-    parameter has no name because it belongs to no model, or if another optimizer had one of the parameters in the
-    saved run.
+    It cannot be converted in these cases:
+
+    - The optimizer is of a different class.
+    - The saved state dict is not in torch's format.
+    - A parameter has no name, because it belongs to no model.
+    - In the saved run, another optimizer had one of the parameters.
     """
     known = set(names)
     every = {key for keys in (*match.own, *match.saved) for key in keys}
@@ -151,7 +154,7 @@ def _encode_new_states(
 ) -> dict[str, Any]:
     """Return the current optimizer states of parameters that the saved optimizer did not hold, encoded for loading.
 
-    Most of these parameters have no state before their first update, and are then left out.
+    Parameters without state are left out. Most parameters have none before their first update.
     """
     held = {key for keys in match.saved for key in keys}
     if all(key in held for keys in match.own for key in keys):

@@ -114,7 +114,7 @@ def chunk_loss(model: nn.Module, options: Any = None) -> nn.Module:
 
     The logits of a batch never exist all at once. When the model trains on `labels`, `outputs.loss` is unchanged up to
     rounding, and `outputs.logits` is None. Evaluation, generation and calls without labels are unchanged. The output
-    layer's product is recomputed in backward. Call it before `prepare`, and in `model_fn` for a forecast.
+    layer's product is recomputed in backward. Call this function before `prepare`, and in `model_fn` for a forecast.
 
     Args:
         model: transformers model that takes `labels` and uses the loss of causal language models.

@@ -168,7 +168,7 @@ def _find_obstacle(model: torch.nn.Module, linear: torch.nn.Linear, num_holders:
 
 
 def _is_kept(model: torch.nn.Module, name: str, keeps: tuple[Any, ...]) -> bool:
-    """Whether the option `keeps` contains the name or the class of a layer, or of a module around it."""
+    """Whether a layer stays in bf16, because `keeps` lists the name or class of the layer or of an outer module."""
     around, module = "", model
     for part in ("", *name.split(".")):
         if part:

@@ -154,7 +154,7 @@ def _count_graph(census: TensorCensus, starts: list[Any], local: dict[tuple[str,
     Args:
         census: Census to add to.
         starts: Autograd nodes to start from.
-        local: Descriptions of tensors in local variables, by storage.
+        local: Descriptions of tensors in local variables, by (device, address) of their storages.
     """
     waiting, seen = starts, set[Any]()
     while waiting and len(seen) < _MAX_NODES:
@@ -174,7 +174,7 @@ def _count_graph(census: TensorCensus, starts: list[Any], local: dict[tuple[str,
 def _find_source_line(node: Any) -> str:
     """Return the source line that created an autograd node, or "" if it is unknown.
 
-    torch records it only in anomaly mode.
+    torch records the line only in anomaly mode.
     """
     trace = node.metadata.get("traceback_") if torch.is_anomaly_enabled() else None
     return f", made by {trace[-1].strip().splitlines()[0].strip()}" if trace else ""
@@ -215,9 +215,9 @@ def _place(tensor: torch.Tensor) -> tuple[str, int]:
 
 
 def _iterate_locals(frames: list[FrameType]) -> Iterator[tuple[tuple[str, int], str]]:
-    """Yield pairs of (storage, description) for tensors in local variables.
+    """Yield pairs of ((device, address) of the storage, description) for tensors in local variables.
 
-    Innermost frames come first, so that names in outer frames take precedence in a dict.
+    Innermost frames come first. In a dict made from the pairs, names in outer frames therefore take precedence.
     """
     for frame in reversed(frames):
         code = frame.f_code

@@ -75,9 +75,10 @@ class NeighborCopies:
         self._group: Any = create_group(range(len(machines)), runtime.timeout + MARGIN)
 
     def announce(self, staging: Path) -> None:
-        """Create marker files for the checkpoint files that this machine will receive from other machines.
+        """Create a marker file for each rank on another machine, before the checkpoint's files are exchanged.
 
-        The rank that commits this machine's checkpoint waits until these files have arrived.
+        The rank that commits this machine's checkpoint waits until `exchange` has replaced each marker with the list of
+        files that the rank has written.
 
         Args:
             staging: Staging directory of the save.
@@ -86,7 +87,9 @@ class NeighborCopies:
             (staging / f".writing-{rank}").touch()
 
     def exchange(self, staging: Path) -> None:
-        """Send this rank's checkpoint files to the next machine, and receive the files that it stores for other ranks.
+        """Send this rank's checkpoint files to the next machine, and receive files from the previous machine.
+
+        Each machine also gets the lists of the files that all ranks have written.
 
         Every rank must call it, after it has written its own files.
 
@@ -152,7 +155,7 @@ class _Copy:
 
 
 class MemoryTier:
-    """Manager of a run's in-memory checkpoints, which are saved after updates in each machine's shared memory.
+    """Manager of a run's in-memory checkpoints. After updates, they are saved in each machine's shared memory.
 
     Args:
         state: State of the run that checkpoints contain.
@@ -222,10 +225,10 @@ class MemoryTier:
         self._start_job(job, [own for _, own in answers])
 
     def _prepare_job(self) -> tuple[writer.SaveJob, Any]:
-        """Create this rank's save job, and tell the ranks of this machine which file it will write.
+        """Create this rank's save job, and a marker file that shows the ranks of this machine that it will write.
 
         Returns:
-            The save job, and the rank's own states, tensors and metadata for the other ranks.
+            The save job, and a tuple of this rank's own states, tensors and metadata, which the other ranks need.
         """
         assert self._share is not None
         collected, about = self._state.collector.collect_own()
@@ -351,7 +354,7 @@ class MemoryTier:
     # ---------------------------------------------------------------- after a restart
 
     def newest(self) -> Path | None:
-        """Return the newest valid in-memory checkpoint, after copying it to every machine. None if there is none.
+        """Copy the newest valid in-memory checkpoint to every machine. Return its folder, or None if there is none.
 
         Every rank must call it.
         """

@@ -90,7 +90,7 @@ def _shape(holding: LiveStorage) -> str:
 
 
 def memory_report(error: BaseException | None = None, num_largest: int = 8) -> MemoryReport:
-    """Report what memory is used for now, or was used for when `error` was raised.
+    """Return a report on the current memory use, or on the memory use when `error` was raised.
 
     Args:
         error: Out-of-memory error whose frames still exist. Default: report the current use.
@@ -131,7 +131,7 @@ def explain(error: BaseException) -> str:
 
 
 def find_asked_bytes(error: BaseException) -> int | None:
-    """Return the size of the failed request in bytes. None if neither the error nor any of its causes states it."""
+    """Return the size in bytes of the failed request, or None if neither the error nor any of its causes states it."""
     for each in islice(list_causes(error), 8):
         for pattern in _ASKED:
             if (found := pattern.search(str(each))) is not None:
@@ -194,6 +194,6 @@ def _find_user_line(frames: list[dict[str, Any]]) -> str:
 
 
 def explain_once(error: BaseException) -> str:
-    """Return the text of the memory report for an error. "" if the error's notes already contain the report."""
+    """Return the text of the memory report for an error, or "" if the error's notes already contain the report."""
     text = explain(error)
     return "" if text in getattr(error, "__notes__", ()) else text

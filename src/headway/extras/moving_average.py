@@ -6,8 +6,8 @@ place, bucket by bucket.
 
 Four rules decide when an average is updated:
 
-- Prepared optimizers report each update that they have made. A micro-batch inside an accumulation window, an update
-  that was skipped (fp16, `on_non_finite`, `on_spike`) and a batch that is run again do not count.
+- Prepared optimizers report each update that they have made. They do not report micro-batches inside an accumulation
+  window, skipped updates (fp16, `on_non_finite`, `on_spike`) or batches that are run again.
 - If several optimizers train one model, the average waits until all of them have stepped in the accumulation window, or
   until the next window begins.
 - `update()` does the pending work immediately. A second call for one update changes nothing, so loops that were written
@@ -57,7 +57,7 @@ _LATE = (
 
 
 class ModelAverages:
-    """Registry of the averages of each model, which attaches them to a run when their model is prepared.
+    """Registry of each model's averages. When the model is prepared, its averages are attached to the run.
 
     Models and averages are weakly referenced.
     """
@@ -297,7 +297,7 @@ class ExponentialMovingAverage:
             self._finish_update()
 
     def _begin_learning(self, step: TrainingStep) -> None:
-        """Before a micro-batch begins, update the averages if the last update of the weights is still missing.
+        """Before a micro-batch begins, update the averages if they do not include the last update of the weights.
 
         Raises:
             StateError: If the model holds averaged weights.
@@ -307,7 +307,7 @@ class ExponentialMovingAverage:
             self._finish_update()
 
     def _begin_update(self, step: TrainingStep) -> None:
-        """Before an optimizer steps, update the averages if an earlier accumulation window's update is still missing.
+        """Before an optimizer steps, update the averages if they lack the update of an earlier accumulation window.
 
         Raises:
             StateError: If the model holds averaged weights.
@@ -350,8 +350,8 @@ class ExponentialMovingAverage:
     def update(self) -> None:
         """Update the averages if the model has been updated since the last call.
 
-        If no prepared optimizer trains the model, each call counts as one update. Otherwise a loop does not need to
-        call it.
+        If no prepared optimizer trains the model, each call counts as one update. Otherwise calls are optional, because
+        prepared optimizers update the averages.
 
         Raises:
             StateError: If the model holds averaged weights.
@@ -523,7 +523,7 @@ class ExponentialMovingAverage:
             self._swap_weights_in()
 
     def copy_to_model(self) -> None:
-        """Replace the model's weights by the averages permanently, for example at the end of the training.
+        """Replace the model's weights with the averages permanently, for example at the end of the training.
 
         Raises:
             StateError: If the model holds averaged weights in a `swap_weights` block.
@@ -633,8 +633,8 @@ class ExponentialMovingAverage:
     def save_snapshot(self, folder: str | Path) -> None:
         """Write the averages and their description into a folder, for `headway.reconstruct_average`.
 
-        Call it on every rank. Rank 0 writes safetensors files, with the averages in their own dtype. Of a sharded model,
-        one full tensor at a time is sent to rank 0. Weights that are not averaged are not written.
+        Call it on every rank. Rank 0 writes safetensors files, with the averages in their own dtype. If the model is
+        sharded, one full tensor at a time is gathered on rank 0. Weights that are not averaged are not written.
 
         Args:
             folder: Folder to write to, created if missing. An earlier snapshot in it is replaced.
@@ -652,7 +652,7 @@ class ExponentialMovingAverage:
         write_snapshot(folder, self.state_dict(), self.run)
 
     def _describe_profile(self) -> dict[str, Any]:
-        """Return the settings of a `PowerDecay` that weight the averaged states, or an empty dict for other decays."""
+        """Return the settings that determine the weights of a `PowerDecay`, or an empty dict for other decays."""
         if not isinstance(self._decay, PowerDecay):
             return {}
         width = float(self._decay.sigma_rel)
@@ -676,8 +676,8 @@ class ExponentialMovingAverage:
             state: State dict.
 
         Raises:
-            StateError: If the model contains averaged weights, if the state's name, tensors or shapes do not match, or if
-                an average with a `PowerDecay` was saved with other settings. The averages then stay unchanged.
+            StateError: If the model contains averaged weights, if the state's name, tensors or shapes do not match, or
+                if an average with a `PowerDecay` was saved with other settings. The averages then stay unchanged.
         """
         self._refuse_swapped("load the state of an average")
         self._join_run()
@@ -738,7 +738,7 @@ def holds_averages(run: Run) -> bool:
 
 
 def find_averages(objects: Iterable[Any], model: torch.nn.Module) -> list[ExponentialMovingAverage]:
-    """Search the objects registered for checkpoints for moving averages of a model's weights, and return them."""
+    """Return the moving averages of a model's weights that are among the objects registered for checkpoints."""
     return [each for each in objects if isinstance(each, ExponentialMovingAverage) and each.model is model]
 
 
@@ -835,7 +835,7 @@ def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _iterate_buckets(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    """Yield the pairs in lists whose tensors have at most `_BUCKET_BYTES`. A larger pair is alone in its list."""
+    """Yield lists of pairs, each with at most `_BUCKET_BYTES` of weights or averages. A larger pair is alone."""
     bucket: list[Pair] = []
     size = 0
     for pair in pairs:
@@ -892,7 +892,12 @@ def _exchange_in_cache(ones: Sequence[torch.Tensor], others: Sequence[torch.Tens
 
 @torch.no_grad()
 def _swap_out(buckets: Sequence[Sequence[Pair]], stash: Sequence[list[torch.Tensor] | None]) -> None:
-    """Undo `_swap_in` for each bucket that has an entry in `stash`."""
+    """Put the trained weights back, for as many buckets as `_swap_in` has processed.
+
+    Args:
+        buckets: All buckets of pairs of weights and averages.
+        stash: Results of `_swap_in` for the first buckets, in order.
+    """
     for bucket, copies in zip(buckets, stash):
         if copies is None:
             _swap_in(bucket)

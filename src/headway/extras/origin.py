@@ -181,9 +181,9 @@ class OperationTracer(TorchDispatchMode):
         self._labels[storage._cdata] = StorageWeakRef(storage), origin  # type: ignore[no-untyped-call]
 
     def _find_bad_rows(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Return the batch rows (samples) that have non-finite entries in a tensor.
+        """Return the indices of the first few batch rows (samples) that have non-finite entries in a tensor.
 
-        The tuple is empty if the tensor's first dimension is not a multiple of the number of rows.
+        Return no indices if the tensor's first dimension is not a multiple of the number of rows.
         """
         plain, num_rows = get_local_shard(tensor), self.num_rows
         if not num_rows or not plain.ndim or plain.shape[0] % num_rows or _is_finite(tensor):
@@ -240,14 +240,14 @@ def _find_user_line(node: Any) -> str:
 
 
 class WindowReplay(OriginSearch):
-    """Recorder of an accumulation window's batches, which runs the window again to find the origin of a NaN.
+    """Recorder of an accumulation window's batches. It runs the window again to find the origin of a NaN.
 
     Args:
         run: Run of the Accelerator.
 
     Attributes:
         tracer: Tracer of the window that is being run again, or None.
-        is_spent: Whether no more windows will be run again, because one has been run again or because it is impossible.
+        is_spent: Whether no window will be run again: the only replay was used, or it is impossible.
     """
 
     def __init__(self, run: Run) -> None:

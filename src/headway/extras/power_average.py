@@ -22,8 +22,8 @@ MAX_WIDTH = 1 / math.sqrt(12)
 class PowerDecay:
     """Decay of a power-function average, for `ExponentialMovingAverage(model, decay=PowerDecay(0.05))`.
 
-    The average covers a constant fraction of the run: after t averaging steps, the weights of the averaged states have a
-    standard deviation of `sigma_rel` * t steps. The states from before the first averaging step have no weight.
+    The average covers a constant fraction of the run: after t averaging steps, the weights of the averaged states have
+    a standard deviation of `sigma_rel` * t steps. The states from before the first averaging step have no weight.
     `headway.reconstruct_average` combines snapshots of such averages into an average of another width.
 
     Args:
@@ -61,7 +61,7 @@ class Profile:
     """Weights of the averaged states in a power-function average.
 
     Attributes:
-        sigma_rel: Relative width.
+        sigma_rel: Relative width: standard deviation of the weights, as a fraction of the averaging steps.
         num_averaged: Number of averaging steps.
     """
 
@@ -73,7 +73,7 @@ def check_width(sigma_rel: object) -> None:
     """Raise an error unless a relative width is allowed.
 
     Raises:
-        ConfigError: If the width is not a number, not positive, or larger than the largest width.
+        ConfigError: If the width is not a number, not positive, or larger than the maximum of 0.2886.
     """
     is_number = isinstance(sigma_rel, int | float) and not isinstance(sigma_rel, bool)
     if not is_number or not 0 < sigma_rel <= MAX_WIDTH:  # type: ignore[operator]
@@ -83,7 +83,7 @@ def check_width(sigma_rel: object) -> None:
 
 
 def compute_exponent(sigma_rel: float) -> float:
-    """Return the exponent gamma of the power function with a relative width, by bisection.
+    """Return the exponent gamma of the power function that has a given relative width, found by bisection.
 
     The width decreases with the exponent: sigma_rel = sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2).
     """
@@ -101,7 +101,8 @@ def solve_coefficients(profiles: Sequence[Profile], target: Profile) -> tuple[li
 
     The coefficients minimize the L2 distance between the profiles, and their sum is 1. The difference `r` between the
     profiles then has the integral 0. By the Cauchy-Schwarz inequality, no weight differs from its exact average by more
-    than the L2 norm of `r`, times sqrt(t), times the standard deviation of the weight over t averaging steps.
+    than the L2 norm of `r`, times sqrt(t), times the standard deviation of the weight over the target's t averaging
+    steps.
 
     Args:
         profiles: Profiles of the averages. No two are equal, and none has more averaging steps than the target.
@@ -126,9 +127,9 @@ def solve_coefficients(profiles: Sequence[Profile], target: Profile) -> tuple[li
 
 
 def _multiply_profiles(ones: Sequence[Profile], others: Sequence[Profile]) -> torch.Tensor:
-    """Return the inner products of profiles as a float64 matrix, with a row for each of `ones`.
+    """Return the inner products of profiles as a float64 matrix, with rows for `ones` and columns for `others`.
 
-    The profile with the exponent g of t averaging steps is (g + 1) / t * (tau / t) ** g for tau from 0 to t.
+    For t averaging steps and exponent g, the profile is (g + 1) / t * (tau / t) ** g for tau from 0 to t.
     """
 
     def list_values(profiles: Sequence[Profile]) -> tuple[torch.Tensor, torch.Tensor]:

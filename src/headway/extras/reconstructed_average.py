@@ -33,7 +33,7 @@ class Reconstruction:
 
 
 class _CombinedTensor:
-    """Tensor of the result, which is combined on request.
+    """Tensor of a reconstructed average. It is combined from the snapshots on request.
 
     Attributes:
         shape: Shape of the tensor.
@@ -51,7 +51,7 @@ class _CombinedTensor:
         self.dtype = dtype if dtype is not None and newest.dtype.is_floating_point else newest.dtype
 
     def whole(self) -> torch.Tensor:
-        """Return the combination of the snapshots."""
+        """Return the full tensor, combined from the snapshots."""
         is_float = self._stored_dtype.is_floating_point
         work = torch.promote_types(self._stored_dtype, torch.float32) if is_float else self._stored_dtype
         total = torch.zeros(self.shape, dtype=work)
@@ -81,8 +81,8 @@ def reconstruct_average(
             single path is a folder that contains them. From a checkpoint, all averages with a `PowerDecay` are used.
         folder: Folder for the result, created if missing. Earlier weights in it are replaced.
         sigma_rel: Relative width of the result, more than 0 and at most 0.2886.
-        num_averaged: Number of averaging steps after which the result is computed. Later snapshots are not used. None:
-            that of the latest snapshot.
+        num_averaged: Number of averaging steps that the result covers. Later snapshots are not used. None: all steps up
+            to the latest snapshot.
         dtype: Dtype of the result. None: the dtype of the averages in the latest snapshot.
         max_shard_size: Largest size of a file, in bytes or as text. Default: "10GB".
 
@@ -114,7 +114,9 @@ def reconstruct_average(
 def _choose_averages(
     found: Sequence[StoredAverage], sigma_rel: float, num_averaged: int | None
 ) -> tuple[dict[Profile, StoredAverage], Profile]:
-    """Return the averages to combine by their profiles, in the order of their averaging steps, and the target profile.
+    """Return the averages to combine, as a dict by profile, and the target profile.
+
+    The dict is in ascending order of averaging steps.
 
     Raises:
         ConfigError: If no average can be used, or if the averages do not belong together.
@@ -137,7 +139,7 @@ def _choose_averages(
 
 
 def _check_match(averages: Sequence[StoredAverage]) -> None:
-    """Raise an error unless averages can be those of one run, with the same averaging steps and the same tensors.
+    """Raise an error unless averages can come from one run and have the same averaging steps and tensors.
 
     Raises:
         ConfigError: If two averages differ.

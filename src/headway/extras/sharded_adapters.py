@@ -107,7 +107,7 @@ def adapt_methods(model: torch.nn.Module, strategy: Strategy, runtime: ProcessRu
 
 
 def _is_peft_model(model: Any) -> bool:
-    """Whether the model is a PeftModel. The check does not import PEFT: without it, no such model can exist."""
+    """Whether the model is a PeftModel. False if PEFT has not been imported. This function does not import it."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 

@@ -107,7 +107,7 @@ class RegisteredState(Protocol):
     """Interface of the run's additional checkpoint state.
 
     Attributes:
-        notes: Entries for the notes of checkpoint manifests, by key.
+        notes: Additional values to store in checkpoint manifests, by key.
     """
 
     notes: dict[str, Any]
@@ -185,7 +185,7 @@ class SpikeGuard(FiniteGuard):
     def _restore_on_resume(self, event: RunEvent) -> None:
         """Restore the saved losses and norms of recent updates when a run is resumed.
 
-        Every rank gets rank 0's losses.
+        Every rank gets the losses of rank 0, because only these are in the checkpoint.
         """
         if event.name == "resumed" and event.source is self._clock:
             self.restore((event.details.get("notes") or {}).get(NOTE, {}))

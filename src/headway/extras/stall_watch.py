@@ -1,10 +1,10 @@
 """Waiting for slow remote storage: longer timeouts for ranks that wait for a rank whose data is delayed.
 
 A dataset that reads remote storage can repeat a failing read for `stall_limit` seconds. Meanwhile the other ranks wait
-in their next collective. The backend fixes the timeout of a collective when it starts, and no rank knows then whether
-another rank has its batch. So while such a loader is read, the limit is added to the timeouts of all process groups and
-of the ranks' exchanges on the control plane. Real hangs are still found after the run's usual timeout. The hang watch
-adds the limit only while a rank's heartbeat reports that the rank waits for data.
+in their next collective. The backend fixes a collective's timeout when the collective starts. At that time no rank
+knows whether another rank still waits for its batch. So while such a dataset is read, `stall_limit` is added to the
+timeouts of all process groups, and of the ranks' exchanges on the control plane. Real hangs are still found after the
+run's usual timeout. The hang watch adds the limit only while a rank's heartbeat reports that the rank waits for data.
 """
 
 from headway.core.data.loader import LoaderEvents, PreparedLoader
@@ -13,9 +13,9 @@ from headway.core.runtime.control_plane import control
 
 
 def allow_stalls(loader: PreparedLoader, events: LoaderEvents) -> None:
-    """Extend the timeouts of collectives while a rank waits for data of this loader.
+    """Register callbacks that extend the timeouts of collectives while a rank waits for a loader's data.
 
-    It does nothing if the loader's dataset reads no remote storage.
+    Do nothing if the loader's dataset reads no remote storage.
 
     Args:
         loader: Prepared loader.

@@ -22,16 +22,16 @@ _WAITS_MORE = 0.1
 
 
 class RankPaces:
-    """Collection of all ranks' median forward times and waiting times for data, to find slow ranks.
+    """Collection of all ranks' median forward times and fractions of time spent waiting for data, to find slow ranks.
 
-    Each rank publishes its times on the control plane. No rank waits for another.
+    Each rank publishes its values on the control plane. No rank waits for another.
 
     Args:
         runtime: Runtime of this process.
         num_updates: Number of updates made so far. The first report is due a fixed number of updates later.
 
     Attributes:
-        known: Times of all ranks as of the latest report, on the main process. Empty on other processes.
+        known: Values of all ranks as of the latest report, on the main process. Empty on other processes.
     """
 
     def __init__(self, runtime: ProcessRuntime, num_updates: int) -> None:
@@ -102,7 +102,10 @@ class RankPaces:
         self._suspects = set(slow)
 
     def list_latest(self) -> list[RankPace]:
-        """Return the latest forward time and waiting time that each rank has published."""
+        """Return the latest pace of each rank that has published one.
+
+        A pace contains the median forward time in seconds, and the fraction of time spent waiting for data.
+        """
         found = []
         plane = control.current()
         for rank in range(self._runtime.world_size):
@@ -127,7 +130,8 @@ def find_stragglers(paces: list[RankPace], factor: float) -> dict[int, str]:
     spent waiting for data exceeds the median by more than 0.1.
 
     Args:
-        paces: Forward times and waiting times of the ranks. With fewer than two ranks there are no stragglers.
+        paces: Each rank's forward time, and fraction of time spent waiting for data. With fewer than two ranks there
+            are no stragglers.
         factor: Multiple of the median forward time, above 1.
     """
     if len(paces) < 2:

@@ -46,7 +46,7 @@ _TF32 = 2
 def look_up_peak(name: str, dtype: torch.dtype, uses_tf32: bool = False) -> Peak | None:
     """Return the peak FLOP/s that the manufacturer states for a device.
 
-    None if the device or the dtype is not in the table.
+    Return None if the device or the dtype is not in the table.
 
     Args:
         name: Device name as the driver reports it, for example "NVIDIA H100 80GB HBM3".
@@ -64,7 +64,7 @@ def look_up_peak(name: str, dtype: torch.dtype, uses_tf32: bool = False) -> Peak
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> Peak:
-    """Measure a device's FLOP/s: the speed of the fastest of several products of square matrices.
+    """Measure a device's peak FLOP/s: the highest speed that it reaches in several products of square matrices.
 
     Args:
         device: Device to measure.
@@ -89,7 +89,7 @@ def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3)
 def get_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     """Return the device's peak FLOP/s for products of this dtype.
 
-    It is the manufacturer's value if it is known, else it is measured.
+    The result is the manufacturer's value if known, otherwise a measured value.
     """
     tell = None if device.type == "cpu" else HARDWARE[device.type].find_function("get_device_name")
     if tell is not None:
@@ -344,7 +344,7 @@ class Throughput(ThroughputMeter):
         return found
 
     def show_in_bars(self) -> None:
-        """Show the throughput of the last seconds in all progress bars of `headway.track` in this process."""
+        """Show the recent throughput in all progress bars of `headway.track` in this process."""
         if self.fact not in events.collect_facts():
             events.collect_facts().append(self.fact)
             process.release_at_end(self._remove_from_bars)
@@ -374,11 +374,11 @@ class Throughput(ThroughputMeter):
     # ---------------------------------------------------------------- FLOPs
 
     def count_flops(self) -> None:
-        """Count the FLOPs of the next batch of a prepared loader, and assume them for all batches.
+        """Count the FLOPs per sample in the next batch of a prepared loader, and use this count for all later batches.
 
-        Forward and backward are counted. The count comes from torch.utils.flop_counter: matrix products,
-        convolutions and attention, including those that activation checkpointing repeats. Set `flops_per_sample`
-        instead if repeated operations must not count. The counted batch is slower.
+        Forward and backward are counted with torch.utils.flop_counter: matrix products, convolutions and attention,
+        including those that activation checkpointing repeats. Set `flops_per_sample` instead if repeated operations
+        must not count. The counted batch runs more slowly.
         """
         self._is_armed = True
 
@@ -432,16 +432,17 @@ class Throughput(ThroughputMeter):
     # ---------------------------------------------------------------- paces
 
     def paces(self) -> list[RankPace]:
-        """Return the latest forward time and waiting time that each rank has published.
+        """Return the latest pace of each rank that has published one.
 
-        Ranks publish them every `every` updates. No rank waits for another.
+        A pace contains the median forward time in seconds, and the fraction of time spent waiting for data. Ranks
+        publish their paces every `every` updates. No rank waits for another.
         """
         return self._paces.list_latest()
 
     def stragglers(self) -> dict[int, str]:
-        """Return a description of each slow rank, by rank, from the latest forward times that ranks have published.
+        """Return a description of each slow rank, by rank, from the latest paces that ranks have published.
 
-        A rank is slow if its forward takes more than `factor` times the median of all ranks, or if it waits for data
-        much longer than the median rank.
+        A rank is slow if its forward takes more than `factor` times the median of all ranks. It is also slow if it
+        waits for data much longer than the median rank.
         """
         return find_stragglers(self._paces.list_latest(), self.factor)

@@ -82,7 +82,7 @@ def _find_untrained(step: TrainingStep) -> dict[int, torch.nn.Parameter]:
 def _sum_values(parameter: torch.Tensor) -> float:
     """Return the sum of this rank's values of a parameter.
 
-    If the sum changes, the script has updated the parameter by hand.
+    If the sum has changed between two calls, the script has updated the parameter without a prepared optimizer.
     """
     values = get_local_shard(parameter.detach())
     values = torch.view_as_real(values) if values.is_complex() else values

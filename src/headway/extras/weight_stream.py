@@ -31,7 +31,7 @@ class WeightStream(WeightBuckets):
 
     Every rank must iterate over it exactly once.
 
-    A rank that leaves the loop early, by an error or a break, informs the others, which then raise an error too.
+    If a rank leaves the loop early, because of an error or a `break`, the other ranks are informed and raise an error.
 
     Args:
         tensors: Pairs of (name, tensor) of the model. Only the first of several tied tensors is sent.
@@ -108,7 +108,7 @@ _BASE = "base_model.model."
 
 
 class MergedLayer:
-    """Layer with PEFT adapters, whose tensors are gathered and merged on first use.
+    """Layer with PEFT adapters. Its tensors are gathered and merged on first use.
 
     The layer does not keep a merged tensor after `take_tensor` has returned it.
 
@@ -154,7 +154,10 @@ class MergedLayer:
         pass_by_all(self._parts.values())
 
     def take_tensor(self, name: str) -> torch.Tensor:
-        """Return a merged tensor on rank 0, and release the layer's reference to it."""
+        """Return a merged tensor, and release the layer's reference to it.
+
+        Only rank 0 may call this method. The other ranks call `join_transfer`.
+        """
         if self._made is None:
             self._made = self._merge_values({
                 key: each.whole() if isinstance(each, GatheredTensor) else each.detach().clone()

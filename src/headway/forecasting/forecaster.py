@@ -192,8 +192,8 @@ class BudgetSearch:
     def _bisect_synthetic(self, sized: SizedEvents, bound: int) -> int:
         """Return the largest size up to `bound` at which a step fits, according to its interpolated events.
 
-        The sum of the tensors is quick to compute, and the allocator reserves only slightly more memory than that. So
-        events are replayed only for sizes whose sum is near the capacity.
+        The total size of the tensors in use is quick to compute, and the allocator reserves only slightly more memory.
+        So events are replayed only where this total is near the capacity.
 
         Args:
             sized: Interpolated events.
@@ -225,7 +225,7 @@ class BudgetSearch:
     def _bisect(self, fits: Callable[[int], bool], limit: int, fitting: int = 0) -> int:
         """Return the largest size from `fitting` to `limit` for which `fits` returns True, found by bisection.
 
-        It assumes that `fitting` fits, and that every size below a fitting size fits as well.
+        The search assumes that `fitting` fits, and that every size below a fitting size also fits.
 
         Args:
             fits: Function that returns whether a size fits.

@@ -122,9 +122,10 @@ def _resolve_target(question: ForecastRequest, runtime: ProcessRuntime) -> tuple
 
 
 def _sum_held_bytes(question: ForecastRequest) -> int:
-    """Return the bytes of the training's tensors that are already allocated. The forecast counts them as well.
+    """Return the bytes of the training's tensors that are already allocated.
 
-    These are the tensors of the model, its gradients and the optimizer's state.
+    These are the tensors of the model, its gradients and the optimizer's state. A forecast includes them, so their
+    memory counts as usable.
     """
     allocated: list[torch.Tensor] = [*question.model.parameters(), *question.model.buffers()]
     allocated += [parameter.grad for parameter in question.model.parameters() if parameter.grad is not None]
@@ -163,7 +164,7 @@ def _make_recipe(question: ForecastRequest, setting: TrainingSetup) -> tuple[Ste
 
 
 def _list_averages(question: ForecastRequest, setting: TrainingSetup) -> tuple[torch.dtype | None, ...]:
-    """Return the dtype of each moving average of the model that is on the run's device. None for the default dtype.
+    """Return the dtypes of the model's moving averages on the run's device, with None for the default dtype.
 
     Averages are an extension in a higher layer, so they are recognized by their attributes.
     """

@@ -45,7 +45,7 @@ def find_documents(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def make_document_mask(position_ids: torch.Tensor, is_causal: bool = True) -> torch.Tensor:
-    """Return a boolean mask of shape (rows, 1, tokens, tokens) that is True where a token may attend.
+    """Return a boolean mask of shape (rows, 1, tokens, tokens) that is True where a token may attend to another.
 
     Args:
         position_ids: Positions, of shape (rows, tokens).

@@ -29,7 +29,7 @@ class Mixture(Dataset[Any]):
 
     The order is a function of the seed and the position. So it does not depend on the number of ranks and workers,
     and a resumed run continues it exactly. In every prefix of the order, the number of samples from each source
-    differs from its share by less than one. The sample at any position is computed without those before it.
+    differs from its share by less than one. The sample at any position can be found without reading earlier ones.
 
     Each source is shuffled separately, with a new permutation for each pass over it. Read the mixture without further
     shuffling: `prepare` refuses a DataLoader with `shuffle=True`. If a source can only be iterated, the mixture is an
@@ -62,7 +62,7 @@ class Mixture(Dataset[Any]):
     """Whether the dataset defines the order of its samples, so that a loader must not shuffle them."""
 
     def __new__(cls, sources: Any = None, *args: Any, **kwargs: Any) -> "Mixture":
-        """Create a `StreamMixture` if some source can only be iterated."""
+        """Create a `StreamMixture` if some source can only be iterated, else a `Mixture`."""
         if cls is Mixture and isinstance(sources, Mapping) and any(map(is_stream, sources.values())):
             return super().__new__(StreamMixture)
         return super().__new__(cls)
@@ -131,7 +131,7 @@ class Mixture(Dataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """Index of the current epoch, to which positions refer."""
+        """Index of the current epoch. The positions of samples are counted within this epoch."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
@@ -149,8 +149,8 @@ class Mixture(Dataset[Any]):
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         """Return the samples at several positions of the current epoch. A DataLoader calls it for each batch.
 
-        A source with `__getitems__`, such as a `datasets.Dataset`, reads its samples of the batch at once. If all sources
-        are `datasets.Dataset`s with equal columns and formats, all samples are read at once.
+        A source with `__getitems__`, such as a `datasets.Dataset`, reads its samples of the batch at once. If all
+        sources are `datasets.Dataset`s with equal columns and formats, all samples are read at once.
         """
         epoch = self.epoch
         found = [self._find_sample(position, epoch) for position in positions]
@@ -174,7 +174,7 @@ class Mixture(Dataset[Any]):
         """Return the index of the source at a position of the current epoch, and the sample's index in that source.
 
         Raises:
-            IndexError: If the position is not below the length.
+            IndexError: If the position is not less than the length.
         """
         return self._find_sample(position, self.epoch)
 
@@ -358,13 +358,13 @@ State = dict[str, Any]
 class StreamMixture(Mixture, IterableDataset[Any]):
     """Mixture in which some sources can only be iterated. Create it with `Mixture`, which documents the arguments.
 
-    Sources take turns as in a `Mixture`: in every prefix, the number of samples from each source differs from its
-    share by less than one. After a source has been dropped, the shares of the others are counted from that position.
-    An iterable source is read in its own order. Each epoch reads all sources from their start, after calling
-    `set_epoch` on those that have this method.
+    Sources take turns as in a `Mixture`: in every prefix of the order, the number of samples from each source differs
+    from its share by less than one. After a source has been dropped, the shares of the others are counted from the
+    position at which it was dropped. An iterable source is read in its own order. Each epoch reads all sources from
+    their start, after calling `set_epoch` on those that have this method.
 
-    Read it with at most one worker. Each rank reads all samples and keeps its own, so the order does not depend on
-    the number of ranks. `state_dict` contains the position, including the states of sources that have a
+    Read it with at most one worker. Each rank reads all samples and keeps its share of them, so the order does not
+    depend on the number of ranks. `state_dict` contains the position, including the states of sources that have a
     `state_dict`. After a resume, other iterable sources are read again up to the position. Register the mixture with
     `accelerator.register_for_checkpointing` to resume without reading samples again.
     """

@@ -40,8 +40,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
       `check_document_boundaries`, no token attends to another document.
     - `labels` are those of the samples, or the token IDs. The label of each document's first token is -100, so no loss
       crosses a boundary in models that predict the next token.
-    - Other entries with one number per token are concatenated. Labels that are already shifted must therefore be named
-      `shift_labels` or `targets`.
+    - Other entries with one number per token are concatenated unchanged. Labels that are already shifted must therefore
+      not be named `labels`, but `shift_labels` or `targets`.
     - The end of a sequence is padded. The padding is a separate document whose labels are -100.
     - `source` lists the source of each document if the samples have an entry `source`.
 

@@ -20,9 +20,9 @@ class PackingCollator:
     Args:
         attention: Form in which document boundaries are passed to the model. "position_ids": only positions, from which
             transformers' sdpa, eager and flex attention derive their masks. "varlen": all sequences are joined into one
-            row, with the arguments of transformers' flash attention (`cu_seq_lens_q`, `max_length_q` ...). On several
-            rows, its flash attention would ignore the boundaries. "mask": a boolean `attention_mask` of shape (rows, 1,
-            tokens, tokens) for models that pass it to `scaled_dot_product_attention`.
+            row, with the arguments of transformers' flash attention (such as `cu_seq_lens_q` and `max_length_q`), which
+            would ignore the boundaries in a batch of several rows. "mask": a boolean `attention_mask` of shape (rows,
+            1, tokens, tokens) for models that pass it to `scaled_dot_product_attention`.
         is_causal: Whether tokens attend only to earlier tokens. Used only with "mask".
         check_model: Whether models are checked with `check_document_boundaries` when they are prepared for a loader
             with this collator. Pass False for a model that finds the boundaries in another way, such as by end tokens.
@@ -41,8 +41,8 @@ class PackingCollator:
     def __call__(self, sequences: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch as a dict of tensors by name. Tensors with one value per token have shape (rows, tokens).
 
-        If the samples have an integer `source`, as a `Mixture` adds it, the batch contains the source of each token,
-        which is -1 for padding. Sources that are not integers become lists with one entry per document.
+        If the samples have an integer `source` (`Mixture` adds it), the batch contains the source of each token, which
+        is -1 for padding. Sources that are not integers become one list per row, with one entry per document.
 
         Raises:
             DataError: If the sequences do not come from a `PackedDataset`.
@@ -73,7 +73,7 @@ class PackingCollator:
 
 
 def make_token_sources(sequences: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:
-    """Return the source index of each token as a tensor of shape (rows, tokens). It is -1 for padding.
+    """Return the source index of each token as a tensor of shape (rows, tokens). Padding has the index -1.
 
     Return None if the sources are not integers.
 
@@ -93,7 +93,7 @@ def make_token_sources(sequences: Sequence[Mapping[str, Any]]) -> torch.Tensor |
 def choose_attention(model: torch.nn.Module) -> str:
     """Return the `attention` argument of `PackingCollator` for a model.
 
-    It is "varlen" for flash attention, else "position_ids".
+    The argument is "varlen" if the model uses flash attention, else "position_ids".
     """
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return "varlen" if "flash" in str(implementation) else "position_ids"

@@ -2,8 +2,8 @@
 
 Best-fit decreasing places samples in order of decreasing length, each into the fullest sequence that still has room for
 it. "Fewer Truncations Improve Language Modeling" (Ding et al., ICML 2024, arXiv 2404.10830) shows its use for language
-models. Since lengths are small integers, samples of equal length are placed together, and a bit field is used to find
-the fullest sequence. The cost depends on the number of different lengths, not on the number of samples.
+models. Samples of equal length are placed together, and a bit field is used to find the fullest sequence. The cost
+therefore depends on the number of different lengths, not on the number of samples.
 """
 
 from collections.abc import Sequence
@@ -274,7 +274,7 @@ class _OpenBins:
             self._field |= 1 << room
 
     def take_fullest(self, size: int) -> tuple[int, range]:
-        """Remove and return bins with equal free capacity: the smallest free capacity that is at least `size`.
+        """Remove and return some of the bins with the smallest free capacity that is at least `size`.
 
         Returns:
             Pair of (free capacity of the bins, range of their indices); (0, empty range) if no bin has room.

@@ -8,10 +8,11 @@ placed. Among the samples that may be placed, the one with the earliest deadline
 
 With this rule alone, the order would have to be computed from the start. To compute any position directly, positions
 are divided into blocks. The counts at the start of a block are computed in two steps. First, the counts one block
-earlier are estimated without any history: the integer part of each curve, plus one for the earliest deadlines. From
-there, the deadlines of one block are followed. The block itself leads from the counts at its start to those at its end.
-This is always possible, because the samples that must be placed in an interval of positions never outnumber the
-positions. So the cost of a block does not depend on where it is. All arithmetic is exact, on integers.
+earlier are estimated without any history: the integer part of each curve, plus one for the sources with the earliest
+deadlines. Second, samples are placed by their deadlines from there to the start of the block. Within the block, samples
+are then placed such that its end has the counts computed for the next block. This is always possible, because the
+samples that must be placed in an interval of positions never outnumber the positions. So the cost of a block does not
+depend on its index. All arithmetic is exact, on integers.
 
 When the weight of a source becomes 0, a fraction of one of its samples can be due. If the fractions of all such sources
 add up to one or more samples, this number of samples is placed within one block. The remaining fractions are kept until
@@ -73,7 +74,7 @@ def limit_pieces(pieces: Sequence[Piece], limits: Sequence[int | None]) -> tuple
     """Limit the number of samples that each source contributes.
 
     After a source has reached its limit, the other sources share its weight, in proportion to their own weights. The
-    order ends where none of the remaining sources has a weight.
+    order ends where all remaining sources have the weight 0.
 
     Args:
         pieces: Ranges of positions with constant weights, without limits.
@@ -113,7 +114,7 @@ def limit_pieces(pieces: Sequence[Piece], limits: Sequence[int | None]) -> tuple
 def share_rates(piece: Piece, dropped: Collection[int]) -> list[Fraction] | None:
     """Return the weights in a range of positions after some sources have been dropped, scaled to add up to 1.
 
-    Return None if the remaining sources have no weight.
+    Return None if the weights of all remaining sources are 0.
 
     Args:
         piece: Range of positions with constant weights.
@@ -136,7 +137,7 @@ def _share_rates(
     Args:
         row: Weight of each source.
         curves: Share of each source so far, in samples.
-        limits: Maximum number of samples per source, or None.
+        limits: Maximum number of samples per source, or None for a source without a limit.
 
     Returns:
         One weight per source, which is 0 for sources at their limits. None if all would be 0.
@@ -151,19 +152,19 @@ def _count_steps_to_limit(
 ) -> int | None:
     """Return the largest number of whole positions after which no source's share exceeds its limit.
 
-    Return None if no source with a weight has a limit.
+    Return None if no source with a positive weight has a limit.
     """
     steps = [int((limit - at) / rate) for rate, at, limit in zip(rates, curves, limits) if limit is not None and rate]
     return min(steps) if steps else None
 
 
 def _fill_position(row: Sequence[Fraction], curves: Sequence[Fraction], limits: Sequence[int | None]) -> list[Fraction]:
-    """Return the share of each source, in samples, after a position within which some sources reach their limits.
+    """Return the share of each source, in samples, at the end of a position in which some sources reach their limits.
 
     Args:
         row: Weight of each source.
         curves: Share of each source at the start of the position, in samples.
-        limits: Maximum number of samples per source, or None.
+        limits: Maximum number of samples per source, or None for a source without a limit.
     """
     now = list(curves)
     rest = Fraction(1)
@@ -223,7 +224,7 @@ class QuotaOrder:
         return QuotaOrder, (self._pieces, None if self._end == maxsize else self._end)
 
     def read_block(self, number: int) -> Block:
-        """Compute the sources of `block_size` consecutive positions. The first position is `number * block_size`."""
+        """Return block `number` of the order: `block_size` consecutive positions, or fewer at the end of the order."""
         begin, end = number * self.block_size, min(self._end, (number + 1) * self.block_size)
         counts = self._find_boundary(number)
         key = self._describe_block(begin, end)
@@ -378,8 +379,8 @@ class QuotaOrder:
         """Estimate the number of samples per source before a block of positions.
 
         The estimate is the integer part of each source's share. It is increased by one for as many sources, in the
-        order of their next deadlines, as are needed to reach the total number of positions. A source whose weight
-        has become 0 keeps the number that it had after the change.
+        order of their next deadlines, as are needed to reach the total number of positions. For a source whose
+        weight has become 0, the number at the end of the first full block after this change is used instead.
 
         Args:
             number: Index of the block.
@@ -404,7 +405,7 @@ class QuotaOrder:
     ) -> tuple[list[int], list[int]]:
         """Choose the source at each position of a range: the one whose next sample has the earliest deadline.
 
-        The deadline of a sample is the position before which it must be placed, so that its source gets its share.
+        The deadline of a sample is the position before which it must be placed for its source to get its share.
 
         Args:
             counts: Number of samples per source before `begin`.

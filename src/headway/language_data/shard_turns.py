@@ -1,8 +1,8 @@
-"""Read a stream's shards in turns, in the order in which a run with a different number of ranks read them.
+"""Read a stream's shards in turn, in the order in which a run with a different number of ranks read them.
 
 If each rank reads its own shards, an update consists of one batch from each rank. After a resume with a different
 number of ranks, updates should contain the same samples as before. So the shards of the previous ranks are read in
-turns, one batch of each at a time.
+turn, one batch of each at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 class ShardTurns(IterableDataset[Any]):
     """Iterable dataset that yields the samples of a stream in the order in which several ranks read its shards.
 
-    The shards are read in turns, one batch of each at a time. When a shard is exhausted, reading continues with the
+    The shards are read in turn, one batch of each at a time. When a shard is exhausted, reading continues with the
     others. So every sample is read once, unless `drop_last` is set.
 
     Args:
@@ -69,7 +69,7 @@ def describe_other_order(name: str, consumed: int, before: Sequence[int], now: S
 
 
 def describe_whole_reading(name: str, before: Sequence[int]) -> str:
-    """Return the warning that every rank reads a whole stream, to continue a saved pass in the same order.
+    """Return the warning that every rank must read the whole stream to continue a saved pass in its sample order.
 
     Args:
         name: Name of the dataset's class.
@@ -83,7 +83,7 @@ def describe_whole_reading(name: str, before: Sequence[int]) -> str:
 
 
 def _describe_order(order: Sequence[int]) -> str:
-    """Return a clause that describes who read a stream, such as "2 workers read 8 samples in turn"."""
+    """Return a clause that describes how ranks and workers read a stream: "2 workers read 8 samples in turn"."""
     ranks, workers, size = order
     how = f"{workers} workers read {size} samples in turn" if workers > 1 else "one process read it"
     return how if ranks == 1 else f"each of {ranks} ranks read its own shards, {how}, {size} samples a batch"

@@ -11,8 +11,8 @@ from headway.errors import ConfigError, DataError
 class SourceLosses:
     """Recorder that sums losses by source. `compute` returns the means, which can be passed to `accelerator.log`.
 
-    `add` needs no communication and does not wait for the device. Each mean is over all rows, or all tokens, of a
-    source.
+    `add` needs no communication and does not wait for the device. The mean of a source is over all of its rows, or all
+    of its tokens.
 
     Args:
         accelerator: Accelerator whose ranks train.
@@ -46,8 +46,8 @@ class SourceLosses:
             losses: Loss of each row, of shape [rows], or of each token, of shape [rows, tokens].
             sources: Source index of each row, of shape [rows], or of each token, of shape [rows, tokens], as in packed
                 batches. Rows or tokens with a negative index are not counted.
-            mask: Whether to count each row or token, of shape [rows] or of the shape of `losses`. Default: None, all
-                are counted.
+            mask: Boolean tensor of shape [rows] or of the shape of `losses`, which is True for the rows or tokens to
+                count. Default: None, all are counted.
 
         Raises:
             DataError: If the shapes of the arguments do not match.
@@ -89,7 +89,8 @@ def sum_by_source(
         losses: Loss of each row or token.
         sources: Index of each loss's source, of the shape of `losses` or [rows]. Losses with a negative index are not
             counted.
-        mask: Whether to count each loss, of the shape of `losses` or [rows]. None: all are counted.
+        mask: Boolean tensor of the shape of `losses` or [rows], which is True for the losses to count. None: all are
+            counted.
         num_sources: Number of sources.
     """
     sources = _expand_rows(sources.to(losses.device).long(), losses)

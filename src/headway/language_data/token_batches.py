@@ -27,13 +27,13 @@ class TokenBatchSampler(Sampler[list[int]]):
     Samples are shuffled, sorted by length within windows of about 64 updates, and divided into batches. The batches
     are then shuffled. A batch's number of tokens is its number of samples times the length of its longest sample.
 
-    With `global_batch_tokens`, an update consists of `batches_per_update` batches over all ranks, and holds about
-    that number of tokens. The number of batches in an epoch is a multiple of `batches_per_update`: some batches are
-    cut in two if necessary. With `gradient_accumulation_steps=sampler.count_steps(num_processes)`, the updates do
-    not depend on the number of ranks, and no sample is repeated to give every rank a batch.
+    With `global_batch_tokens`, an optimizer update consists of `batches_per_update` batches over all ranks, and has
+    about `global_batch_tokens` tokens. The number of batches in an epoch is a multiple of `batches_per_update`: some
+    batches are cut in two if necessary. With `gradient_accumulation_steps=sampler.count_steps(num_processes)`, the
+    updates do not depend on the number of ranks, and no sample is repeated to give every rank a batch.
 
-    Pass it as `batch_sampler=` to a DataLoader, and prepare the DataLoader. At each step of the prepared loader, every
-    rank gets one batch. For a loss that is an exact mean over tokens, call `accelerator.backward(loss,
+    Pass the sampler as `batch_sampler=` to a DataLoader, and prepare the DataLoader. At each step of the prepared
+    loader, every rank gets one batch. For a loss that is an exact mean over tokens, call `accelerator.backward(loss,
     weight=num_tokens, reduction="sum")`.
 
     Args:
@@ -106,7 +106,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         self._plan: tuple[int, list[list[int]]] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Select an epoch. A prepared loader calls it before each pass."""
+        """Select an epoch. A prepared loader calls this method before each pass."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:

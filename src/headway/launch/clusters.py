@@ -127,12 +127,12 @@ class _Reader:
             self.decide("machine_rank", machine_rank, variables[1])
 
     def decide_port(self, job: int | None, variable: str) -> None:
-        """Derive the rendezvous port from the job's number.
+        """Derive the rendezvous port from the job's number. Do nothing if the number is None.
 
         The number is equal on all machines of a job and differs between jobs.
 
         Args:
-            job: Number of the job, or None.
+            job: Number of the job, or None if the cluster does not set it.
             variable: Environment variable that contains the job's number. It is recorded as the origin of the setting.
         """
         if job is not None:

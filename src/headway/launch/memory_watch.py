@@ -21,7 +21,7 @@ class MemoryWatch:
         self._before = self._num_kills()
 
     def describe_kills(self) -> str:
-        """Return a description of the kills since this object was created; empty if there were none."""
+        """Return a description of the out-of-memory kills since this object was created. Empty if there were none."""
         kills = self._num_kills() - self._before
         if kills <= 0:
             return ""

@@ -83,8 +83,9 @@ def notebook_launcher(
         Return values of the function by rank. None for values that cannot be pickled and for ranks on other machines.
 
     Raises:
-        LaunchError: If a process failed. Its cause is the exception that ended the run.
-        ConfigError: If an argument has a wrong type or is out of range, or this process itself is one of several.
+        LaunchError: If a process failed. The error's cause is the exception that ended the run.
+        ConfigError: If an argument has a wrong type or is out of range, or a launcher has started this process itself
+            as one of several.
     """
     cloudpickle = require("cloudpickle", "notebook_launcher needs", "cloudpickle")
     if not callable(function):
@@ -277,8 +278,8 @@ def _run(planned: LaunchPlan, environment: dict[str, str]) -> int:
 def _wait_for_child(child: "subprocess.Popen[str]") -> None:
     """Show the remaining output of an interrupted run.
 
-    Returns when the run has ended, after `_GRACE` seconds, or at a second interrupt. The caller then kills the
-    remaining processes.
+    Return when the run has ended, after `_GRACE` seconds, or at a second interrupt. The caller then kills the remaining
+    processes.
     """
     assert child.stdout is not None
     timer = threading.Timer(_GRACE, child.kill)

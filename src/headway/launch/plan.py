@@ -312,8 +312,8 @@ def _choose_threads(
 ) -> tuple[int | None, bool]:
     """Return the number of CPU threads per process, and whether the plan must set OMP_NUM_THREADS to it.
 
-    The setting has priority, then OMP_NUM_THREADS from the environment. If both are missing, the cores are divided
-    equally among the processes. The number is None if there is only one process.
+    The setting `num_cpu_threads_per_process` has priority over OMP_NUM_THREADS. If both are missing, the cores are
+    divided equally among several processes. For a single process, the number is then None.
     """
     chosen: int | None = resolved.get("num_cpu_threads_per_process")
     from_environment = parse_whole_number(environment.get("OMP_NUM_THREADS", ""))

@@ -1,7 +1,7 @@
-"""Check that a launch's script can start, and execute the plan by replacing the launcher's process.
+"""Check that the program of a launch can start, and execute a launch plan.
 
-The check is made before any process starts, and does not run the script. The launcher's process then becomes the
-script or the agent.
+The check does not run the program. To execute the plan, the launcher's process replaces itself with the plan's command,
+which is either the program or the launcher's agent.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from headway.launch.plan import LaunchPlan, Program
 
 
 def execute_plan(plan: LaunchPlan, environment: Mapping[str, str], *, is_quiet: bool = False) -> NoReturn:
-    """Replace this process by the plan's command.
+    """Replace this process with the plan's command.
 
     Args:
         plan: Launch to execute.

@@ -1,6 +1,6 @@
 """Folder that makes `import accelerate` import Headway, and the variable that adds the folder to a process.
 
-The folder is put first in PYTHONPATH, so every process that the program starts, in whatever way, inherits it.
+The folder is put first in PYTHONPATH, so all processes that the program starts inherit it.
 """
 
 import os

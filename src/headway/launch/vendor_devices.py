@@ -26,9 +26,9 @@ def find_vendor_accelerator(
 ) -> tuple[str, int] | None:
     """Return the device type and number of accelerators that a hardware vendor's package adds to torch.
 
-    If no such package is installed, this takes only a scan of the installed packages (milliseconds). Otherwise torch is
-    imported in a subprocess. If HEADWAY_DEVICE names a device type other than "cpu", torch is queried in any case,
-    because on some machines with NVIDIA devices only CUDA itself reports them.
+    If no such package is installed, this function only scans the installed packages (milliseconds). Otherwise it
+    imports torch in a subprocess. It also does so if HEADWAY_DEVICE names a device type other than "cpu", because on
+    some machines only CUDA itself reports NVIDIA devices.
 
     Args:
         environment: Environment variables with which a process would start.

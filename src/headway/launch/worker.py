@@ -69,7 +69,7 @@ def _run_program(kind: str, target: str, record: str | None) -> int:
 def die_with(parent_pid: int, number: int = _SIGKILL) -> None:
     """Ask the kernel to send this process a signal when its parent dies for any reason (Linux only).
 
-    Exits the process if the parent has died already.
+    If the parent has already died, this process exits.
 
     Args:
         parent_pid: Process ID of the expected parent.
@@ -112,7 +112,7 @@ def _report(error: Exception, record: str | None) -> None:
 
 
 def _replace_main(**attributes: object) -> None:
-    """Replace the `__main__` module by an empty one with the given attributes.
+    """Replace the `__main__` module with an empty module that has the given attributes.
 
     Args:
         attributes: Attributes of the new module by name, such as `__file__`.

@@ -1,4 +1,7 @@
-"""Private names of torch that offload uses, each with the reason and a possible replacement. A test resolves all names."""
+"""Private names of torch that offload uses, each with the reason and a possible replacement.
+
+A test checks that all names exist.
+"""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode

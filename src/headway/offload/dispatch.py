@@ -107,7 +107,7 @@ def check_kind(full_state_dict: bool, is_quantized: bool = False) -> None:
     """Raise UnsupportedError unless the checkpoint has full, unquantized tensors.
 
     Args:
-        full_state_dict: Whether the checkpoint has full tensors. False: It has shards.
+        full_state_dict: Whether the checkpoint has full tensors. False: it has shards.
         is_quantized: Whether the checkpoint has the tensors of bitsandbytes' 8-bit layers.
     """
     if is_quantized or not full_state_dict:
@@ -348,11 +348,11 @@ def dispatch_model(
 ) -> nn.Module:
     """Place a model's parts on devices, and attach hooks that run each part.
 
-    Return the model, with the map as its attribute `hf_device_map`. Parts on an accelerator run on that accelerator.
-    Parts on "cpu" and "disk" run on the main device. If the main device is an accelerator, the weights of these parts
-    are copied ahead of use. If it is the CPU, their weights are used in place, and those on disk are read ahead.
-    Outside of a forward, every weight has its real values, so the state dict equals that of the original model. A
-    dispatched model can be dispatched again.
+    Return the model, with the device map as its attribute `hf_device_map`. Parts on an accelerator run on that
+    accelerator. Parts on "cpu" and "disk" run on the main device. If the main device is an accelerator, the weights of
+    these parts are copied ahead of use. If it is the CPU, their weights are used in place, and those on disk are read
+    ahead. Outside of a forward, every weight has its real values, so the state dict equals that of the original model.
+    A dispatched model can be dispatched again.
 
     Args:
         model: Model to place.
@@ -444,7 +444,8 @@ def disk_offload(
         model: Model to place.
         offload_dir: Folder for weights that are not in a mapped file yet. A file that an earlier call wrote for this
             model is reused.
-        execution_device: Device that runs the model, or None for this process's current accelerator, else the CPU.
+        execution_device: Device that runs the model. None: this process's current accelerator, or the CPU if the
+            machine has no accelerator.
         offload_buffers: Whether buffers are offloaded, too.
         preload_module_classes: Classes whose modules use the weights of submodules without calling the submodules. The
             weights of such a module are loaded together with those of its submodules.
@@ -481,7 +482,7 @@ def _fill_meta_tensors(
     index: Mapping[str, Mapping[str, object]] | None,
     folder: str | Path | None,
 ) -> None:
-    """Replace tensors on the meta device by the values in the user's state dict and files."""
+    """Replace tensors on the meta device with values from the user's state dict or, if missing there, from files."""
     if state_dict is None and index is None:
         return
     groups, stored = map_ties(places), OffloadedWeightsLoader(save_folder=folder, index=index or {})

@@ -1,4 +1,4 @@
-"""Run a dispatched model, with hooks that move weights and inputs to where a module runs, and measure its throughput."""
+"""Run a dispatched model with hooks that move weights and inputs to each module's device, and measure throughput."""
 
 import time
 from collections import deque
@@ -196,7 +196,7 @@ class _Forward:
     end: StreamPoint | None = None
 
     def compute_duration(self) -> float:
-        """Return the seconds that the device took. If it was not timed, return the seconds until the call returned."""
+        """Return the seconds that the device took or, if they were not measured, those until the call returned."""
         on_device = (
             self.start.measure_seconds_until(self.end) if self.start is not None and self.end is not None else None
         )

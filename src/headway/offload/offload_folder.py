@@ -1,9 +1,10 @@
 """Read and write offload folders: Headway's single safetensors file, and Accelerate's raw files with an index.
 
-Headway's file contains tensors that cannot be used from their own file, and an identifier of the checkpoint from which
-they were made. Accelerate's folder has one raw file per tensor. Its `index.json` has the form {name: {"dtype":
-"bfloat16", "shape": [2, 3]}}. An entry can also refer to a safetensors file: {"safetensors_file": path, "weight_name":
-name in that file, "dtype": ...}. Values are C-contiguous, in the byte order of the machine.
+Headway's file contains tensors that cannot be used directly from a checkpoint's files, and an identifier of the source
+from which they were made. Accelerate's folder has one raw file per tensor. Its `index.json` has the form
+{name: {"dtype": "bfloat16", "shape": [2, 3]}}. An entry can also refer to a safetensors file:
+{"safetensors_file": path, "weight_name": name in that file, "dtype": ...}. Values are C-contiguous, in the byte order
+of the machine.
 """
 
 import json
@@ -56,7 +57,8 @@ def offload_tensors(
     Args:
         folder: Folder to write to. It is created if missing.
         specs: Names, shapes and dtypes of all tensors that `values` yields, in any order.
-        owner: Identifier of the source from which the tensors were made. With "", existing values are compared instead.
+        owner: Identifier of the source from which the tensors were made, which must match that of existing tensors.
+            With "", the values of existing tensors are compared with the new values instead.
         values: Function that yields (name, tensor) pairs, with the dtypes of `specs`.
 
     Raises:
@@ -129,7 +131,7 @@ def offload_weight(
         index: Index to add the tensor's entry to, or None.
 
     Returns:
-        The `index` argument, to which the entry has been added, or None.
+        The `index` argument with the new entry, or None if `index` is None.
 
     Raises:
         ConfigError: If the tensor has no values, or its name cannot be a file name.
@@ -193,7 +195,7 @@ def _make_path(folder: str | Path, name: str) -> Path:
 
 
 def read_offload_index(offload_folder: str | Path) -> dict[str, dict[str, Any]]:
-    """Read the `index.json` of an offload folder.
+    """Return the entries in the `index.json` of an offload folder, by tensor name.
 
     Raises:
         CheckpointError: If the file is missing or is not an index.

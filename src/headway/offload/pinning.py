@@ -23,10 +23,11 @@ _SHARE = 0.5
 
 
 def compute_pin_limit(homes: Sequence[torch.Tensor]) -> int:
-    """Return the maximum number of bytes to pin: half of the sum of the tensors' memory and this process's free memory.
+    """Return the maximum number of bytes to pin.
 
-    The machine's free memory is divided equally among its processes. The limit exists because pinned memory is not
-    available to other processes and cannot be swapped out. Tensors in mapped files do not count, because their memory
+    The limit is half of the memory that would be available without the tensors: their current memory plus an equal
+    share of the machine's free memory for each process. A limit is needed because pinned memory is not available to
+    other processes and cannot be swapped out. Tensors in mapped files are not added, because their memory already
     counts as free.
 
     Args:
@@ -40,7 +41,7 @@ def pin_tensors(homes: Sequence[torch.Tensor], limit: int, allocate: Callable[[i
     """Move tensors from host memory into pinned memory, and return the number of bytes moved.
 
     Several threads pin arenas (blocks of 256 MiB) at the same time. A tensor's former memory is freed as soon as the
-    tensor has been moved, so each thread needs memory for only one arena in addition.
+    tensor has been moved, so each thread needs only the memory of one more arena.
 
     If not all tensors fit, the first ones are moved. Tensor objects stay the same. Tensors that are not plain and
     contiguous, or that share memory with others, are not moved.
@@ -104,7 +105,7 @@ def _pin_arena(
         homes: Pairs of a tensor and its offset in the arena in bytes.
         allocate: Function that allocates pinned memory.
         device_index: Index of the calling process's device, or None without an accelerator.
-        progress: Progress, which is updated.
+        progress: Progress of all threads, which is updated.
     """
     if progress.error is not None:
         return
@@ -125,7 +126,7 @@ def _pin_arena(
 
 
 def _find_overlapping(homes: Iterable[torch.Tensor]) -> set[int]:
-    """Return the `id` of each tensor that shares memory with another of the tensors."""
+    """Return the `id` of each of the given tensors that shares memory with another one."""
     found: set[int] = set()
     end, last = 0, None
     for home in sorted(homes, key=lambda home: home.data_ptr()):

@@ -78,7 +78,7 @@ class QuantizationOptions:
 
 @dataclass
 class BnbQuantizationConfig:
-    """Options to replace linear layers by those of bitsandbytes. Accelerate has the same arguments.
+    """Options to replace linear layers with those of bitsandbytes. Accelerate's class has the same name and arguments.
 
     Args:
         load_in_8bit: Whether to use int8. Outliers among the activations are then computed separately.
@@ -139,7 +139,7 @@ class BnbQuantizationConfig:
         return True
 
     def convert_layers(self, model: nn.Module, names: Iterable[str], device: torch.device) -> None:
-        """Replace the named layers by those of bitsandbytes on `device`, where their weights are quantized."""
+        """Replace the named layers with bitsandbytes layers on `device`, where their weights are quantized."""
         for name in names:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, self._make_layer(model.get_submodule(name)).to(device))
@@ -209,7 +209,7 @@ def load_and_quantize_model(
         max_memory: Memory limit of each device, in bytes or as text such as "10GiB". Used if `device_map` is the name
             of a strategy.
         offload_folder: Folder for weights that are placed on "disk" and are not in a mapped file yet.
-        offload_state_dict: No effect, because a checkpoint is mapped and the whole of it is never in memory.
+        offload_state_dict: No effect, because a checkpoint is mapped and is never entirely in memory.
 
     Raises:
         ConfigError: If there is nothing to load, or the model has no linear layer that can be quantized.
@@ -254,8 +254,8 @@ def _quantize_layers(
         device_map: Value of `device_map` that the user gave.
 
     Raises:
-        UnsupportedError: If any of the layers is offloaded, unless the user has placed it there by module name.
-        ConfigError: If no layer remains.
+        UnsupportedError: If any of the layers is offloaded and `device_map` is not a map by module name.
+        ConfigError: If no layer remains that can be quantized.
     """
     elsewhere = {"disk"} if placed.main.type == "cpu" else {"cpu", "disk"}
     away = {name for name in names if get_device(placed.device_map, name) in elsewhere}

@@ -125,13 +125,13 @@ def read_pages(tensor: torch.Tensor) -> None:
 
 
 def _touch_pages(tensor: torch.Tensor, offset: int) -> None:
-    """Read one byte of every page in a step of `_STEP` bytes, so that the system loads these pages.
+    """Read one byte of every page in a range of `_STEP` bytes, so that the system loads these pages.
 
     This is slower than `madvise`, but works on any system.
 
     Args:
         tensor: Tensor in a mapped file.
-        offset: Offset in bytes at which the step begins.
+        offset: Offset in bytes at which the range begins.
     """
     flat = tensor.detach().view(-1).view(torch.uint8)
     flat[offset : offset + _STEP : mmap.PAGESIZE].sum()
@@ -220,7 +220,7 @@ class UnitReader:
 
 
 class ReadAhead(UnitReader):
-    """Reader of weights in mapped files, which are used in place. A thread reads ahead in the order of use.
+    """Reader of weights that are used in place in mapped files. A thread reads ahead in the order of use.
 
     Nothing is copied. The only memory is the page cache, which the kernel can reclaim at any time. If the weights
     exceed `budget`, the first ones stay in memory, and the others are released after use. The kernel itself would drop

@@ -38,14 +38,14 @@ class PendingWeightCopy:
     is_awaited: bool = False
 
     def is_current_copy(self, home: torch.Tensor) -> bool:
-        """Whether this is a copy of `home` with its current values, complete or in progress, that has not failed."""
+        """Whether this is a copy of the current values of `home` that has not failed. It can still be in progress."""
         has_failed = self.future.done() and self.future.exception() is not None
         return self.home is home and self.version == home._version and not has_failed
 
 
 @dataclass
 class WeightUse:
-    """Use of a unit, which is a group of tensors that are used together, by a forward in progress.
+    """Use of a unit by a forward in progress. A unit is a group of tensors that are used together.
 
     Attributes:
         homes: Original tensors of the unit.
@@ -122,7 +122,7 @@ class DeviceStream(UnitReader):
         return self._transport.mark_progress()
 
     def enter_unit(self, unit: int) -> None:
-        """Replace the tensors in the modules of a unit by their device copies. Call it before the unit's forward.
+        """Replace the tensors in a unit's modules with their device copies. Call it before the unit's forward.
 
         Args:
             unit: Index of a group of tensors that are used together.
@@ -280,8 +280,8 @@ class DeviceStream(UnitReader):
     ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         """Return the pair of hooks for `saved_tensors_hooks` in a forward that uses device copies of weights.
 
-        Instead of a copy, autograd saves a reference to the original weight, and the layout. Backward copies the weight
-        again.
+        Instead of a device copy, autograd saves a reference to the original weight, and the shape and strides of the
+        saved tensor. Backward copies the weight again.
 
         Args:
             homes: Original tensors.

@@ -196,7 +196,7 @@ def _fill_row(blank: Configuration, step: StepForecaster, limit: int, allowed: l
 
 
 def _count_weight_bytes(step: StepForecaster) -> int:
-    """Return the bytes of the model's weights. The gradients of all weights have the same size."""
+    """Return the bytes of all of the model's weights. Their gradients take equally many bytes."""
     return sum(event.num_bytes for event in step.trace(PROBE).events if event.kind == "weights" and event.num_bytes > 0)
 
 

@@ -219,7 +219,7 @@ def _explain_misfit(found: Plan, cluster: ClusterRates) -> str:
 
 
 def _rank_row(row: ComparedPlan) -> tuple[int, float]:
-    """Return the sort key of a row: layouts that fit, then those that do not, then those that are not possible."""
+    """Return the sort key of a row, which puts layouts that fit first, then those that do not, then impossible ones."""
     if row.plan is None:
         return 2, 0.0
     if row.reason:

@@ -1,6 +1,6 @@
 """Compute a lower bound for the time of an update from the rates of devices and links, and find the bottleneck.
 
-For a pipeline, the events of each rank are simulated in order, including the time that ranks wait for each other.
+For a pipeline, the events of each rank are simulated in order, including the times when ranks wait for each other.
 """
 
 from collections import Counter, defaultdict, deque
@@ -26,8 +26,8 @@ class StageTraffic:
     Attributes:
         ranks: Simulated ranks. The simulation does not wait for any other rank.
         sent: Arrival times of the messages in order, by (sender, receiver).
-        met: Time at which each rank reaches a collective, by rank, for each collective. The key of a collective is a
-            pair of the participating ranks and the index of the collective in their group.
+        met: For each collective, the times at which ranks reach it, by rank. The key of a collective is a pair of the
+            participating ranks and the index of the collective in their group.
     """
 
     ranks: frozenset[int]
@@ -164,7 +164,7 @@ def _list_strides(axis: str, layout: Layout) -> Iterator[tuple[int, int]]:
 
 
 def compute_cost(plan: Plan, cluster: ClusterRates) -> Cost | None:
-    """Return a lower bound for the time of a plan's update on a cluster, or None if no step was planned."""
+    """Return the `Cost` of an update on a cluster, which is a lower bound of its time. None if no step was planned."""
     if plan.exchanges is None or plan.flops is None:
         return None
     compute = plan.flops / cluster.flops
@@ -202,7 +202,7 @@ def compute_cost(plan: Plan, cluster: ClusterRates) -> Cost | None:
 def _simulate_plan(plan: Plan, cluster: ClusterRates) -> float:
     """Return the duration of a pipeline's update in seconds, from a simulation of one rank per stage.
 
-    A rank computes nothing while it communicates, except while it sends a message to another stage.
+    In the simulation, a rank computes nothing while it communicates, except while it sends a message to another stage.
     """
     rates = {axis: cluster.get_rate(axis, plan.layout) for axis in plan.layout.sizes}
 

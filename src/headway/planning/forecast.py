@@ -98,7 +98,8 @@ def forecast(
             TensorParallelOptions, DistributedDataParallelKwargs, ActivationCheckpointing,
             AutocastKwargs(half_residual=True).
         machine_ranks: Ranks per machine, for "hsdp".
-        averages: Number of `ExponentialMovingAverage`s that are kept on the device, in the parameters' dtype or float32.
+        averages: Number of `ExponentialMovingAverage`s that are kept on the device, in the parameters' dtype or
+            float32.
 
     Raises:
         ConfigError: If an argument is wrong.
@@ -180,10 +181,10 @@ def forecast_script(
 
 
 def make_model(model_fn: Callable[[], nn.Module], batch: Any) -> nn.Module:
-    """Make the model, and return it in the form in which a batch is traced.
+    """Make the model, and prepare a transformers model for a trace without values.
 
-    If the batch has position IDs, its rows might be packed sequences. Then transformers masks the documents of a row
-    from each other, so its mask is kept. Otherwise it builds no mask.
+    A transformers model is changed to build no attention mask, unless the batch has position IDs. With position IDs,
+    rows might be packed sequences, in which the mask separates the documents.
 
     Args:
         model_fn: Function that makes the model.
@@ -206,9 +207,9 @@ def make_model(model_fn: Callable[[], nn.Module], batch: Any) -> nn.Module:
 def make_preparation(
     recompute: Recompute, options: EngineOptions
 ) -> tuple[EngineOptions, Callable[[nn.Module], object] | None]:
-    """Return the engine options with activation checkpointing, and a function that changes the model, or None.
+    """Return engine options and a function that changes the model, for a setting of activation checkpointing.
 
-    The function is `recompute` itself if that is a function.
+    If `recompute` is a function, it is returned with the unchanged options. Otherwise the function is None.
 
     Args:
         recompute: Setting of activation checkpointing.
@@ -258,7 +259,10 @@ def _has_key(batch: Any, name: str) -> bool:
 
 
 def _list_updates(made: OptimizerRecorder, place: FakeRank) -> tuple[str, ...]:
-    """Return what a forecast leaves out of updates by owners, as sentences. Only sharded parameters have owners."""
+    """Return sentences about the memory that the update of sharded parameters needs in addition to the forecast.
+
+    The result is empty if the layout does not shard parameters.
+    """
     return () if place.layout.is_replicas_only else made.list_caveats()
 
 

@@ -1,4 +1,4 @@
-"""Report what a model needs for inference: its memory, its placement on this machine, and the speed that bandwidths allow."""
+"""Report on a model's inference: required memory, placement on this machine, and the speed that bandwidths allow."""
 
 import inspect
 from collections import Counter
@@ -141,7 +141,7 @@ def measure_sizes(model: nn.Module, dtype: Dtype, workload: Workload | None = No
     Args:
         model: Model on the meta device.
         dtype: Dtype of the weights.
-        workload: Batch size and length whose activations and caches must fit as well, or None. Default: None.
+        workload: Workload whose activations and caches must fit in addition to the weights, or None. Default: None.
 
     Raises:
         DeviceMapError: If the workload cannot be measured.
@@ -173,8 +173,8 @@ def measure_sizes(model: nn.Module, dtype: Dtype, workload: Workload | None = No
 def count_traffic(model: nn.Module, device_map: DeviceMap, dtype: Dtype) -> dict[Device, int]:
     """Return the minimum bytes of weights that a forward of one token reads, by the device that stores the weights.
 
-    Every weight counts once. The input embedding does not count unless it is tied to the output, because only one row
-    of it is read. In a mixture of experts, the bytes of the experts are multiplied by the fraction of experts that
+    Every weight counts once. Only one row of the input embedding is read, so the embedding counts only if it is tied to
+    the output. In a mixture of experts, the bytes of the experts are multiplied by the fraction of experts that
     computes each token.
 
     Args:
@@ -201,7 +201,7 @@ def get_expert_share(model: nn.Module) -> float:
 
 
 def _find_input_embedding(model: nn.Module) -> torch.Tensor | None:
-    """Return the weight of the input embedding, or None if the weight is also used elsewhere or there is none.
+    """Return the weight of the input embedding. Return None if the model has no such weight or also uses it elsewhere.
 
     A tied output layer is an example of another use.
     """
@@ -218,8 +218,8 @@ def compute_ceiling(sizing: ModelSizes, bandwidths: Bandwidths) -> float | None:
     """Return the maximum number of forwards per second that the bandwidths of memory, links and disk allow.
 
     Accelerators work one after the other, each at its memory bandwidth. Transfers of offloaded weights overlap with
-    computation, so the slowest of memory, link and disk determines the time. The part of main memory that the placement
-    leaves free is assumed to cache weights from the disk, which are not read again.
+    computation, so the slowest of memory, link and disk determines the time. Main memory that the placement leaves free
+    is assumed to cache weights from the disk, so that a forward reads only the other weights from the disk.
 
     Args:
         sizing: Sizes and placement of the model.

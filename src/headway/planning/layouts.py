@@ -37,7 +37,7 @@ _OFFLOADED = (
 
 
 class TracedLane(CopyLane):
-    """Replacement of `CopyLane`, which copies activations between device and host, for fake tensors in a trace.
+    """Replacement for `CopyLane` in a trace of fake tensors. It copies activations between device and host.
 
     A tensor that is copied to the host stays on the device until the next copy starts or a tensor is copied back. Host
     tensors are created outside of the trace, so they do not count.
@@ -77,7 +77,7 @@ class TracedNumbers(StorageNumbers):
         self._next = count()
 
     def get_number(self, storage: torch.UntypedStorage) -> int:
-        """Return the number of a storage. Numbers are never reused."""
+        """Return the unique number that identifies a storage. Numbers are never reused."""
         found = self._known.get(storage._cdata)
         if found is None or found[0]() is not storage:
             found = self._known[storage._cdata] = weakref.ref(storage), next(self._next)

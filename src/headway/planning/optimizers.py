@@ -193,13 +193,14 @@ def resolve_optimizer(optimizer: Optimizer) -> MakeOptimizer | None:
 
 
 class OptimizerRecorder:
-    """Function that makes an optimizer, and notes whether it reads whole parameters.
+    """Wrapper of a function that makes an optimizer. It records whether the optimizer's update reads whole parameters.
 
     Args:
         make: Function that makes the optimizer, or None for no update.
 
     Attributes:
-        make_optimizer: Function that calls `make` and notes the optimizer, or None for no update.
+        make_optimizer: Function that calls `make` and records the class of an optimizer that reads or may read whole
+            parameters. None for no update.
     """
 
     def __init__(self, make: MakeOptimizer | None) -> None:
@@ -219,7 +220,7 @@ class OptimizerRecorder:
         return made
 
     def list_caveats(self) -> tuple[str, ...]:
-        """Return what a forecast leaves out of the update of sharded parameters, as sentences."""
+        """Return sentences about the memory that the update of sharded parameters needs in addition to a forecast."""
         size = format_bytes(BUCKET_BYTES)
         return tuple(
             f"{name} {'reads' if is_known else 'may read'} whole parameters, which the run then gathers to their owners: up to three "

@@ -68,9 +68,10 @@ class RankShares:
 
     Attributes:
         num_empty: Number of ranks that have no element of any parameter.
-        num_with_gaps: Number of parameters that have no element on at least one rank.
-        thinnest: Smallest number of ranks over which a parameter is sharded, and the parameter's name. None if all
-            ranks have a shard of all parameters.
+        num_with_gaps: Number of parameters that have no element on at least one rank. Parameters that only some
+            pipeline stages have are not counted.
+        thinnest: Of the parameters that `num_with_gaps` counts, the one on the fewest ranks: a tuple of (number of
+            ranks, name). None if there are none.
         saved: Size of a checkpoint, which contains each element once.
     """
 
@@ -183,8 +184,8 @@ class Plan:
         shares: Memory of every rank.
         exchanges: Number of calls and bytes of each kind of collective on a rank in one update. None if no step was
             planned. For a pipeline, those of the rank that sends the most.
-        flops: Floating point operations of a rank in one update, or None if no step was planned. For a pipeline, the
-            number of the rank that computes the most.
+        flops: Floating point operations of a rank in one update, or None if no step was planned. For a pipeline, those
+            of the rank that computes the most.
         activations: Bytes that autograd keeps from forward to backward, without temporaries. None if no step was
             planned. For a pipeline, the bytes on the rank that needs the most memory.
         gathered: Estimated peak bytes of gathered parameters and of gradients in transit.
@@ -349,8 +350,8 @@ class Cost:
         seconds: Seconds of the update if everything that can overlap does overlap.
         bottleneck: "compute", "bubble", or the axis whose communication takes the longest.
         tokens_per_second: Tokens per second of all ranks together, or 0 if the tokens of an update are unknown.
-        per_unit: Seconds of an update times ranks, per token, or per data shard if the tokens are unknown. Layouts are
-            sorted by this value.
+        per_unit: Seconds of an update multiplied by the number of ranks, per token, or per data shard if the tokens are
+            unknown. Layouts are sorted by this value.
         bubble: Seconds for which the pipeline rank that computes the most waits for others.
     """
 

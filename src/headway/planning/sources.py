@@ -57,7 +57,7 @@ class Source:
 
 
 def find_source(text: str, batch: int = 1, sequence: int | None = None, task: str | None = None) -> Source:
-    """Return the model that a text identifies.
+    """Return a `Source` for the model that a text identifies.
 
     Args:
         text: Folder with a transformers config.json, path of such a file, model type ("llama"), or "module:function".
@@ -85,7 +85,7 @@ def find_source(text: str, batch: int = 1, sequence: int | None = None, task: st
 
 
 def load_meta_model(folder: str | Path) -> nn.Module:
-    """Make the model that the `config.json` in a local folder describes, on the meta device.
+    """Make a model on the meta device from the `config.json` in a local folder.
 
     Code in the folder is not run.
 
@@ -145,7 +145,7 @@ def build_meta_model(
 def make_config_source(
     config: Any, where: str, batch: int = 1, sequence: int | None = None, task: str | None = None
 ) -> Source:
-    """Make the source of a transformers model from its config.
+    """Make the `Source` of a transformers model from its config.
 
     Args:
         config: Config of transformers.
@@ -205,9 +205,9 @@ def _make_step(
 
 
 def _name_second_input(model: nn.Module) -> tuple[str, ...]:
-    """Return the name of the second argument that receives the tokens: "labels" or "decoder_input_ids".
+    """Return a tuple with the second argument that receives the tokens: "labels" or "decoder_input_ids".
 
-    The result is a tuple. It is empty if the model needs no such argument.
+    The tuple is empty if the model needs no such argument.
     """
     is_of_tokens = type(model).__name__.endswith(_LEARNS_TOKENS)
     if is_of_tokens and "labels" in inspect.signature(model.forward).parameters:
@@ -222,9 +222,9 @@ class BatchOfModel:
     Attributes:
         batch: Number of samples.
         shape: Shape of a sample: number of tokens, or channels, height and width.
-        names: Arguments of the model that receive the batch.
+        names: Names of the model's arguments that receive the batch.
         longest: Maximum number of tokens that the model allows, or 0 if its inputs are not tokens.
-        per_sample: Arguments of the model that receive one label per sample.
+        per_sample: Names of the model's arguments that receive one label per sample.
     """
 
     batch: int
@@ -274,7 +274,7 @@ def make_trainable(
     lora: int | None = None,
     is_packed: bool = False,
 ) -> tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch.Tensor]], Callable[[Any, Any], torch.Tensor]]:
-    """Return three functions that make the model, make a batch of a given size, and compute the loss of outputs.
+    """Return three functions that make the model, make a batch of a given size, and compute the loss from outputs.
 
     Args:
         source: Source of a transformers model.
@@ -369,7 +369,7 @@ def make_length_search(source: Source) -> LongestSequence:
 
 
 def _load_function_source(module: str, name: str, text: str) -> Source:
-    """Import the function `module:name`, and return the source of the model that it makes.
+    """Import the function `module:name`, and return a `Source` for the model that the function makes.
 
     Args:
         module: Name of the function's module.
@@ -391,7 +391,7 @@ def _load_function_source(module: str, name: str, text: str) -> Source:
 
 
 def make_function_source(function: Callable[[], Any], text: str) -> Source:
-    """Make the source of a model from a function that returns the model, or a pair of the model and a training step.
+    """Make a `Source` from a function that returns a model, or a pair of a model and a training step.
 
     The step takes the model and returns the loss.
 

@@ -49,7 +49,7 @@ class Range(NamedTuple):
     meaning: str = ""
 
     def is_allowed(self, value: float) -> bool:
-        """Whether a value is in the range or equal to `also`."""
+        """Whether a value is in the range, or equals the additional allowed value."""
         return self.low <= value < self.below or value == self.also
 
     def __str__(self) -> str:

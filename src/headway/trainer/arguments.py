@@ -135,8 +135,8 @@ class TrainingArguments(UnknownMembers):
         hub_token: Token for the Hub, as in `Accelerator.push_to_hub`.
         hub_private_repo: Whether the repository is private, as in `Accelerator.push_to_hub`.
         hub_revision: Branch to upload to, as in `Accelerator.push_to_hub`.
-        accelerator_config: Further arguments of `headway.Accelerator` by name. A dict as "project_config" changes only
-            the fields that it names, such as `keep_in_memory`.
+        accelerator_config: Further arguments of `headway.Accelerator` by name. If "project_config" is a dict, it
+            changes only the fields that it names, such as `keep_in_memory`.
 
     Raises:
         ConfigError: If a name or value is not allowed, or two arguments contradict each other.
@@ -412,7 +412,7 @@ class TrainingArguments(UnknownMembers):
 
     @property
     def folder(self) -> Path:
-        """`output_dir` as a path object, also for a URL."""
+        """`output_dir` as a path object. It supports folders and URLs."""
         return to_path(self.output_dir or ".")
 
     @property

@@ -1,4 +1,4 @@
-"""Construction of a Trainer's components: checks of arguments, model, Accelerator and activation checkpointing."""
+"""Construction of a Trainer's components, such as the model and the Accelerator, with checks of the arguments."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -86,11 +86,11 @@ class TrainerControl:
     should_log: bool = False
 
     def flags(self) -> list[bool]:
-        """Return the values of all flags in the order of their definition."""
+        """Return the values of all flags in the order in which the flags are defined."""
         return list(asdict(self).values())
 
     def set_flags(self, flags: Sequence[bool]) -> None:
-        """Set all flags from values in the order of their definition."""
+        """Set all flags from values in the order in which the flags are defined."""
         for each, flag in zip(fields(TrainerControl), flags):
             setattr(self, each.name, flag)
 
@@ -122,7 +122,7 @@ class TrainerCallback:
         on_evaluate             An evaluation is done.
         on_prediction_step      A batch of an evaluation is done.
         on_predict              A prediction is done.
-        on_save                 A checkpoint has been taken and is written in the background.
+        on_save                 A checkpoint has been taken and is being written in the background.
     """
 
     def _ignore(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Answer:

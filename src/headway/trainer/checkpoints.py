@@ -65,7 +65,7 @@ class TrainerRecord:
     settings: dict[str, str]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save."""
+        """Return the Trainer's state, losses, callbacks, pending actions and settings, for a checkpoint."""
         events = self.events
         return {
             "state": events.state.state_dict(),
@@ -196,7 +196,8 @@ class PreemptionMarker:
 
     Attributes:
         run: ID of the run, as in its checkpoints' manifests.
-        training: Number of the training run among those that its process started with this output folder, from 1.
+        training: Position of the training run among those that its process started with this output folder. The first
+            one is 1.
         asked: Folder given as `resume_from_checkpoint`. None: the run started from the beginning, or from the
             newest checkpoint.
         update: Number of completed updates.
@@ -211,7 +212,8 @@ class PreemptionMarker:
         """Whether a starting training run should continue the preempted run that wrote this marker.
 
         Args:
-            training: Number of the starting run among those that its process started with this output folder, from 1.
+            training: Position of the starting run among those that its process started with this output folder. The
+                first one is 1.
             asked: `resume_from_checkpoint` of the starting run.
         """
         if asked is False or training != self.training:
@@ -220,7 +222,7 @@ class PreemptionMarker:
 
 
 def count_training(output_dir: str | Path) -> int:
-    """Count a training run that this process starts with an output folder. Return the number of such runs so far."""
+    """Count a new training run of this process with an output folder, and return the number of such runs so far."""
     place = str(to_path(output_dir).resolve())
     begun = scope.own(TrainingCounts)
     begun[place] += 1
@@ -250,7 +252,8 @@ class Continuation:
         changed: Differences from the checkpoint that are intended, such as "data"; see `Accelerator.resume`.
 
     Attributes:
-        training: Number of this training run among those that its process started with this output folder, from 1.
+        training: Position of this training run among those that its process started with this output folder. The first
+            one is 1.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Collation of a Trainer's rows to tensors, with the number of labels per row over which the loss is averaged."""
+"""Collation of a Trainer's rows into tensors, with the number of labels per row over which the loss is averaged."""
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -43,9 +43,9 @@ _PADDING = {
 class Collator:
     """Collate function for rows that are dicts of values. All other rows are collated by torch's default_collate.
 
-    `label` and `label_ids` are renamed to `labels`. Sequences of different lengths are padded at the end. The
-    processing class (a tokenizer) pads them if there is one. Otherwise columns with known names, such as `labels`, are
-    padded with default values.
+    `label` and `label_ids` are renamed to `labels`, and columns of strings are dropped. If the rows of a column differ
+    in length, they are padded: by the processing class (a tokenizer) if there is one, otherwise at the end with a
+    default value. Labels are always padded with -100.
 
     Args:
         processing_class: Object with `pad(rows, return_tensors=...)`, or None.
@@ -57,7 +57,7 @@ class Collator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, rows: list[Any]) -> Batch:
-        """Return the batch of a list of rows.
+        """Collate a list of rows into a batch.
 
         Raises:
             DataError: If the rows cannot be collated.
@@ -161,7 +161,7 @@ class LoaderCollator:
     collate_sources: Callable[[list[Any]], torch.Tensor | None] | None = None
 
     def __call__(self, rows: list[Any]) -> Batch:
-        """Return the batch of a list of rows. If labels are counted, the batch has an entry `NUM_ITEMS`."""
+        """Collate a list of rows into a batch. If labels are counted, the batch has an entry `NUM_ITEMS`."""
         kept = self.kept
         sources = None if self.collate_sources is None else self.collate_sources(rows)
         if sources is not None and (kept is None or "source" not in kept):

@@ -57,12 +57,12 @@ class ProgressCallback(TrainerCallback):
             self._table = NotebookTable() if in_notebook() else None
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Advance the bar by one update."""
+        """Advance the training's progress bar by one update."""
         if self._steps is not None:
             next(self._steps, None)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Show the logged values next to the bar."""
+        """Show the logged values next to the progress bar."""
         if self._table is not None:
             self._table.show(_collect_history(state))
         if self._bar is not None:
@@ -70,7 +70,7 @@ class ProgressCallback(TrainerCallback):
             self._bar.show(**{name: value for name, value in shown.items() if isinstance(value, int | float | str)})
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Advance the bar of the evaluation, creating it at the first batch."""
+        """Advance the evaluation's progress bar, which is created at the first batch."""
         if state.is_world_process_zero:
             if self._evaluation is None:
                 loader = kwargs["eval_dataloader"]
@@ -84,13 +84,13 @@ class ProgressCallback(TrainerCallback):
         self._evaluation = None
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Remove the bar of the evaluation."""
+        """Remove the evaluation's progress bar."""
         self._end_evaluation()
 
     on_predict = on_evaluate
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Remove the bar and print the final table."""
+        """Remove the progress bar, and print the final table."""
         self.close()
         if state.is_world_process_zero and args.log_level not in ("error", "critical"):
             show_summary(state)

@@ -218,7 +218,7 @@ class Evaluator:
         During training, each loader is created and prepared only once.
 
         Args:
-            name: Key of the loader in the cache.
+            name: Key under which the loader is kept during training.
             make: Function that creates the loader.
         """
         if not self._is_in_training:

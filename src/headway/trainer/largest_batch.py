@@ -111,8 +111,8 @@ class LargestBatch:
         If no forecast is possible, log the reason and return None.
 
         Args:
-            accelerator: Accelerator of the forecast.
-            rows: Rows of the batch that is forecast.
+            accelerator: Accelerator that computes the forecast.
+            rows: Rows that are collated into the batch of the forecast.
         """
         try:
             inputs, num_items = split_label_count(next(iter(self.create_loader(rows, len(rows)))))
@@ -129,7 +129,7 @@ class LargestBatch:
         return found.largest_batch
 
     def _list_long_rows(self, dataset: Any) -> list[Any]:
-        """Return evenly spaced rows of the training data, longest first.
+        """Return rows taken at regular intervals from the training data, longest first.
 
         Raises:
             ConfigError: If the dataset is an iterable dataset.

@@ -190,6 +190,8 @@ class TrainingLog(Log):
     def list_peaks(self, name: str, prefix: str) -> dict[str, int]:
         """Return the peak memory of training and of its phases in bytes, by name.
 
+        The phases are left out if `skip_memory_metrics` is set.
+
         Args:
             name: Name of the overall peak.
             prefix: Prefix of the names of the phases' peaks.

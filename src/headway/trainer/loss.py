@@ -28,7 +28,7 @@ class LossOf:
     """Callable that computes the loss of a batch for one model.
 
     A batch that is a dict is passed to the model as keyword arguments, a tuple or list as positional arguments. With
-    a loss function, the labels are first removed from the batch (a tuple's last item), and the function is called
+    a loss function, the labels (in a tuple, the last item) are first removed from the batch, and the function is called
     with the model's outputs and the labels. Otherwise the model's own loss is used: `outputs["loss"]`,
     `outputs.loss`, a tuple's first item, or a scalar.
 
@@ -41,7 +41,7 @@ class LossOf:
         label_names: Keys of the batch that are labels.
 
     Attributes:
-        by_source: Recorder of the loss of each source of a mixture. None: no training run on a mixture is in progress.
+        by_source: Recorder of the loss of each dataset in a mixture. None: no training run on a mixture is in progress.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class LossOf:
 
 
 def split_label_count(batch: Batch) -> tuple[Batch, int | None]:
-    """Split a batch into the values for the model and the number of the batch's labels that are not ignored.
+    """Remove the label count from a batch. Return the remaining batch and the number of labels that are not ignored.
 
     The number is computed from the entry `NUM_ITEMS`, which `LoaderCollator` has added; None if there is no such entry.
     The given batch is not modified, because its entry is needed again if the batch is repeated after an out-of-memory

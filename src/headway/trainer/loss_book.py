@@ -19,7 +19,7 @@ class LossBook:
         accelerator: Accelerator whose ranks compute the losses.
 
     Attributes:
-        by_source: Recorder of the loss of each source of a mixture. None: the training data is not a mixture.
+        by_source: Recorder of the loss of each dataset in a mixture. None: the training data is not a mixture.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -48,7 +48,7 @@ An override of such a method would silently have no effect.
 
 
 def list_overridden(kind: type, names: Iterable[str]) -> list[str]:
-    """Return the sorted names of those of the given methods that a subclass of the Trainer overrides.
+    """Return a sorted list of the given names whose methods a subclass of the Trainer overrides.
 
     Args:
         kind: Subclass of the Trainer.
@@ -291,7 +291,8 @@ class EvaluationMethods(LegacyMembers):
             sampler: Sampler of the rows. None: the order of the dataset.
             drop_last: Whether to omit a last batch with fewer rows.
             packed: Collate function of packed sequences. None: determined by the dataset.
-            is_training: Whether batches contain the sources of a mixture, whose losses are logged.
+            is_training: Whether the loader is for training. If its data is a mixture whose losses can be logged by
+                source, batches contain the source of each row.
         """
         args, signature = self.args, self._signature
         packed = packed or self._packer.choose_collator(dataset, self.model)
@@ -434,9 +435,9 @@ class EvaluationMethods(LegacyMembers):
         return self._evaluator.prepare_loader(self.get_eval_dataloader(dataset))
 
     def _get_own_eval_loaders(self) -> dict[str, PreparedLoader]:
-        """Return the prepared loaders of the Trainer's evaluation data by the prefix of their metrics.
+        """Return a dict with the prepared loader of each evaluation dataset, by the prefix of the dataset's metrics.
 
-        With one evaluation dataset, the prefix is "eval".
+        With a single evaluation dataset, the prefix is "eval".
         """
         if not isinstance(self.eval_dataset, dict):
             return {"eval": self._get_eval_loader(None)}

@@ -77,7 +77,7 @@ class Accumulated:
         return EvalPrediction(_join_batches(self._predictions), _join_batches(self._labels))
 
     def compute(self) -> Mapping[str, Any]:
-        """Return the function's result for all predictions; {} if there is no function."""
+        """Return the result of the metric function for all predictions; {} if there is no such function."""
         return {} if self.function is None else self.function(self.join_all())
 
 

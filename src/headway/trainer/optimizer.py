@@ -1,4 +1,4 @@
-"""Optimizers by name, selection of the parameters with weight decay, and copies without state after training."""
+"""Optimizers by name, selection of the parameters with weight decay, and optimizer copies whose state is freed."""
 
 import ast
 import copy

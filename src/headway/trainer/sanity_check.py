@@ -131,9 +131,9 @@ class EvaluationSanityCheck:
         return found if is_complete else None
 
     def _copy_measure(self) -> tuple[Measure, bool]:
-        """Return `measure` with a copy of a metric that has state, and whether the metric takes part in the check.
+        """Return the evaluation's settings with a copy of the metric, and whether the check includes the metric.
 
-        A metric that cannot be copied takes part only if it has `reset`.
+        A metric that cannot be copied is used itself if it has `reset`. Otherwise the check computes only the loss.
         """
         measure = self.measure
         try:

@@ -96,7 +96,7 @@ None: the schedule depends on a metric.
 
 
 class Factor:
-    """Callable that returns the factor on the learning rate after a number of updates, including the warm-up.
+    """Callable that returns the factor of the learning rate after a given number of updates. It includes the warm-up.
 
     It is an object instead of a function, so that the state dict of a scheduler contains these settings.
 
@@ -118,7 +118,7 @@ class Factor:
         return vars(self)
 
     def __call__(self, update: int) -> float:
-        """Return the factor after the given number of updates."""
+        """Return the factor of the learning rate after the given number of updates."""
         settings = vars(self)
         if update < settings["num_warmup_steps"]:
             lowest = float(settings.get("min_lr_ratio", 0.0))

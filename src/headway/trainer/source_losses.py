@@ -43,9 +43,9 @@ def find_mixture(dataset: object) -> Mixture | None:
 
 
 def collate_sources(rows: Sequence[Any]) -> torch.Tensor | None:
-    """Return the source of each row, of shape [rows], or of each token of packed rows, of shape [rows, tokens].
+    """Return the index of the source dataset of each row, as a tensor of shape [rows].
 
-    Return None if a row has no source.
+    For packed rows, return the index for each token, with shape [rows, tokens]. Return None if a row has no source.
 
     Args:
         rows: Rows of a mixture, or sequences into which such rows are packed.
@@ -57,9 +57,10 @@ def collate_sources(rows: Sequence[Any]) -> torch.Tensor | None:
 
 
 def split_sources(batch: Batch) -> tuple[Batch, torch.Tensor | None]:
-    """Split a batch into the values for the model and the sources. The sources are None if the batch has none.
+    """Remove the sources from a batch. Return the remaining batch, and the sources or None if the batch has none.
 
-    The given batch is not modified, because it needs the sources again if it is run again after an out-of-memory error.
+    The given batch is not modified, because the sources are needed again if the batch is repeated after an
+    out-of-memory error.
     """
     if isinstance(batch, Mapping) and SOURCES in batch:
         rest = copy(batch)
@@ -104,7 +105,7 @@ class SourceBook:
         Args:
             labels: Labels of the part.
             outputs: Outputs of the model.
-            batch: Batch with the labels, which may already be shifted.
+            batch: Batch of the labels. If it contains `shift_labels`, they are used in place of `labels`.
         """
         sources, self._sources = self._sources, None
         if sources is None:
@@ -170,7 +171,7 @@ class SourceBook:
         self._pieces.clear()
 
     def _reduce(self) -> list[list[float]]:
-        """Return two lists with one value per source, over all ranks: the sums and the numbers of the losses."""
+        """Return two lists with one value per source, over all ranks: the sums and the counts of the losses."""
         sums = self._sums.flatten().tolist()
         if self._accelerator.num_processes > 1:
             sums = self._accelerator.collectives.reduce_numbers(sums)
@@ -186,14 +187,14 @@ class SourceBook:
         return {f"loss/{name}": total / count for name, total, count in zip(self.names, sums, counts) if count}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums and numbers of losses since the last call of `pop_means`, over all ranks.
+        """Return the sum and the count of each source's losses since the last call of `pop_means`, over all ranks.
 
         Every rank must call it.
         """
         return {"names": list(self.names), "sums": self._reduce()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the sums and numbers of the losses that had not been logged when the state was saved.
+        """Restore the sums and counts of the losses that had not been logged when the state was saved.
 
         They are discarded if the names of the sources have changed.
         """

@@ -246,7 +246,7 @@ class Trainer(EvaluationMethods):
             self._release_training()
 
     def _start_training(self) -> None:
-        """Create the Accelerator, set the seed, and determine model and batch size for a new training run."""
+        """Create the Accelerator, set the seed, and determine the model and the batch size for a new training run."""
         args = self.args
         if self._has_trained:
             self.accelerator.end_trackers()
@@ -355,7 +355,7 @@ class Trainer(EvaluationMethods):
     ) -> torch.Tensor:
         """Run forward and backward of one micro-batch, and return the detached loss.
 
-        If memory ran out, the method is called with parts of the micro-batch.
+        If memory runs out, this method is called again with parts of the micro-batch.
 
         Args:
             model: Prepared model.
@@ -419,7 +419,7 @@ class Trainer(EvaluationMethods):
         """Create the optimizer. A class that was passed to the Trainer takes precedence over the name in the arguments.
 
         Args:
-            model: Model whose parameters are updated. None: the Trainer's.
+            model: Model whose parameters are updated. None: the Trainer's model.
         """
         chosen = self.model if model is None else model
         decaying = self.get_decay_parameter_names(chosen)
@@ -434,7 +434,7 @@ class Trainer(EvaluationMethods):
 
         Args:
             num_training_steps: Number of updates of the training run.
-            optimizer: Optimizer whose learning rates the schedule sets. None: the Trainer's.
+            optimizer: Optimizer whose learning rates the schedule sets. None: the Trainer's optimizer.
         """
         return create_schedule(self.optimizer if optimizer is None else optimizer, self.args, num_training_steps)
 

@@ -1,4 +1,4 @@
-"""Main process of `headway verify`: reads options as JSON, runs the script, and prints the results of all proofs.
+"""Main process of `headway verify`: reads options as JSON, runs the script, and prints the results of all checks.
 
 The command line starts this module in a separate process, so that `headway` itself does not import numpy.
 """
@@ -36,7 +36,7 @@ _DESCRIPTIONS = {
 
 
 def main() -> None:
-    """Verify the script that the JSON options in `sys.argv[1]` describe. Exit with 0 only if no proof failed."""
+    """Verify the script that the JSON options in `sys.argv[1]` describe. Exit with 0 only if no check failed."""
     given: dict[str, Any] = json.loads(sys.argv[1])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = read_options(given)

@@ -1,4 +1,4 @@
-"""Search of two runs' `CallTrace` records for the first torch call whose results differ. Imports no torch.
+"""Searches the `CallTrace` records of two runs for the first torch call whose results differ. Imports no torch.
 
 The loss of a batch on one process is compared with the losses of the batch's parts. A part is the share of one rank, or
 one micro-batch. If a torch call's result has one row per sample, it must consist of the rows of all parts. A result
@@ -107,7 +107,7 @@ class _PartComparison:
         self._weights = [float(each or 0) for each in weights] if all(each is not None for each in weights) else None
 
     def run(self) -> Blame | None:
-        """Return the first torch call behind the loss whose results on the parts do not match that on the whole batch.
+        """Return the first call behind the loss whose result on the whole batch does not match its results on parts.
 
         Return None if all results match.
         """
@@ -209,7 +209,7 @@ class _PartComparison:
     # ---------------------------------------------------------------- causes
 
     def _find_other_path(self, call: Call, theirs: Sequence[Call]) -> Blame | None:
-        """Return a `Blame` if a part computes an input of a call with a different function or at a different line.
+        """Return a `Blame` if an input of a call comes from another function or line on a part than on the whole batch.
 
         Return None otherwise.
 
@@ -243,7 +243,7 @@ class _PartComparison:
         return self._describe_operation(state, index, call)
 
     def _describe_operation(self, state: str, index: int, call: Call) -> Blame:
-        """Return the `Blame` for an operation on rows that is neither a loss nor a scaling by a number."""
+        """Return the `Blame` for a faulty call that neither computes a loss nor multiplies by a number."""
         func, line = call["func"], call["line"]
         is_draw = func in RANDOM_CALLS or "dropout" in func
         kinds = {"norm": func in _NORMS, "draw": is_draw, "selects": func in _SELECTIONS}
@@ -379,7 +379,7 @@ def _combine(rows: Sequence[Any], factors: Sequence[float]) -> list[list[float]]
     """Return the weighted sum of all parts' recorded sums, separately for each row.
 
     Args:
-        rows: For each part, the three recorded sums of each row.
+        rows: For each part, the three recorded sums of each row (see `CallTrace`).
         factors: Weight of each part.
     """
     return [
@@ -413,7 +413,7 @@ def blame_repeat(ours: Losses, theirs: Losses, is_saved: Callable[[str], bool] =
     Args:
         ours: Losses of an update in one run.
         theirs: Losses of this update in the other run.
-        is_saved: Not used.
+        is_saved: No effect.
     """
     for one, other in zip(ours, theirs, strict=False):
         needed = find_needed(one["calls"], one["loss"])
@@ -446,7 +446,7 @@ def blame_repeat(ours: Losses, theirs: Losses, is_saved: Callable[[str], bool] =
 
 
 def _find_step(ours: Sequence[Call], call: Call, theirs: Sequence[Call], there: Call) -> Blame | None:
-    """Return a `Blame` if only one of two runs computes an input of a call, and the other uses a given tensor.
+    """Return a `Blame` if one of two runs computes an input of a call, and the other run uses an existing tensor.
 
     Return None otherwise.
 

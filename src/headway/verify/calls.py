@@ -57,19 +57,19 @@ class CallTrace:
         path: File to which records are appended, one JSON line per loss.
         list_names: Function that returns the names of the prepared models' parameters and buffers as two dicts: by the
             tensor's `id`, and by the address of its memory.
-        places: Functions that return the modules of prepared models, gradients, and models outside of `prepare`.
-            Default: none are known.
+        places: Lookup that names modules, gradients, and models that were not passed to `prepare`. Default: a lookup
+            that knows none.
         is_enabled: Whether calls may be recorded. A run that measures memory must not keep summaries of tensors.
             Default: True.
 
     Attributes:
-        places: Functions that return places of tensors, as passed.
+        places: Lookup of modules, gradients and unprepared models, as passed.
         is_on: Whether calls are currently recorded.
         update: Number of the update that is being computed.
         written: Lines of the script that changed a parameter or buffer in place in this update, by the tensor's name.
-        written_outside: Lines of the script that changed a model outside of `prepare` in place, by the model's name.
-        gradient_lines: Lines of the script that changed gradients in this update. The values are the numbers of losses
-            of the update whose backward pass had run before the change.
+        written_outside: Lines of the script that changed a model that was not passed to `prepare`, by the model's name.
+        gradient_lines: For each line of the script that changed gradients in this update, how many backward passes of
+            the update had run before each change.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class CallTrace:
         self.is_on = self._is_enabled
 
     def close(self, loss: torch.Tensor, weight: float | None, reduction: str) -> None:
-        """Append the record of the calls behind a loss to the file, discard the calls, and stop recording.
+        """Write a record of the calls behind a loss to the trace file, discard the calls, and stop recording.
 
         Args:
             loss: Loss whose backward pass is about to run.
@@ -163,7 +163,7 @@ class CallTrace:
             self._input_calls = [self._find_call(each) for each in floats[:4] if each.numel() <= _MOST_SUMMED]
 
     def _find_predicted(self, target: torch.Tensor) -> int:
-        """Find the model input that equals a loss's target if it is shifted by one step along the last dimension.
+        """Find the model input that equals a loss's target if the input is shifted by one step in the last dimension.
 
         Return the index of the torch call that made this input; -1 if there is no such input.
 
@@ -204,7 +204,7 @@ class CallTrace:
             self._is_busy = False
 
     def take_written(self) -> dict[str, Any]:
-        """Return the lines that changed tensors in this update, as part of its record, and forget them."""
+        """Return the script lines that changed tensors in this update, for the update's record, and forget them."""
         found = {
             "written": self.written,
             "written_outside": self.written_outside,
@@ -215,7 +215,7 @@ class CallTrace:
         return found
 
     def _note_write(self, target: Any, func: str) -> None:
-        """Record that the script changes a tensor in place: of a prepared model, of another model, or a gradient.
+        """Record that the script changes a tensor in place: a tensor of any known model, or a gradient.
 
         Args:
             target: Tensor, or list of tensors.
@@ -380,8 +380,8 @@ class CallTrace:
     def _find_in_module(self, module: torch.nn.Module | None, tensor: torch.Tensor) -> str:
         """Return the name of a parameter that a layout has replaced, or "" if the module has no such parameter.
 
-        While a module's forward runs, FSDP replaces its shards by full parameters, and the matrices of tensor
-        parallelism are DTensors. Neither is found by its address.
+        Such a parameter cannot be found by its address: while a module's forward runs, FSDP replaces shards by full
+        parameters, and tensor parallelism uses DTensors.
 
         Args:
             module: Module whose forward runs.
@@ -453,10 +453,10 @@ class CallTrace:
 
 
 class TensorPlaces:
-    """Places of tensors beside the parameters of prepared models. The base class knows none.
+    """Lookup that names modules, gradients, and models that were not passed to `prepare`. The base class knows none.
 
     Attributes:
-        outside: Names of models outside of `prepare`, by the address of each parameter.
+        outside: Names of models that were not passed to `prepare`, by the address of each parameter.
     """
 
     def __init__(self) -> None:
@@ -539,9 +539,9 @@ def find_script_frame() -> FrameType | None:
 
 
 def find_gradient_frame() -> FrameType | None:
-    """Return the innermost stack frame of the script, also if a function of torch such as `clip_grad_norm_` is called.
+    """Return the innermost stack frame of the script, even if it has called a torch function like `clip_grad_norm_`.
 
-    None if the call was made by an optimizer or by Headway.
+    Return None if an optimizer or Headway made the current torch call.
     """
     for depth, frame in enumerate(walk_stack()):
         file = frame.f_code.co_filename

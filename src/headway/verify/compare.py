@@ -35,7 +35,7 @@ _PROPORTIONAL = 0.02
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference between two runs in one update.
+    """Difference between a reference run and another run in one update.
 
     Attributes:
         update: Number of the update.
@@ -47,7 +47,7 @@ class Difference:
         factor: Factor by which the reference's gradients must be multiplied to fit the other run's gradients best, by
             least squares.
         residual: Relative difference that remains between the multiplied gradients and the other run's gradients.
-        one_sided: Names of the parameters that have a gradient in only one of the runs.
+        one_sided: Names of the parameters that have a gradient in only one of the runs, or gradients of other shapes.
     """
 
     update: int
@@ -198,7 +198,8 @@ def find_first_difference(
     Args:
         reference: Run that is assumed to be correct.
         other: Run to compare with it.
-        reordered: Run with a changed order of summation, from which the tolerance is estimated, or None.
+        reordered: Run with a changed order of summation, from which the tolerance is estimated. None: a default
+            tolerance applies.
         first: Number of the first update to compare. Default: 1.
 
     Returns:

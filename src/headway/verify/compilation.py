@@ -49,7 +49,7 @@ class EagerCalls:
             self._force()
 
     def _force(self) -> None:
-        """Select the stance in which torch runs compiled functions as they are written."""
+        """Set torch's compiler stance "force_eager", in which compiled functions run without compilation."""
         if not self.is_used:
             # Importing torch._dynamo takes more than a second, so scripts that compile nothing do not set the stance.
             torch.compiler.set_stance("force_eager")

@@ -33,11 +33,12 @@ class DiscardWatch:
             self._optimizer.zero_grad = self._record(self._optimizer.zero_grad)
 
     def note_backward(self, batch: int, loss: float) -> list[str]:
-        """Record a backward pass, and return the line that discarded the gradients of an earlier batch, if any.
+        """Record a backward pass. Return a list with the line that discarded an earlier batch's gradients, if any.
 
         Args:
             batch: Number of the batch.
-            loss: Value of the loss. Scripts discard the gradients of a loss that is not finite on purpose.
+            loss: Value of the loss. If it is infinite or NaN, the script may discard its gradients, which is not
+                reported.
         """
         found = []
         if self._cleared is not None:

@@ -1,8 +1,8 @@
 """`SharedDraws`: makes the random numbers of a training loop independent of the number of processes.
 
 On n processes, each rank draws its own noise, dropout masks and timesteps. They differ from those of a run on one
-process, so the two runs cannot be compared. If this mode shares draws, each draw with one row per sample is made for
-the global batch, and each rank uses the rows of its own samples. Dropout is turned off. Other draws are unchanged, but
+process, so the two runs cannot be compared. If draws are shared, each draw with one row per sample is made for the
+global batch, and each rank uses the rows of its own samples. Dropout is then turned off. Other draws are unchanged, but
 recorded.
 """
 

@@ -306,8 +306,8 @@ class LeakProbe:
         Args:
             tokens: Input tokens of the model.
             changed: Tokens that replace the input tokens.
-            leaks: Whether the model's outputs change at positions that must not change. If false, no search is made, and
-                "" is returned.
+            leaks: Whether the model's outputs change at positions that must not change. If False, no search is made,
+                and "" is returned.
             first: First position that must not change.
             last: Position after the last one that must not change; None for the end.
         """
@@ -430,9 +430,9 @@ def _exchange(tree: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
 
 
 def _find_labels(inputs: list[torch.Tensor], tokens: torch.Tensor) -> torch.Tensor | None:
-    """Return the input that contains the labels, or None.
+    """Return the input that contains the labels, or None if there is no such input.
 
-    Labels are equal to the tokens, or negative at positions that the loss ignores.
+    Each label must equal the token at its position, or be negative, which means that the loss ignores it.
     """
     for each in inputs:
         if each is tokens or each.shape != tokens.shape or each.is_floating_point() or _is_mask(each):

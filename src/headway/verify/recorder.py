@@ -85,7 +85,7 @@ def redirect_settings(settings: Settings) -> Settings:
 
 
 class _FirstRun:
-    """Marker that an Accelerator of this process is already recorded. Later Accelerators are not."""
+    """Marker that exists once an Accelerator of this process is recorded. Later Accelerators are not recorded."""
 
 
 def record_run(run: Run) -> "RunRecorder | None":
@@ -123,7 +123,7 @@ class _RecordingGuard:
 
 
 class _RunPlaces(TensorPlaces):
-    """Places of tensors of a run.
+    """Lookup of the modules and gradients of a run's prepared models, by which `CallTrace` names tensors.
 
     Args:
         run: Run of the Accelerator.
@@ -265,7 +265,7 @@ class RunRecorder:
 
     @property
     def _num_updates(self) -> int:
-        """Number of updates so far, including those before a resume, which the run's own counter does not include."""
+        """Number of updates so far, including those before a resume that the run's own counter leaves out."""
         return self._run.clock.num_updates + self._num_skipped
 
     # ---------------------------------------------------------------- output of the script
@@ -274,7 +274,7 @@ class RunRecorder:
         """Record that the script has saved a checkpoint without the Accelerator's methods.
 
         Args:
-            folder: Folder of the checkpoint.
+            folder: Folder of the checkpoints.
         """
         self._facts["saved"].append([self._num_updates, folder])
 
@@ -469,7 +469,7 @@ class RunRecorder:
                 self._update["batches"].append({"loader": -1, "num_rows": rows, "rows": exact, "loose": loose})
 
     def _find_model(self, model: torch.nn.Module) -> int:
-        """Return the number of a prepared model, or -1."""
+        """Return the index of a model among the prepared models, or -1 if it is not one of them."""
         return next((number for number, each in enumerate(self._run.prepared.models) if each is model), -1)
 
     def _before_backward(self) -> None:
@@ -568,7 +568,7 @@ class RunRecorder:
         return step_and_record
 
     def _trace_losses(self, step: Any) -> None:
-        """Make the training step write down the torch calls that computed a loss before it runs the loss's backward."""
+        """Make the training step record the torch calls that computed a loss, before the backward pass of the loss."""
         backward = step.backward
 
         def trace_and_backward(loss: Any, weight: Any = None, reduction: str = "mean", **kwargs: Any) -> Any:
@@ -596,7 +596,7 @@ class RunRecorder:
         return {id(tensor): name for name, tensor in named}, by_address
 
     def _turn_dropout_off(self) -> None:
-        """Count the dropout rates in the models, and set them to 0 if random draws are shared between ranks."""
+        """Count the models' nonzero dropout rates, and set them to 0 if random draws are shared between ranks."""
         num = 0
         for model in self._run.prepared.models:
             for module in model.modules():
@@ -730,7 +730,7 @@ class RunRecorder:
         self._write_facts()
 
     def _end_if_due(self) -> None:
-        """End the process after the last update, or kill it after the update that the request specifies for a kill."""
+        """End the process after the last update, or kill rank 0 earlier if the request asks for that."""
         request = self._request
         if self._is_done:
             return
@@ -758,7 +758,7 @@ class RunRecorder:
         os._exit(code)
 
     def _watch_progress(self) -> None:
-        """Wait until a rank makes no progress for too long, then write this rank's stack and end this process.
+        """Wait until any rank makes no progress for too long, then write this rank's stack and end this process.
 
         This method runs in a separate thread of each rank.
         """
@@ -846,7 +846,7 @@ class RunRecorder:
 def _list_indices(indices: Any) -> list[int]:
     """Return the dataset indices that a rank fetches, or an empty list if they are not integers.
 
-    A slice is read because some loaders pass a kind of list that seeds generators while it is iterated over.
+    The list is copied by a slice, because iterating over the lists of some loaders also seeds generators.
     """
     plain = indices[:] if isinstance(indices, list) else []
     return plain if all(isinstance(each, int) for each in plain) else []

@@ -36,8 +36,8 @@ class Update:
         busy: CPU time that the main thread spent on the update, in seconds.
         written_outside: Lines of the script that changed a model that was not passed to `prepare`, by a description of
             the model.
-        gradient_lines: Lines of the script that changed gradients. The values are the numbers of losses of the update
-            whose backward pass had run before.
+        gradient_lines: For each line of the script that changed gradients, how many backward passes of the update had
+            run before each change.
         modes: Modes in which a model was called with gradients ("train", "eval"), by the number of the model.
         stale: Names of the frozen parameters that still had a gradient at each optimizer step of the update.
         discarded: Lines of the script that cleared gradients of a batch before an optimizer step used them.

@@ -64,7 +64,7 @@ class RunRequest:
 
 
 def read_request() -> RunRequest | None:
-    """Return the request in this process's environment, or None if `headway verify` did not start it."""
+    """Return the request in this process's environment, or None if `headway verify` did not start this process."""
     text = env.get(env.VERIFY)
     return RunRequest(**json.loads(text)) if text else None
 

@@ -250,7 +250,7 @@ class RunningScript:
         return read_record(self._request, self._order.num_processes, code, self._read_output(), seconds)
 
     def _wait_for(self, seconds: float) -> int | None:
-        """Wait until the run ends, and return its exit code. Return None if the run has not ended in time.
+        """Wait until the run ends, and return its exit code. Return None if the time limit is reached first.
 
         Args:
             seconds: Limit of the wait, in seconds since the start of the run.

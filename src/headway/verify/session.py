@@ -206,7 +206,11 @@ class VerifySession:
         return request
 
     def _find_backward(self, first: RunRecord) -> int:
-        """Return the number of a backward pass in the middle of the run."""
+        """Return the number of a backward pass in the middle of the run, in which to inject an out-of-memory error.
+
+        Args:
+            first: Record of the run on one process.
+        """
         return max(2, int(first.fact.get("num_backwards", 2)) // 2 + 1)
 
     def _start_in(self, pool: ThreadPoolExecutor) -> Callable[..., "Future[RunRecord]"]:
@@ -226,7 +230,10 @@ class VerifySession:
         return start
 
     def _make_run(self, request: RunRequest, order: LaunchOrder) -> RunRecord:
-        """Wait for a free CPU core per process (at most all cores), run the script, and return its record."""
+        """Wait until enough CPU cores are free, run the script, and return the record of the run.
+
+        A run needs one core per process, or all cores if there are fewer.
+        """
         options = self._options
         size = min(order.num_processes, self._num_cores)
         with self._has_changed:

@@ -48,7 +48,9 @@ class SlowLines:
 
 
 def _describe(frame: FrameType) -> tuple[str, str]:
-    """Return the loader's call ("collate" or "item") and the script's function that runs in it; "" if unknown.
+    """Return a pair of the loader's call ("collate" or "item") and the script's function that runs in it.
+
+    Both are "" if no function of the script runs.
 
     Args:
         frame: Innermost frame of the main thread.

@@ -1,4 +1,4 @@
-"""Finds calls in the script's source that can make two runs differ: generators without a seed, and outside values.
+"""Finds calls in the script's source that can make two runs differ: unseeded generators, or reads such as the time.
 
 `SourceWatch` records such calls while they run. It cannot see calls in worker processes of a loader, or calls of types
 that cannot be replaced, such as `datetime.now` and `RandomState`. A call in the source may never run, so it is weaker
@@ -35,7 +35,8 @@ _MOST_LINES = 20
 def scan_sources() -> dict[str, dict[str, str]]:
     """Return calls in the source of all imported files of the user, by kind and by line, such as "train.py:12".
 
-    The kinds are "unseeded" (generators that are created without a seed) and "outside" (values from outside).
+    The kinds are "unseeded" (generators that are created without a seed) and "outside" (values from outside of the
+    program, such as the time or a process ID).
     """
     found: dict[str, dict[str, str]] = {"unseeded": {}, "outside": {}}
     for path in _list_files():

@@ -90,7 +90,7 @@ class SourceWatch:
         return line if reference is not None and reference() is thing else ""
 
     def list_facts(self) -> dict[str, Any]:
-        """Return the attributes `clocks`, `unseeded`, `draws`, `seeds` and `evaluations` as a dict, for the run's record.
+        """Return a dict of `clocks`, `unseeded`, `draws`, `seeds` and `evaluations`, for the run's record.
 
         The entry "suspects" contains calls that were only found in the source of the script.
         """

@@ -41,7 +41,7 @@ def write_stack(folder: Path, rank: int) -> None:
 
 
 def is_any_stuck(folder: Path) -> bool:
-    """Whether a rank of the run has written its stack."""
+    """Whether any rank of the run has written its stack, which means that the run made no progress."""
     return any(path.stat().st_size for path in folder.glob("stack*.txt"))
 
 

@@ -53,7 +53,8 @@ class RunSet:
     Attributes:
         first: Plain run on one process.
         repeat: Repetition of `first` with reversed folder listings. It saves a checkpoint and is killed later.
-        reference: Run on one process with which runs on several processes are compared. It may share random numbers.
+        reference: Run on one process with which runs on several processes are compared. It is `first` itself unless
+            the seed, the order of samples or random draws must be made independent of the number of processes.
         reordered: Repetition of `reference` with the rows of each batch reversed.
         several: Run on several processes with the global batch of `reference`.
         layout: Run on several processes under the layout that was given on the command line.

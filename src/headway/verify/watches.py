@@ -55,7 +55,13 @@ class RateWatch:
         self._lines: list[str] = []
 
     def watch(self, optimizers: Sequence[Any]) -> None:
-        """Watch the parameter groups of prepared optimizers, including groups that a checkpoint has replaced."""
+        """Watch the parameter groups of prepared optimizers.
+
+        Call it before each update, because loading a checkpoint creates new groups.
+
+        Args:
+            optimizers: Prepared optimizers of the run.
+        """
         for each in optimizers:
             groups = each.optimizer.param_groups
             for index in range(len(groups)):
@@ -72,13 +78,15 @@ class RateWatch:
 
 
 class OtherModules:
-    """Models with parameters that were not passed to `prepare`, such as a model with averaged weights."""
+    """Models that have parameters but were not passed to `prepare`, such as a model with averaged weights."""
 
     def __init__(self) -> None:
         self._models: list[tuple[str, Any]] = []
 
     def find(self, prepared: Sequence[torch.nn.Module]) -> None:
-        """Search this process for models that were not prepared. Submodules of other models are left out.
+        """Search this process for models that were not prepared, and remember them without keeping them alive.
+
+        Submodules, very large models, and models that share parameters with prepared ones are left out.
 
         Args:
             prepared: Prepared models.

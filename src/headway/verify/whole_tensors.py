@@ -1,4 +1,4 @@
-"""Gather the full values of sharded tensors, also of those that torch cannot gather."""
+"""Gather the full values of sharded tensors, including those that torch cannot gather."""
 
 import torch
 import torch.distributed as dist
@@ -10,8 +10,8 @@ from headway.core.weights.pieces import is_dtensor, list_own_boxes, make_slices
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full values of a tensor on all ranks of its mesh. A plain tensor is returned unchanged.
 
-    Under fsdp+ep+tp, experts have one strided shard for the order of the axes and another for packed matrices. torch's
-    `full_tensor()` raises an error for two of them.
+    torch's `full_tensor()` raises an error for tensors with two strided shards. Under fsdp+ep+tp, experts have two: one
+    for the order of the axes, and one for packed matrices.
     """
     if not is_dtensor(tensor):
         return tensor

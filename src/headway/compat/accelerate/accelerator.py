@@ -110,7 +110,7 @@ def _convert_outputs(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
 
 
 class _LiveSettings(KwargsHandler):
-    """Mixin for settings classes that passes each assignment to a field on to the Accelerator immediately.
+    """Mixin for settings classes: when a script assigns a field, the Accelerator uses the new value immediately.
 
     In a class definition, list this mixin before the settings class.
 
@@ -470,7 +470,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
             blocking: Whether to wait until the checkpoint is on disk. Default: True.
             metric: Value of the metric for this state, by which `ProjectConfiguration(keep_best=...)` selects
                 checkpoints.
-            save_model_func_kwargs: Keyword arguments as in `headway.Accelerator.save_state`.
+            save_model_func_kwargs: Further keyword arguments of `headway.Accelerator.save_state`, such as `weights`.
 
         Returns:
             The directory of the checkpoint.

@@ -62,7 +62,7 @@ def is_accelerate_checkpoint(folder: Path) -> bool:
 
 
 def find_newest(parent: Path) -> Path | None:
-    """Return the checkpoint directory with the highest number in `parent`, or None if Accelerate did not write it."""
+    """Return the directory with the highest number in `parent` if it is a checkpoint of Accelerate, else None."""
     names = parent.iterdir() if parent.is_dir() else ()
     found = [path for path in names if parse_number(path) is not None and not path.name.startswith(".")]
     newest = max(found, key=lambda path: parse_number(path) or 0, default=None)

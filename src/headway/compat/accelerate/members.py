@@ -137,7 +137,7 @@ class AccelerateMembers(RankAware):
 
     @property
     def should_save_model(self) -> bool:
-        """Whether a script should write files on this process, which is the first one of its machine.
+        """Whether this process is the first one on its machine, so that a script should write files on it.
 
         In contrast, all processes must call `save_model`.
         """

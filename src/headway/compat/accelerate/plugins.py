@@ -48,7 +48,7 @@ class FullyShardedDataParallelPlugin:
         cpu_offload: Whether to keep parameter shards, gradients and optimizer state in host memory.
         auto_wrap_policy: "transformer_based_wrap", "size_based_wrap", "no_wrap", or one of torch's policies.
         transformer_cls_names_to_wrap: Class names of the blocks that are sharded separately.
-        min_num_params: Number of parameters from which a module is sharded separately.
+        min_num_params: Minimum number of parameters for a module to be sharded separately.
         mixed_precision_policy: "bf16", "fp16", "fp32", a dict of dtypes, or torch's MixedPrecisionPolicy.
         activation_checkpointing: Whether to recompute the blocks' activations in backward.
         activation_checkpointing_offload: Whether to keep the inputs of checkpointed blocks in host memory.
@@ -122,7 +122,7 @@ class FullyShardedDataParallelPlugin:
                 setattr(self, name, text)
 
     def request_layout(self, request: LayoutRequest) -> None:
-        """Add this plugin's options to a layout request, and convert the plugin's attributes to their FSDP2 equivalents.
+        """Add this plugin's options to a layout request, and convert the attributes to their FSDP2 equivalents.
 
         The options are the attributes that were passed to the constructor, read from the environment or assigned later.
 
@@ -235,7 +235,7 @@ def _dtype(given: Any) -> Any:
 def _find_member(kind: Any, value: Any) -> Any:
     """Return the member of a torch enumeration with the given name or number.
 
-    None for None, and for the backward prefetch "NO_PREFETCH", for which torch has no member.
+    Return None for the value None, and for the backward prefetch "NO_PREFETCH", which torch's enumeration lacks.
 
     Raises:
         ConfigError: If there is no such member.

@@ -13,7 +13,7 @@ from headway.errors import ConfigError
 
 
 class CountedWindows(AccumulationWindows):
-    """Accumulation windows that end whenever a counter of all micro-batches requires it, as in Accelerate.
+    """Accumulation windows whose ends are determined by one counter of all micro-batches, as in Accelerate.
 
     Attributes:
         step: Number of micro-batches since a DataLoader was last exhausted, or since the run began. Can be assigned.

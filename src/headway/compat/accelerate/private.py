@@ -69,7 +69,7 @@ def _convert_number(text: str) -> float | int | str:
 def _filter_args(
     args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Sequence[str] = ()
 ) -> argparse.Namespace:
-    """Return a namespace with the arguments that a parser defines, with values from `args` where it contains them.
+    """Return a namespace with the arguments that a parser defines. Values come from `args` if it contains them.
 
     Args:
         args: Namespace whose values are used. Arguments that the parser does not define are left out.
@@ -98,7 +98,7 @@ def _get_proper_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def _get_param_device(param: str, device_map: Mapping[str, Any]) -> Any:
     """Return the device of a parameter according to a device map.
 
-    It is the entry for the parameter itself, or for the innermost module with an entry that contains the parameter.
+    It is the entry for the parameter, else for the innermost module that has an entry and contains the parameter.
 
     Raises:
         ConfigError: If there is no such entry.

@@ -84,7 +84,7 @@ def load_fsdp_model(
 ) -> Any:
     """Load a prepared model's weights that `save_fsdp_model` of Headway or Accelerate wrote. All ranks must call it.
 
-    The number of ranks can differ from the number when the weights were saved.
+    The number of ranks can be different from when the weights were saved.
 
     Args:
         fsdp_plugin: Ignored. The format is detected.
@@ -155,7 +155,7 @@ def load_fsdp_optimizer(
 ) -> None:
     """Load optimizer state that `save_fsdp_optimizer` of Headway or Accelerate wrote. All ranks must call it.
 
-    The number of ranks can differ from the number when the state was saved.
+    The number of ranks can be different from when the state was saved.
 
     Args:
         fsdp_plugin: Ignored. The format is detected.

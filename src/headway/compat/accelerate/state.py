@@ -46,7 +46,8 @@ def collectives() -> Collectives:
 def _start_runtime(options: Mapping[str, Any]) -> Collectives:
     """Start the process runtime if needed, and return its `Collectives`.
 
-    After the end of a run, the runtime is not started again: the result then is the object of the last Accelerator.
+    After the end of a run, a call without options does not start the runtime again. It returns the `Collectives` of
+    the last Accelerator.
     """
     latest = AcceleratorFacts.latest
     if not process.is_started() and latest is not None and latest.answers_after_end and not options:
@@ -182,7 +183,7 @@ class PartialState(RankAware):
 
     @property
     def fork_launched(self) -> bool:
-        """Whether `notebook_launcher` forked this process. Always False, because it ends its processes itself."""
+        """Always False. Headway does not record whether `notebook_launcher` forked this process."""
         return False
 
     def set_device(self) -> None:
@@ -279,7 +280,7 @@ class AcceleratorState(PartialState):
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
-        """torch.compile settings of the Accelerator. Without any, a plugin with the backend NO."""
+        """torch.compile settings of the Accelerator. If there is no Accelerator, a plugin with the backend NO."""
         return TorchDynamoPlugin() if self._run is None else self._run.dynamo_plugin
 
     @property
@@ -384,7 +385,7 @@ class GradientState:
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Set whether `optimizer.step()` and `zero_grad()` take effect. If False, both do nothing.
 
-        False remains in effect until it is set to True or an accumulation window begins.
+        False remains in effect until True is set or an accumulation window begins.
         """
         self._windows.set_due(sync_gradients)
 
@@ -425,7 +426,7 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:
-        """List that contains None and all prepared loaders that are being iterated, with the innermost loader last."""
+        """List of None, as in Accelerate, and all prepared loaders that are being iterated, innermost loader last."""
         return [None, *self._windows.active]
 
     @property

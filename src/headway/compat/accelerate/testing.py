@@ -178,7 +178,7 @@ class AccelerateTestCase(unittest.TestCase):
 
 
 class MockingTestCase(unittest.TestCase):
-    """Test case with mocks that `add_mocks` starts and that are stopped after each test."""
+    """Test case that, after each test, stops the mocks that `add_mocks` started."""
 
     def add_mocks(self, mocks: Any) -> None:
         """Start mocks for the current test.

@@ -167,7 +167,7 @@ class AimTracker(_OfProject, AimAdapter, GeneralTracker):
 
 
 class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
-    """MLflow tracker.
+    """Tracker that logs runs to MLflow, with the constructor arguments of Accelerate's class.
 
     The environment variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN override the
     corresponding arguments.
@@ -228,8 +228,8 @@ class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
         Args:
             local_path: Path of the file.
             artifact_path: Directory in the run. None: the root of the run's artifacts.
-            step: Number of the step. Only `Accelerator.log_artifact` passes it, with the artifact's name in
-                `artifact_path`.
+            step: Number of the step. Only `Accelerator.log_artifact` passes it. `artifact_path` is then the name of the
+                artifact, not a directory.
             kwargs: Further arguments that `Accelerator.log_artifact` passes.
         """
         if step is not _UNSET:  # called by Accelerator.log_artifact, which passes the artifact's name

@@ -1,8 +1,8 @@
 """Private torch names that checkpoints use, each with the reason for its use and a possible replacement.
 
 A test checks that all names exist in the installed torch. `Module._buffers` and `Module._parameters` are used directly,
-without a name in this module. Subclasses and hooks of torch's own packages rely on these dicts, and only they can
-replace a tensor without calling `__setattr__` of the user's class.
+without a name in this module. Subclasses and hooks of torch's own packages rely on these dicts. Replacing a tensor in
+them does not call `__setattr__` of the user's class.
 """
 
 import torch

@@ -63,9 +63,9 @@ def list_committed(parent: Path) -> list[Path]:
 
 
 def read_about(folder: Path) -> Mapping[str, Any]:
-    """Return the `about` section of a checkpoint's manifest, or an empty mapping if the manifest is damaged.
+    """Return the `about` section of a checkpoint's manifest, which contains counters, the world size and versions.
 
-    A damaged manifest raises no error here. Functions that verify checkpoints raise one.
+    Return an empty mapping if the manifest is missing or damaged.
     """
     try:
         return read_manifest(folder).about
@@ -91,7 +91,7 @@ def list_originals(parent: Path) -> list[Path]:
 
 
 def read_run_id(folder: Path) -> str | None:
-    """Return the ID of the run that saved a checkpoint, or None if the manifest is damaged or names no run."""
+    """Return the ID of the run that saved a checkpoint, or None if the manifest is missing, damaged or names no run."""
     try:
         run = read_manifest(folder).about.get("run")
     except CheckpointError:

@@ -79,9 +79,9 @@ class LockOwner:
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether the owner's process is alive. None if this is unknown, because it might run on another machine.
+        """Whether the owner's process is alive. None if the process might run on another machine.
 
-        If it is unknown, only further touches of the lock show that the owner is alive.
+        In the latter case, only further touches of the lock show that the owner is alive.
         """
         return _read_start_time(self.pid) == self.born if self.machine and self.machine == _machine() else None
 

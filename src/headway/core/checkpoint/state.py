@@ -8,9 +8,9 @@ A tensor that differs between ranks is saved twice. The tensor under its own nam
 as the mean. The tensor under the prefix `ROWS` has one row per rank, with the values of that rank.
 
 An optimizer receives its state in the saved dtypes and types, although torch would cast them. Low-bit optimizer
-states (of torchao and bitsandbytes) are saved as float32 values and quantized again when loaded. Their quantization
-blocks cross the rows of a rank's local tensor, so codes and scales fit no other layout. The dequantized values fit all
-layouts.
+states (of torchao and bitsandbytes) are saved as float32 values and quantized again when loaded. A quantization block
+can span several rows of a rank's local tensor, so quantized values fit only the layout in which they were computed.
+Dequantized values fit all layouts.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -205,7 +205,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def map_parameter_names(models: Iterable[torch.nn.Module]) -> dict[int, str]:
-    """Return the name under which each parameter is saved, by the parameter's `id`."""
+    """Return a dict from the `id` of each parameter to the name under which it is saved."""
     return {
         id(parameter): to_logical_name(f"{index}/{name}")
         for index, model in enumerate(models)

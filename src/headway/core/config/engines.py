@@ -63,7 +63,7 @@ class EngineOptions:
 
 
 def collect_options(handlers: list[Any] | None) -> EngineOptions:
-    """Return the objects in `kwargs_handlers` as fields of `EngineOptions`.
+    """Return an `EngineOptions` whose fields hold the objects in `kwargs_handlers`.
 
     An instance of a subclass is assigned to the field of its parent class.
 

@@ -20,9 +20,9 @@ class Float8Options:
     """Options of float8 training, for `mixed_precision="fp8"`.
 
     Attributes:
-        recipe: torchao's name of the way in which scales are computed. "tensorwise": one scale per tensor, which is
-            fastest. "rowwise": one scale per row. "rowwise_with_gw_hp": one scale per row, with weight gradients
-            computed in bfloat16, which is most accurate.
+        recipe: Name of a torchao recipe, which determines how scales are computed. "tensorwise": one scale per tensor,
+            which is fastest. "rowwise": one scale per row. "rowwise_with_gw_hp": one scale per row, with weight
+            gradients computed in bfloat16, which is most accurate.
         fsdp_all_gather: Whether sharded layouts all-gather weights in float8 instead of bfloat16 (tensorwise only).
             None: yes, if recipe and sharding allow it.
         pad_inner_dim: Whether to pad the inner dim of matrix products to multiples of 16, as the hardware requires.

@@ -356,7 +356,7 @@ _KINDS: dict[type, Kind] = {int: "integer", float: "number", bool: "switch", str
 
 
 def _describe(name: str, annotation: Any, about: Mapping[str, Any]) -> LaunchSetting:
-    """Return the description of a field. The field's kind is derived from its type annotation."""
+    """Return the `LaunchSetting` that describes a field. Its kind is derived from the field's type annotation."""
     kind = _KINDS[get_args(annotation)[0]]
     if "choices" in about["setting"]:
         kind = "choice"

@@ -189,7 +189,10 @@ class ResolvedLayout:
 
     @property
     def default_num_steps(self) -> int | None:
-        """Micro-batches per update that the training engine's configuration sets, or None. The script overrides it."""
+        """Number of micro-batches per update in the training engine's configuration, or None if it sets none.
+
+        A number that the script sets takes precedence.
+        """
         return None if self.engine is None else self.engine.num_steps
 
 
@@ -248,7 +251,7 @@ class RequestedLayout:
             raise ConfigError(f"{error} ({self.origin})") from None
 
     def resolve(self, given: EngineOptions, num_ranks: int, ranks_on_machine: int) -> ResolvedLayout:
-        """Return the layout on this run's ranks, and its options.
+        """Return a `ResolvedLayout`: the layout on this run's ranks, with the options that apply to it.
 
         Args:
             given: Options from the script's `kwargs_handlers`.
@@ -275,9 +278,9 @@ class RequestedLayout:
         )
 
     def _choose_engine(self, text: str) -> EnginePlugin | None:
-        """Return the settings of the training engine, or None.
+        """Return the settings of the training engine that a plugin or the strategy requests, or None if none does.
 
-        An engine is imported only if a plugin or the strategy requests it.
+        An engine is imported only if it is requested.
         """
         if self._deepspeed_plugin is None and text not in mesh.ENGINES:
             return None

@@ -101,7 +101,7 @@ class Layout:
 
     @property
     def num_data_shards(self) -> int:
-        """Number of groups of ranks that read different data."""
+        """Number of shards into which the data is split. Several ranks can read one shard."""
         return self.replicate * self.shard * self.ep
 
     @property

@@ -63,8 +63,8 @@ class Preemption:
     def compute_deadline(self) -> "Deadline | None":
         """Return the deadline at which to save; None if there is no time limit.
 
-        `time_limit` is measured with the monotonic clock, which ignores corrections of the system time. It also stops
-        while the machine is suspended. The end of a SLURM job is compared with the system time.
+        `time_limit` is measured with the monotonic clock, which ignores corrections of the system time and stops while
+        the machine is suspended. The end of a SLURM job is compared with the system time.
         """
         clock, end = time.time, float(env.get_int(_JOB_END) or 0)
         if self.time_limit is not None:

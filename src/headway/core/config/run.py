@@ -98,8 +98,8 @@ class ProjectConfiguration(KwargsHandler):
             newest checkpoint on disk. 0: off.
         overlap_saves: Whether `save_state(blocking=False)` copies parameters and optimizer state during the next
             forward and backward. The optimizer step waits for the copy. Until then, other code must not change them,
-            for example by `weight.clamp_()`. The save would fail or, if `.data` hides the change from torch, contain
-            part of the change.
+            for example by `weight.clamp_()`. Otherwise the save fails or, if `.data` hides the change from torch,
+            contains part of the change.
         keep_compiled: Whether checkpoints contain the artifacts of torch.compile, which `resume("latest")` loads so
             that a new machine does not compile again. The artifacts are executable, and are loaded only if they are
             sealed with this user's key.

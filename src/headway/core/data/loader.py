@@ -1,9 +1,9 @@
 """Prepared loader: yields this rank's batches of a user's DataLoader, and describes the current batch.
 
-By default, a batch of a map-style dataset is not fetched before it is requested. If this process fetches it, a resumed
-run can then draw the same random numbers during the fetch. Even so, the loader knows one step ahead where the data
-ends. Iterable datasets are read one batch ahead. In one step, every rank gets one batch. Rows that only complete a
-batch are padding.
+By default and without workers, a batch of a map-style dataset is fetched only when it is requested, so that a resumed
+run draws the same random numbers during the fetch. Even so, the loader knows one step ahead where the data ends.
+Iterable datasets are read one batch ahead. In one step, every rank gets one batch. Rows that only complete a batch are
+padding.
 """
 
 import weakref
@@ -80,7 +80,7 @@ class LoaderEvents:
         return not self.in_hand
 
     def end_pass(self, loader: "PreparedLoader") -> None:
-        """Remove the innermost pass over `loader` from `active`, and all of the loader's batches from `in_hand`.
+        """Remove the innermost pass over `loader` from `active`, and the loader's untrained batches from `in_hand`.
 
         Several passes over a loader may be in progress at once.
         """
@@ -128,7 +128,7 @@ class PreparedLoader(DataLoader[Any]):
 
     Attributes:
         pass_position: Current epoch, number of consumed samples, and `RankBatch` of the current batch (`share`). Code
-            that runs once per batch reads this object directly, which is faster than the properties below. Loaders
+            that runs once per batch reads this object directly, which is faster than the loader's properties. Loaders
             returned by `skip` share this object.
         requested_window: Pair of (samples per update, batches per rank and update) as set by `request_window`; (0, 0)
             if not set.
@@ -319,7 +319,7 @@ class PreparedLoader(DataLoader[Any]):
     def skip(self, num_batches: int) -> "PreparedLoader":
         """Return a loader whose next pass starts at batch `num_batches` of its epoch. Later passes are complete.
 
-        Both loaders share one position, so either can continue with the next epoch.
+        The returned loader and this one share a position, so either can continue with the next epoch.
 
         Args:
             num_batches: Number of this rank's batches to skip.
@@ -485,8 +485,8 @@ class PreparedLoader(DataLoader[Any]):
         Unlike in `state_dict`, a pass that was left early (by `break`) counts as finished.
 
         Args:
-            is_brief: Whether to leave out states that are valid only for the latest batch. The result is small, and the
-                pass can later still be resumed at the current batch. Default: False.
+            is_brief: Whether to leave out states that are valid only for the latest batch. The result is then small,
+                and a run can still resume at the current batch. Default: False.
         """
         position = self.pass_position
         if position.is_left:

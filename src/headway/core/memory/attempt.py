@@ -74,7 +74,7 @@ class GroupAborter:
         self._thread = threading.Thread(target=self._run, name="headway-alarm", daemon=True)
 
     def start(self) -> None:
-        """Start to listen for failed attempts of other ranks."""
+        """Start listening for failed attempts of other ranks."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -83,7 +83,7 @@ class GroupAborter:
         self._thread.join()
 
     def wait(self) -> None:
-        """Wait until the process group has been aborted, for a limited time.
+        """Wait, for a limited time, until the process group has been aborted.
 
         Returns at once if no failure was announced and this process can leave the group without waiting for peers.
         """
@@ -118,7 +118,7 @@ class ObjectOwner(Protocol):
     """Interface of an object that keeps prepared models, optimizers and loaders alive, such as `Preparation`."""
 
     def list_prepared_objects(self) -> Mapping[int, str]:
-        """Return the names of the prepared objects for messages, by the objects' IDs."""
+        """Return a dict from the `id` of each prepared object to its name for messages."""
 
     def release(self, kept: Container[int] = ()) -> None:
         """Release all prepared objects whose IDs are not in `kept`."""
@@ -156,8 +156,9 @@ def is_in_progress() -> bool:
 
 
 def hold_back(hook: Hook) -> Hook:
-    """Return DDP's communication hook with a delay: in the first updates of the current attempt it waits for a vote.
+    """Wrap DDP's communication hook so that it waits until all ranks have reported whether they ran out of memory.
 
+    It waits only in the first updates of the current attempt.
     Outside an attempt, or on a single process, the hook is returned unchanged.
     """
     attempt = _current.get()
@@ -237,7 +238,10 @@ class Attempt:
     # ---------------------------------------------------------------- gradients held back
 
     def hold_back(self, hook: Hook) -> Hook:
-        """Wrap DDP's communication hook so that the gradient buckets of a reduction wait until all ranks have voted."""
+        """Wrap DDP's communication hook so that a gradient reduction waits for the vote of all ranks.
+
+        In the vote, each rank reports whether it has run out of memory. Only the reductions of the first updates wait.
+        """
         waiting: list[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = []
         num_held = 0
 
@@ -373,7 +377,7 @@ class Attempt:
 
 
 def list_prepared_objects() -> dict[int, str]:
-    """Return the names of all prepared objects of this process for messages, by the objects' IDs."""
+    """Return a dict from the `id` of each prepared object of this process to its name for messages."""
     return {
         each: name for holder in list(scope.own(_ObjectOwners)) for each, name in holder.list_prepared_objects().items()
     }

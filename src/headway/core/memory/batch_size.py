@@ -183,7 +183,7 @@ class LargestSize:
         """Return the change in batch size for the next attempt.
 
         Args:
-            first: Change in the first step away from the start.
+            first: Size of the first step away from the starting size. Later steps are multiples of it.
         """
         self._num_steps += 1
         return int(max(1, int(first)) * _GROWTH ** (self._num_steps - 1))

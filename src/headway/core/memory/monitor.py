@@ -51,7 +51,7 @@ class _Readers(weakref.WeakSet["PeakReader"]):
 
 
 class PeakReader(PeakMeter):
-    """Meter of one device's peak memory use since this reader's own last reset, as counted by torch's allocator.
+    """Meter of one device's peak memory use since the meter's last reset, as counted by torch's allocator.
 
     A reset clears the allocator's counter for all readers, so the peak so far is first recorded for the other readers.
     A call to `torch.cuda.reset_peak_memory_stats()` by the script is not noticed. Afterwards, a reader knows only its
@@ -142,7 +142,7 @@ class SampledMeter(PeakMeter):
 
 
 def choose_meter(device: torch.device) -> PeakMeter:
-    """Create the most accurate meter that works for a device on this system."""
+    """Create the most accurate meter of peak memory that works for a device on this system."""
     if device.type != "cpu":
         hardware = HARDWARE[device.type]
         return PeakReader(hardware, device) if hardware.find_memory_function("max_memory_allocated") else SampledMeter()

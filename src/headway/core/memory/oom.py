@@ -1,10 +1,10 @@
 """Out-of-memory errors: how to recognize them, for every allocator, and how to free the memory of a failed attempt.
 
 Some errors are often caused by lack of memory but do not mention it. cuDNN's engine search swallows the out-of-memory
-error of each engine it tries and reports that it found none. Libraries that cannot allocate their handle report that
-they are not initialized. Unsupported shapes, broken installations and misuse cause the same messages. For these, the
-state of the allocators and the driver decides. A wrong guess costs only one extra attempt. Freeing memory resets that
-state, so the repeated error is no longer taken for a lack of memory.
+error of each engine it tries and reports that it found no engine. Libraries that cannot allocate their handle report
+that they are not initialized. Unsupported shapes, broken installations and misuse cause the same messages. Such an
+error counts as a lack of memory if an allocator or the driver reports a shortage. A wrong guess costs only one extra
+attempt, because freeing memory ends the reported shortage.
 """
 
 import ctypes
@@ -140,10 +140,10 @@ class EmergencyReserve:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out, on a device or on the host.
 
-    True for torch.OutOfMemoryError, MemoryError, OSError with ENOMEM, and a RuntimeError with the text of an
-    allocator (CUDA, HIP, XPU, MPS, CPU), of cuBLAS, cuDNN, NCCL, Triton and similar libraries, or of std::bad_alloc.
-    Ambiguous texts (no engine found, library not initialized) count if a device is short of memory at this moment,
-    so call this before memory is freed.
+    True for torch.OutOfMemoryError, MemoryError, and OSError with ENOMEM. Also true for a RuntimeError with an
+    out-of-memory message from an allocator (CUDA, HIP, XPU, MPS, CPU), a library such as cuBLAS, cuDNN, NCCL or
+    Triton, or std::bad_alloc. Ambiguous messages (no engine found, library not initialized) count if a device is
+    short of memory at this moment, so call this before memory is freed.
 
     Causes and contexts count, too (`raise ... from None` cuts them off), and so do errors raised by a backend of
     torch.compile. An exception group counts if every error in it does. KeyboardInterrupt and SystemExit never count.
@@ -222,7 +222,10 @@ def drop_frames(error: BaseException) -> None:
 
 
 def _iterate_related(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, its causes and contexts (suppressed or not), and members of exception groups, each once."""
+    """Yield the error, its causes and contexts (even suppressed ones), and the members of exception groups.
+
+    Each exception is yielded only once.
+    """
     waiting, seen = [error], set()
     while waiting:
         each = waiting.pop()
@@ -258,7 +261,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Return unused memory: the devices' caches to the driver, and free heap pages to the operating system.
+    """Release unused memory: the devices' caches to the driver, and free heap pages to the operating system.
 
     Args:
         garbage_collection: Whether to collect reference cycles first, which can keep tensors alive. Default: False.

@@ -58,7 +58,7 @@ class _DeviceMeter:
     base: int
 
     def read_peak(self, rows: int) -> RowPeak:
-        """Return the peak memory of the probe, minus the memory that was in use before the probe.
+        """Return the probe's peak memory as a `RowPeak`, minus the memory that was in use before the probe.
 
         Args:
             rows: Number of rows with which the probe ran.
@@ -88,10 +88,11 @@ class _HostMeter:
         self._available = read_free_address_space() or 0
 
     def read_peak(self, rows: int) -> RowPeak:
-        """Return the address space that the probe has used: its resident pages, and mapped pages that are not resident.
+        """Return the address space that the probe has used, as a `RowPeak`.
 
-        Mapped pages that are not resident, such as memory arenas of threads, hardly depend on the number of rows. So
-        they do not count as fragmentation, which is assumed to grow with rows.
+        It consists of resident pages and of mapped pages that are not resident. The latter, such as memory arenas of
+        threads, hardly depend on the number of rows. So they do not count as fragmentation, which is assumed to grow
+        with rows.
         """
         resident, mapped = read_host_memory()
         allocated = max(0, self._peak.peak() - self._resident)
@@ -104,7 +105,7 @@ class _HostMeter:
 
 
 class BatchProbe:
-    """Runs a function at trial batch sizes, and predicts the largest batch size that fits in this rank's memory."""
+    """Probe that runs a function at trial batch sizes, and predicts the largest one that fits in this rank's memory."""
 
     def __init__(self) -> None:
         self._curves: dict[str, RowCurve] = {}

@@ -36,7 +36,7 @@ class RowPeak:
 
     @property
     def unused(self) -> float:
-        """Memory that the allocator holds, but that no tensor uses at the peak: its fragmentation."""
+        """Bytes that the allocator holds at the peak, but that no tensor uses (fragmentation)."""
         return max(0.0, self.reserved - self.allocated)
 
 
@@ -50,7 +50,7 @@ class RowCurve:
         self._peaks: dict[int, RowPeak] = {}
 
     def record_peak(self, peak: RowPeak) -> None:
-        """Add a measured size. An earlier measurement with the same number of rows is replaced."""
+        """Add a measurement. An earlier one with the same number of rows is replaced."""
         self._peaks[peak.rows] = peak
 
     def clear(self) -> None:
@@ -66,8 +66,8 @@ class RowCurve:
         """Return the largest number of rows that is expected to fit, or None if nothing has been measured.
 
         With one measured size, all memory is assumed to be proportional to rows, which underestimates rather than
-        overestimates the number. The prediction leaves a margin for the allocator's fragmentation. It is measured at
-        the largest size, and assumed to grow in proportion to rows, because blocks grow.
+        overestimates the number. The prediction leaves a margin for the allocator's fragmentation. Fragmentation is
+        measured at the largest size, and is assumed to grow in proportion to rows.
 
         Args:
             available: Bytes that are available in addition to the base from which peaks are measured.

@@ -248,8 +248,8 @@ def read_free_bytes(hardware: Hardware, device: torch.device) -> int:
 def read_free_address_space() -> int | None:
     """Return the bytes that this process can still map before it reaches its address-space limit (`ulimit -v`).
 
-    Return None without a limit. Only under such a limit does host memory run out with an error. Otherwise the kernel
-    kills a process.
+    Return None if there is no limit. In that case, the kernel kills a process when host memory runs out. Only with a
+    limit does an allocation fail with an error.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -272,9 +272,9 @@ def read_host_memory() -> tuple[int, int]:
 def read_free_and_total(hardware: Hardware, device: torch.device) -> tuple[int, int]:
     """Return a device's free and total bytes.
 
-    CUDA's mem_get_info creates a context, which takes some hundred MB until the process ends: on 8 GPUs, 8 contexts
-    from each of 8 ranks. So if this process has no memory on the device, NVML is queried first, and CUDA only if NVML
-    is not available.
+    CUDA's mem_get_info creates a context, which takes several hundred MB of the device until the process ends. If each
+    of 8 ranks queried 8 GPUs, there would be 64 contexts. So if this process has no memory on the device, NVML is
+    queried first, and CUDA only if NVML is not available.
     """
     told = None if _read_reserved(hardware, device) else read_memory_by_driver(hardware, device)
     return _ask_runtime(hardware, device) if told is None else told

@@ -31,7 +31,7 @@ class GradientParts(Protocol):
     def everyone(self) -> Collectives: ...
 
     def get_local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the existing gradients as plain tensors that may be changed in place.
+        """Return the existing gradients of the parameters as plain tensors, which the caller may change in place.
 
         For a sharded gradient, the tensor is this rank's shard.
         """

@@ -1,4 +1,4 @@
-"""Log of the current batch's collectives, with which a rank that runs out of memory can join the collectives of its peers.
+"""Log of the current batch's collectives, from which a rank that runs out of memory can join those of its peers.
 
 With sharded layouts, a forward contains many collectives. A rank that runs out of memory between them cannot know
 which ones its peers have yet to run. All ranks run them in the same order. Each rank records a collective in this log
@@ -55,7 +55,7 @@ class CollectiveLog:
 
     @property
     def has_listener(self) -> bool:
-        """Whether a listener receives each collective until the next vote."""
+        """Whether a function that receives each collective is registered for the current round."""
         return self._tell is not None
 
     def begin_batch(self) -> None:
@@ -100,9 +100,10 @@ class CollectiveLog:
             self._steps.append(None)
 
     def add_listener(self, number: int, listener: Callable[[int, str], None]) -> None:
-        """Pass every collective of a round (between two votes) to `listener`: past ones now, later ones when recorded.
+        """Pass every collective of a round to `listener`: those already recorded now, later ones when recorded.
 
-        Does nothing if the round is over or already has a listener.
+        A round is the part of a batch between two votes. This method does nothing if the round is over or already
+        has a listener.
 
         Args:
             number: Number of the round.

@@ -98,7 +98,11 @@ class CopyStream:
         return record_point(self.device)
 
     def begin_copies(self, after: StreamPoint) -> StreamPoint:
-        """Make copies that are queued from now on wait for `after`. Return the position at which they start."""
+        """Make copies that are queued from now on wait for a position. Return the position at which they start.
+
+        Args:
+            after: Position, usually in the computation's stream, that the device must reach before the copies.
+        """
         self._stream.wait_event(after.event)
         return _record_point_in(self._stream)
 
@@ -108,7 +112,7 @@ class CopyStream:
             target.copy_(source, non_blocking=True)
 
     def end_copies(self) -> StreamPoint:
-        """Return the position after the copies queued so far."""
+        """Return the position in the copy stream after all copies queued so far."""
         return _record_point_in(self._stream)
 
     def order_after_copy(self, copy: torch.Tensor, allocated: StreamPoint, done: StreamPoint) -> None:

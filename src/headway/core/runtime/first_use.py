@@ -51,7 +51,7 @@ def note_first_use() -> None:
 def watch_first_use() -> None:
     """Make torch call `note_first_use` when it initializes CUDA.
 
-    If CUDA is already in use, record that the line is unknown.
+    If CUDA is already initialized, record that the line of its first use is unknown.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         scope.own(FirstUse).place = _UNKNOWN

@@ -3,8 +3,9 @@
 gloo and NCCL each keep a recorder. NCCL's recorder holds enqueued collectives, which can be hundreds of collectives
 ahead of the device. The earliest incomplete one is the collective that the device is in. Reading NCCL's recorder
 queries CUDA events, which can block if the driver is stuck. So a separate thread reads the recorders once their
-collectives stop advancing, and the heartbeat only takes the thread's latest result. This module does not import torch.
-It reads recorders only if the program has imported torch.
+collectives stop advancing. The heartbeat thread, which reports the state of this process, only takes the latest result.
+
+This module does not import torch. It reads recorders only if the program has imported torch.
 """
 
 import json

@@ -185,8 +185,8 @@ def wait_for_all_to_end(store: SealedStore, rank: int, world_size: int, timeout:
         timeout: Maximum time to wait.
 
     Returns:
-        Whether all ranks have announced their end in time. The result is equal on all ranks, except that it is False on
-            a rank that has lost its connection to the store.
+        Whether all ranks have announced their end before the timeout. The result is equal on all ranks, except that it
+            is False on a rank that has lost its connection to the store.
     """
     try:
         store.set(f"end/{rank}", b"")

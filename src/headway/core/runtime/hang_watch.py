@@ -1,4 +1,7 @@
-"""Start of the hang watch in processes that Headway's launcher did not start and that no agent therefore watches."""
+"""Start of the hang watch, which finds ranks that no longer advance.
+
+It is started only in processes that no launcher's agent watches.
+"""
 
 from headway.core import extensions
 from headway.core.runtime import process, pulse

@@ -83,10 +83,10 @@ def find_own_address(host: str = "", port: int = 1) -> str | None:
         port: Any port number. Default: 1.
 
     Returns:
-        This machine's address on the route to `host`, else its address on the default route. Loopback addresses are
-            skipped, for example on machine 0 if its own name resolves to 127.0.1.1. If neither exists, the address of
-            the first network interface that leads to other machines, else of one that leads only to containers. None if
-            there is no such interface.
+        The first of these addresses that exists: this machine's address on the route to `host`, its address on the
+            default route, the address of a network interface that leads to other machines, or the address of one that
+            leads only to containers. None if none exists. Loopback addresses are skipped, for example on machine 0 if
+            its own name resolves to 127.0.1.1.
     """
     for target in (host, *_ELSEWHERE):
         address = find_address_towards(target, port) if target else None
@@ -128,7 +128,7 @@ def wait_for_name(host: str, seconds: float, say: Callable[[str], None]) -> None
         say: Function that prints a message. It is called once if the name is still unknown after three seconds.
 
     Raises:
-        ConnectionError: If the name cannot be resolved in time.
+        ConnectionError: If the name cannot be resolved within `seconds`.
     """
     begun, has_said = time.monotonic(), False
     while not resolve_name(host):
@@ -147,8 +147,8 @@ def wait_for_name(host: str, seconds: float, say: Callable[[str], None]) -> None
 def choose_name_for_others(hostname: str) -> str:
     """Return the name or address by which other machines reach this one.
 
-    This is `hostname`, unless it is unknown or resolves to a loopback address. Then it is this machine's own address,
-    if one is found.
+    The result is `hostname` if the name resolves to an address that other machines can reach. Otherwise it is this
+    machine's own address, or `hostname` if no address is found.
 
     Args:
         hostname: Host name of this machine.

@@ -37,8 +37,8 @@ _PORTABLE = 1
 def allocate_arena(num_bytes: int) -> torch.Tensor:
     """Allocate pinned host memory as a uint8 tensor.
 
-    A large block consists of huge pages that are registered with the calling thread's current device. torch's allocator
-    provides a small block, and a large one if the registration fails.
+    A large arena consists of huge pages that are registered with the calling thread's current device. Small arenas, and
+    large ones that cannot be registered, come from torch's allocator.
 
     Args:
         num_bytes: Size in bytes.

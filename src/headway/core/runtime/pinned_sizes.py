@@ -13,12 +13,13 @@ def plan_arenas(
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """Divide tensors, in order, among pieces of pinned memory.
 
-    The size of each piece is the largest power of two that the remaining tensors can fill, up to `max_bytes`. A tensor
-    that is larger gets a piece of its own.
+    The size of each piece is the largest power of two that the remaining tensors can fill, up to `max_bytes`. It is
+    larger only if the next tensor would not fit otherwise.
 
     Args:
         sizes: Sizes of the tensors in bytes.
-        limit: Maximum total size of all pieces in bytes. Tensors that do not fit are left out.
+        limit: Maximum total size of all pieces in bytes. The first tensor that does not fit, and all tensors after it,
+            are left out.
         max_bytes: Maximum size of one piece, unless a single tensor is larger. Default: 1 GiB.
 
     Yields:

@@ -260,8 +260,8 @@ def start(
         LaunchError: If the number of processes differs from the number that the launcher was asked for.
         ConfigError: If a runtime on another device is already running, or if code and command line disagree about the
             timeout.
-        DeviceUnavailable: If this machine has fewer devices than local ranks, or not the device type that the launcher
-            found.
+        DeviceUnavailable: If this machine has fewer devices than local ranks, or lacks the device type that the
+            launcher found.
     """
     here = scope.own(_Process)
     if here.runtime is not None:
@@ -384,7 +384,7 @@ def read_group_timeout() -> timedelta:
 
 
 def reset() -> None:
-    """End the runtime, and the process group if Headway started it. Called at process exit at the latest."""
+    """End the runtime, and the process group if Headway started it. At process exit, this happens automatically."""
     scope.own(_Process).end()
 
 
@@ -425,7 +425,7 @@ def get_control_link() -> StoreLink | None:
     """Return the connection to the control plane, or None in a run with a single process.
 
     Raises:
-        ControlPlaneError: If rank 0 has not published the control plane's address in time.
+        ControlPlaneError: If rank 0 does not publish the control plane's address before the timeout.
         LaunchError: If the control plane cannot be reached.
     """
     runtime, here = current(), scope.own(_Process)

@@ -44,7 +44,11 @@ _IS_TOLD_AT, _SAVES_AT = 112, 113  # the only byte that the agent writes; whethe
 class _Text:
     """Text field of the file in which a rank records its state.
 
-    The field consists of one byte with the index of the current slot, and two slots of `room` bytes each.
+    The field consists of one byte with the index of the current slot, and two slots.
+
+    Attributes:
+        at: Position of the field in the file, in bytes.
+        room: Size of one slot in bytes.
     """
 
     at: int

@@ -79,7 +79,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         device_specific: Whether to give each rank its own seed (seed + rank). The data order stays equal on all ranks.
             Ranks that share a data shard (tensor parallelism) need equal numbers, so the shard's index is added instead
             of the rank. The index is known once the Accelerator has been created.
-        deterministic: Whether to make torch use deterministic algorithms as well.
+        deterministic: Whether to also make torch use deterministic algorithms.
 
     Raises:
         ConfigError: If the seed is negative or not an integer.

@@ -155,7 +155,8 @@ def add_listener(hear: Callable[[], None]) -> None:
 def _restore_in_child() -> None:
     """Restore default signal handling in a forked child.
 
-    A child process is not a rank: SIGTERM must end it as usual, and it must not write into the rank's pipe.
+    A child process is not a rank. SIGTERM must end it as usual. Its signals must not be written into the pipe that it
+    has inherited, because the parent process reads that pipe.
     """
     for flags in list(scope.own(_ActiveFlags)):
         flags._restore_handlers(signal.SIG_DFL)

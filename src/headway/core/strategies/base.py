@@ -355,7 +355,7 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
         return precision.step(optimizer, closure)
 
     def call_optimizer(self, optimizer: torch.optim.Optimizer, method: str) -> None:
-        """Call an optimizer's method that changes parameters, such as "train". No effect if the optimizer lacks it."""
+        """Call an optimizer method, such as "train", that changes parameters. Do nothing if the optimizer lacks it."""
         getattr(optimizer, method, lambda: None)()
 
     def keeps_whole_state(self, optimizer: torch.optim.Optimizer) -> bool:

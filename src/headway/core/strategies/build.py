@@ -183,7 +183,7 @@ def _check_stages(sharding: ShardingOptions, tensor: TensorParallelOptions) -> N
 def _check_replayed(layout: Layout, sharding: ShardingOptions, float8: Float8Options | None) -> None:
     """Raise an error if a rank that runs out of memory could not join all collectives of the layout.
 
-    Otherwise its peers would hang.
+    Without this check, its peers would wait in a collective forever.
 
     Raises:
         UnsupportedError: If the layout contains collectives that such a rank cannot join.

@@ -246,7 +246,7 @@ class DDPStrategy(Strategy):
         )
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
-        """Run backward, and record the models whose gradients DDP did not reduce in it."""
+        """Run backward, and record the models whose gradients DDP did not reduce during this backward."""
         super().backward(loss, factor, precision, **kwargs)
         for each in self._replicas.values():
             if each.is_armed:

@@ -27,17 +27,18 @@ device_mesh = LazyModule("torch.distributed.device_mesh")
 def build_mesh(device_type: str, layout: Layout) -> tuple[Any, Any, Any]:
     """Create the device mesh of a layout.
 
-    Parameters are also sharded over the ranks along cp and ep. Otherwise these ranks would hold equal parameters.
-    Gradients have to be reduced over these ranks in any case. Experts differ along ep, so they are sharded over the
-    ranks along shard and cp.
+    Parameters are also sharded over the ranks along cp (context parallelism) and ep (expert parallelism). Otherwise
+    these ranks would hold equal parameters. Gradients have to be reduced over these ranks in any case. Experts differ
+    along ep, so they are sharded only over the ranks along shard and cp.
 
     Args:
         device_type: Device type, such as "cuda".
         layout: Number of ranks along each axis.
 
     Returns:
-        Triple of the mesh, its submesh along which `fully_shard` shards and replicates, and its submesh for distributed
-            experts. The first submesh is None if `fully_shard` does neither, the second one without ep.
+        Triple of the mesh, the submesh along which `fully_shard` shards and replicates, and the submesh for distributed
+            experts. The first submesh is None if `fully_shard` is not used. The second submesh is None without expert
+            parallelism.
     """
     # torch treats submeshes of two meshes as equal if names and ranks agree. Its cached results of operators could then refer
     # to an earlier mesh, with other axes around it or with process groups that have ended.
@@ -79,7 +80,7 @@ def explain_ended_groups(layout: Layout) -> str:
 
 
 class ReplacedParameters:
-    """Map from parameters that a script may still refer to, to the shards that have replaced them in sharded models.
+    """Map from original or gathered parameters, which a script may still use, to the shards that have replaced them.
 
     Optimizers and gradient clipping use it to find the current parameters.
 
@@ -242,7 +243,7 @@ def is_wanted(name: str, module: torch.nn.Module, wanted: tuple[Any, ...]) -> bo
 
 
 def get_bare_class(module: torch.nn.Module) -> type:
-    """Return the user's class of a module whose class may have been replaced."""
+    """Return a module's original class, even if `prepare()` has replaced it by a subclass."""
     bare: type = module.__dict__.get(BARE_CLASS, type(module))
     return bare
 
@@ -254,7 +255,7 @@ def find_outermost(
 
     Args:
         roots: Modules to search, together with all modules below them.
-        is_one: Predicate of a module.
+        is_one: Function that returns whether a module is one of those to yield.
     """
     waiting, seen = list(roots)[::-1], set()
     while waiting:
@@ -273,9 +274,9 @@ Holder = tuple[str, torch.nn.Module, str]
 
 
 def find_holders(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Parameter, list[Holder]]]:
-    """Return each parameter with all modules that contain it, by the parameter's ID.
+    """Return a dict from each parameter's ID to the parameter and a list of the modules that contain it.
 
-    Tied parameters are in several modules.
+    A tied parameter is in several modules.
     """
     found: dict[int, tuple[torch.nn.Parameter, list[Holder]]] = {}
     for name, module in model.named_modules():

@@ -14,7 +14,7 @@ from headway.errors import CollectiveError
 class ReplayStrategy:
     """Protocol for discarding gradients, removing them temporarily, and undoing a batch that is then run again.
 
-    Guards against non-finite losses discard gradients. Automatic micro-batching runs a batch again in smaller
+    Gradients are discarded after a non-finite loss. Automatic micro-batching runs a batch again in smaller
     micro-batches. The defaults assume a full model on each rank and compute micro-batches without communication.
 
     Attributes:

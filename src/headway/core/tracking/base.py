@@ -202,7 +202,7 @@ def _is_main() -> bool:
 class BlankTracker:
     """Placeholder that `get_tracker` returns on a rank without the tracker.
 
-    It is falsy. Its attributes and its return values are the placeholder itself, and its calls do nothing.
+    It is falsy. Every attribute of it is the placeholder itself. Calling it does nothing and returns the placeholder.
     """
 
     def __getattr__(self, name: str) -> "BlankTracker":

@@ -159,7 +159,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         return parts
 
     def _collect_arrived(self) -> dict[str, float | str]:
-        """Return the values to show. For a device tensor it is the latest number that has been copied to the host."""
+        """Return the values to show, by name. Device tensors are replaced by the latest number copied to the host."""
         known: dict[str, float | str] = {}
         for name, value in self._values.items():
             if not isinstance(value, torch.Tensor):

@@ -240,7 +240,8 @@ class RunFeed:
             given: Values by name, as the script passed them.
             step: Step of the run.
             log_kwargs: Further keyword arguments for trackers, by the trackers' names.
-            said: Step that the script passed, or None. It is passed to trackers whose `takes` is "given".
+            said: Step that the script passed, or None. Trackers whose attribute `takes` is "given" get it instead of
+                `step`.
         """
         self._decide_which_run(step)
         flat = flatten(given)
@@ -402,9 +403,9 @@ class RunFeed:
 
 
 def flush_at_exit(feed: RunFeed) -> "weakref.finalize[[list[GuardedTracker]], RunFeed]":
-    """Register a finalizer that flushes the trackers of `feed` if the process exits without `finish`, and return it.
+    """Register and return a finalizer that flushes the trackers of `feed` if the process exits before `feed.finish()`.
 
-    Detach the finalizer after `finish`.
+    Detach the finalizer after `feed.finish()`.
     """
     return weakref.finalize(feed, _flush_trackers, feed.guarded)
 

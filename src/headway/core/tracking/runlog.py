@@ -7,7 +7,7 @@ since 1970):
 run        a process start: format, project, config, world_size, device, versions, attempt (1, 2, ...)
 values     step (or null) and values: name to number or text; not-a-number and the infinities are the texts "nan",
            "inf" and "-inf", so that each line is strict JSON, and are read back as floats
-           names that begin with "headway/" are measured by the library, if the script logs no such value
+           names that begin with "headway/" are those of values that the library measures itself
 event      event, step (or null) and details: "resumed", "checkpoint", "out_of_memory", ...
 image      name, step, file (relative to the folder)
 artifact   name, step, file (relative to the folder)
@@ -213,7 +213,7 @@ def convert_to_json(value: Any, depth: int = 0) -> Any:
 def list_leaves(values: Mapping[Any, Any], separator: str = "/", prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield pairs of (name, value) for the leaves of nested mappings.
 
-    The keys on the way to a leaf are joined to its name. An empty mapping is a leaf.
+    A leaf's name consists of the keys on the way to it, joined with `separator`. An empty mapping is a leaf.
 
     Args:
         values: Nested mappings.

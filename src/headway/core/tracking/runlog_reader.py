@@ -96,7 +96,7 @@ class LoggedRun:
         measured: Points of the values that the library measured itself, by name: "memory" (in bytes) and "grad_norm".
         events: All run events, in order.
         media: Images and artifacts, without those that a later restart logged again.
-        summary: Summary written when the run ended; None if it is still running or was killed.
+        summary: Summary written when the run ended; None if the run is still in progress or was killed.
         last_time: Time of the last line, in seconds since 1970.
         damaged: Numbers of the lines that could not be read, except an incomplete last line.
     """
@@ -128,7 +128,7 @@ class LoggedRun:
 
 
 def read_run(path: str | Path) -> LoggedRun:
-    """Read a run log. The run can still be in progress, and it can have been killed.
+    """Read the log of a run, which may have ended, been killed, or still be in progress.
 
     Args:
         path: Path of `log.jsonl` or of its folder.
@@ -245,8 +245,8 @@ class _LogReader:
     def finish(self) -> None:
         """Store the points, images and artifacts in the `LoggedRun`, except superseded ones.
 
-        A point, image or artifact is superseded if the run later returned to a step before its own. A point is also
-        superseded if a later process logged the value again for this step.
+        A point, image or artifact is superseded if the run later returned to an earlier step. A point is also
+        superseded if a later process logged the same value again for the same step.
         """
         lowest, limits = math.inf, []
         for _, step in reversed(self.eras):

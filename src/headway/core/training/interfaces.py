@@ -184,7 +184,7 @@ class ThroughputMeter(Protocol):
         """Seconds measured so far, without paused time."""
 
     def show_in_bars(self) -> None:
-        """Show the throughput of the last seconds in all progress bars of `headway.track` in this process."""
+        """Show the recent throughput in all progress bars of `headway.track` in this process."""
 
     def fact(self) -> str:
         """Return one line of text with samples and tokens per second and the share of time spent waiting for data."""
@@ -200,7 +200,7 @@ class ThroughputMeter(Protocol):
     def peak(self, flops_per_second: float | Peak) -> None: ...
 
     def paces(self) -> list[RankPace]:
-        """Return the latest speed of each rank. Ranks publish it every `every` updates."""
+        """Return the latest speed of each rank. A rank reports its speed once per `every` updates."""
 
     def stragglers(self) -> dict[int, str]:
         """Return a description of each straggler, by rank.

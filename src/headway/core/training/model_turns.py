@@ -80,10 +80,10 @@ class ModelTurns:
             self._strategy.restore_gradients(kept)
 
     def put_in_place(self, window: AccumulationWindow) -> None:
-        """Restore this accumulation window's gradients in its parameters.
+        """Restore an accumulation window's gradients in its parameters.
 
-        If other windows have gradients in some of these parameters, those gradients are first removed and kept in their
-        window.
+        If other unfinished windows have gradients in some of these parameters, those gradients are first removed, and
+        stored for their own windows.
         """
         for other in self._windows.find_waiting(window):
             away = {key for ids, _ in other.set_aside for key in ids}
@@ -100,7 +100,8 @@ class ModelTurns:
     def find_window_of(self, optimizer: torch.optim.Optimizer) -> AccumulationWindow | None:
         """Return the accumulation window in which an optimizer's models trained last, or None if there is none.
 
-        The window's gradients are restored in its parameters if they were removed.
+        Return the current window if no model owns any of the optimizer's parameters exclusively. Gradients that were
+        removed from the window's parameters are restored.
         """
         self._refresh_cache()
         if id(optimizer) not in self._models:
@@ -110,7 +111,8 @@ class ModelTurns:
     def find_window_with(self, parameters: Iterable[torch.Tensor]) -> AccumulationWindow | None:
         """Return the accumulation window in which the models of these parameters trained last, or None.
 
-        The window's gradients are restored in its parameters if they were removed.
+        Return the current window if no model owns any of these parameters exclusively. Gradients that were removed
+        from the window's parameters are restored.
         """
         return self._find_window(self.find_models_of(parameters))
 

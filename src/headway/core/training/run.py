@@ -38,7 +38,7 @@ class Run:
         events: Callbacks for events of the loaders.
         prepared: Prepared models, optimizers, loaders and schedulers.
         windows: Accumulation windows.
-        hooks: Hooks into the training step. The lists are empty while no feature needs them.
+        hooks: Lists of hooks into the training step. A list is empty unless a feature needs its hook.
         run_id: ID of the run in the manifests of its checkpoints. A resumed run keeps it. None before the first save or
             load.
         custom: Objects that the script registered for checkpoints.

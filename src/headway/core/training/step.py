@@ -1,4 +1,6 @@
-"""Training step, which implements the Accelerator's methods for one micro-batch. They are listed in their usual order.
+"""Training step, which implements the Accelerator's methods for one micro-batch.
+
+A loop usually calls them in this order:
 
 ::
 
@@ -72,11 +74,11 @@ class StepGuard:
         self._is_read_late = False
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss on which to run backward."""
+        """Check a loss before its backward, and return the loss on which to run backward."""
         return loss
 
     def after_backward(self, loss: torch.Tensor) -> None:
-        """Check the loss after its backward. A pipeline computes the loss's value only during backward."""
+        """Check a loss after its backward. In a pipeline, the loss has no value before backward."""
         if self._notice is not None and (not loss.is_cpu or not math.isfinite(loss.item())):
             self._is_read_late = True
             self._notice.note(loss)
@@ -112,7 +114,7 @@ class StepGuard:
 
 
 class MicroBatch:
-    """Context manager of one micro-batch, which `accelerator.accumulate` returns.
+    """Context manager for one micro-batch. `accelerator.accumulate` returns it.
 
     Args:
         step: Training step of the run.
@@ -178,7 +180,7 @@ class TrainingStep(ABC):
             through this step.
         can_defer: Whether the strategy can leave gradients unreduced on their rank until the accumulation window's last
             micro-batch.
-        grad_norm: Total norm at the last clipping of final gradients. None before the first one.
+        grad_norm: Total norm of the final gradients before they were last clipped. None before the first clipping.
     """
 
     micro_batch: ClassVar[type[MicroBatch]] = MicroBatch
@@ -214,7 +216,7 @@ class TrainingStep(ABC):
         Args:
             models: Models that train in the micro-batch.
             reduces: Whether gradients of these models are reduced over ranks in the micro-batch. Gradients of other
-                models are never reduced in it.
+                models are never reduced in this micro-batch.
         """
         others = self.turns.find_others(models).models if len(self.prepared.optimizers) > 1 else ()
         contexts = []
@@ -420,7 +422,7 @@ class TrainingStep(ABC):
     ) -> None:
         """Finalize the gradients of an accumulation window after its last backward.
 
-        The loss weights of all ranks are known then.
+        At that point, the loss weights of all ranks are known.
 
         Args:
             window: Window to close.
@@ -448,7 +450,7 @@ class TrainingStep(ABC):
     def clip(self, parameters: Any, max_norm: float | str, norm_type: float | str) -> torch.Tensor:
         """Clip final gradients by their global norm, and return the norm before clipping.
 
-        Inside an accumulation window, return the norm of the partial gradients. These are clipped only if
+        Before the accumulation window closes, return the norm of the partial gradients. These are clipped only if
         `windows.clips_partial_gradients` is true.
 
         Args:
@@ -484,8 +486,8 @@ class TrainingStep(ABC):
     def clip_value(self, parameters: Any, clip_value: float) -> None:
         """Clamp each element of final gradients to `[-clip_value, clip_value]`.
 
-        Inside an accumulation window, leave partial gradients unchanged, unless `windows.clips_partial_gradients` is
-        true.
+        Before the accumulation window closes, gradients are partial. They are clamped only if
+        `windows.clips_partial_gradients` is true.
         """
         chosen = self._find_present(parameters)
         if self._is_final(chosen):
@@ -499,7 +501,7 @@ class TrainingStep(ABC):
                 grad.copy_(torch.where(grad.isinf(), grad, grad.clamp(-limit, limit)))
 
     def _clamp_final(self, parameters: list[Any], clip_value: float) -> None:
-        """Clamp each element of final gradients."""
+        """Clamp each element of final gradients to `[-clip_value, clip_value]`. fp16 gradients are unscaled first."""
         if self.precision.scaler is not None:
             self._unscale_all(parameters)
         self._clamp(parameters, clip_value)
@@ -618,7 +620,7 @@ class TrainingStep(ABC):
 
     @property
     def pieces(self) -> Any:
-        """Size of the micro-batches into which batches are split, or None if batches are not split."""
+        """Object that limits the rows per micro-batch, or None if this step never splits batches."""
         return None
 
     def forget_windows(self) -> None:
@@ -658,7 +660,7 @@ class WholeStep(TrainingStep):
             self.close_window(window, group.finish_sum(pending)[0])
 
     def _agree_nominal(self, window: AccumulationWindow) -> float | None:
-        """Return the weight by which losses of the first accumulation window are divided, agreed on by all ranks.
+        """Return the weight by which losses of the first accumulation window are divided. It is equal on all ranks.
 
         It is the current micro-batch's weight, summed over ranks, times the number of micro-batches per update. Return
         None if the sum is 0.
@@ -672,8 +674,8 @@ class WholeStep(TrainingStep):
     def _backward_outside(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
         """Run backward as one of `num_steps` micro-batches of equal weight, outside of any `accumulate` block.
 
-        The script decides when to step. Gradients of earlier backwards must not change afterwards, so each loss gets
-        its exact weight at once.
+        The script can step after any backward, so gradients cannot be corrected later. Each loss therefore gets its
+        exact weight at once.
         """
         windows, hooks, num_steps = self.windows, self.hooks, self.windows.num_steps
         if num_steps > 1:
@@ -715,7 +717,7 @@ class WholeStep(TrainingStep):
         return self.guard.can_update() and strategy.step_optimizer(optimizer, self.precision, closure)
 
     def tick_scheduler(self, call: Callable[[], None]) -> None:
-        """Call `call` at once, because no batch is run again."""
+        """Advance the scheduler at once by calling `call`, because no batch is run again."""
         call()
 
     def microbatches(self, batch: Tree) -> Iterator[Tree]:

@@ -1,4 +1,4 @@
-"""A batch with its loss function, for `forward_backward`, which can split the batch so that it fits into memory.
+"""Batch and loss function of a `forward_backward` call, which can split the batch to fit it into memory.
 
 The parts of a split batch are called pieces. Each of them is run as a micro-batch.
 """
@@ -104,7 +104,7 @@ class BatchTask:
 
 
 def _return_none() -> None:
-    """Return None, so that the loss is weighted by its number of rows."""
+    """Return None, so that the loss is weighted by the number of rows in the batch."""
 
 
 def _list_versions(piece: Tree) -> list[tuple[torch.Tensor, int]]:

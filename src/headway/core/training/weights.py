@@ -122,7 +122,7 @@ class GatheredTensor:
                 self._receive(out, offsets, shape, source)
 
     def _boxes(self) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-        """Yield every rectangular part of the tensor that a rank holds, as a tuple (sending rank, offsets, shape)."""
+        """Yield the rectangular parts that make up the full tensor, as tuples (sending rank, offsets, shape)."""
         split = self._piece.split
         if split is None:
             own = [(box.offsets, tuple(box.values.shape)) for box in self._piece.boxes if box.is_written]
@@ -159,7 +159,7 @@ def pass_by_all(tensors: Iterable[Any]) -> None:
 
 
 def wrap_sharded(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
-    """Replace sharded tensors by `GatheredTensor` objects, and return all tensors.
+    """Return the tensors by name, with a `GatheredTensor` in place of each sharded tensor.
 
     Every rank must call this function with the same names.
 
@@ -196,7 +196,8 @@ def wrap_sharded(tensors: Mapping[str, Any], collectives: Collectives) -> dict[s
 def gather_state(tensors: Iterable[tuple[str, Any]], collectives: Collectives) -> dict[str, torch.Tensor]:
     """Return a state dict of full tensors. Every rank calls it.
 
-    If any tensor is sharded, rank 0 gets all of them on the CPU and the other ranks get an empty dict.
+    If any tensor is sharded, only rank 0 gets the tensors, with the gathered ones on the CPU. The other ranks get an
+    empty dict. If no tensor is sharded, every rank gets its own tensors unchanged.
 
     Args:
         tensors: Pairs of (name, tensor).
@@ -297,7 +298,8 @@ class WholeWeights:
     def state_dict(self, model: torch.nn.Module, is_bare: bool = True) -> dict[str, torch.Tensor]:
         """Return the full tensors of a model by name.
 
-        For a sharded model, rank 0 gets the tensors on the CPU, and the other ranks get an empty dict.
+        For a sharded model, only rank 0 gets the tensors, with the gathered ones on the CPU. The other ranks get an
+        empty dict.
 
         Args:
             model: Model, prepared or not.
@@ -347,8 +349,8 @@ class WholeWeights:
     ) -> None:
         """Write a directory that `from_pretrained` can open. Rank 0 writes it.
 
-        If the model has adapters, only the adapters are written. All ranks must call this method. If the model is not
-        sharded, the main process may call it alone.
+        If the model has adapters, only the adapters are written. All ranks must call this method if the model is
+        sharded. Otherwise the main process can call it alone.
 
         Args:
             model: Model to save.
@@ -392,7 +394,7 @@ class WholeWeights:
             repo_id: Repository on the Hub.
             parts: Further objects to save with the model, such as a tokenizer.
             max_shard_size: Largest size of a file, in bytes or as text such as "10GB".
-            about: Further keyword arguments of the upload.
+            about: Further keyword arguments of `push_folder`, such as the commit message.
 
         Returns:
             URL of the commit on rank 0, and None on the other ranks.

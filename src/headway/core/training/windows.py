@@ -14,8 +14,8 @@ If a window has only one backward, and its actual weight is known without commun
 actual weight. Gradients then need no correction, and on one process they are bitwise identical to those of
 `loss.backward()`.
 
-Outside `accumulate`, every backward is a separate window, and the caller may step at any time. Each loss is then divided
-by `gradient_accumulation_steps`, as if it were one of that many equal micro-batches.
+Outside `accumulate`, every backward is a separate window, and the caller can step at any time. Each loss is then
+divided by `gradient_accumulation_steps`, as if it were one of that many equal micro-batches.
 
 `begin_micro_batch` finds the window of a micro-batch. The window is `current` until the next micro-batch begins, and
 backward, clip, step and zero_grad read its fields. The fields are plain attributes, because they are read several times
@@ -86,7 +86,8 @@ class AccumulationWindow:
         models: Models that train in this window.
         number: Number of the window in the run, from 1.
         num_done: Number of micro-batches begun.
-        is_first: Whether it is the first window of its models. Checks for mistakes of the loop run only in this window.
+        is_first: Whether it is the first window of its models. Only this window is checked for mistakes in the training
+            loop.
         is_last: Whether the current micro-batch closes the window.
         is_closed: Whether its last backward has returned, so that gradients are final.
         is_empty: Whether it closed with a total weight of zero, so that no update follows.
@@ -98,13 +99,13 @@ class AccumulationWindow:
             it.
         has_gradient: Whether a backward of the window has run.
         is_applied: Whether an optimizer made its step, or fp16 skipped it.
-        batch: Number of the latest split batch that was counted.
+        batch: Number of the batch to which the latest micro-batch belongs. 0 if that batch was not split.
         is_by_hand: Whether this is a single backward outside `accumulate`, one of several that the script combines into
             an update.
         was_left: Whether the previous window ended without an optimizer step, and its gradients were not dropped.
         was_asked: Whether step() or zero_grad() was called between a backward and the end of the micro-batch, where it
             had no effect.
-        set_aside: Pairs of (parameter IDs, gradients). These gradients were removed from their parameters while another
+        set_aside: Pairs of (parameter IDs, gradients). These gradients are detached from their parameters while another
             window trains the same parameters.
     """
 
@@ -195,8 +196,7 @@ class AccumulationWindows:
         read_in_training: All loaders that were being iterated when a window began, such as both of `zip(one, other)`.
         is_inside: Whether the script is inside a `with accelerator.accumulate()` block.
         is_held: Whether step() and zero_grad() have no effect before the next micro-batch, as set by `set_due`.
-        restarted: Functions to call when the run continues from a loaded state, so that windows are counted from the
-            start.
+        restarted: Functions to call when all windows are dropped, such as when the run continues from a loaded state.
     """
 
     NOT_ROLLED_BACK: ClassVar[frozenset[str]] = frozenset(
@@ -264,7 +264,7 @@ class AccumulationWindows:
         counted.
 
         Returns:
-            Whether it opened a new window while no other window was unfinished.
+            Whether the micro-batch opened a new window while no other window was unfinished.
         """
         key = tuple(map(id, models))
         window = self._by_models.get(key)
@@ -337,7 +337,7 @@ class AccumulationWindows:
             log.warning_once(_READ_AHEAD, self._num_ahead + 1)
 
     def note_save(self) -> None:
-        """Record that a checkpoint is saved, to warn if batches read before the save are trained on after the save.
+        """Record a save. Batches that were read before the save and are trained on afterwards then cause a warning.
 
         A save inside an accumulation window needs no warning, because the resumed run starts that window again and
         reads its batches again.
@@ -408,7 +408,7 @@ class AccumulationWindows:
         """Return the latest accumulation window that trained one of these models, or None.
 
         Args:
-            models: IDs of the models. If the current window has no models, it is returned for any IDs.
+            models: `id` of each model. If the current window has no models, it is returned for any value.
         """
         if not self.current.models:
             return self.current
@@ -417,11 +417,11 @@ class AccumulationWindows:
 
     @property
     def is_final(self) -> bool:
-        """Whether the gradients of the current accumulation window are complete, so that clipping and step() act."""
+        """Whether the current accumulation window's gradients are final, so that clipping and step() take effect."""
         return self.can_step(self.current)
 
     def can_step(self, window: AccumulationWindow) -> bool:
-        """Whether the gradients of this accumulation window are final, so that its optimizer may step."""
+        """Whether an accumulation window's gradients are final, and `set_due` has not disabled optimizer steps."""
         return window.is_closed and not self.is_held
 
     @property
@@ -476,7 +476,7 @@ class AccumulationWindows:
     # ---------------------------------------------------------------- resume and replay
 
     def list_nominal_weights(self, models: Sequence[torch.nn.Module]) -> list[tuple[list[int], float]]:
-        """Return the total weight by which losses will be divided in the next accumulation window of each set of models.
+        """Return the total weight by which losses are divided in the next accumulation window of each set of models.
 
         Args:
             models: All models. The returned indices are positions in this list.
@@ -558,7 +558,7 @@ class AccumulationWindows:
 
 @dataclass
 class UpdateClock:
-    """Counter of the updates of a run, which measures the progress of training.
+    """Counter of a run's updates. The progress of training is measured in updates.
 
     Attributes:
         num_updates: Number of accumulation windows in which an optimizer stepped. Several optimizers in one window
@@ -638,7 +638,7 @@ class LossPolicy:
 
         Args:
             nominal: Weight by which the backwards of the window divided their losses.
-            actual: Sum of the weights of the window's micro-batches.
+            actual: Sum of the weights of the window's micro-batches over all ranks.
         """
         return nominal / actual
 

@@ -1,8 +1,8 @@
 """Private torch names that the code for weights uses, each with the reason for its use and a possible replacement.
 
 A test checks that all names exist in the installed torch. `Module._parameters`, `Module._buffers` and `Module._modules`
-are used directly, without a name in this module, because torch's own packages rely on them. Only through these dicts
-can code find tensors that are None, or replace a tensor without calling `__setattr__` of the user's class.
+are used directly, without a name in this module, because torch's own packages rely on them. These dicts are needed to
+find tensors that are None, and to replace a tensor without calling `__setattr__` of the user's class.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ def list_load_hooks(module: nn.Module) -> list[Any]:
 def add_load_hook(module: nn.Module, hook: Callable[..., None]) -> None:
     """Register a hook that a module calls before it loads a state dict.
 
-    torch's public method would also pass the module to the hook. A copy of the module would then pass the original
-    module instead of itself.
+    torch's public method binds the hook to the module. A deep copy of the module would then still pass the original
+    module to the hook.
     """
     module._register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]

@@ -375,7 +375,7 @@ def write_configurations(model: torch.nn.Module, folder: Path, parts: Iterable[o
 
 
 def copy_files(source: Path | None, folder: Path, patterns: Iterable[str] = PATTERNS) -> list[Path]:
-    """Copy files by name pattern from one folder to another, and return the copies.
+    """Copy files by name pattern from one folder to another, and return the paths of the copies.
 
     Args:
         source: Folder to copy from. Nothing is copied if it is None or does not exist.

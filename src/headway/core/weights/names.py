@@ -81,7 +81,7 @@ def map_locations(model: nn.Module) -> dict[str, TensorLocation]:
 
 
 def map_ties(places: Mapping[str, TensorLocation]) -> dict[str, list[str]]:
-    """Map each tensor name to all names of the same tensor, including itself.
+    """Return a mapping from each tensor name to all names of the same tensor, including that name.
 
     Args:
         places: Locations of the tensors, by name.
@@ -337,7 +337,7 @@ def _match_by_transformers(
     """Match names with the mapping of transformers' own loader (core_model_loading.py, transformers 5).
 
     Renaming rules are applied one after the other, then at most one conversion. The base model's prefix is added or
-    removed. If the resulting name is not in the model, only the prefix is adjusted.
+    removed where necessary. If the resulting name is not in the model, only the prefix of the stored name is adjusted.
 
     Returns:
         Triple of (mapping from names in the model to names in the checkpoint, conversions, stored names that match no

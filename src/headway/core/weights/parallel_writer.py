@@ -104,7 +104,7 @@ class _HostCopies:
                 full.
 
         Raises:
-            BaseException: If a task fails during the wait, its error.
+            BaseException: The error of a task that failed during the wait.
         """
         with self._changed:
             while self._num_bytes > num_held and self._num_bytes + num_bytes > MAX_COPIES:
@@ -113,7 +113,7 @@ class _HostCopies:
             self._num_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """Subtract the bytes of copies that have been written from the total."""
+        """Reduce the total of unwritten copies by the number of bytes that have been written."""
         with self._changed:
             self._num_bytes -= num_bytes
             self._changed.notify_all()
@@ -125,7 +125,7 @@ class _Segment:
 
     Attributes:
         values: The bytes, as a contiguous uint8 tensor on any device.
-        copies: Limit in which the bytes are counted if they belong to a host copy. None: They do not.
+        copies: Limit that counts the bytes if they belong to a host copy, else None.
     """
 
     values: torch.Tensor
@@ -251,7 +251,7 @@ class _ObjectSink:
 
 
 class _Range:
-    """Range of a file, which is written by one thread. Its bytes come from segments of tensors, in order.
+    """Range of a file's bytes. One thread writes it. Its bytes come from segments of tensors, in order.
 
     Args:
         start: Offset in the file.
@@ -412,7 +412,7 @@ class ParallelWriter:
         return file
 
     def add_task(self, task: Callable[[], None]) -> None:
-        """Run a task on one of the threads. `on_written` may call this method."""
+        """Run a task on one of the threads. A file's `on_written` function may call this method."""
         self._threads.add(task)
 
     def _list_segments(

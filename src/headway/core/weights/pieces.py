@@ -73,7 +73,7 @@ class TensorSplit:
 
     @cached_property
     def numbers(self) -> dict[int, int]:
-        """Mapping from each writing rank to the row-major index of the last box (block of the tensor) that it writes."""
+        """Mapping from each writing rank to the row-major index of the last box (block of the tensor) it writes."""
         return {rank: number for number, rank in enumerate(self.writers)}
 
     @cached_property
@@ -86,7 +86,7 @@ class TensorSplit:
 
     @cached_property
     def steps(self) -> list[tuple[int, int, int]]:
-        """Arithmetic progressions with positive steps that encode `writers`, each a triple of (first, step, count)."""
+        """Encoding of `writers` as arithmetic progressions, which are triples of (first, positive step, count)."""
         made: list[tuple[int, int, int]] = []
         for value in self.writers:
             if made:
@@ -119,7 +119,7 @@ class ShardPiece(TensorSpec):
 
 
 def make_slices(begins: Sequence[int], sizes: Sequence[int], origin: Sequence[int] | None = None) -> tuple[slice, ...]:
-    """Return slices that select a box in a tensor.
+    """Return slices that select a box (rectangular block) in a tensor.
 
     The tensor in memory can be a part of the full tensor.
 

@@ -97,8 +97,8 @@ def find_dtype(name: Any) -> torch.dtype:
 def view_as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a tensor's memory in a dtype that torch can copy.
 
-    It is the tensor itself if torch can copy its dtype, otherwise a view as integers of equal size. Some dtypes (int4,
-    uint4 and similar ones) can be stored and viewed in torch, but neither copied nor cast.
+    If torch can copy the tensor's own dtype, the tensor itself is returned. Otherwise the view has integers of equal
+    size. Some dtypes (int4, uint4 and similar ones) can be stored and viewed in torch, but neither copied nor cast.
     """
     dtype = tensor.dtype
     if dtype in _COUNTED or dtype.is_floating_point or dtype.is_complex:
@@ -204,9 +204,10 @@ def _cut(entry: Any) -> str:
 
 
 def order_widest_first(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """Order tensors by element size, largest first, so that each begins at a multiple of its element size.
+    """Return tensor specs in order of element size, largest first, which aligns each tensor in the file.
 
-    This alignment is required to use a tensor directly in a mapped file.
+    Each tensor then begins at a multiple of its element size. Without this alignment, a tensor cannot be used directly
+    in a mapped file.
 
     Args:
         specs: Shape and dtype by name.

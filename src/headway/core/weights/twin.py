@@ -9,7 +9,7 @@ from headway.core.weights.compiled import remove_compiled_levels
 
 
 def make_twin(module: torch.nn.Module, values: Mapping[str, torch.Tensor], path: str = "") -> torch.nn.Module:
-    """Return a copy of a module that uses the given tensors in place of its own and has no forward hooks.
+    """Return a copy of a module, without forward hooks, in which the given tensors replace the module's own.
 
     Tensors for which no replacement is given are shared with the original.
 

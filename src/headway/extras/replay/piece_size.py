@@ -35,14 +35,18 @@ The factor is large, because each failed size costs a replay and growing back co
 
 @dataclass
 class PieceSize:
-    """Adaptive limit on the rows of a micro-batch, which shrinks after out-of-memory errors and grows back.
+    """Adaptive limit on the rows of a micro-batch. It shrinks after out-of-memory errors, and grows again later.
 
-    After `patience` batches without an error, a larger limit is tried. If memory is measured, this is the largest limit
-    that is predicted to fit, if it reduces the number of micro-batches. If memory is not measured, the limit is
-    doubled. If the doubled limit has failed before, the midpoint between the limit and the failed one is tried first,
-    and the failed one later. After a failure, the previous limit is restored and `patience` doubles. `patience` starts
-    at 16, so n batches see at most about log2(n / 16) failures. If memory is measured, the first failure starts a
-    calibration: the peak memory of micro-batches is measured to predict the limit.
+    After `patience` batches without an error, a larger limit is tried:
+
+    - If memory is measured, it is the largest limit that is predicted to fit. No larger limit is tried if it would not
+      reduce the number of micro-batches.
+    - If memory is not measured, the limit is doubled. If the doubled limit has failed before, the midpoint between the
+      current limit and the failed one is tried first.
+
+    If the larger limit fails, the previous limit is restored and `patience` doubles. `patience` starts at 16, so n
+    batches see at most about log2(n / 16) failures. If memory is measured, the first failure starts a calibration: the
+    peak memory of micro-batches is measured to predict the limit.
 
     Attributes:
         limit: Largest number of rows per micro-batch. None: do not split batches.
@@ -82,8 +86,8 @@ class PieceSize:
     def count_pieces(self, num_rows: int) -> int:
         """Return the number of micro-batches for a batch of `num_rows` rows.
 
-        This is the smallest number that the limit allows. While the memory of micro-batches of two sizes is measured,
-        it is one more than that.
+        This is the smallest number that the limit allows. While the memory of two sizes of micro-batches is being
+        measured, one micro-batch is added.
         """
         if self.limit is None or num_rows <= self.limit:
             return 1
@@ -106,7 +110,7 @@ class PieceSize:
         return [compute_slice_bounds(num_rows, count, index) for index in range(count)]
 
     def get_smaller_size(self, num_rows: int, is_measured: bool = False) -> int:
-        """Return the next smaller number of rows per micro-batch after an out-of-memory error. 0 if there is none.
+        """Return the next smaller number of rows per micro-batch after an out-of-memory error, or 0 if there is none.
 
         Args:
             num_rows: Rows of the micro-batches that failed.
@@ -197,8 +201,8 @@ def _halve_a_piece(cuts: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
     Return an empty list if the micro-batch to halve has a single row. Large micro-batches run first where possible,
     because small ones can reuse their memory blocks. The first micro-batch to run cannot be measured, because gradients
-    do not exist yet. If there are only two, the first one is therefore halved, and its second half is moved to the end,
-    so that a micro-batch of each size is measured.
+    do not exist yet. If there are only two, the first one is therefore halved, and its second half is moved to the end.
+    A micro-batch of each size is then measured.
     """
     if len(cuts) == 2:
         (begin, end), (_, last) = cuts
@@ -231,7 +235,7 @@ A tensor shape that occurs only once, for example in an evaluation, can make the
 
 
 class AllocatorPressure:
-    """Monitor of one device's memory allocator, which predicts how many rows fit and detects thrashing.
+    """Monitor of one device's memory allocator. It predicts how many rows fit, and detects thrashing.
 
     Args:
         hardware: Functions of the device type, such as its memory statistics.
@@ -296,10 +300,10 @@ class AllocatorPressure:
     def predict_rows(self, num_rows: int) -> int:
         """Return the largest number of rows per micro-batch that is expected to fit on this rank.
 
-        -1 if the device's memory is not measured.
+        Return -1 if the device's memory is not measured.
 
         Args:
-            num_rows: Rows of the largest micro-batch since the last reset.
+            num_rows: Rows of the largest micro-batch since `reset_peak` was last called.
         """
         if self._peak is None or self._statistics is None:
             return -1

@@ -249,7 +249,7 @@ class Rounds:
     def _find_next_step(self) -> Step | None:
         """Return the next collective that any other rank has entered.
 
-        None if all of them ran out of memory before they entered one.
+        Return None if all other ranks ran out of memory before they entered one.
         """
         others = [rank for rank in range(self._runtime.world_size) if rank != self._rank]
         return self._find_step(self._collective_log.position, others)
@@ -257,7 +257,7 @@ class Rounds:
     def _find_step(self, index: int, ranks: Sequence[int]) -> Step | None:
         """Return the collective with this index that one of the ranks has entered.
 
-        None if all of them ran out of memory before they entered it.
+        Return None if all of these ranks ran out of memory before they entered it.
 
         Args:
             index: Index of the collective in the current round, which is the interval between two votes.

@@ -151,7 +151,7 @@ class BatchSnapshot:
 
 
 class StepUndo:
-    """Copy in host memory of everything that an optimizer step can change, so that the step can be undone.
+    """Host-memory copy of everything that an optimizer step can change, so that the step can be undone.
 
     Args:
         optimizer: torch's own optimizer, not the prepared one.
@@ -168,7 +168,7 @@ class StepUndo:
         self._numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
 
     def restore(self) -> None:
-        """Restore the parameters, and the optimizer's state and options, to the values before the step."""
+        """Restore the optimizer's parameters, state, options and numeric attributes to their values before the step."""
         state = self._optimizer.state
         with torch.no_grad():
             for parameter, saved in self._parameters:
@@ -213,7 +213,7 @@ def _restore_value(live: Any, saved: Any, key: Any) -> Any:
 
 
 class OptimizerRecord:
-    """Record of which of an optimizer's parameters have state, and of the temporary memory that its step allocates.
+    """Record of the optimizer's parameters that have state, and of the temporary memory that its step allocates.
 
     Args:
         optimizer: torch's own optimizer, not the prepared one.
@@ -266,7 +266,7 @@ class OptimizerRecord:
         return did_step
 
     def confirm_step(self) -> None:
-        """Record that the measured step will not be undone, so that its parameters now have optimizer state."""
+        """Record that the measured step will not be undone. The parameters that it updated now have optimizer state."""
         self._seen.update(id(p) for p in iterate_parameters(self._optimizer) if p.grad is not None)
         if not self._is_torchs:
             before, self._layout = self._layout, _describe_tensors(self._optimizer)
@@ -338,7 +338,7 @@ class AllocationMeter(TorchDispatchMode):
 
     @property
     def live(self) -> int:
-        """Bytes of tensors created in the mode's context that still exist."""
+        """Current total bytes of the tensors that were created while the mode was active."""
         self._held = {reference: held for reference, held in self._held.items() if not reference.expired()}  # type: ignore[no-untyped-call]
         return sum(size for _, size in self._held.values())
 
@@ -375,7 +375,7 @@ class StateHolder(Protocol):
 
 
 class RunCopy:
-    """Copy in host memory of a run's state between two updates, to which `Rewind` goes back.
+    """Host-memory copy of a run's state between two updates, to which `Rewind` goes back.
 
     Args:
         run: Run of the Accelerator.
@@ -442,7 +442,7 @@ class Rewind:
         self._copy_if_due()
 
     def before_learning(self) -> None:
-        """Copy the state if a copy is due, before a micro-batch of a loop that uses no prepared loader."""
+        """Copy the state before a micro-batch if a copy is due and the loop uses no prepared loader."""
         windows = self.run.windows
         if not windows.active and not windows.is_unfinished:
             self._copy_if_due()

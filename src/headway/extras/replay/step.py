@@ -234,7 +234,7 @@ class PieceStep(TrainingStep):
             self._leave_batch()
 
     def _check_not_inside(self, name: str) -> None:
-        """Raise an error if a micro-batch is currently being processed, so that another batch cannot be started.
+        """Raise an error if a method that begins a batch is called while a micro-batch is being processed.
 
         Args:
             name: Name of the called method, for the message.
@@ -274,9 +274,9 @@ class PieceStep(TrainingStep):
                 return
 
     def _gather_rows(self, batch: Tree) -> None:
-        """Gather the row counts of all ranks if forward or backward of a micro-batch contains collectives.
+        """Gather and store the row counts of all ranks if forward or backward of a micro-batch contains collectives.
 
-        In that case all ranks must run an equal number of micro-batches.
+        In that case, all ranks must run an equal number of micro-batches, which depends on these counts.
         """
         if self.reduces_pieces:
             rows = self.strategy.everyone.gather_numbers([float(self._find_num_rows(batch) or 0)])
@@ -321,12 +321,10 @@ class PieceStep(TrainingStep):
         return task.loss(self.strategy.data_group)
 
     def _run_task_pieces(self, task: BatchTask, number: int) -> None:
-        """Run a batch's micro-batches until the batch is committed.
+        """Run a batch in micro-batches until all of them have succeeded.
 
-        If memory runs out, run all of them again in smaller micro-batches.
-
-        At the end of an accumulation window, stop when gradients are reduced. The optimizer step then commits the
-        batch.
+        If memory runs out, run the whole batch again in smaller micro-batches. Afterwards, the batch is committed,
+        unless it ends an accumulation window. In that case, the optimizer step commits it.
 
         Args:
             task: Batch and function to run.

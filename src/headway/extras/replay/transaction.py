@@ -52,7 +52,7 @@ _NUM_PADDING_CHECKS = 4
 
 
 class TransactionReplay(BaseException):
-    """Raised to return to the start of a batch after memory ran out on some rank. It never leaves Headway.
+    """Raised to return to the start of a batch after memory ran out on some rank. Headway always catches it.
 
     It is not an `Exception`, so that an `except Exception` in the user's loop does not catch it.
     """
@@ -61,7 +61,7 @@ class TransactionReplay(BaseException):
 def _read_prediction(rows: list[list[float]]) -> int | None:
     """Return the largest number of rows that is predicted to fit into the memory of every rank.
 
-    None if some rank's memory is not measured.
+    Return None if some rank's memory is not measured.
 
     Args:
         rows: Numbers that each rank has reported in a vote.
@@ -171,7 +171,7 @@ class BatchTransaction:
         """Commit the batch after all of its micro-batches have run, if they succeeded on all ranks.
 
         Returns:
-            Whether it was committed. If not, the caller must call `rollback` and run the micro-batches again.
+            Whether the batch was committed. If not, the caller must call `rollback` and run the micro-batches again.
         """
         again, self.again = self.again, None
         try:
@@ -258,7 +258,7 @@ class BatchTransaction:
     # ---------------------------------------------------------------- votes
 
     def _vote_success(self, phase: int, *numbers: float) -> list[list[float]]:
-        """Report to all ranks that this rank has succeeded, and find out whether the other ranks have.
+        """Report to all ranks that this rank's batch has succeeded so far, and find out whether theirs have.
 
         Such an exchange of reports is called a vote.
 

@@ -1,4 +1,4 @@
-"""Choose the attention kernel for a device by torch's rules, and compute the scratch memory of the kernel's backward."""
+"""Choose a device's attention kernel by torch's rules, and compute the scratch memory of the kernel's backward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +20,12 @@ TRACED = FakeTensor, FunctionalTensor
 def size_flash_backward(args: tuple[Any, ...]) -> list[int]:
     """Return the bytes of each scratch tensor in FlashAttention's backward.
 
-    They are copies of the outgoing gradient and the result if the kernel needs contiguous ones, the row sums, and the
-    gradient of the query in float32. Grouped-query attention adds two (see `size_grouped_gradients`).
+    The scratch tensors are, in this order:
+
+    - copies of the outgoing gradient and of the result, if the kernel needs contiguous copies
+    - the row sums
+    - the gradient of the query in float32
+    - two more for grouped-query attention (see `size_grouped_gradients`)
 
     Args:
         args: Arguments of the backward operation.
@@ -42,10 +46,10 @@ def _size_copy(tensor: torch.Tensor) -> list[int]:
 
 
 def size_grouped_gradients(args: tuple[Any, ...]) -> list[int]:
-    """Return the bytes of the key and value gradients in grouped-query attention before their sum over each group.
+    """Return a list with the bytes of the key and value gradients of grouped-query attention, before they are summed.
 
-    Before the sum, these gradients have as many heads as the query. The list is empty if query and key have the same
-    number of heads.
+    Before the sum over each group, these gradients have as many heads as the query. The list is empty if query and key
+    have the same number of heads.
 
     Args:
         args: Arguments of the backward operation.
@@ -58,8 +62,8 @@ def size_grouped_gradients(args: tuple[Any, ...]) -> list[int]:
 def size_efficient_backward(args: tuple[Any, ...]) -> list[int]:
     """Return the bytes of each scratch tensor in the backward of memory-efficient attention, in the order of requests.
 
-    - One tensor has a row sum for each query. In float32, the sums are computed from a product that is allocated first
-      and freed afterwards. A negative size denotes this free.
+    - One tensor has a row sum for each query. In float32, the sums are computed from temporary tensors. In the result,
+      negative sizes mean that these are freed.
     - Gradients are accumulated in float32 blocks, each with a lock. Heads wider than 128 in half precision also need
       such blocks for the gradients of keys and values.
 

@@ -82,7 +82,7 @@ def locate_records(environment: Mapping[str, str]) -> Path:
 
 
 def read_records(path: Path) -> dict[str, CalibrationRecord]:
-    """Read the calibration records, by device name. Return an empty dict if there is no file.
+    """Return the calibration records in a file, by device name. The dict is empty if the file does not exist.
 
     Raises:
         ConfigError: If the file cannot be read, or does not contain calibration records.
@@ -139,7 +139,9 @@ def read_device_properties() -> tuple[str, int, tuple[int, int]]:
 
 
 def measure_overhead() -> CalibrationRecord:
-    """Measure the memory that a process needs on this process's CUDA device in addition to tensors.
+    """Measure the memory that a process needs on a CUDA device in addition to tensors, and return the record.
+
+    The device is the one that this process uses.
 
     Raises:
         DeviceUnavailable: If there is no CUDA device, or the process that runs the kernels failed.

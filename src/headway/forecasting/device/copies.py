@@ -41,7 +41,7 @@ def _make_copy_rule(*places: int, like: int | None = None) -> Sizes:
     Args:
         places: Indices of the arguments that are copied if their strides are unsuitable.
         like: Index of the argument whose memory format the copied arguments must have: contiguous or channels last.
-            None: They must be contiguous. Default: None.
+            None (the default): the arguments must be contiguous.
     """
 
     def sizes(args: tuple[Any, ...]) -> list[int]:

@@ -113,7 +113,7 @@ class Device:
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """Assumptions of a forecast for this device as sentences, such as the source of its memory overhead."""
+        """Sentences on the assumptions of a forecast for this device, such as the source of the memory overhead."""
         what = f"memory of {self.name} besides tensors (CUDA context, driver, libraries)"
         return (f"{what}: {self.source}",) if self.is_cuda else ()
 
@@ -257,7 +257,7 @@ def name_this_device() -> str:
 
 
 def name_card(product: str, memory: int) -> str:
-    """Return a forecast's name for a GPU: the matching name in the table, or one derived from its product name.
+    """Return the device name of a GPU: the matching name in the table, or else one derived from its product name.
 
     A name in the table matches if its words occur in the product name and its memory size is about `memory`.
 

@@ -115,8 +115,8 @@ def _size_embedding_sums(args: tuple[Any, ...]) -> list[int]:
     """Return the bytes of the scratch tensors for the partial sums in an embedding's backward.
 
     A partial sum covers at most ten rows, and every distinct index starts a new one. The number of sums that follows
-    from this is an upper bound. If there are far more indices than embedding rows, torch uses another algorithm without
-    such sums. The limits from which on it does so were measured.
+    from this is an upper bound. If there are few indices, or far more indices than embedding rows, torch uses another
+    algorithm without partial sums. The thresholds for this choice were measured.
 
     Args:
         args: Arguments of the backward operation.
@@ -211,7 +211,7 @@ def _size_convolution_backward_on_cpu(args: tuple[Any, ...]) -> list[int]:
 
 
 def _size_reordered(tensor: torch.Tensor) -> list[int]:
-    """Return the bytes of oneDNN's copy of a tensor in its own memory format.
+    """Return a list with the bytes of the copy of a tensor that oneDNN makes in its own memory format.
 
     The list is empty unless the number of channels is a multiple of 8.
     """
@@ -219,9 +219,10 @@ def _size_reordered(tensor: torch.Tensor) -> list[int]:
 
 
 def _size_eight_bit_update_on_cpu(args: tuple[Any, ...]) -> list[int]:
-    """Return the bytes of each scratch tensor in bitsandbytes' 8-bit Adam update on a CPU, which uses torch operations.
+    """Return the bytes of each scratch tensor in bitsandbytes' 8-bit Adam update on a CPU.
 
-    These are five float32 tensors: gradient, two moments, square root and denominator.
+    There, the update uses torch operations. The scratch tensors are five float32 tensors: gradient, two moments, square
+    root and denominator.
 
     Args:
         args: Arguments of the update.
@@ -246,7 +247,7 @@ def _size_nothing(args: tuple[Any, ...]) -> list[int]:
 
 
 def _size_unreduced_loss(args: tuple[Any, ...]) -> list[int]:
-    """Return the bytes of the elementwise losses before they are reduced to one number.
+    """Return a list with the bytes of the elementwise losses before they are reduced to one number.
 
     The list is empty with `reduction="none"`.
 
@@ -458,8 +459,8 @@ def _apply_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 def _apply_linear(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Apply a linear layer to fake tensors so that it allocates as much memory as for plain tensors.
 
-    If inputs are not contiguous, torch adds the bias in place for plain tensors. For a tensor subclass such as a fake
-    tensor it does not, which would allocate another tensor.
+    If inputs are not contiguous, torch adds the bias in place for plain tensors. For tensor subclasses such as fake
+    tensors, torch would allocate another tensor for the sum.
     """
     if isinstance(tokens, FakeTensor) and bias is not None and tokens.dim() > 2 and not tokens.is_contiguous():
         return torch.matmul(tokens, weight.t()).add_(bias)

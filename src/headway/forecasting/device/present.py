@@ -61,7 +61,8 @@ def measure_budget(hardware: Hardware, device: torch.device, target: Device, hel
         hardware: Functions of the device type.
         device: Device to measure.
         target: Description of `device` as the device that a forecast is for.
-        held: Bytes of the training's tensors that are already allocated. The forecast counts them as well.
+        held: Bytes of the training's tensors that are already allocated. They count as usable, because the forecast
+            includes these tensors.
     """
     if hardware.kind == "cpu":
         free = read_free_address_space()

@@ -76,7 +76,7 @@ def override_recurrent_layers(library: torch.library.Library) -> None:
     """Make recurrent layers and cells of fake tensors use the same kernels as on CUDA.
 
     Args:
-        library: Library of the aten namespace in which the overrides are registered. Its destruction removes them.
+        library: Library of the aten namespace in which the overrides are registered. They end when it is destroyed.
     """
     library.impl("_cudnn_rnn_backward", _fake_cudnn_backward, "Meta")  # type: ignore[no-untyped-call]
     for name, mode in _MODES.items():

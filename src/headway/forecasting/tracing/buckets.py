@@ -66,7 +66,8 @@ class BucketedReplica(StepEngine):
     def run_micro_batch(self, is_last: bool) -> Iterator[None]:
         """Return the context for forward and backward of a micro-batch, in which gradients are assigned to buckets.
 
-        On entry, the buckets are rebuilt as soon as the order in which all gradients become ready is known.
+        The buckets are rebuilt once: on the first entry after all gradients have become ready, in the order in which
+        they became ready.
 
         Args:
             is_last: Whether the micro-batch is the last of its accumulation window.

@@ -107,7 +107,7 @@ def _make_buffer(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dt
 
 
 def _do_nothing(*_: Any) -> None:
-    """Do nothing, in place of a kernel or of a check of a kernel's result."""
+    """Do nothing. This function replaces kernels, and the checks of their results."""
 
 
 _IN_PLACE = {

@@ -165,7 +165,7 @@ def copy_leaf(leaf: Any) -> Any:
 
 
 def fill_model(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor]:
-    """Replace every parameter and buffer by a fake tensor with its own storage. Tied tensors stay tied.
+    """Replace every parameter and buffer with a fake tensor that has its own storage. Tied tensors stay tied.
 
     Tensors that are already fake are kept.
 

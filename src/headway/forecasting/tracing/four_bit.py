@@ -28,7 +28,7 @@ def is_unpacked_four_bit(module: nn.Module) -> bool:
 
 
 def pack_four_bit(module: Any, fake: FakeTensorMode) -> None:
-    """Replace the weight of a four-bit layer by a packed tensor, two numbers per byte, and set its quantization state.
+    """Replace a four-bit layer's weight with a packed tensor (two numbers per byte), and set the quantization state.
 
     No values are computed.
 

@@ -100,7 +100,7 @@ def copy_optimizer(
 ) -> torch.optim.Optimizer:
     """Return a copy of the optimizer for the copied parameters, without state.
 
-    Call it in a context in which new tensors have no values.
+    Call this function in a context in which new tensors have no values.
 
     Args:
         optimizer: Optimizer of the original model.

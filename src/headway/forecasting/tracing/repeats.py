@@ -45,7 +45,7 @@ class RepeatedBlocks:
 
     Attributes:
         path: Path of the ModuleList or Sequential in the model.
-        length: Number of blocks in it.
+        length: Number of blocks in the ModuleList or Sequential.
         period: Number of blocks after which the same sequence of blocks starts again.
         start: Index of the first block that is part of the repetition.
     """
@@ -323,8 +323,8 @@ def _make_tokens(traced: Trace) -> list[_Token]:
 def _merge_tokens(one: _Token, other: _Token) -> _Token | None:
     """Return one description that fits two events, or None if the events differ.
 
-    A freed allocation has two positions among its equals: one counted from the newest and one from the oldest. If one
-    of them differs, it is None in the merged description. If both differ, the events differ.
+    A freed allocation has two positions among equal allocations in use: one counted from the newest and one from the
+    oldest. If only one position differs, it is None in the merged description. If both differ, the events differ.
     """
     if one[:3] != other[:3]:
         return None
@@ -390,7 +390,7 @@ class _Piece(NamedTuple):
 
 @pause_garbage_collection()
 def _find_pieces(short: list[_Token], long: list[_Token]) -> list[_Piece] | None:
-    """Find the events of the longer trace that one more repetition of the blocks adds.
+    """Find the events that one more repetition of the blocks adds to a trace.
 
     Args:
         short: Event descriptions of a trace.
@@ -426,8 +426,8 @@ def _find_pieces(short: list[_Token], long: list[_Token]) -> list[_Piece] | None
 def _find_addition(ahead: list[_Token], long: list[_Token], begin: int) -> list[_Token] | None:
     """Return the events that one more repetition adds at a position, or None if there are none.
 
-    Added events must repeat the events before them. If this is true for several lengths, the length is used after which
-    the most events match `ahead`.
+    Added events must repeat the events before them. If sequences of several lengths do so, the one after which the most
+    events match `ahead` is returned.
 
     Args:
         ahead: Next event descriptions of the trace with fewer repetitions.

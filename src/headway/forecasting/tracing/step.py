@@ -127,7 +127,7 @@ class StepObserver:
         """Handle the start of a phase, such as "step 1 forward". Operations until the next call belong to the phase."""
 
     def mark_tensors(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Handle the notification that tensors belong to a kind of memory, such as "gradients"."""
+        """Handle a report that the given tensors are of one kind of memory, such as "gradients"."""
 
     def mark_activations(self) -> None:
         """Handle the end of forward. All memory that forward has allocated and not freed counts as activations."""
@@ -467,7 +467,7 @@ def run_loop(
         optimizer: Optimizer to step, or None for no update.
 
     Raises:
-        ConfigError: If the loop ends without calling backward, or makes fewer updates than its batches are for.
+        ConfigError: If the loop ends without calling backward, or makes fewer updates than the recipe requires.
     """
     phases = LoopPhases(watcher, engine)
 

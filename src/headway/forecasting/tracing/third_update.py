@@ -16,8 +16,8 @@ _END = "end"
 def _find_kept(left: list[MemoryEvent], second: list[MemoryEvent]) -> list[MemoryEvent] | None:
     """Return the allocations that the second update does not free, or None if they do not match those of the first.
 
-    When a traced loop ends, its variables are freed, too. So a longer loop might keep memory that is freed at the end
-    of the trace.
+    Memory that is freed at the end of the trace counts as not freed. It belongs to variables of the traced loop, which
+    a longer loop might keep.
 
     Args:
         left: Allocations of the first update that the second update frees.

@@ -5,9 +5,9 @@ tensor that uses it is deleted, wherever that tensor was stored. Nothing is comp
 seconds and hardly any memory.
 
 FSDP resizes storages without torch's dispatcher, so a trace sees no operation. `fully_shard` creates the storage of a
-gathered parameter once. After the unit's forward, it frees the storage's bytes, and at the next gather it allocates
-them again (`UntypedStorage.resize_`). The tracker recognizes these storages by the operation that fills them. Before
-each later operation, it checks whether their sizes have changed.
+gathered parameter once. After the forward of the FSDP unit, `fully_shard` frees the storage's bytes, and at the next
+gather it allocates them again (`UntypedStorage.resize_`). The tracker recognizes these storages by the operation that
+fills them. Before each later operation, it checks whether their sizes have changed.
 """
 
 import gc

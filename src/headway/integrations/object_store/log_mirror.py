@@ -114,10 +114,10 @@ def fetch_file(source: ObjectPath, target: Path) -> bool:
 def fetch_log(place: ObjectPath) -> Path | None:
     """Download a run log to a local folder with the run's name, and return its path.
 
-    None if there is no run log, or if there are several.
+    Return None if there is no run log, or if there are several.
 
     Args:
-        place: Path in the object store of the log, or of a folder that contains exactly one log at any depth.
+        place: Object-store path of the log, or of a folder that contains exactly one log at any depth.
     """
     below = [place / name for name, _ in place.list_objects() if name == FILE or name.endswith(f"/{FILE}")]
     found = [place] if place.name == FILE else below

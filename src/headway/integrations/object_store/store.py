@@ -126,8 +126,8 @@ def _runs(pieces: Sequence[int], written: WrittenFile) -> Iterator[range]:
     """Yield ranges of consecutive piece numbers, each within one stored object.
 
     Args:
-        pieces: Sorted numbers of the pieces to cover. A piece is a block of bytes with a hash.
-        written: Entry of the file in the manifest.
+        pieces: Sorted numbers of the pieces to cover. A piece is a block of a file's bytes with a hash.
+        written: Manifest entry of the file that consists of the pieces.
     """
     per_part, start = max(1, PART // written.piece), 0
     for index, number in enumerate(pieces):
@@ -272,8 +272,8 @@ class ObjectStore:
                 the files.
 
         Raises:
-            CheckpointError: If an uploaded object is missing, if another save has committed first, or if another run has
-                taken the lock and removed the files. The previous checkpoint is then unchanged.
+            CheckpointError: If an uploaded object is missing, if another save has committed first, or if another run
+                has taken the lock and removed the files. The previous checkpoint is then unchanged.
         """
         placed = manifest.moved(staging.name)
         data = placed.encode()
@@ -307,7 +307,8 @@ class ObjectStore:
             former: Content of the previous manifest, or None if there was no checkpoint.
 
         Returns:
-            Whether the commit was reverted. If the store does not answer, it might not have been.
+            Whether files of the new checkpoint were missing, so that the commit was reverted. Also True if the store
+            did not answer. In that case, the commit might still be in effect.
         """
         path = self.folder / MANIFEST
         with contextlib.suppress(ObjectStoreError):
@@ -428,7 +429,7 @@ def _is_data(name: str) -> bool:
 
 
 def _named_by(folder: ObjectPath) -> set[str] | None:
-    """Return the prefixes (`data-...`) that a checkpoint's manifest lists, or None if the manifest is damaged.
+    """Return the set of prefixes (`data-...`) that a checkpoint's manifest lists, or None if the manifest is damaged.
 
     Each prefix holds the files of one save. The set is empty if there is no manifest.
 

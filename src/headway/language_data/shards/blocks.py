@@ -110,7 +110,7 @@ class ShardFormat(Protocol):
     """Interface of a file format: finds the blocks of a shard and opens the shard."""
 
     def scan(self, reader: RangeReader, num_bytes: int, name: str) -> ShardScan:
-        """Find the blocks of a shard and return their table.
+        """Find the blocks of a shard, and return a `ShardScan` with their table.
 
         Args:
             reader: Reader of the file's bytes.
@@ -122,7 +122,7 @@ class ShardFormat(Protocol):
         """
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> OpenShard:
-        """Open a shard, so that its blocks can be decoded."""
+        """Open a shard, and return an object that decodes its blocks."""
 
 
 class SlotBlock:

@@ -1,4 +1,4 @@
-"""`ShardedDataset`: a map-style dataset over sharded files, whose order and position do not depend on ranks or workers."""
+"""`ShardedDataset`: map-style dataset over sharded files, with an order that does not depend on ranks or workers."""
 
 import hashlib
 import os
@@ -55,9 +55,9 @@ class ShardedDataset(Dataset[Any]):
     Files may be compressed with gzip, bz2, xz, zstd or lz4. A compressed shard is decompressed into the folder of local
     copies when it is needed. Shuffling keeps the records of a compressed shard together.
 
-    The blocks of each file are found by a scan, whose result is kept in `cache_dir`. The scan reads JSON lines and
-    arrow files completely. In tar files, it can skip data only in members larger than 1 MiB. In parquet and mds files,
-    it reads only the footer or header.
+    A scan divides each file into blocks (records that are read together), and stores the result in `cache_dir`. The
+    scan reads JSON lines and arrow files completely. In tar files, it can skip data only in members larger than 1 MiB.
+    In parquet and mds files, it reads only the footer or header.
 
     Args:
         shards: Path, pattern (`*`, `?`, `[...]`) or URL of the shards, or a list of them. `http://` and `https://` URLs
@@ -71,8 +71,8 @@ class ShardedDataset(Dataset[Any]):
         num_stripes: Number of ranges of the shuffled data that are read in parallel, for remote shards in a run on
             several machines. Each machine then fetches only the blocks that its ranks read. Choose a multiple of the
             numbers of machines on which the run may be resumed. Default: 1, so that each machine fetches all blocks.
-        samples_per_step: Number of samples that all ranks together read per step: batch size times ranks. It must be a
-            multiple of `num_stripes`, and is needed only with it.
+        samples_per_step: Number of samples that all ranks together read per step: batch size times number of ranks.
+            Needed only with `num_stripes`, and must be a multiple of it.
         columns: Columns of parquet and arrow shards to read. Default: all.
         on_damage: "error": reading a damaged record raises an error with the file and the offset. "skip": damaged
             records are left out and counted in `num_skipped`. All records are then read once, when the index is built.
@@ -88,7 +88,7 @@ class ShardedDataset(Dataset[Any]):
     Attributes:
         num_skipped: Number of damaged records that are left out.
         stall_limit: Seconds for which a read may keep the other ranks waiting; 0.0 if all shards are local.
-        orders_samples: Whether the dataset itself shuffles, so that a mixture of sources reads it in order.
+        orders_samples: Whether the dataset itself shuffles. If True, a mixture reads the dataset without shuffling it.
 
     Raises:
         ConfigError: If an argument is out of range.
@@ -154,7 +154,7 @@ class ShardedDataset(Dataset[Any]):
         return self.__getitems__([position])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """Return the records at several positions. DataLoader calls it for a batch.
+        """Return the records at several positions of the current epoch's order. DataLoader calls this for each batch.
 
         Raises:
             IndexError: If a position is out of range.
@@ -172,7 +172,7 @@ class ShardedDataset(Dataset[Any]):
         return (self[position] for position in range(len(self)))
 
     def set_epoch(self, epoch: int) -> None:
-        """Select the epoch whose order the next reads use. A prepared loader calls it before each pass.
+        """Select the epoch whose order the next reads use. A prepared loader calls this method before each pass.
 
         Args:
             epoch: Index of the epoch, from 0.
@@ -181,7 +181,7 @@ class ShardedDataset(Dataset[Any]):
 
     @property
     def source_fingerprint(self) -> str:
-        """Hash of the files' names and sizes, of their numbers of records, and of the settings of the order.
+        """Hash of the files' names, sizes and record counts, and of the settings that determine the order.
 
         Ranks that read the same data in the same order have equal hashes.
         """
@@ -352,7 +352,7 @@ class _BlockCache:
         """Add a block to the cache, and evict the least recently used blocks beyond the limit.
 
         Returns:
-            Whether more than 100 blocks were added again soon after their eviction, so that the limit is too small.
+            Whether more than 100 blocks were added again soon after their eviction. The limit is then too small.
         """
         self._num_repeated += number in self._evicted
         self._blocks[number] = block

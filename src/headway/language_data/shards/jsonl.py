@@ -47,7 +47,7 @@ class JsonLines:
         return ShardScan(table)
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenJsonLines":
-        """Open a shard, so that its blocks can be decoded."""
+        """Open a shard, and return an object that decodes its blocks."""
         return OpenJsonLines(name)
 
 

@@ -88,7 +88,7 @@ class MDS:
         return ShardScan(table, damage)
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenMDS":
-        """Open a shard, so that its blocks can be decoded."""
+        """Open a shard, and return an object that decodes its blocks."""
         offsets = read_offsets(reader, num_bytes, name)
         begin = _UINT32.size * (len(offsets) + 1)
         try:

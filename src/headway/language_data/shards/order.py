@@ -86,8 +86,8 @@ class ShardOrder:
         units: Index of the unit that each block belongs to, in ascending order. The blocks of a unit stay together,
             because a compressed shard has to be decompressed as a whole.
         seed: Seed of the order.
-        buffer_size: Number of records that are shuffled together, in all stripes taken together. 0 to keep the order of
-            the files.
+        buffer_size: Number of records that are shuffled together, counted over all stripes. 0 to keep the order of the
+            files.
         stripes: Division of the order into ranges that are read in parallel. Default: a single range.
     """
 

@@ -48,7 +48,7 @@ def read_with_retries(act: Callable[[], T], what: str, policy: RetryPolicy, bega
         act: Function that reads once.
         what: Description of the read, with the name of the shard, for messages.
         policy: Time limits.
-        began: Time on the monotonic clock from which the limit counts. Default: now.
+        began: Start of the time limit, on the monotonic clock. Default: now.
 
     Raises:
         DataError: If the storage refuses the read, or the limit has passed. The message contains `what` and the last

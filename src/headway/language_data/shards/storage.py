@@ -43,7 +43,7 @@ class ShardFile:
 
     @property
     def key(self) -> str:
-        """Hash of the file's URL, size and version, which names its entries in a cache."""
+        """Hash of the file's URL, size and version. Names of cache entries for the file begin with this hash."""
         return hashlib.sha256(f"{self.url}\n{self.num_bytes}\n{self.version}".encode()).hexdigest()[:40]
 
     @property
@@ -367,7 +367,7 @@ class ReaderFile(RangeFile):
 
 
 def get_cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
-    """Return the folder for indexes and local copies of shards. Default: `headway/shards` in the user's cache folder."""
+    """Return the folder for indexes and local copies of shards: `cache_dir`, or `~/.cache/headway/shards` if None."""
     if cache_dir is not None:
         return Path(cache_dir).expanduser().absolute()
     return Path.home() / ".cache" / "headway" / "shards"

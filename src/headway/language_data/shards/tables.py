@@ -71,7 +71,7 @@ class Parquet:
         return ShardScan(table)
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenParquet":
-        """Open a shard, so that its row groups can be decoded."""
+        """Open a shard, and return an object that decodes its row groups."""
         return OpenParquet(read_footer(reader, num_bytes, name), num_bytes, name, self._columns)
 
     def _check_columns(self, metadata: Any, name: str) -> None:
@@ -223,7 +223,7 @@ class Arrow:
         return ShardScan(table)
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenArrow":
-        """Open a shard, so that its record batches can be decoded."""
+        """Open a shard, and return an object that decodes its record batches."""
         ipc: Any = require("pyarrow.ipc", "Arrow shards need", "pyarrow")
         file = _open_after_magic(reader, num_bytes)
         begin = file.tell()

@@ -69,7 +69,7 @@ class WebDatasetTar:
         return ShardScan(table, damage)
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenTar":
-        """Open a shard, so that its blocks can be decoded."""
+        """Open a shard, and return an object that decodes its blocks."""
         return OpenTar(name)
 
 

@@ -308,8 +308,8 @@ class Agent(LocalElasticAgent):
             report: Failures of this machine.
 
         Returns:
-            The report of the loss. `report` unchanged if it contains a failure that the loss does not explain, or if no
-                machine is lost.
+            A report of the loss. If no machine is lost, or if `report` contains a failure that the loss does not
+                explain, `report` itself.
         """
         self._has_ended_attempt = True
         if report is not None and not report.is_consequence:
@@ -328,8 +328,9 @@ class Agent(LocalElasticAgent):
     def _schedule_forced_end(self) -> None:
         """Schedule a forced end of this machine's processes, because another machine is lost.
 
-        The forced end takes effect if the main thread has not ended the processes in time, for example because it waits
-        for the lost machine. This method is called on the thread that watches the other machines.
+        The forced end takes effect after a delay, unless the main thread has ended the processes before. The main
+        thread might be waiting for the lost machine. This method is called on the thread that watches the other
+        machines.
         """
         attempt = self._attempt
 
@@ -352,7 +353,7 @@ class Agent(LocalElasticAgent):
         timer.start()
 
     def _pulses(self) -> dict[int, Path]:
-        """Return the pulse files of the started ranks by global rank."""
+        """Return the path of each started rank's pulse file, in which the rank records its state, by global rank."""
         ranks = self._ranks
         return {ranks[local]: path for local, path in dict(self._files.pulses).items() if local in ranks}
 

@@ -23,7 +23,7 @@ def wait_for_host(host: str, port: int, waiting: RendezvousWait, me: str, unit: 
         unit: Word for a machine in messages: "machine", or "task" if each process has its own launcher.
 
     Raises:
-        LaunchError: If no program listens there before the deadline.
+        LaunchError: If no program listens at this address before the deadline.
     """
     while True:
         try:

@@ -52,7 +52,7 @@ class FailureReport:
 
     @property
     def first(self) -> RankExit:
-        """Exit record of the rank that failed first. The other failures are assumed to be its consequences."""
+        """Exit record of the first failure. The other failures are assumed to be consequences of it."""
         return min(self.deaths, key=lambda death: death.sort_key)
 
     @property
@@ -138,7 +138,7 @@ class MachineLost:
     Attributes:
         machine: Sentence that names the lost machine.
         here: Rank of this machine.
-        report: Failures of this machine's ranks. None if no rank failed, because the launcher ended all of them.
+        report: Failures of this machine's ranks. None if none of them has failed.
         exit_code: Exit code of the run.
         unit: Word for a machine in the report: "machine", or "task" if each process has its own launcher.
     """
@@ -178,7 +178,7 @@ class MachineLost:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """Report of a run that was ended without a failed rank: by a call of a rank, or because not all ranks joined it.
+    """Report of a run that ended without a failed rank: a rank aborted it, or some ranks ended before they joined it.
 
     Attributes:
         reason: Sentence that explains the end.
@@ -190,7 +190,7 @@ class RunEnded:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the run: 1, because no rank has failed with a code."""
+        """Exit code of the run: always 1, because there is no exit code of a failed rank to use."""
         return 1
 
     def format_headline(self) -> str:
@@ -221,7 +221,7 @@ class HangReport:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the run: 1, because no rank has failed with a code."""
+        """Exit code of the run: always 1, because there is no exit code of a failed rank to use."""
         return 1
 
     def format_headline(self) -> str:
@@ -254,7 +254,8 @@ Report = FailureReport | MachineLost | RunEnded | HangReport | PreemptedRun
 def describe_consequences(deaths: Sequence[RankExit], world_size: int, first: int | None = None) -> list[str]:
     """Return lines of text about the ranks that failed after the first failure, or after a machine was lost.
 
-    Each rank has its own line, but ranks that lost their connection at the same line of the script share one.
+    Each failed rank has its own line of text, except that ranks that lost their connection at the same place in the
+    script share a line.
 
     Args:
         deaths: Exit records of the failed ranks.

@@ -1,7 +1,7 @@
 """The agents' connection to the control plane, over which they receive aborts and exchange reports of failures.
 
 Machine 0's agent hosts the control plane's store. Only a background thread calls the store, because a call might never
-return if the store's machine is cut off. The agent can then still end its workers.
+return if the store's machine is cut off. Even in this case, the agent can end its workers.
 """
 
 import json
@@ -168,7 +168,7 @@ class AgentChannel:
                 print(f"headway: the control plane is lost: {error}", file=sys.stderr, flush=True)
 
     def _check_contract(self, store: SealedStore) -> None:
-        """Abort the run if a rank has ended before it joined, because the other ranks would wait for it forever."""
+        """Abort the run if a local rank has ended before joining the run, because other ranks would wait forever."""
         here = list_present(store, self._world_size)
         missing = [rank for rank in self._left if rank not in here]
         if missing and here:

@@ -35,7 +35,7 @@ class LogTail:
         self.commit: tuple[float, int] | None = None
 
     def read_new_lines(self, path: str) -> None:
-        """Read the lines added since the last call, or all lines if the log is a different one.
+        """Read the lines added since the last call. Read all lines if `path` has changed or the file has shrunk.
 
         Do nothing if the log does not exist.
 

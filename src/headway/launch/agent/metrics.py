@@ -36,9 +36,9 @@ Rows = Iterable[tuple[Mapping[str, object], float]]
 
 
 def find_awaited(readings: Mapping[int, PulseReading], now: float) -> int | None:
-    """Return the rank for which other ranks of this machine wait in a collective, or None if no rank waits.
+    """Return the rank for which other ranks of this machine wait in a collective, or None if there is no such rank.
 
-    The ranks wait for the one that has entered the fewest collectives.
+    This is the rank that has entered the fewest collectives.
 
     Args:
         readings: State of each rank of this machine by rank, as read from the rank's pulse file.

@@ -88,7 +88,7 @@ class _PeerConnection:
 
     Args:
         connection: Socket of the connection.
-        peer: Machine at the other end, as far as it is known.
+        peer: State of the machine at the other end. Incomplete until the machine has authenticated itself.
         seal: Object that computes and checks HMACs with the run's secret.
         is_hub: Whether this end is on machine 0.
 
@@ -188,7 +188,7 @@ class _PeerConnection:
         return content
 
     def note_stranger(self) -> None:
-        """Count a connection that did not authenticate as part of this run."""
+        """Count this connection as one that did not authenticate itself."""
         self._seal.strangers.count_message(f"a connection from {self._describe_origin()}")
 
     def _describe_origin(self) -> str:
@@ -204,7 +204,7 @@ class _PeerConnection:
             seconds: Maximum time to wait.
 
         Returns:
-            Whether a valid word has arrived in time.
+            Whether a valid word has arrived within this time.
         """
         self.connection.settimeout(seconds)
         try:
@@ -217,7 +217,7 @@ class _PeerConnection:
 
 
 class PeerMachines:
-    """This machine's connections to the other machines, which detect when one of them is lost.
+    """This machine's connections to the other machines, used to exchange heartbeats and to detect lost machines.
 
     Args:
         machine: Rank of this machine; 0 is the hub.
@@ -306,7 +306,7 @@ class PeerMachines:
         Args:
             why: Failure that ended this machine's ranks, after which the other machines end theirs. Empty if the ranks
                 ended well.
-            exit_code: Exit code of this machine. After a failure, the other machines end with it, too.
+            exit_code: Exit code of this machine. After a failure, the other machines also end with this exit code.
         """
         with self._lock:
             for line in self._lines.values():

@@ -49,7 +49,7 @@ class Stoppable(Protocol):
 def get_exit_code(process: Popen[Any]) -> int | None:
     """Return the exit code of a process, or None while it runs.
 
-    It can be called in a signal handler, even if the signal has interrupted `poll`.
+    This function can be called in a signal handler, even if the signal has interrupted `poll`.
     """
     if process.returncode is not None or not hasattr(os, "waitid"):
         return process.returncode

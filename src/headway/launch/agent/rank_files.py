@@ -45,9 +45,9 @@ class RankFiles(LogsSpecs):
         return self._order.log_dir or str(self._scratch)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Choose the paths of each rank's log and error files, and add them to the ranks' environment variables.
+        """Choose the paths of each rank's files, and add the variables that each rank needs to its environment.
 
-        Called each time the ranks are started. The name is that of torch's interface for logs.
+        torch's agent calls this method each time it starts the ranks. torch's interface for logs requires the name.
 
         Args:
             envs: Environment variables of each rank by local rank; changed in place.

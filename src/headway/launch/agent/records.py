@@ -57,7 +57,7 @@ class ExceptionRecord:
     def is_lost_connection(self) -> bool:
         """Whether the exception is a communication library's message about a lost connection to another rank.
 
-        Reports replace such a message by a clearer sentence.
+        Reports replace such a message with a clearer sentence.
         """
         return _LOST_CONNECTION.search(self.text) is not None
 

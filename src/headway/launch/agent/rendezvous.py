@@ -79,7 +79,7 @@ class _SingleRendezvous(RendezvousHandler):
     def use_agent_store(self) -> bool:
         """Whether workers use the agents' store. Always True.
 
-        If workers opened their own store, another program could take its port before they do.
+        If workers opened their own store, another program might take the store's port first.
         """
         return True
 
@@ -208,7 +208,8 @@ class _SealedBackend(C10dRendezvousBackend):
             token: Token that an earlier call of `get_state` or `set_state` has returned. None for the first state.
 
         Returns:
-            The current state, its token, and whether it is the given state. None if the state cannot be written.
+            Tuple of (current state, its token, whether the current state is the given one). None if the state cannot
+                be written.
         """
         found = super().set_state(self._seal.seal_message(MEETING, state), token)
         return None if found is None else (self._opened(found[0]), *found[1:])
@@ -224,7 +225,7 @@ class _SealedBackend(C10dRendezvousBackend):
 
 
 def create_wait(order: AgentOrder, say: Callable[[str], None]) -> RendezvousWait:
-    """Return the deadline and the messages for the wait for other machines.
+    """Return the deadline and the messages with which this agent waits for other machines.
 
     All tasks of a cluster print to one screen. So only two tasks print messages: task 0, which hosts the rendezvous,
     and task 1, which connects to it.
@@ -240,17 +241,17 @@ def create_wait(order: AgentOrder, say: Callable[[str], None]) -> RendezvousWait
 
 
 def _connect_in_time(order: AgentOrder, waiting: RendezvousWait, make: Callable[[], T]) -> T:
-    """Call a function that opens machine 0's port or connects to it, until the deadline of a wait.
+    """Call a function that opens machine 0's port or connects to it, and wait for its result until a deadline.
 
     On machines other than machine 0, first wait until the port is open.
 
     Args:
         order: Instructions from the launcher for this agent.
         waiting: Deadline and messages of the wait.
-        make: Function that opens the port on machine 0, or connects to it. Its result is returned.
+        make: Function that opens the port on machine 0, or connects to it.
 
     Raises:
-        LaunchError: If the port is in use, is not opened before the deadline, or another program answers there.
+        LaunchError: If the port is in use, is not opened before the deadline, or belongs to another program.
     """
     host, port = parse_rendezvous_endpoint(order.endpoint, default_port=-1)
     me = f"{order.unit} {order.machine_rank} of {order.num_machines}"

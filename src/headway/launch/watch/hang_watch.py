@@ -6,8 +6,8 @@ requests live stacks from the ranks with a signal whose handler runs even while 
 
 Without an agent (torchrun, a cluster's tasks), `PeerWatch` runs in each process, and ranks query one another. A rank
 that has waited in a collective for longer than the timeout sends a request over the control plane. Every rank that can
-still respond sends its state (`RankView`). The requesting rank diagnoses the hang and ends the run. About a rank that
-does not respond, it can report only this fact, because only the launcher's agent can inspect a rank from outside.
+still respond sends its state (`RankView`). The requesting rank diagnoses the hang and ends the run. If a rank does not
+respond, nothing else is known about this rank, because only the launcher's agent can inspect a rank from outside.
 """
 
 import json
@@ -203,9 +203,9 @@ class HangWatch:
             self.found = Hang(verdict, dumps)
 
     def _report_lingering_ranks(self, workers: tuple[Worker, ...], views: Sequence[RankView]) -> None:
-        """Print, once per process, which processes keep running after their scripts have ended.
+        """Print which processes keep running after their scripts have ended, and the code that each one executes.
 
-        The message includes the line of code that the process executes.
+        Each process is reported only once.
         """
         found = [view for view in views if view.has_ended and view.exit_code is None and view.phase_age > _SOON]
         found = [view for view in found if (view.rank, _LINGERS) not in self._said]
@@ -279,12 +279,12 @@ def describe_progress(path: Path) -> str:
 
 
 def _dump_stacks(workers: Sequence[Worker], views: Sequence[RankView], *, of_ended: bool = False) -> dict[int, str]:
-    """Request live stacks of all threads from the ranks, and return those that arrive in time, by rank.
+    """Request live stacks of all threads from the ranks, and return the stacks that arrive shortly after, by rank.
 
     Args:
         workers: Ranks of this machine.
         views: State of each of these ranks, in the same order.
-        of_ended: Whether to also request stacks from ranks whose scripts have ended, but not their processes.
+        of_ended: Whether to also request stacks from ranks whose scripts have ended while their processes still run.
             Default: False.
     """
     started: dict[int, tuple[Path, int]] = {}
@@ -334,7 +334,7 @@ def _use_any_stack(views: Sequence[RankView], dumps: Mapping[int, str]) -> list[
 
 
 def _count_bytes_written(pid: int, path: Path) -> int:
-    """Return the bytes that a process has written, without the stacks that were requested from it."""
+    """Return the number of bytes that a process has written, except for the stacks that the agent has requested."""
     try:
         with open(f"/proc/{pid}/io") as file:
             written = next((int(line.split()[1]) for line in file if line.startswith("wchar")), 0)
@@ -371,7 +371,7 @@ log = get_logger(__name__)
 
 
 class PeerWatch:
-    """Hang watch of one process without the launcher's agent. It ends when the control plane is gone.
+    """Hang watch of one process without the launcher's agent. The watch ends when the control plane is gone.
 
     Args:
         control: Control plane that connects the ranks.
@@ -439,8 +439,9 @@ class PeerWatch:
     def _read_view(self) -> RankView:
         """Return the state of this process as a `RankView`.
 
-        If this process is in a debugger or writes a file, the other ranks report it as missing only when a further
-        timeout has passed since then.
+        A debugger or a file write is a valid reason to keep other ranks waiting. The `excused_age` in the state is the
+        time since the process last had such a reason. The other ranks report this rank as missing only if `excused_age`
+        also exceeds the timeout.
         """
         now = time.monotonic()
         view = make_view(self._control.rank, pulse.get_own_pulse().read(), now)

@@ -1,9 +1,9 @@
 """Diagnose hangs: determine from the states of all ranks (`RankView`) for which rank the others wait.
 
-The diagnosis is a pure function. A rank waits if, according to Headway's ledger or torch's flight recorder, it has
-entered a collective and not left it. It also waits if its innermost frame is torch.distributed's own code. If a rank
-has waited for longer than the timeout, the ranks that do not wait are missing. Times are ages in seconds, so that the
-states of ranks on different machines can be compared.
+The diagnosis is a pure function. A rank waits if, according to Headway's record of collectives or torch's flight
+recorder, it has entered a collective and not left it. It also waits if its innermost frame is torch.distributed's own
+code. If a rank has waited for longer than the timeout, the ranks that do not wait are missing. Times are ages in
+seconds, so that the states of ranks on different machines can be compared.
 """
 
 import math
@@ -78,8 +78,8 @@ def diagnose_hang(views: Sequence[RankView], timeout: float, world_size: int | N
 def _is_parted(waiting: Sequence[RankView], seconds: float) -> bool:
     """Whether all ranks have waited for `seconds`, and some of them have left a loop in which others still wait.
 
-    In this case no rank is left that could end the wait. Such a hang is therefore reported before the full timeout,
-    which only serves to allow for slow ranks.
+    Such a wait can never end, because every rank waits. So it is reported before the full timeout has passed, which is
+    meant only for slow ranks.
 
     Args:
         waiting: Ranks that wait.

@@ -4,7 +4,7 @@ This module only formats locations in code. A rank's heartbeat thread (`headway.
 of the main thread, and `views` stores the stack in a `RankView`. `stacks` selects the frames of user code, and
 `locate_rank` names the innermost one. If a report names a wrong line, check two functions:
 `headway.common.callsite.is_user_file` decides which files are user code, and `hang_watch._use_live_stack` replaces the
-stack of a heartbeat by a newer one.
+stack of a heartbeat with a newer one.
 """
 
 from collections.abc import Sequence

@@ -61,7 +61,7 @@ def parse_stacks(text: str) -> list[list[Frame]]:
 
 
 def is_in_debugger(frames: Sequence[Frame]) -> bool:
-    """Whether the stack contains code of a debugger, in which the program is then stopped."""
+    """Whether the stack contains a debugger's code, which means that the program is stopped in the debugger."""
     return _contains_library_path(frames, _DEBUGGERS)
 
 
@@ -79,7 +79,7 @@ def is_in_saver(frames: Sequence[Frame]) -> bool:
 
 
 def is_loading_data(frames: Sequence[Frame]) -> bool:
-    """Whether the stack contains library code that loads data, so that the rank waits for a batch."""
+    """Whether the stack contains library code that loads data, which means that the rank waits for a batch."""
     return _contains_library_path(frames, ("/torch/utils/data/", "/headway/core/data/"))
 
 
@@ -95,7 +95,7 @@ def _find_innermost_own(frames: Sequence[Frame]) -> int:
 
 
 def is_meeting(frames: Sequence[Frame]) -> bool:
-    """Whether the innermost frame is torch.distributed's own code, so that the rank waits for other ranks.
+    """Whether the innermost frame is torch.distributed's own code, which means that the rank waits for other ranks.
 
     Such a wait, for example in the rendezvous, need not be a collective.
     """
@@ -116,7 +116,7 @@ def find_meeting_call(frames: Sequence[Frame]) -> str:
 
 
 def is_in_backward(frames: Sequence[Frame]) -> bool:
-    """Whether the innermost frames contain autograd code, so that the rank is computing gradients."""
+    """Whether the innermost frames contain autograd code, which means that the rank is computing gradients."""
     return _contains_library_path(frames[:6], ("/torch/autograd/",))
 
 
@@ -163,8 +163,8 @@ def find_left_loop(gone: Sequence[Frame], waiting: Sequence[Frame], *, both_wait
         gone: Frames of the rank that might have left the loop, innermost first.
         waiting: Frames of a rank that waits, innermost first.
         both_wait: Whether both ranks wait in a collective. A rank that is past an inner loop then counts as having left
-            it, even if an outer loop contains both ranks. If only one rank waits, it is unknown in this case which rank
-            is ahead.
+            it, even if both ranks are still in an outer loop. If only one rank waits, such a position does not show
+            which rank is ahead.
 
     Returns:
         Location of the loop. None if there is no such loop.

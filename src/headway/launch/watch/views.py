@@ -73,7 +73,8 @@ class RankView:
         frames: Stack of the main thread, innermost frame first.
         frames_age: Age of the stack; 0 for a live stack.
         still_age: Seconds for which the stack has not changed.
-        calls: Latest collective that the rank has entered in each process group. None while collectives advance.
+        calls: Latest collective that the rank has entered in each process group. None if unknown because the rank's
+            collectives are advancing, which means that it does not hang.
         writing_age: Seconds since the rank last wrote to a file.
         excused_age: Seconds since the rank last had a valid reason to keep others waiting (a debugger, a file write).
         phase_age: Seconds since the phase began.
@@ -123,8 +124,8 @@ class RankView:
     def wait(self) -> CollectiveCall | None:
         """Operation in which the rank waits, or None if it does not wait.
 
-        The operation is a transfer between two ranks, or a collective. Headway's own count of collectives has
-        priority over torch's flight recorder.
+        The operation is a transfer between two ranks, a collective, another call of torch.distributed, or the commit of
+        a checkpoint. Headway's own count of collectives has priority over torch's flight recorder.
         """
         if self.transfer:
             return CollectiveCall("", 0, self.transfer, self.transfer_age)

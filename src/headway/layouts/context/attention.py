@@ -323,8 +323,8 @@ class _CausalOnCpu(torch.autograd.Function):
     Keys and values are all-gathered in forward and again in backward. Between forward and backward, only this rank's
     shard is saved. A rank's queries are two pieces of the sequence. Each piece takes two calls of the CPU's kernel:
     one for the earlier keys, one for the square on the diagonal. Their outputs are merged with the log-sum-exp that
-    each call returns. The backward of each call gets the merged log-sum-exp and the merged output. It therefore
-    returns its share of the gradients (as in ring attention: Liu et al., 2023). No mask of queries by keys is
+    each call returns. The backward of each call gets the merged log-sum-exp and the merged output, and so computes
+    this call's share of the gradients (as in ring attention: Liu et al., 2023). No mask of queries by keys is
     allocated.
     """
 
@@ -554,7 +554,8 @@ def use_sdpa(model: torch.nn.Module) -> Callable[[], object] | None:
         Function that restores the previous attention, or None if nothing was changed.
 
     Raises:
-        PrepareError: If the model does not support it, or uses an attention implementation other than "eager".
+        PrepareError: If the model does not support this function, or uses an attention implementation other than
+            "eager".
     """
     config: Any = getattr(model, "config", None)
     now = getattr(config, "_attn_implementation", None)

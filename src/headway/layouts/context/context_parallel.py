@@ -225,7 +225,7 @@ class ContextParallel(SplitModel):
     def rehearse_call(self, call: Callable[[], object]) -> None:
         """Find out with a dry run how the model can be split. The dry run ends before the actual call.
 
-        All ranks must call this.
+        All ranks must call this method.
 
         Args:
             call: Function that calls the model.

@@ -1,8 +1,8 @@
 """Sharding of sequences and labels for context parallelism, and the dry run that checks the result.
 
-A sequence is padded to a multiple of twice the number of ranks, and divided into that many pieces. Rank r holds
-piece r and the piece at the same distance from the end. Under causal attention a late piece attends to many keys and
-an early one to few, so all ranks have equal work. This is torch's head-tail order, which its ring attention expects.
+A sequence is padded, and divided into twice as many equal pieces as there are ranks. Rank r holds piece r and the piece
+at the same distance from the end. Under causal attention a late piece attends to many keys and an early one to few, so
+all ranks have equal work. This is torch's head-tail order, which torch's ring attention expects.
 
 Labels among the model's arguments are sharded like its sequences. A mean over a shard's labels becomes a term of the
 overall mean, weighted by the shard's fraction of labels that are not ignored. The ignored label must therefore be
@@ -39,7 +39,7 @@ from headway.layouts.tensor.crossings import SplitAxis, all_gather, cross, excha
 
 
 def pad_length(length: int, axis: SplitAxis) -> int:
-    """Return the length of a sequence after padding: a multiple of twice the number of ranks.
+    """Return the length of a sequence after padding to the next multiple of twice the number of ranks.
 
     Args:
         length: Length of the sequence in tokens.
@@ -195,8 +195,8 @@ class LabeledCall:
     Attributes:
         args: Positional arguments. Only labels are sharded.
         kwargs: Keyword arguments. Only labels are sharded.
-        num_labels: Pair of the number of labels that are not ignored, in the full sequences and in this rank's shard.
-            None: no labels are sharded.
+        num_labels: Pair of (number of labels in the full sequences, number of labels in this rank's shard), without
+            ignored labels. None: no labels are sharded.
     """
 
     args: tuple[Any, ...]
@@ -268,9 +268,9 @@ class SplitLabels:
         return {name: label for name, label in found.items() if isinstance(label, torch.Tensor) and label.dim() > 1}
 
     def choose_dry_run_label(self, labels: Mapping[str, torch.Tensor]) -> int:
-        """Return a class that is valid as a label in a dry run.
+        """Return a label for dry runs: the ignored label if known, else the smallest of the given labels.
 
-        It is the ignored label if the loss or the options determine one, else the smallest of the given labels.
+        The ignored label is known if the loss or the options determine it.
 
         Args:
             labels: Labels of the call by argument name.
@@ -283,7 +283,7 @@ class SplitLabels:
         return min((int(label.min()) for label in known), default=0)
 
     def split_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_alone: bool = False) -> LabeledCall:
-        """Return the call with its labels replaced by this rank's shards of the sequence.
+        """Return the call with each tensor of labels replaced by this rank's shard of the tensor.
 
         Args:
             args: Positional arguments of the call.

@@ -1,4 +1,4 @@
-"""Checks and completes DeepSpeed's JSON configuration, and reports how each key was handled.
+"""Check and complete DeepSpeed's JSON configuration, and report how each key was handled.
 
 Each key is handled by these rules::
 
@@ -137,7 +137,7 @@ def complete_config(
 
 
 def _collect_required(config: HfDeepSpeedConfig, facts: Facts) -> dict[str, Any]:
-    """Return {dotted name: value} of the run's values that DeepSpeed's JSON may not contradict."""
+    """Return the run's values that DeepSpeed's JSON must not contradict, by dotted name."""
     by_torch = bool(config.get_value("torch_autocast.enabled"))
     micro = facts.micro_batch if facts.micro_batch is not None else config.get_value("train_micro_batch_size_per_gpu")
     if not isinstance(micro, int):
@@ -159,7 +159,7 @@ def _collect_required(config: HfDeepSpeedConfig, facts: Facts) -> dict[str, Any]
 
 
 def _collect_defaults(facts: Facts) -> dict[str, Any]:
-    """Return {dotted name: value} of the run's values that replace "auto". DeepSpeed's JSON may set other values."""
+    """Return the values that replace "auto", by dotted name. DeepSpeed's JSON may set other values."""
     found: dict[str, Any] = {
         "gradient_clipping": 0.0,
         "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
@@ -253,7 +253,8 @@ def _check_served(config: HfDeepSpeedConfig) -> None:
 def _is_enabled(value: Any) -> bool:
     """Whether a value in DeepSpeed's JSON enables the feature of its key.
 
-    A non-empty section without the key `enabled` counts as enabled. Tensor parallelism over a single rank does not.
+    A non-empty section without the keys `enabled` and `autotp_size` counts as enabled. A section for tensor parallelism
+    with `autotp_size` 1, a single rank, does not.
     """
     if not isinstance(value, Mapping):
         return bool(value)

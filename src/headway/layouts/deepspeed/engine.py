@@ -133,7 +133,7 @@ class ZeroEngine:
         self._correction *= factor
 
     def compute_norm(self) -> torch.Tensor:
-        """Return the 2-norm of all gradients over all ranks, before clipping. All ranks must call it.
+        """Return the 2-norm of all gradients over all ranks, before clipping. All ranks must call this method.
 
         The norm is infinite if a gradient is not finite, and NaN while the accumulation window is open. It is 0 if
         no gradients were computed since the last step.

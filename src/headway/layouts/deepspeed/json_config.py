@@ -17,8 +17,8 @@ class HfDeepSpeedConfig:
     """DeepSpeed's JSON configuration with access by dotted names, as in transformers and Accelerate.
 
     Args:
-        config_file_or_dict: A dict, a path, JSON text or its base64 encoding, or another `HfDeepSpeedConfig`. It is
-            copied.
+        config_file_or_dict: A dict, a path, JSON text or its base64 encoding, or another `HfDeepSpeedConfig`. The
+            argument is copied.
 
     Attributes:
         config: JSON as a dict.
@@ -46,7 +46,7 @@ class HfDeepSpeedConfig:
         return (node if isinstance(node, Mapping) else None), key
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return the JSON's value of a dotted name, or the default if it is missing.
+        """Return the value at a dotted name in the JSON, or the default if the name is missing.
 
         Args:
             ds_key_long: Dotted name, such as "zero_optimization.stage".
@@ -56,7 +56,7 @@ class HfDeepSpeedConfig:
         return default if node is None else node.get(key, default)
 
     def set_value(self, ds_key_long: str, value: Any) -> None:
-        """Set the JSON's value of a dotted name. Missing sections are created.
+        """Set the value at a dotted name in the JSON. Missing sections are created.
 
         Args:
             ds_key_long: Dotted name, such as "zero_optimization.stage".
@@ -69,7 +69,7 @@ class HfDeepSpeedConfig:
         node[key] = value
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Delete the value or section of a dotted name from the JSON.
+        """Delete the value or section at a dotted name from the JSON.
 
         Args:
             ds_key_long: Dotted name, such as "zero_optimization.stage".

@@ -4,9 +4,10 @@ DeepSpeed replaces an optimizer's parameters with flat partitions. The user's ow
 parameters, so that schedulers, clipping, checks and checkpoints can use it. Its settings, such as learning rates, are
 copied to DeepSpeed's optimizer before each step, and changes made by the step are copied back.
 
-Under ZeRO, a rank saves its shards of parameters and optimizer state as `ShardPiece` objects, which are views. No full
-tensor is created. ZeRO partitions a parameter as if it were one-dimensional: a rank has a contiguous range of its
-elements. Such a range consists of a few boxes: the rest of its first row, full rows, and the beginning of its last row.
+Under ZeRO, a rank saves its shards of parameters and optimizer state as `ShardPiece` objects, which are views of the
+flat partitions. No full tensor is created. ZeRO flattens each parameter, and a rank has a contiguous range of the
+parameter's elements. For a matrix, such a range consists of up to three boxes: the rest of a row, full rows, and the
+beginning of a row.
 """
 
 from collections import defaultdict
@@ -241,7 +242,7 @@ class FlatSlice:
         return other.view(-1).narrow(0, self.place, self.values.numel())
 
     def make_piece(self, values: torch.Tensor, is_written: bool = True) -> ShardPiece:
-        """Return a view of this range for checkpoints, as a shard of a tensor with the parameter's shape.
+        """Return the given values of this range as a `ShardPiece` of a tensor with the parameter's shape.
 
         Args:
             values: Elements of this range, one-dimensional.

@@ -1,4 +1,4 @@
-"""Accelerate's placeholders for an optimizer and a scheduler that DeepSpeed's JSON defines. Imports no torch."""
+"""Accelerate's placeholders for an optimizer and a scheduler that DeepSpeed's JSON defines, without importing torch."""
 
 from collections.abc import Callable
 from typing import Any

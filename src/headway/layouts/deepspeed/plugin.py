@@ -39,8 +39,8 @@ class DeepSpeedPlugin:
 
     Attributes:
         hf_ds_config: DeepSpeed's JSON: a dict, a path, or its text. None: it is created from the other fields.
-        gradient_accumulation_steps: Micro-batches per update. None or "auto": the Accelerator's.
-        gradient_clipping: Largest gradient norm. None or "auto": the argument of `clip_grad_norm_`.
+        gradient_accumulation_steps: Micro-batches per update. None or "auto": the Accelerator's number is used.
+        gradient_clipping: Largest gradient norm. None or "auto": the argument of `clip_grad_norm_` is used.
         zero_stage: ZeRO stage 1, 2 or 3. None: the stage in the JSON, or 2 if the JSON has none.
         is_train_batch_min: Whether DeepSpeed is configured with the smallest of the loaders' batch sizes. False: with
             the largest.
@@ -149,7 +149,7 @@ class DeepSpeedPlugin:
         return DeepSpeedStrategy(collectives, self, options)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return the JSON's value of a dotted name, or the default if it is missing.
+        """Return the value at a dotted name in the JSON, or the default if the name is missing.
 
         Args:
             ds_key_long: Dotted name, such as "zero_optimization.stage".

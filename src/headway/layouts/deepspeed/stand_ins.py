@@ -38,8 +38,8 @@ class StandIns:
 
         Args:
             placeholder: Placeholder that the script has prepared.
-            share: Number of processes. A scheduler's `total_num_steps`, which counts the steps of a single-process run,
-                is divided by it.
+            share: Number of processes. It divides a scheduler's `total_num_steps`, which is given for a single-process
+                run.
 
         Raises:
             ConfigError: If the JSON does not define the object.

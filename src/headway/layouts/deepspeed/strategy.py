@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO as a strategy: optimizer state, gradients and parameters partitioned across ranks.
 
 The engine needs the model together with its optimizer. `setup_model` only keeps the model, and `create_engine` creates
-the engine when prepare() has got both. The user's model and optimizer objects stay in use (`optimizer.py`). Corrections
-for accumulation windows use the engine's loss scale (`engine.py`).
+the engine when both have been prepared. The user's model and optimizer objects stay in use (`optimizer.py`).
+Corrections for accumulation windows use the engine's loss scale (`engine.py`).
 """
 
 import logging
@@ -172,8 +172,8 @@ class DeepSpeedStrategy(Strategy):
 
         Args:
             placeholder: Placeholder that the script has prepared.
-            share: Number of processes. A scheduler's `total_num_steps`, which counts the steps of a single-process run,
-                is divided by it.
+            share: Number of processes. It divides a scheduler's `total_num_steps`, which is given for a single-process
+                run.
         """
         return self._stand_ins.find_real(placeholder, share)
 
@@ -427,7 +427,7 @@ def _check_shapes(model: torch.nn.Module) -> None:
 def _find_hidden_size(model: torch.nn.Module) -> int | None:
     """Return the hidden size from the model's transformers config, or None if the config has none.
 
-    The attributes of the config that are read are those that Accelerate reads.
+    It is read from the same attributes of the config as in Accelerate.
     """
     config = getattr(model, "config", None)
     for each in (config, getattr(config, "text_config", None)):
@@ -441,7 +441,7 @@ def _find_hidden_size(model: torch.nn.Module) -> int | None:
 
 
 def _mark_whole_blocks(model: torch.nn.Module, plugin: DeepSpeedSettings) -> None:
-    """Mark the blocks whose parameters ZeRO-3 gathers all at once. The plugin contains the names of their classes."""
+    """Mark the blocks whose parameters ZeRO-3 gathers all at once, given the class names in the plugin."""
     text = plugin.transformer_moe_cls_names
     if not text or plugin.zero_stage != 3:
         return

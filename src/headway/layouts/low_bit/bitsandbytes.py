@@ -1,4 +1,4 @@
-"""Support for bitsandbytes optimizers, 8-bit and paged ones included: converts states and registers overrides."""
+"""Support for bitsandbytes optimizers, including 8-bit and paged ones: state conversion and overridden options."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Block-wise quantization: converts codes and scales to float32 values and back, without loss if blocks stay equal.
+"""Block-wise quantization: convert codes and scales to float32 values, and back without loss if blocks do not change.
 
 A block of values is stored as one scale, its largest absolute value, and one code per value. A code is the index of
 an entry in a sorted table of values between -1 and 1. Tables of signed values contain 1 but not -1. A block whose
@@ -11,14 +11,15 @@ import torch
 
 
 def restore_extremes(values: torch.Tensor, scales: torch.Tensor, lowest_level: torch.Tensor, block_size: int) -> None:
-    """Set the lowest value of each block that has lost its scale to minus the scale.
+    """Restore the lowest value of each block that has lost its scale, by setting the value to minus the scale.
 
     A block has lost its scale if the absolute values of all its dequantized values are smaller than the scale.
 
     Args:
         values: Contiguous dequantized values. They are changed in place.
         scales: Scale of each block.
-        lowest_level: Scalar tensor with the first entry of the table. Nothing changes unless it is negative.
+        lowest_level: Scalar tensor with the lowest entry of the quantization table. If it is not negative, nothing
+            changes.
         block_size: Number of values in a block. The last block may be shorter.
     """
     flat = values.view(-1)

@@ -189,7 +189,7 @@ class EqualRounding:
     """Step hooks that give all ranks equal random numbers for stochastic rounding, so that replicas stay equal.
 
     Otherwise each rank would draw from its own generator, whose state depends on the rank's data and dropout. Before
-    each step, the generators are seeded with the number of the update. After it, their states are restored.
+    each step, the generators are seeded with the number of the update. After the step, their states are restored.
 
     Args:
         optimizer: Optimizer of torchao.
@@ -201,7 +201,7 @@ class EqualRounding:
         optimizer.register_step_post_hook(self._end)
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Seed the generators of the CPU and of the parameters' devices."""
+        """Seed the random generators of the CPU and of the parameters' devices."""
         steps = [entry["step"] for entry in optimizer.state.values() if isinstance(entry, dict) and "step" in entry]
         seed = int(max(steps, default=0))
         kinds = {p.device.type for group in optimizer.param_groups for p in group["params"]} - {"cpu", "meta"}
@@ -212,7 +212,7 @@ class EqualRounding:
             module.manual_seed(seed)
 
     def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Restore the states of the generators."""
+        """Restore the states that the random generators had before the step."""
         for module, state in self._before:
             module.set_rng_state(state)
         self._before = []

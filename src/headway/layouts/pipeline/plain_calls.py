@@ -40,7 +40,7 @@ class ReturnedOutputs:
 class _HandOver(torch.autograd.Function):
     """Autograd function that returns outputs to the script, detached from the graph of the stages.
 
-    The script's autograd graph begins at these outputs. Its backward ends at them, and their gradients are stored.
+    The script's autograd graph begins at these outputs. The script's backward ends there, and stores their gradients.
     """
 
     @staticmethod

@@ -177,7 +177,7 @@ class PipelineRunner:
         return number % max(1, number // self.group.world_size) == 0
 
     def begin_batch(self, pieces: Sequence[Tree], compute: Compute, what: Any) -> PipelineBatch:
-        """Start a batch, and find the shapes of the tensors that the stages will exchange.
+        """Start and return a batch, and find the shapes of the tensors that the stages will exchange.
 
         If the shapes for a micro-batch are unknown, its forward is run now.
 
@@ -368,7 +368,7 @@ def _autocast(device: torch.device) -> str:
 
 
 def check_loss(found: Any) -> None:
-    """Raise `LossError` if a value is not a loss, which is a one-element tensor that requires gradients.
+    """Raise `LossError` unless a value is a loss: a one-element tensor that requires gradients.
 
     Args:
         found: Return value of the user's loss function.
@@ -414,7 +414,7 @@ class StageRNG:
 
         The generator of the device on which models compute gets a different seed on each stage. The other generators
         get equal seeds on all stages. So if models compute on a GPU, host generators draw equal numbers on all stages.
-        The code outside of the blocks, which runs on all stages, needs this.
+        This is required by the code outside of the blocks, because this code runs on all stages.
 
         Args:
             stage: Index of the stage.
@@ -456,7 +456,7 @@ def isolate_generators(hardware: Hardware) -> Iterator[StageRNG]:
 
 
 def advance_generators(flags: Sequence[float], device: torch.device) -> None:
-    """Advance each random generator that any rank has used by one draw.
+    """Draw one number from each random generator that any rank has used.
 
     The next batch then draws different numbers.
 

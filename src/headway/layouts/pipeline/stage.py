@@ -7,9 +7,9 @@ buffers. torch determines the order of computation and transfers. Backward is to
 halves for zero-bubble schedules.
 
 While a rank waits for a transfer between two stages, its pulse (the file that the hang watch reads) contains the name
-of the transfer. Transfers are not collectives: ranks make different numbers of them. So the ledger of collectives does
-not number them. If a backend such as NCCL combines several transfers in one launch, the host does not wait, and nothing
-is recorded.
+of the transfer. Transfers are not collectives, because ranks make different numbers of them. So Headway's count of
+collectives does not include them. If a backend such as NCCL combines several transfers in one launch, the host does not
+wait, and nothing is recorded.
 """
 
 from collections.abc import Callable, Sequence

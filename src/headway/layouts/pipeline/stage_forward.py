@@ -325,7 +325,8 @@ class ModuleRouter:
             is_tail: Whether to skip all blocks and run only the computation after them. Default: False.
 
         Returns:
-            Output of the stage's last block if the forward ended there, else the return value of `forward`.
+            Output of the stage's last block, completed by `leave`, if the forward ended there. Otherwise the return
+                value of `forward`.
         """
         before, self.running = self.running, StageForward(self, stage, received, goes_on, is_tail)
         mine = self.running
@@ -474,7 +475,7 @@ class RoutedModule:
     """Mixin for a module's class that passes each call to a `ModuleRouter`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Pass the call to the router, together with the module's original call."""
+        """Pass the arguments, and the module's original `__call__`, to the router."""
         return self.__dict__[_KEY](super().__call__, args, kwargs)  # type: ignore[misc]
 
 

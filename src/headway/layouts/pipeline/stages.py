@@ -147,7 +147,8 @@ def _place_sides(
         that contain blocks).
 
     Raises:
-        ConfigError: If the options name a module that is not outside of the blocks or has no parameters.
+        ConfigError: If a module that the options name is within a block, contains blocks, has no parameters, or does
+            not exist.
     """
     around = {id(module) for module in model.modules() if any(id(each) in blocks for each in module.modules())} - blocks
     found: dict[str, frozenset[int]] = {}
@@ -312,7 +313,7 @@ class PipelineState:
         return self._piece(told.shape, told.dtype, on, held)
 
     def convert_loaded_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Convert optimizer states that were loaded from a checkpoint as `ShardPiece` objects to tensors.
+        """Convert the `ShardPiece` objects in loaded optimizer states to tensors.
 
         States of parameters that only other ranks hold are deleted.
         """

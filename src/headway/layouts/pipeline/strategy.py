@@ -53,7 +53,7 @@ class PipelineStrategy(Strategy):
     Args:
         collectives: Collectives over all ranks.
         layout: Number of ranks along each axis.
-        options: How to split the model, and the schedule.
+        options: Options of the pipeline, such as its schedule.
         spread: Strategy that shards the parameters of a stage. None: they are not sharded. Default: None.
     """
 
@@ -104,9 +104,7 @@ class PipelineStrategy(Strategy):
     # ---------------------------------------------------------------- setting up
 
     def materialize_model(self, model: torch.nn.Module) -> None:
-        """Raise an error if a module on the meta device cannot initialize its values.
-
-        `setup_model` initializes them later.
+        """Check that all modules on the meta device can initialize their values, as `setup_model` later requires.
 
         A model that this run has already split into stages is not checked again.
 
@@ -233,8 +231,8 @@ class PipelineStrategy(Strategy):
 
         Args:
             model: Model that is split.
-            owners: Pipeline ranks that hold each tensor, by the tensor's `id`. The tensors that replace others are
-                added.
+            owners: Pipeline ranks that hold each tensor, by the tensor's `id`. Entries for the moved tensors and the
+                meta tensors are added.
 
         Returns:
             Pipeline ranks that hold each tensor, by name.
@@ -419,9 +417,9 @@ class PipelineStrategy(Strategy):
             task.loss.copy_(total[0])
 
     def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
-        """Raise an error, because a pipeline does not support a second backward of a window's last micro-batch.
+        """Raise an error, because a pipeline allows only one backward in an accumulation window's last micro-batch.
 
-        The first backward has already reduced the gradients of the window.
+        The first backward already reduces the window's gradients.
 
         Raises:
             UnsupportedError: Always.

@@ -174,7 +174,7 @@ class ModuleTrial:
 
     @contextmanager
     def _as_rank(self, axis: SplitAxis, plan: Mapping[str, str], divide: Iterable[str], row: str) -> Iterator[None]:
-        """Return a context in which the copy's parameters and divided attributes are those of one rank.
+        """Return a context in which the module's copy has the parameters and divided attributes of one rank.
 
         Args:
             axis: Rank and number of ranks to imitate.
@@ -400,7 +400,7 @@ def complete_plan(
 def check_parts(model: torch.nn.Module, cuts: plans.ModelSplit, region: plans.SequenceRegion) -> None:
     """Raise an error if a block mixes tokens outside of the modules that get the full sequence.
 
-    It is called only for plans that `complete_plan` has derived.
+    This function is called only for plans that `complete_plan` has derived.
 
     Args:
         model: Model to split.
@@ -511,7 +511,7 @@ def _groups(module: torch.nn.Module, inside: list[str], size: int, is_sharded: b
 def _group(
     trial: ModuleTrial, whole: ModuleRun, columns: list[str], row: str, size: int, is_sharded: bool
 ) -> SplitGroups | None:
-    """Return a way to split a group of matrices that does not change the module's result, or None if there is none.
+    """Return a plan that splits a group of matrices without changing the module's result, or None if there is none.
 
     Args:
         trial: Copy of the module on which splits are tested.
@@ -577,7 +577,7 @@ def _choices(module: torch.nn.Module, inner: int, size: int) -> tuple[dict[str, 
 def _subsets(first: list[str], others: list[str]) -> Iterator[tuple[str, ...]]:
     """Yield combinations of names to divide by the number of ranks, in the order in which to test them.
 
-    A name is that of an attribute or a parameter. The first combination contains all names that refer to attention
+    Each name belongs to an attribute or a parameter. The first combination contains all names that refer to attention
     heads. The others are all combinations of the first six names in `[*first, *others]`, smallest first.
 
     Args:

@@ -246,7 +246,7 @@ def check_heads(model: torch.nn.Module, cuts: ModelSplit, size: int, options: Te
 
 
 def divide_counts(model: torch.nn.Module, cuts: ModelSplit, size: int, options: TensorParallelOptions) -> None:
-    """Divide each attribute that `options.divide` matches by the number of ranks.
+    """Divide the attributes that match `options.divide`, such as head counts, by the number of ranks.
 
     For each `Conv1D` that is split by columns, its stored number of outputs (`nf`) is divided, too.
 

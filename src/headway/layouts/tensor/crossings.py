@@ -285,7 +285,7 @@ class SplitRNG:
         self.join: Callable[[], None] = torch.compiler.disable(self._join)  # type: ignore[no-untyped-call]
 
     def _part(self) -> None:
-        """Switch to this rank's RNG state, for sharded activations. Does nothing if it is already in use."""
+        """Switch to this rank's RNG state, for sharded activations. Do nothing if this state is already in use."""
         if self._common is None:
             self._common = self._read()
             common = zlib.crc32(self._common.numpy().tobytes())

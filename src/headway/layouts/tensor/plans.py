@@ -54,7 +54,7 @@ def get_base_layer(module: torch.nn.Module) -> Any:
 def find_output_head(model: torch.nn.Module) -> Any:
     """Return the layer that computes the logits, or None if the model has no `get_output_embeddings()` method.
 
-    transformers' models define this method. It can return None itself.
+    transformers' models define this method. The method can also return None.
     """
     ask: Any = getattr(model, "get_output_embeddings", None)
     return ask() if callable(ask) else None
@@ -264,7 +264,8 @@ def _own_plan(model: torch.nn.Module) -> Mapping[str, Any]:
 def list_faults(plan: Mapping[str, Any]) -> list[str]:
     """Return the names of parameters to which a model's own plan is known to give a wrong style.
 
-    transformers 5.23 has two models with such plans (Inkling).
+    The wrong style is "colwise" for `gate_up_proj` of stacked experts. transformers 5.23 has two models with such plans
+    (Inkling).
     """
     return [name for name, style in plan.items() if style == "colwise" and name.endswith("experts.gate_up_proj")]
 

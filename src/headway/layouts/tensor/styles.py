@@ -121,7 +121,7 @@ class SplitStyle:
     def restore_module(self, site: SplitModule) -> None:
         """Restore the attributes of the module that `convert_inputs` replaced.
 
-        It is called before `convert_output`, and also if the forward raised an error.
+        This method is called before `convert_output`, and also if the forward raised an error.
         """
         if (bias := site.held.pop("bias", None)) is not None:
             site.module._parameters["bias"] = bias
@@ -193,7 +193,7 @@ class Colwise(SplitStyle):
 
 
 class PackedColwise(Colwise):
-    """Style that splits each of several matrices that are packed in one layer by output features.
+    """Style for a layer that contains several packed matrices. Each matrix is split by output features.
 
     An example is a layer that contains the gate and up projections of an MLP.
 
@@ -372,7 +372,7 @@ class EmbeddingColwise(SplitStyle):
         return 1
 
     def convert_output(self, site: SplitModule, output: Any) -> Any:
-        """Return the full embedding vectors, all-gathered over the ranks along the last dim."""
+        """Return the full embedding vectors, all-gathered over the ranks along the last dimension."""
         return crossings.join(output, site.axis, -1, int(site.module.embedding_dim))  # type: ignore[arg-type]
 
 
@@ -417,7 +417,7 @@ class IdentityExpert(SplitStyle):
     """
 
     def convert_inputs(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Return the arguments with the activations divided by the number of ranks."""
+        """Return the arguments with the activations divided by the number of ranks, whose outputs are summed later."""
         return change_activations(args, kwargs, lambda x: x / site.axis.size)
 
 

@@ -194,7 +194,7 @@ class TensorParallel(SplitModel):
     def resume(self) -> None:
         """Enable torch's loss parallelism, so that losses accept sharded logits.
 
-        Does nothing without `loss_parallel`.
+        Do nothing if the option `loss_parallel` is not set.
         """
         if self._has_head:
             self._ends.enter_context(parallel.loss_parallel())
@@ -319,10 +319,9 @@ def _find_head(model: torch.nn.Module, cuts: ModelSplit) -> SplitModule:
 
 
 def _scopes(model: torch.nn.Module, cuts: ModelSplit) -> list[torch.nn.Module]:
-    """Return the modules in which activations are sharded between two of their submodules.
+    """Return the innermost modules that contain both ends of a region in which activations are sharded.
 
-    Sharding begins at a split module whose style has `opens`, and ends at one whose style has `closes`. The modules are
-    the innermost ones that contain both.
+    The region begins at a split module whose style has `opens`, and ends at one whose style has `closes`.
     """
     closing = [name for name, site in cuts.sites.items() if site.style.closes]
     found: dict[str, None] = {}

@@ -54,7 +54,7 @@ def read_numbers(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_numbers(values: dict[str, Any], numbers: dict[str, Any]) -> None:
-    """Set the numbers in a dict to those of `read_numbers`. Tensors are changed in place.
+    """Set the numbers in a dict to those that `read_numbers` has returned. Tensors are changed in place.
 
     Args:
         values: Parameter group, or dict of an optimizer's attributes.
@@ -86,7 +86,7 @@ class CallCounters:
         self._numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
 
     def rewind(self) -> None:
-        """Restore the recorded values before another call for the current update."""
+        """Restore the optimizer's counters to their recorded values, before another call for the current update."""
         for group, options in self._groups:
             for name in [name for name in group if name not in options and name not in _NAMES]:
                 del group[name]

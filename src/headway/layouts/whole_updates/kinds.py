@@ -60,10 +60,10 @@ _NEVER_FUSED = ("SGD", "Adagrad")
 
 
 def find_known_kind(optimizer: torch.optim.Optimizer) -> UpdateKind | None:
-    """Return the kind of an optimizer whose class is known, or None if a trial is necessary.
+    """Return the kind of updates that an optimizer of a known class makes, or None if a trial is necessary.
 
-    Low-bit optimizers work element by element, except that the values of a block share a scale. They quantize the
-    blocks of each rank's shard, so a trial that cuts parameters would find small differences.
+    Low-bit optimizers count as known. They work element by element, except that the values of a block share a scale. A
+    trial that cuts parameters changes the blocks, so it would find small differences.
 
     Raises:
         TrialRefused: If the optimizer keeps low-bit states and needs norms of whole parameters.
@@ -87,7 +87,7 @@ def find_known_class(kind: type) -> UpdateKind | None:
 
 
 class TrialRefused(Exception):
-    """Raised if other tensors cannot be put in place of an optimizer's parameters."""
+    """Raised if an optimizer cannot update other tensors, such as shards, in place of its own parameters."""
 
 
 _NUM_UPDATES = 12
@@ -118,7 +118,8 @@ def try_kind(optimizer: torch.optim.Optimizer) -> UpdateKind:
     """Find out how an optimizer can update sharded parameters, by trial updates with copies of the optimizer.
 
     The optimizer, its parameters and the state of the CPU random number generator do not change. If the trial fails,
-    the kind is `TOGETHER`, which is right for every optimizer. If the step needs a closure, it is `DIRECT`.
+    the kind is `TOGETHER`, which is right for every optimizer. If the optimizer wraps optimizers with their own state,
+    or if its step needs a closure, the kind is `DIRECT`.
 
     Raises:
         TrialRefused: If the optimizer keeps its parameters, or their IDs, outside of its parameter groups and state.
@@ -199,7 +200,10 @@ class _Trial:
         self.parameters = [p for own in groups for p in own]
 
     def _split_value(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts of a tensor, halved along the first two dimensions, or the tensor if nothing is cut."""
+        """Return a list of the parts into which the trial cuts a tensor: halves along each of the first two dimensions.
+
+        If the trial does not cut parameters, the list contains only the tensor.
+        """
         if not self._is_cut:
             return [value]
         parts = [value]
@@ -300,8 +304,8 @@ def _contains_any(value: Any, keys: set[int], depth: int) -> bool:
 def copy_optimizer(optimizer: Any, groups: Sequence[Sequence[torch.nn.Parameter]]) -> Any:
     """Return a copy of an optimizer, without state and with other parameters in its groups.
 
-    `copy.deepcopy` cannot be used: torch's optimizers then keep only groups, defaults and state, and lose attributes
-    that their subclasses have set.
+    `copy.deepcopy` cannot be used, because deep copies of torch's optimizers have only groups, defaults and state.
+    Attributes that subclasses have set would be lost.
 
     Args:
         optimizer: Optimizer to copy. Optimizers in its attributes are copied, too.

@@ -25,14 +25,14 @@ def estimate_cost(shape: Sequence[int]) -> int:
 
 
 def assign_owners(shapes: Sequence[Sequence[int]], num_ranks: int, known: Sequence[int | None] = ()) -> list[int]:
-    """Return the rank that owns each parameter, which updates it and keeps its optimizer state.
+    """Choose the owner of each parameter: the rank that updates it and keeps its optimizer state.
 
     The most expensive parameters are assigned first, each to the rank with the least work so far.
 
     Args:
         shapes: Shapes of the full parameters.
         num_ranks: Number of ranks.
-        known: Owners that do not change, for the first parameters; None for a parameter without owner. Default: ().
+        known: Owners that do not change, for the first parameters. None: the parameter has no owner yet. Default: ().
     """
     owners: list[int | None] = [*known, *(None for _ in shapes[len(known) :])]
     loads = [0] * num_ranks

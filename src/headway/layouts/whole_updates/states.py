@@ -1,4 +1,4 @@
-"""Convert optimizer states when each parameter's state is on one rank: for other ranks, for checkpoints, for shards."""
+"""Convert optimizer states: describe them for other ranks, make shards for checkpoints, and convert local shards."""
 
 from collections.abc import Callable
 from typing import Any

@@ -26,7 +26,7 @@ Boxes are padded to multiples of it, so that views of any dtype are aligned.
 
 
 def list_own_views(tensor: torch.Tensor) -> dict[Box, torch.Tensor]:
-    """Return this rank's boxes of a tensor as views of its memory. A plain tensor is one box."""
+    """Return this rank's boxes (rectangular parts) of a tensor as views of its memory. A plain tensor is one box."""
     local = get_local_shard(tensor).detach()
     if not is_dtensor(tensor):
         return {((0,) * local.ndim, tuple(local.shape)): local}
@@ -105,7 +105,7 @@ class Transfers:
         self._everyone = everyone
 
     def start_gather(self, plans: Sequence[TensorPlan], tensors: Sequence[torch.Tensor]) -> PendingTransfer:
-        """Start to send this rank's boxes to the owners of the tensors.
+        """Start sending this rank's boxes (rectangular parts of tensors) to the ranks that own the tensors.
 
         Args:
             plans: Plans of the tensors, equal on all ranks.
@@ -148,7 +148,7 @@ class Transfers:
     def start_scatter(
         self, plans: Sequence[TensorPlan], found: Sequence[torch.Tensor | None], device: torch.device
     ) -> PendingTransfer:
-        """Start to send boxes of full tensors to all ranks that hold these boxes.
+        """Start sending boxes (rectangular parts) of full tensors to the ranks whose shards contain these boxes.
 
         Args:
             plans: Plans of the tensors, equal on all ranks.
@@ -212,7 +212,7 @@ def _count_bytes(box: Box, dtype: torch.dtype) -> int:
 
 
 def _to_bytes(view: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the values of a box as bytes, followed by its padding."""
+    """Yield the values of a box as bytes, and then padding bytes if they are needed."""
     flat = view.contiguous().reshape(-1).view(torch.uint8)
     yield flat
     if rest := _pad(flat.numel()) - flat.numel():
@@ -220,6 +220,6 @@ def _to_bytes(view: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _read_box(received: torch.Tensor, position: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a box as a view of the received bytes, which start at `position`."""
+    """Return the values of a box as a view of the received bytes, from index `position` on."""
     flat = received[position : position + prod(box[1]) * dtype.itemsize]
     return flat.view(dtype).view(box[1])

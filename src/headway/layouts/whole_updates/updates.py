@@ -1,11 +1,12 @@
 """Updates of sharded parameters by optimizers that read whole parameters.
 
 Each parameter has an owner, which holds its optimizer state. In an update, gradients and parameters are gathered to
-their owners, bucket by bucket. The owner calls the user's own optimizer for the whole tensors in place of the shards,
-and sends the updated parameters back. While a bucket is updated, the next one is gathered.
+their owners, bucket by bucket. The owner calls the user's own optimizer, in which whole tensors have replaced the
+shards, and sends the updated parameters back. While a bucket is updated, the next one is gathered.
 
 Between updates, the optimizer's groups contain the sharded parameters, so schedulers, clipping and changes of groups
-work as usual. On each rank, its state contains only the parameters that this rank owns, as whole tensors.
+work as usual. On each rank, the optimizer's state contains entries only for the parameters that this rank owns, as
+whole tensors.
 """
 
 import weakref
@@ -53,8 +54,8 @@ class _Adopted:
         owners: Rank that owns each parameter.
         plans: Plan of each parameter's transfer to its owner.
         is_dirty: Whether a load might have put states on ranks that do not own the parameters.
-        has_gaps: Whether a rank owns no parameter of some group. After updates, this group's counters are set on that
-            rank.
+        has_gaps: Whether some rank owns no parameter of some group. After updates, the counters of such groups are
+            copied to all ranks.
         calls_closure_first: Whether the optimizer's step calls a closure once, before it reads a parameter. True for
             known classes.
     """
@@ -69,7 +70,7 @@ class _Adopted:
 
 
 class WholeUpdates:
-    """Updates of sharded parameters, for those optimizers of a strategy that cannot step on DTensors.
+    """Updates of sharded parameters for those of a strategy's optimizers that cannot step on DTensors.
 
     Args:
         everyone: Collectives over all ranks that have shards.
@@ -131,8 +132,9 @@ class WholeUpdates:
     def find_step(self, optimizer: torch.optim.Optimizer, closure: object) -> Callable[[], None] | None:
         """Return a function that updates an optimizer's parameters, or None if the optimizer's own step must be called.
 
-        If there is a closure, an optimizer that works element by element according to a trial steps on DTensors itself.
-        For other optimizers, the caller runs the closure before the returned function.
+        The result is None if the updates were not taken over. With a closure, it is also None if a trial has shown that
+        the optimizer works element by element, because such an optimizer can step on DTensors. If a function is
+        returned, the caller runs the closure before it.
 
         Args:
             optimizer: The user's optimizer.
@@ -449,7 +451,7 @@ class _Run:
         return partial(self._transfers.finish_scatter, chosen, sent, parameters)
 
     def _call_optimizer(self, whole: dict[int, torch.nn.Parameter | None]) -> None:
-        """Call the optimizer's method for whole parameters in place of the shards.
+        """Call the optimizer's method while its groups and state contain whole parameters instead of shards.
 
         Args:
             whole: Whole parameters by index; None for those that other ranks own.

@@ -1,1 +1,1 @@
-"""Decide where the parts of a model are placed: build it without memory, measure its sizes, and solve for the budgets."""
+"""Decide where a model's parts are placed: build it without memory, measure its sizes, and solve for the budgets."""

@@ -25,8 +25,7 @@ _READERS = 4
 def measure_memory_bandwidth(device: torch.device, num_repeats: int = 5) -> float:
     """Measure a device's memory bandwidth in bytes per second, with a matrix-vector product as in token generation.
 
-    The result is that of the fastest of several measurements. It is an upper limit, because other work on the machine
-    only slows a measurement down.
+    The fastest of several measurements is used, because other work on the machine only slows measurements down.
 
     Args:
         device: Device that computes the product, and whose memory is measured.

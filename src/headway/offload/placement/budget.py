@@ -51,7 +51,7 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
 
 
 def check_presence(max_memory: Mapping[Device, int | str] | None) -> None:
-    """Raise an error if this machine does not have every device of a memory budget.
+    """Raise an error if a memory budget contains a device that this machine does not have.
 
     Args:
         max_memory: Memory limit by device, or None to check nothing.
@@ -112,7 +112,7 @@ def _parse_budgets(max_memory: Mapping[Device, int | str]) -> dict[Device, int]:
 
 
 def get_fill_order(device: Device) -> tuple[int, int]:
-    """Return the sort key that puts devices in the order in which they are filled.
+    """Return a device's sort key. Sorting by it puts devices in the order in which they are filled.
 
     Accelerators with an index are filled first, by index, then accelerators without an index, the CPU and the disk.
     """
@@ -207,7 +207,7 @@ def _measure_free(hardware: Hardware, index: int) -> int:
 
 
 def measure_available_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of main memory that this process can still allocate, within the limits of machine and container.
+    """Return the bytes of main memory that this process can still allocate within the machine's and container's limits.
 
     Args:
         root: Folder that contains `proc` and `sys`, from which the limits are read. Default: "/".

@@ -1,4 +1,4 @@
-"""Derive the home of each tensor from a device map: the device or file where it is stored between forwards.
+"""Derive from a device map the home of each tensor: the device or file where it is stored between forwards.
 
 Loading a model and running it both use homes that are derived by this code.
 """
@@ -102,7 +102,10 @@ def _join_tied(places: Mapping[str, TensorLocation], homes: dict[str, Home], mai
 
 
 def is_offloaded(home: Home) -> bool:
-    """Whether a home is one of offloaded tensors: main memory or "disk". Such tensors can be used on another device."""
+    """Whether a home is main memory or "disk". A home is the place where a tensor is stored between forwards.
+
+    A tensor with such a home is offloaded: it can be used on another device.
+    """
     return home in (DISK, CPU)
 
 

@@ -68,8 +68,8 @@ _DESCRIPTIONS = frozenset(
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
     """Return a context that builds models without memory: parameters created in it are on the meta device.
 
-    Tied weights stay tied. Contexts can be nested, and the innermost one applies. Other threads are not affected. When
-    the context ends, torch is restored, even after an error.
+    Tied weights stay tied. Contexts can be nested, and the innermost one applies. Other threads are not affected. All
+    changes to torch are undone when the context ends, even after an error.
 
     Args:
         include_buffers: Whether buffers are on the meta device, too. None: the value of the environment variable
@@ -215,7 +215,7 @@ class _RegistrationWatch(TorchFunctionMode):
         return moved
 
     def check_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
-        """Replace a new buffer by a real tensor if it is a placeholder that was created without memory.
+        """Replace a new buffer with a real tensor if it is a placeholder that was created without memory.
 
         Args:
             module: Module that registers the buffer.

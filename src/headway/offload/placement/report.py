@@ -55,7 +55,7 @@ class PlacementReport:
     main_device: Device
 
     def row(self, device: Device) -> DeviceUse:
-        """Return the memory of one device.
+        """Return the entry with the memory of one device.
 
         Raises:
             KeyError: If the device is not part of the placement.

@@ -38,7 +38,7 @@ def parse_dtype(dtype: Dtype | None) -> torch.dtype | CustomDtype | None:
     Dtypes and None are returned unchanged.
 
     Raises:
-        ConfigError: If there is no dtype of this name.
+        ConfigError: If there is no dtype with this name.
     """
     if dtype is None or isinstance(dtype, (torch.dtype, CustomDtype)):
         return dtype
@@ -168,7 +168,7 @@ def compute_module_sizes(
 
 
 def _iterate_tensors(model: nn.Module, parameters: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield (name, tensor, whether the tensor is in the state dict) for each tensor of a model once.
+    """Yield (name, tensor, whether the tensor is in the state dict) once for each tensor of a model.
 
     Args:
         model: Any module.

@@ -72,7 +72,7 @@ def solve_placement(
     Returns:
         If all parts fit on compute devices, a placement without offloading, with tied parts on any device. Otherwise
         the placement that offloads the fewest bytes. None if no device in use has memory to run the largest offloaded
-        part.
+        part, or if the stores are too small.
     """
     whole = _place_without_offloading(parts, budgets)
     if whole is not None:
@@ -124,7 +124,7 @@ def _fill_devices(parts: Sequence[Part], budgets: Sequence[int], floor: Sequence
     Args:
         parts: Parts to place.
         budgets: Bytes of each device.
-        floor: Minimum of the temporary memory on each device in bytes, or empty for no minimum.
+        floor: Bytes to reserve on each device for temporary memory, even if no part needs as much. Empty for none.
     """
     found: list[int] = []
     for device, budget in enumerate(budgets):
@@ -204,7 +204,7 @@ def _find_run_end(parts: Sequence[Part], budget: int, start: int, passing: int =
         parts: Parts to place.
         budget: Bytes of the device.
         start: Index of the first part.
-        passing: Minimum of the temporary memory on the device in bytes. Default: 0.
+        passing: Bytes to reserve on the device for temporary memory, even if no part needs as much. Default: 0.
     """
     held = 0
     for i in range(start, len(parts)):
@@ -305,8 +305,8 @@ def _fill_stores(parts: Sequence[Part], stores: Sequence[int], device: list[int]
 def balance_loads(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | None:
     """Return the load of each device in the contiguous placement whose largest load is as small as possible.
 
-    Within that bound, loads are as even as possible: each is close to the mean of what the device and those after it
-    have to take.
+    Within that bound, loads are as even as possible. Each device gets about an equal share of the parts that the
+    devices before it have not taken.
 
     Args:
         parts: Parts to place.
@@ -349,8 +349,8 @@ def _can_fit_sums(held: Sequence[int], budgets: Sequence[int]) -> bool:
 def _compute_even_loads(parts: Sequence[Part], caps: Sequence[int]) -> list[int]:
     """Return the load of each device in bytes, with the parts spread as evenly as possible.
 
-    Each device's load is as close as possible to the mean of what this device and those after it have to take. The
-    remaining parts must still fit.
+    In order, each device gets about an equal share of the parts that the devices before it have not taken, but enough
+    that the remaining parts still fit on the devices after it.
 
     Args:
         parts: Parts to place.

@@ -106,7 +106,7 @@ def survey_model(
 def _find_root(group: list[int], i: int) -> int:
     """Return the first of the units that are tied to unit `i`. This first unit represents their group.
 
-    A unit is an indivisible module or a tensor. The search is that of union-find with path halving.
+    A unit is an indivisible module or a tensor. The search uses union-find with path halving.
 
     Args:
         group: For each unit, the index of an earlier unit of its group, or its own index. It is changed in place.
@@ -169,7 +169,7 @@ def _iterate_tensors(
 
     Args:
         name: Name of the unit in the model.
-        part: The unit.
+        part: Module or tensor that is the unit.
         model: Model that contains the unit.
     """
     if isinstance(part, torch.Tensor):

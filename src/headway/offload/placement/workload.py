@@ -128,9 +128,9 @@ def _run_on_meta(
 
 
 def _list_returned(outputs: Any) -> dict[int, int]:
-    """Return the bytes of the storages of the tensors in a forward's outputs, by storage address.
+    """Return the size in bytes of each storage in a forward's outputs, by storage address.
 
-    Caches are containers and are not included.
+    Only outputs that are tensors count. Tensors inside container objects, such as caches, are not included.
     """
     if isinstance(outputs, torch.Tensor):
         outputs = (outputs,)

@@ -185,7 +185,7 @@ class PipelineDriver(StepDriver):
         self._strategy.drop_gradients(forward.model.parameters())
 
     def run_update(self, forward: Forward, meter: "StepMeter") -> None:
-        """Run the pipeline schedule of an update, and reduce the gradients of parameters that are replicated over ranks."""
+        """Run an update's pipeline schedule, and reduce the gradients of parameters that are replicated over ranks."""
         if self._is_plain:
             super().run_update(forward, meter)
         else:

@@ -170,7 +170,7 @@ class PeerAnswers:
     def share_answer(self, number: int, rank: int, obj: Any, num_ranks: int) -> list[Any]:
         """Store this rank's object for a collective, and return the list of all ranks' objects.
 
-        If an object in the list is read that its rank has not stored yet, AnswerNotReady is raised.
+        Reading an object from the list raises AnswerNotReady if its rank has not stored it yet.
 
         Args:
             number: Index of the collective.

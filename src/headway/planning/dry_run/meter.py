@@ -1,4 +1,4 @@
-"""Count the communication of one update, in bytes by collective and axis, and the update's floating point operations."""
+"""Count one update's communication, in bytes by collective and axis, and its floating point operations."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -35,12 +35,12 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtenso
 
 
 SHARED = {("cp",): "shard_cp", ("ep",): "shard_ep", ("cp", "ep"): "shard_cp_ep"}
-"""Name for FSDP's collectives over the ranks along the axes "cp" and "ep", by those of the two axes that they include."""
+"""Name of FSDP's collectives over ranks along the axis "cp", "ep" or both, by the axes that are included."""
 
 
 @dataclass(frozen=True)
 class MeteredCollective:
-    """Key under which a dry run counts the collectives of one kind in an optimizer step.
+    """Key under which a dry run counts the collectives of one kind in one update.
 
     Attributes:
         phase: "forward", "backward" or "update".
@@ -271,14 +271,14 @@ class ActivationMeter:
         return address
 
     def release_tensor(self, address: int) -> None:
-        """Record that a node of the autograd graph has released the storage at this address."""
+        """Record that a node of the autograd graph has released the storage at the given address."""
         self._times[address] -= 1
         if not self._times[address]:
             del self._times[address]
             self._now -= self._sizes.pop(address)
 
     def end_forward(self, loss: torch.Tensor) -> None:
-        """Count all memory that forward has allocated and not freed as activations, and set the peak to the sum.
+        """Count all memory that forward has allocated and not freed as activations, and set `peak` to its size.
 
         Args:
             loss: Loss that forward returned, which does not count.

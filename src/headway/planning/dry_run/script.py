@@ -125,7 +125,7 @@ class ScriptDryRun:
     # ---------------------------------------------------------------- models and optimizers
 
     def strip_values(self, objects: tuple[Any, ...]) -> None:
-        """Replace the tensors of models by fake tensors, and make optimizers update the fake parameters.
+        """Replace the tensors of models with fake tensors, and make optimizers update the fake parameters.
 
         Args:
             objects: Arguments that the script passes to `prepare`.
@@ -141,7 +141,7 @@ class ScriptDryRun:
                 self._follow_optimizer(each)
 
     def _follow_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace an optimizer's parameters by their fake copies, and register hooks on its steps."""
+        """Replace an optimizer's parameters with their fake copies, and register hooks on its steps."""
         for group in optimizer.param_groups:
             group["params"] = [self._made.get(id(parameter), parameter) for parameter in group["params"]]
         if self._device.is_cuda:

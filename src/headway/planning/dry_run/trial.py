@@ -86,7 +86,7 @@ def list_pieces(named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorShare]:
 
 
 def _list_cuts(tensor: torch.Tensor) -> dict[int, tuple[str, ...]]:
-    """Return the axes of the layout that shard a tensor, in the order of sharding, by dimension of the tensor.
+    """Return, for each sharded dimension of a tensor, the axes of the layout that shard it, in the order of sharding.
 
     The dict is empty if the tensor is not a DTensor.
     """
@@ -164,7 +164,7 @@ class RankGroups:
 
 
 def count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the storages of the tensors' local shards, including padding. Each storage counts once."""
+    """Return the total bytes of the storages of the tensors' local shards, including padding. Each counts once."""
     found = {
         storage._cdata: storage.nbytes()
         for storage in (get_local_shard(tensor).untyped_storage() for tensor in tensors)
@@ -427,7 +427,7 @@ def dry_run_stages(layout: Layout, dry_run_rank: Callable[[int, PeerAnswers], St
 
 
 def can_repeat_blocks(options: EngineOptions) -> bool:
-    """Whether the options treat all repeated blocks equally.
+    """Whether the engine options treat all repeated blocks of a model equally.
 
     If so, the dry run of a few blocks can be extrapolated to all of them.
     """
@@ -493,7 +493,10 @@ def dry_run_repeated(
 
 
 def _collect_counts(run: StepDryRun) -> dict[Hashable, int]:
-    """Return the counts of a dry run that grow with the number of repeated blocks, by the field's name and key."""
+    """Return the counts of a dry run that grow with the number of repeated blocks.
+
+    The key of a count is the name of its field. If the field is a dict, the key is a pair that identifies the entry.
+    """
     found: dict[Hashable, int] = {name: getattr(run, name) for name in _COUNTS}
     found |= {("flops", phase): number for phase, number in (run.flops or {}).items()}
     for key, volume in (run.volumes or {}).items():

@@ -188,7 +188,7 @@ def _check_discards(facts: dict[str, Any], updates: list[Update]) -> Verdict | N
 def _check_modes(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
     """Return the failed verdict if a model with dropout or batch norms stays in evaluation mode, else None.
 
-    It must have trained in training mode before, because some scripts train in evaluation mode on purpose.
+    Models that were never in training mode are accepted, because some scripts train in evaluation mode on purpose.
     """
     if not (facts.get("num_dropouts") or facts.get("norms")):
         return None
@@ -267,10 +267,10 @@ def _describe_lines(optimizers: list[dict[str, Any]]) -> str:
 
 
 def _has_sibling(name: str, trainable: list[str], zero: list[str]) -> bool:
-    """Whether another parameter of a parameter's module has a gradient that is not zero.
+    """Whether the module that owns a parameter has another parameter with a nonzero gradient.
 
     Args:
-        name: Name of the parameter.
+        name: Name of the parameter, whose own gradient is zero.
         trainable: Names of all trainable parameters.
         zero: Names of the parameters whose gradients are zero.
     """

@@ -10,13 +10,13 @@ from headway.verify.verdict import RunSet, Verdict, describe_failure, join
 
 
 def check_processes(runs: RunSet) -> Verdict:
-    """Compare the run on one process with the run on several processes, at an equal global batch size."""
+    """Return the verdict on whether one process and several compute equal results at an equal global batch size."""
     title = f"same result on {runs.num_processes} processes"
     return _check("processes", title, runs, runs.several, f"{runs.num_processes} processes")
 
 
 def check_layout(runs: RunSet) -> Verdict:
-    """Compare the run on one process with the run under the layout that the user chose."""
+    """Return the verdict on whether one process and the layout that the user chose compute equal results."""
     if not runs.layout_name:
         title, is_own = "same result under the layout", runs.several is not None
         name = runs.several.fact.get("strategy", "") if runs.several is not None else ""
@@ -268,7 +268,7 @@ def _is_drawn_for_a_group(runs: RunSet, other: RunRecord, update: int) -> bool:
     """Whether a difference comes from random numbers that are equal on all ranks, as the user's layout requires.
 
     Under tensor parallelism, for example, all ranks of a group compute the same rows and must add the same noise to
-    them. Without the layout, each rank has other rows, but the same noise.
+    them. In a run without the layout, such a script adds this same noise to different rows on each rank.
 
     Args:
         runs: Records of all runs.
@@ -370,7 +370,7 @@ def _describe_blame(blame: Blame) -> tuple[str, str, str]:
 
 
 def _find_cause_of_layout(reference: RunRecord, other: RunRecord, found: RunDifference) -> tuple[str, str, str]:
-    """Return (cause, advice, page) for a difference that several processes without the layout do not show.
+    """Return (cause, advice, page of the documentation) for a difference that occurs only under the layout.
 
     Args:
         reference: Run on one process.
@@ -399,8 +399,8 @@ def _find_cause_of_layout(reference: RunRecord, other: RunRecord, found: RunDiff
 def _find_lone_cause(other: RunRecord, blame: Blame, update: int) -> tuple[str, str, str] | None:
     """Return the cause of a difference if it is a line that only some ranks run, as (cause, advice, page of the docs).
 
-    Such a line changes a model outside of `prepare`, or draws from a global generator of Python or NumPy. Return None
-    if there is no such line.
+    Such a line changes a model that was not passed to `prepare`, or draws from a global generator of Python or NumPy.
+    Return None if there is no such line.
 
     Args:
         other: The run on several processes, which differs from the reference.
@@ -432,7 +432,7 @@ def _find_lone_cause(other: RunRecord, blame: Blame, update: int) -> tuple[str, 
 
 
 def _find_lone(by_rank: list[set[tuple[str, str]]]) -> list[tuple[tuple[str, str], str]]:
-    """Return the entries that some ranks have and others lack, with the names of the ranks that have them."""
+    """Return (entry, ranks that have it) for each entry, a pair of strings, that only some of the ranks have."""
     found = []
     for each in sorted(set().union(*by_rank)):
         ranks = [rank for rank, there in enumerate(by_rank) if each in there]

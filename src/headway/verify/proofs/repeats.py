@@ -145,10 +145,10 @@ def _explain(first: RunRecord, again: RunRecord, update: int, reason: str, detai
 
 
 def sort_by_distance(lines: dict[str, str], place: str) -> list[tuple[str, str]]:
-    """Return lines of the script with their values, the nearest to a place first. Other files come last.
+    """Return pairs of (line of the script, value), the line nearest to a place first. Lines of other files come last.
 
     Args:
-        lines: Values by line, such as "train.py:12 in main".
+        lines: Value of each line. The keys are lines such as "train.py:12 in main".
         place: Line from which distances are measured; "" to keep the order.
     """
     file, number = _split_line(place)

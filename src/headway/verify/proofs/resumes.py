@@ -130,7 +130,7 @@ def _find_difference(first: RunRecord, resumed: RunRecord, update: int, saved: i
 
 
 def _explain_samples(first: RunRecord, resumed: RunRecord, update: int, where: str) -> Verdict:
-    """Return the failed verdict on a resumed run whose samples differ from those of the run without a kill.
+    """Return the failed verdict on a resumed run whose samples differ from those of the uninterrupted run.
 
     The verdict names the part of the data loading that has no saved state.
     """
@@ -302,7 +302,7 @@ def _check_several(runs: RunSet, saved: int) -> tuple[str, Verdict | None]:
 def _is_result_different(runs: RunSet) -> bool:
     """Whether the result depends on the number of processes even without a resume. Also True if this is unknown.
 
-    Another proof reports such a dependence.
+    The resume is not blamed for such a dependence, which another proof reports.
     """
     if runs.several is None or not runs.several.is_complete or runs.reference is None:
         return True

@@ -71,10 +71,10 @@ def _find_restarts(first: RunRecord) -> Verdict | None:
 
 
 def _find_doubled_streams(first: RunRecord) -> Verdict | None:
-    """Return the failed verdict if every worker process of a loader yields all samples of the stream, else None.
+    """Return the failed verdict if each worker process of a loader yields all samples of an iterable dataset.
 
-    The loader takes one batch from each worker in turn. Each batch then occurs as many times in succession as there are
-    workers.
+    Each batch then occurs as many times in succession as there are workers, because the loader takes one batch from
+    each worker in turn. Return None if no loader does this.
     """
     by_loader: dict[int, list[Any]] = {}
     for number in sorted(first.first):
@@ -136,7 +136,8 @@ def _reads_apart(several: RunRecord) -> bool:
 def _describe(reference: RunRecord, several: RunRecord, shared: list[int], total: dict[str, Counter[Any]]) -> Verdict:
     """Return the verdict on samples that differ from those of the run on one process, with the likely cause.
 
-    The verdict is PASS only if both runs used the same dataset indices, whose contents are drawn at random.
+    The verdict is PASS only if both runs used equal dataset indices, and random draws such as augmentations can explain
+    the different contents.
 
     Args:
         reference: Run on one process.
@@ -216,13 +217,14 @@ def _compare_lengths(reference: RunRecord, several: RunRecord) -> list[str]:
 
 
 def _locate(several: RunRecord, shared: list[int], key: str, extra: Counter[Any]) -> dict[int, int]:
-    """Return the number of extra samples on each rank that has any, by rank.
+    """Return, by rank, the number of rows whose fingerprint is in `extra`. Ranks without such rows are left out.
 
     Args:
         several: Run on several processes.
         shared: Numbers of the updates to examine.
         key: Kind of fingerprint: "rows" or "loose" (without padding).
-        extra: Fingerprints of the samples that the run on one process did not train on as often.
+        extra: For each sample that several processes trained on more often than one process, by fingerprint: how many
+            times more often.
     """
     found: dict[int, int] = {}
     for rank, updates in enumerate(several.updates):

@@ -2,7 +2,8 @@
 
 Arguments of collective operations (gather, reduce, broadcast and others) are checked before any data is moved. Under
 `import accelerate`, `gather_for_metrics` also accepts values that do not have one entry per sample, such as one value
-per batch (`gather_and_cut`). TRL needs this to count tokens. The method of `headway.Accelerator` refuses such values.
+per batch (see `gather_and_cut`). TRL needs this to count tokens. `headway.Accelerator.gather_for_metrics` refuses such
+values.
 """
 
 import warnings
@@ -287,7 +288,7 @@ TENSOR_INT_TO_DTYPE = {number: kind for kind, number in TENSOR_TYPE_TO_INT.items
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Return tensors with as many rows of zeros appended as by Accelerate's function of this name.
+    """Return tensors padded with rows of zeros, as Accelerate pads them before it splits a batch among processes.
 
     As in Accelerate, the new number of rows is not always divisible by `num_processes`.
 
@@ -295,7 +296,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         tensor: Tensor, or nested containers of tensors.
         batch_size: Number of rows of the tensors.
         num_processes: Number of processes among which the rows will be split.
-        dim: Dimension along which the padded tensor starts with the original values. Default: 0.
+        dim: Leave it at 0 (the default), because rows are always added along dimension 0.
     """
     each, rest = divmod(batch_size, num_processes)
     more = num_processes - (each or batch_size)
@@ -368,7 +369,7 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - its name in Accelerate
 
 
 def gather_and_cut(values: Any, is_objects: bool) -> Any:
-    """Return the concatenated values of all ranks, truncated after the last global batch of a loader.
+    """Return the concatenated values of all ranks. Truncate them if a loader's last global batch is incomplete.
 
     They are truncated to the number of samples in that batch. This is wrong for values that do not have one entry per
     sample. But scripts depend on it, for example scripts that gather one mean loss per rank.

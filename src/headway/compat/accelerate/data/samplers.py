@@ -284,7 +284,7 @@ class SkipDataLoader(DataLoader[Any]):
         return self._reader.state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned into torchdata's StatefulDataLoader."""
+        """Restore the position in the data from a state that `state_dict` returned."""
         self._reader.load_state_dict(state_dict)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

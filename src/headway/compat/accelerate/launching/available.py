@@ -191,7 +191,7 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def _has_plugin_device(package: str, kind: str) -> bool:
-    """Whether a device can be used that is supported by a separate package instead of torch itself.
+    """Whether this process can use a device that a separate package supports instead of torch itself.
 
     Args:
         package: Name of the package.

@@ -143,14 +143,14 @@ class Translation:
             key: Key in the file.
             name: Name of Headway's setting.
             value: Value in the file.
-            origin: Location of the key, for error messages and for the origin of the setting.
+            origin: Location of the key. Error messages contain it, and it is stored as the origin of the setting.
         """
         decided = check_file_value(SETTINGS[name], value, origin)
         self.layer[name] = Value(decided, origin)
         self.lines.append((key, f"{name}: {decided!r}"))
 
     def report_needless(self, key: str, reason: str) -> None:
-        """Report that a key needs no setting, because it is empty or Headway behaves as it requests without one.
+        """Report that a key needs no setting, because it is empty or requests what Headway does anyway.
 
         Args:
             key: Key in the file.
@@ -170,7 +170,7 @@ class Translation:
 
 
 def translate(data: Mapping[str, Any], name: str) -> Translation:
-    """Translate an Accelerate config file to Headway's settings, and report on each key.
+    """Return the translation of an Accelerate config file to Headway's settings, with a report on each key.
 
     Args:
         data: Keys and values of the file.
@@ -235,7 +235,7 @@ def _translate_layout(made: Translation, section: str, value: Any, origin: str) 
         made: Translation to change.
         section: Name of the section.
         value: Value of the section.
-        origin: Location of the section, for error messages and for the origin of settings.
+        origin: Location of the section. Error messages contain it, and it is stored as the origin of settings.
     """
     layout = made.layout
     prefix, known, read = LAYOUT_SECTIONS[section]

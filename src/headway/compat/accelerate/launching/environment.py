@@ -73,7 +73,7 @@ def clear_environment() -> AbstractContextManager[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function or test class so that each call restores Accelerate's and Headway's environment variables.
+    """Decorate a function or test class to undo changes to `ACCELERATE_*` and `HEADWAY_*` variables after each call.
 
     Args:
         func_or_cls: Function, or class. In the class and its subclasses, methods whose names begin with "test" are

@@ -72,7 +72,7 @@ def read_fsdp(request: LayoutRequest, name: str, value: Any, key: str | None = N
 
     Args:
         request: Layout request to change.
-        name: Name of the option without "fsdp_", or of a field of FullyShardedDataParallelPlugin.
+        name: Name of an option without "fsdp_", or name of a field of FullyShardedDataParallelPlugin.
         value: Value of the option: text from a command line, or a value from a config file or the plugin.
         key: Name of the option in messages. None: "fsdp_" plus the name.
 
@@ -323,7 +323,7 @@ def explain_key(key: str) -> str | None:
 
 
 def _parse_bool(value: Any) -> bool | None:
-    """Return the boolean that a value such as True, "yes" or "false" means, or None if it means none."""
+    """Return a value such as True, "yes" or "false" as a boolean, or None if it is not a boolean or a word for one."""
     if isinstance(value, bool):
         return value
     try:

@@ -1,8 +1,8 @@
 """Hooks that move a module's weights to its execution device for one forward or for a `with` block.
 
-They are for code that attaches Accelerate's hooks to modules itself. These hooks load weights on demand, whereas
-`dispatch_model` loads the weights of entire models ahead of their use. Between forward passes, a module contains
-weights that are in host memory or a mapped file, because they need no device memory. If a forward pass changes the copy
+Libraries and scripts attach these hooks to modules directly, as in Accelerate. The hooks load weights on demand,
+whereas `dispatch_model` loads the weights of entire models ahead of their use. Weights in host memory or in a mapped
+file stay in the module between forward passes, because they need no device memory. If a forward pass changes the copy
 of a weight, the change is copied back.
 """
 
@@ -35,8 +35,8 @@ class PlacedCopy:
         name: Name of the tensor.
         home: Original tensor, which the copy replaces.
         copy: Copy that is in the module now.
-        version: Value of torch's version counter of the copy when it was placed. None for inference tensors, which have
-            no counter.
+        version: The copy's version counter (`Tensor._version`) when it was placed in the module. None for inference
+            tensors, which have no counter.
     """
 
     place: TensorLocation
@@ -81,7 +81,7 @@ def _place_copies(
     device: torch.device,
     tied: Tied | None = None,
 ) -> list[PlacedCopy]:
-    """Replace tensors that are not on `device` by copies that are, and return a description of each replacement.
+    """Replace tensors that are not on `device` by copies on `device`, and return a `PlacedCopy` for each of them.
 
     A tensor with several names is copied once.
 
@@ -110,7 +110,7 @@ def _place_copies(
 
 
 def write_home(home: torch.Tensor, use: PlacedCopy) -> None:
-    """Copy the values of a changed copy on the execution device back to the original tensor.
+    """Write the values of a changed copy on the execution device back to the original tensor.
 
     Args:
         home: Original tensor.
@@ -174,7 +174,7 @@ class AlignDevicesHook(ModelHook):
 
     @property
     def _keeps_weights(self) -> bool:
-        """Whether the module contains its weights between forward passes. Otherwise it contains meta tensors then."""
+        """Whether the module contains its weights, instead of meta tensors, between forward passes."""
         base = self.weights_map
         while isinstance(base, PrefixedDataset):
             base = base.dataset
@@ -441,9 +441,10 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: Tied | None = None,
 ) -> Hooked:
-    """Attach hooks that move inputs and weights of modules to a device, except to modules that already have a hook.
+    """Attach hooks that move the inputs and weights of modules to a device.
 
-    Modules without tensors, even in submodules, get no hook either.
+    Modules that already have a hook get no other one. Modules that contain no tensors, directly or in submodules, get
+    no hook.
 
     Args:
         module: Root of the modules.

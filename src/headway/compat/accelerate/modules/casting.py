@@ -132,7 +132,7 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> Any:
-    """Return a gradient scaler for parameters that `fully_shard` has sharded, which is torch's ordinary GradScaler."""
+    """Return torch's ordinary GradScaler, which also works for parameters that `fully_shard` has sharded."""
     return get_grad_scaler(**kwargs)
 
 

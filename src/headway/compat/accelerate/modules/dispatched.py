@@ -55,12 +55,12 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Place a model's parts on devices, and set `_hf_hook` on the modules to which Accelerate attaches hooks.
+    """Place a model's parts on devices, set `_hf_hook` where Accelerate attaches hooks, and return the model.
 
     Args:
         model: Model to dispatch.
-        device_map: Devices by names of modules or tensors. `accelerate.big_modeling.check_device_map`, which libraries
-            can replace, checks the map. Tensors that the map lacks are not moved if this check allows them.
+        device_map: Devices by names of modules or tensors. `accelerate.big_modeling.check_device_map` checks the map.
+            Libraries can replace this function to allow tensors without a device. Such tensors are not moved.
         others: Parameters of `headway.dispatch_model` with the same names.
     """
     _remove_dispatch_hooks(model)
@@ -329,7 +329,8 @@ def get_state_dict_from_offload(
 
     Args:
         module: Module whose weights are read.
-        module_name: Full name of one of the module's parameters.
+        module_name: Full name of any parameter of the module, such as "layers.0.weight". As in Accelerate, it is not
+            the name of the module.
         state_dict: State dict with full names. Names that it does not contain are not added.
         device_to_put_offload: Device to which offloaded weights are copied. Default: "cpu".
     """

@@ -180,8 +180,8 @@ def infer_auto_device_map(
         clean_result: Whether a module whose parts are all on one device gets one entry instead of one entry per part.
             Default: True.
         offload_buffers: Ignored. Buffers do not change the map.
-        fallback_allocation: Whether to place any other module that fits on a device if the next module does not fit and
-            the device is still empty. Default: False.
+        fallback_allocation: Whether to search for another module that fits if the next module does not fit on a device
+            that is still empty. Default: False.
 
     Returns:
         Devices by the names of modules and tensors.

@@ -75,7 +75,7 @@ class SequentialHook(ModelHook):
 
 
 class _Attached:
-    """Registration of a hook on a module: the handles that torch returned, and no_grad contexts of current forwards."""
+    """Registration of a hook on a module: torch's handles, and the no_grad contexts of forwards in progress."""
 
     def __init__(self, module: nn.Module, hook: ModelHook) -> None:
         self.hook = hook
@@ -107,8 +107,8 @@ class _Attached:
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Attach a hook to a module and return the module.
 
-    The attribute `module._hf_hook` is set to the hook. With `append`, if the module already has a hook, it is set to a
-    `SequentialHook` of the existing hook and the new one.
+    The attribute `module._hf_hook` is set to the hook. If `append` is set and the module already has a hook, the
+    attribute is set to a `SequentialHook` of the existing hook and the new one.
 
     Args:
         module: Module to attach the hook to.
@@ -183,7 +183,7 @@ class CpuOffload(ModelHook):
 
     Args:
         execution_device: Device of the forward. None: the current accelerator, else the CPU.
-        prev_module_hook: Hook of another model, which this hook moves back to the CPU before each forward.
+        prev_module_hook: Hook of another model. Before each forward, that model is moved back to the CPU.
     """
 
     def __init__(

@@ -170,7 +170,8 @@ def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serializ
     Args:
         obj: Object to write.
         f: Path of the file.
-        save_on_each_node: Whether instead the first process of every machine writes the file. Default: False.
+        save_on_each_node: Whether the first process of every machine writes the file, instead of only the main process.
+            Default: False.
         safe_serialization: Whether to write safetensors. Default: False.
     """
     runtime = collectives().runtime
@@ -268,8 +269,8 @@ def find_first_last_linear_layers(model: torch.nn.Module) -> tuple[str | None, s
 def filter_linear_layers(module: torch.nn.Module, fqn: str, layers_to_filter: Iterable[str | None]) -> bool:
     """Whether a layer may be converted to float8.
 
-    True unless `layers_to_filter` contains the layer's name, or the input or output size of a linear layer is not
-    divisible by 16.
+    False if `layers_to_filter` contains the layer's name. Also False for a linear layer whose input or output size is
+    not divisible by 16.
 
     Args:
         module: Layer.
@@ -314,7 +315,7 @@ def get_module_size_with_ties(
         modules_to_treat: Pairs of (name, module), in which the other modules are looked up.
 
     Returns:
-        Total size in bytes, in which a shared parameter counts once, names of the other modules, and these modules.
+        Tuple of (total size in bytes, names of the other modules, these modules). A shared parameter counts once.
     """
     found = {}
     for tied in tied_params:  # a missing module is ignored, for which Accelerate raises IndexError
@@ -388,7 +389,7 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
 
 def retie_parameters(model: torch.nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie parameters again that became separate tensors when a model was loaded.
+    """Retie parameters that became separate tensors when a model was loaded.
 
     In each group, all parameters are replaced by the first one that is not on the meta device.
 

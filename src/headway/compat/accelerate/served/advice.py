@@ -63,9 +63,9 @@ class ImportAdvisor(MetaPathFinder):
 def explain_failed_imports(name: str, sentence: str) -> None:
     """Install an import finder that gives advice if a script imports a name from `headway` that does not exist.
 
-    If `headway` has no attribute with the name, Python looks for a module with it, and would only report that there is
-    none. `__getattr__` cannot raise the ImportError itself, because `hasattr` must return False. So the first request
-    for a missing name installs the finder. It is not installed in programs that use only existing names.
+    If `headway` has no attribute of this name, Python looks for a module of this name, and would only report that there
+    is none. `__getattr__` cannot raise the ImportError itself, because `hasattr` would then raise it instead of
+    returning False. The finder is installed on the first request for a missing name.
 
     Args:
         name: Name that was requested.

@@ -1,9 +1,8 @@
 """Import finder that replaces the package `accelerate` by modules whose names are looked up in Headway.
 
-`headway launch --as accelerate` and `install_as_accelerate` put a directory at the front of `sys.path`, which
-`import headway` alone does not. The directory contains a small package `accelerate`, which calls `take_over`, and the
-metadata of a distribution `accelerate` for version checks. It takes precedence over the real package, which need not be
-installed.
+`headway launch --as accelerate` and `install_as_accelerate` put a directory at the front of `sys.path`. It contains a
+small package `accelerate`, which calls `take_over`, and the metadata of a distribution `accelerate` for version checks.
+This package takes precedence over the real one, which need not be installed. `import headway` alone has no such effect.
 
 The finder is the first one in `sys.meta_path`. It creates modules without files. This module does not import torch.
 """

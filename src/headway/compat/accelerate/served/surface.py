@@ -65,8 +65,8 @@ class NameInScript:
     """Name of Accelerate that a script uses, with the line of its first use.
 
     Attributes:
-        name: Name without its module, such as "set_seed", path of a module, such as "utils.memory", or member, such as
-            "Accelerator.step".
+        name: Name without its module ("set_seed"), path of a module ("utils.memory"), or name of a member
+            ("Accelerator.step").
         line: Number of the line that first uses the name.
     """
 

@@ -12,7 +12,7 @@ def _read_tables() -> dict[str, dict[str, str]]:
     """Return the tables in `names.txt` as dicts, by the table's name.
 
     A line `[table]` starts a table. Each key is on a separate line, followed by its indented text. No parser of the
-    standard library is used, because the user's directory, which is first on `sys.path` here, might hide it.
+    standard library is used, because a module in the user's directory, which is first on `sys.path`, might shadow it.
     """
     found: dict[str, dict[str, str]] = {}
     table, key = dict[str, str](), ""

@@ -80,7 +80,7 @@ class WrittenFile:
     piece: int = PIECE
 
     def pieces(self) -> list[tuple[int, int, str]]:
-        """Return a triple of (offset, length, hash) for each part of the file that one hash covers."""
+        """Return a list of (offset, length, hash) triples, one for each part of the file that one hash covers."""
         starts = range(0, max(1, self.num_bytes), self.piece)
         return [(start, min(self.piece, self.num_bytes - start), digest) for start, digest in zip(starts, self.digests)]
 
@@ -196,7 +196,7 @@ class Manifest:
     @classmethod
     @pause_garbage_collection()
     def decode(cls, data: bytes, where: str = MANIFEST) -> "Manifest":
-        """Decode and check the bytes of a `manifest.json`.
+        """Return a manifest, decoded from the bytes of a `manifest.json` and checked.
 
         Args:
             data: Bytes of the file.
@@ -355,8 +355,8 @@ def _do_chunks_cover(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
 def _check_shared_bytes(tensors: Mapping[str, TensorEntry], files: Mapping[str, WrittenFile]) -> None:
     """Raise `CheckpointError` if two chunks share bytes of a file.
 
-    Without sharing, reading allocates at most the total size of the files. Chunks of grids have unique names and
-    files by construction, so only their total size is checked.
+    The check limits the memory for reading all chunks to the total size of the files. Chunks of grids have unique names
+    and files by construction, so only their total size is checked.
     """
     room = {name: written.num_bytes for name, written in files.items()}
     taken: set[tuple[str, str]] = set()

@@ -98,7 +98,7 @@ def _layout(tensor: torch.Tensor) -> str:
 
 
 def split_into_dense(tensor: torch.Tensor) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Split a sparse or quantized plain tensor into dense tensors.
+    """Split a sparse or quantized tensor, which is not a DTensor, into dense tensors.
 
     Returns:
         Pair of (description that `join_from_dense` needs, dense tensors).
@@ -167,12 +167,11 @@ limits applies. Without a limit, a manifest could claim unbounded memory.
 def get_saved_stride(tensor: Any) -> list[int] | None:
     """Return the stride that a checkpoint records for a tensor, so that a load can restore it.
 
-    Return None if the tensor is in row-major order. If the gaps of a view exceed the limits, return a stride without
-    gaps.
+    Return None if the tensor is in row-major order. For a view whose elements are too far apart, return a stride
+    without gaps.
 
     Args:
-        tensor: Strided tensor or DTensor. For a DTensor, the result is the stride of the full tensor. The dims of each
-            shard are ordered in memory as in that stride.
+        tensor: Strided tensor or DTensor. For a DTensor, the result is the stride of the full tensor, without gaps.
     """
     if isinstance(tensor, ShardPiece):
         return None
@@ -232,7 +231,7 @@ def _make_dense_stride(shape: Sequence[int], like: Sequence[int] | None = None) 
 
 
 def _is_bounded(shape: Sequence[int], stride: Sequence[int], item_bytes: int) -> bool:
-    """Whether the memory that a tensor's elements span is within the limits for gaps between them.
+    """Whether the memory that a tensor spans, including gaps between its elements, is within the limits.
 
     Args:
         shape: Shape of the tensor.
@@ -280,8 +279,8 @@ def write_shard(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], num_fil
         tensors: Pairs of (name, values).
         num_files: Number of files that all ranks write with this name pattern. In object stores, it determines how many
             bytes one hash covers: 8 KiB times `num_files`, rounded up to a power of two, and at least 16 KiB. A rank
-            then reads few bytes beyond its own. The number is larger if all these files would otherwise have more than
-            2^18 hashes. Default: 1.
+            then reads few bytes beyond its own. One hash covers more bytes if all these files would otherwise have more
+            than 2^18 hashes. Default: 1.
 
     Raises:
         OSError: If the disk is full or not writable.
@@ -313,9 +312,9 @@ def _list_values(
 def write_shards(
     folder: Path, files: Mapping[str, Sequence[tuple[str, torch.Tensor]]], num_files: int = 1
 ) -> list[WrittenFile]:
-    """Write files as `write_shard` does, from several threads, and check each header with `check_header`.
+    """Write files as `write_shard` does, from several threads, and return their lengths and hashes.
 
-    `ParallelWriter` documents how much memory this takes.
+    Each header is checked with `check_header`. `ParallelWriter` documents how much memory this takes.
 
     Args:
         folder: Folder of the files.

@@ -29,7 +29,7 @@ def decode_base64(text: str) -> str:
 
 
 def to_logical_name(name: str) -> str:
-    r"""Return the name under which a tensor is saved. Lone surrogates and NUL are escaped as \\uXXXX.
+    r"""Return the name under which a tensor is saved. Lone surrogates and NUL are escaped as \uXXXX.
 
     Different names stay different, because a backslash that looks like the start of such an escape is escaped too.
     """

@@ -129,7 +129,7 @@ class TypedReader:
         return list(values)
 
     def read_optional_integers(self, least: int = 0, most: int = LARGEST, count: int | None = None) -> list[int | None]:
-        """Return the value as a list of integers from `least` to `most` and nulls.
+        """Return the value as a list whose items are None or integers from `least` to `most`.
 
         Args:
             least: Minimum of the integers.
@@ -211,7 +211,7 @@ class TypedReader:
         return TypedReader(value[name], f"{self.where}.{name}")
 
     def find_given(self, *names: str) -> "list[TypedReader]":
-        """Return readers for the values of the given keys in a JSON object.
+        """Return a list of readers for the values of the given keys in a JSON object.
 
         Missing keys and null values are skipped.
         """

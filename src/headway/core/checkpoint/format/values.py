@@ -2,8 +2,8 @@
 
 JSON's own types are stored unchanged. A value of any other type becomes a JSON object in which the reserved key `!` has
 the name of the type. Tensors are stored separately and referenced by name. A save refuses a value that a load would not
-restore identically, including its type. To find out, each encoded value is decoded again. The error contains the path
-of the value.
+restore identically, including its type, with an error that contains the path of the value. To check this, each encoded
+value is decoded again.
 
 NumPy arrays and scalars are stored as bytes, with a JSON description of their dtype.
 """
@@ -84,7 +84,7 @@ def encode_value(value: Any, name: str, tensors: dict[str, torch.Tensor], depth:
 
 
 def _encode_scalar(value: bool | int | float | str | None) -> Any:
-    """Return a scalar as JSON. Values that JSON or some JSON parsers cannot represent become tagged objects."""
+    """Return a scalar as JSON. Values that some JSON parsers cannot represent become objects with a type tag."""
     if type(value) is int and not -_MAX_INT <= value < _MAX_INT:
         return {TAG: "int", "value": hex(value)}
     if type(value) is str and not is_plain(value):
@@ -117,7 +117,7 @@ def _encode_items(items: Collection[Any], name: str, tensors: dict[str, torch.Te
 
 
 def _encode_leaf(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
-    """Return a tagged object for a value of a type that JSON lacks, such as bytes or a NumPy scalar.
+    """Return a JSON object with a type tag for a value of a type that JSON lacks, such as bytes or a NumPy scalar.
 
     Return None if the type is not one of the supported leaf types.
     """
@@ -214,7 +214,9 @@ def decode_value(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def find_references(value: Any) -> list[dict[str, Any]]:
-    """Return the tagged objects in a saved value that name a tensor. If two of them name one tensor, both are returned.
+    """Return all references to tensors in a saved value, which are JSON objects with a type tag and a tensor name.
+
+    If several references name one tensor, all of them are returned.
 
     The search does not use recursion, because an untrusted value might be nested too deep for it.
 
@@ -251,7 +253,10 @@ def set_saved_strides(value: Any, tensors: dict[str, Any]) -> None:
 
 
 def is_object(value: Mapping[Any, Any]) -> bool:
-    """Whether a dict can be stored as a JSON object unchanged. Its keys must be plain strings other than `TAG`."""
+    """Whether a dict can be stored as a JSON object unchanged.
+
+    Its keys must be strings without lone surrogates, and must not include the reserved key `TAG`.
+    """
     return TAG not in value and set(map(type, value)) <= {str} and is_plain("".join(value))
 
 

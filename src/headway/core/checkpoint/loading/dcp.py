@@ -103,7 +103,7 @@ def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _map_model_names(keys: Iterable[str], paths: dict[str, Any]) -> dict[str, str]:
-    """Return, for each tensor name in the folder, the tensor's name in the model."""
+    """Return a dict from names in the folder to names in the model. Tensors outside the model are left out."""
     found = {key: tuple(map(str, paths.get(key, (key,)))) for key in keys}
     if all(len(path) == 1 for path in found.values()):
         return {key: key for key in found}

@@ -1,6 +1,6 @@
 """Copy loaded values to devices from several threads.
 
-One CPU core limits the speed of a single copy from pageable memory or from a mapped file. It moves the bytes to memory
+A single copy from pageable memory or from a mapped file is only as fast as one CPU core can move the bytes to memory
 that the device can read. In this module, each thread moves blocks of 4 MiB into a pinned buffer, from which the device
 copies them.
 """
@@ -80,7 +80,7 @@ def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def can_copy_in_blocks(target: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether `BlockCopier` can copy these values, and is faster than a single copy."""
+    """Whether `BlockCopier` can copy `values` to `target`, and is faster than a single copy."""
     return (
         target.dtype == values.dtype
         and target.shape == values.shape

@@ -226,7 +226,7 @@ class UsedRanges:
         """Add the byte ranges of the values that this rank's shards need.
 
         Args:
-            like: This rank's tensors, as a list for the name of each saved tensor whose values they receive.
+            like: For the name of each saved tensor, a list of this rank's tensors that receive its values.
 
         Raises:
             CheckpointError: If a file does not hold what the manifest lists.
@@ -313,7 +313,7 @@ class TargetLayout:
         self._state = {name: each for name, each in tensors.items() if is_spread(each)}
 
     def map_sharded(self, aliases: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Any]]:
-        """Return this rank's sharded tensors, by the name of the saved tensor whose values they receive.
+        """Return, for the name of each saved tensor, a list of this rank's sharded tensors that receive its values.
 
         Saved tensors that this run does not shard are left out, and are read in full. An optimizer state that has its
         parameter's shape is sharded like the parameter. A tensor of a registered object keeps its current sharding.

@@ -58,7 +58,10 @@ def copy_to_machines(
     failures: list[str] = []
 
     def attempt(act: Callable[..., Any], *given: Any) -> Any:
-        """Call a function unless an earlier step has failed. If it raises an error, record it and return None."""
+        """Call a function unless an earlier step has failed, and return its result.
+
+        Record an error that the function raises. Return None if this step or an earlier one has failed.
+        """
         try:
             return None if failures else act(*given)
         except (OSError, CheckpointError) as error:

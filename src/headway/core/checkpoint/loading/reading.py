@@ -56,7 +56,8 @@ def read_files(
             True.
 
     Raises:
-        CheckpointError: If a file differs from its length or hashes. The message contains the first such file.
+        CheckpointError: If a file does not match its recorded length or hashes. The message contains the first such
+            file.
     """
     wanted = [written for written in files if is_verified or written.name in (places or {})]
     for written in wanted:
@@ -136,7 +137,7 @@ def _meets(piece: tuple[int, int, str], ranges: Sequence[tuple[int, int]]) -> bo
 
 
 def check_file(path: Path, written: WrittenFile) -> None:
-    """Raise `CheckpointError` unless the path is a regular file of the length that was written.
+    """Raise `CheckpointError` unless the path is a regular file with the length that the manifest lists.
 
     Raises:
         CheckpointError: If the path is not a regular file, or has another length.
@@ -233,7 +234,10 @@ def read_owned(
 def _allocate(
     folder: Path, manifest: Manifest, names: Sequence[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, list[ReadBuffer]]]:
-    """Return uninitialized tensors by name, and buffers that are views of their memory, by file name."""
+    """Return a pair of (new tensors by name, lists of `ReadBuffer` objects by file name).
+
+    The tensors are uninitialized. Reading a file into its buffers, which are views of the tensors, fills them.
+    """
     found: dict[str, torch.Tensor] = {}
     places: dict[str, list[ReadBuffer]] = {}
     headers: dict[str, StoredPlaces] = {}

@@ -44,7 +44,7 @@ from headway.errors import CheckpointError
 
 
 class LoadRollback:
-    """Undo steps for the changes that a load has made so far."""
+    """List of steps that undo the changes that a load has made so far."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[str, Callable[[], Any]]] = []
@@ -71,7 +71,7 @@ class LoadRollback:
 
 
 def copy_state(state: Any) -> Callable[[], Any]:
-    """Copy a state, and return a function that rebuilds it. Later changes of the original do not affect the copy.
+    """Copy a state, and return a function that rebuilds it. Later changes to the original do not affect the copy.
 
     Dense tensors are copied to host memory. DTensors are copied on their device.
     """

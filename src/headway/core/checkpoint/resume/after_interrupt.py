@@ -16,7 +16,7 @@ class SavedPlace(Protocol):
 
     @property
     def last_folder(self) -> Path | None:
-        """Folder of the last checkpoint that this run saved or loaded, or None."""
+        """Folder of the last checkpoint that this run saved or loaded, or None if there is none yet."""
 
     @property
     def is_automatic(self) -> bool:

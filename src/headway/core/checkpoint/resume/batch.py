@@ -44,7 +44,7 @@ class BatchPlan:
     Attributes:
         num_steps: Number of micro-batches per update.
         windows: Settings by loader index, for loaders whose batches are split unevenly. Each is a pair of (samples per
-            update, unit of `drop_last` in samples, as in `BatchState`).
+            update, unit). With `drop_last`, an epoch is shortened to a multiple of this unit in samples.
         lines: Messages about differences from the saved run.
         is_kept: Whether the global batch size is that of the checkpoint.
     """
@@ -84,7 +84,7 @@ class GlobalBatch:
 
     @property
     def _plan(self) -> BatchPlan | None:
-        """Plan that was applied last, or None.
+        """Plan that was applied last, or None if no plan is in effect.
 
         It becomes None once the script has set another number of accumulation steps.
         """
@@ -98,11 +98,11 @@ class GlobalBatch:
         return self._accumulation.num_steps if self._plan is None or self._kept is None else self._kept[1]
 
     def list_requested_sizes(self) -> list[int | None]:
-        """Return the number of samples per update that the script requests, for each loader. None if it varies."""
+        """Return, for each loader, the number of samples per update that the script requests, or None if it varies."""
         return [None if each.step_size is None else each.step_size * self._requested_steps for each in self._loaders]
 
     def list_sizes(self) -> list[int | None]:
-        """Return the number of samples per update that is used, for each loader. None if it varies."""
+        """Return, for each loader, the number of samples per update that is used, or None if it varies."""
         steps, windows = self._accumulation.num_steps, {} if self._plan is None else self._plan.windows
         plain = [_find_requested_window(each, steps) or (None if each.step_size is None else each.step_size * steps)
                  for each in self._loaders]  # fmt: skip
@@ -118,7 +118,7 @@ class GlobalBatch:
         return BatchState(self.list_requested_sizes(), self.list_sizes(), self._list_units(), self._list_trained())
 
     def _list_units(self) -> list[int | None]:
-        """Return the unit of `drop_last` in samples for each loader. None if the number of samples per step varies.
+        """Return, for each loader, the unit of `drop_last` in samples, or None if the samples per step vary.
 
         With `drop_last`, the number of samples in an epoch is rounded down to a multiple of this unit.
         """
@@ -167,7 +167,7 @@ class GlobalBatch:
 
         Args:
             wanted: Number of samples per update, by loader index.
-            units: For each loader, the unit of `drop_last` in samples, as in `BatchState`.
+            units: For each loader, a number of samples. With `drop_last`, an epoch is shortened to a multiple of it.
         """
         full = {index: self._loaders[index].step_size or 1 for index in wanted}
         fewest = max(-(-size // full[index]) for index, size in wanted.items())

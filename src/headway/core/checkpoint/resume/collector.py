@@ -64,7 +64,7 @@ class StateCollector:
     ) -> tuple[CollectedState, dict[str, Any]]:
         """Return the state of all ranks except their RNG states, and the manifest's `about` section.
 
-        Every rank must call it, or one rank with `is_alone`.
+        Every rank must call it unless `is_alone` is True.
 
         Args:
             before: State at the start of the evaluation in progress, at which a resumed run continues. Default: None,
@@ -152,7 +152,7 @@ class StateCollector:
         self._progress.expect_saves()
 
     def leave_frozen_out(self, collected: CollectedState) -> None:
-        """Replace frozen weights in a collected state by their digests. Every rank must call it."""
+        """Replace frozen weights in a collected state with their digests. Every rank must call it."""
         self._frozen_weights.take_out(collected, self._objects.list_bare_models(), is_alone=False)
 
     def list_steady(self, collected: CollectedState) -> set[str]:
@@ -202,9 +202,9 @@ class StateCollector:
         return collected, states
 
     def _describe_unmarked_state(self) -> str:
-        """Return the end of a log message about state that a save within an accumulation window stores as it is now.
+        """Return a phrase for the log that lists the state which a save between two micro-batches stores as it is now.
 
-        All other state is stored as of the window's start. The result is "" if there is no such state.
+        All other state is stored as of the start of the accumulation window. Return "" if this holds for all state.
         """
         mark = self._progress.window_start
         parts = ["registered objects"] if self._run.custom else []

@@ -43,7 +43,7 @@ _CALLS = "calls of step()"
 
 
 def list_schedule_units(preparation: Preparation) -> list[str]:
-    """Return the unit that the steps of each prepared learning rate scheduler count, such as optimizer updates."""
+    """Return, for each prepared learning rate scheduler, the unit that its steps count, such as "updates"."""
     return [_unit(each) for each in preparation.schedulers]
 
 
@@ -55,7 +55,7 @@ def find_changed_schedules(
     Args:
         preparation: Prepared objects with the schedulers, and the rule by which each scheduler advances.
         saved: Counters and settings of the saved run.
-        found: Saved state, which fits the schedulers.
+        found: Saved state. The caller must have checked that it fits the schedulers.
         num_processes: Number of processes of this run. If it equals that of the saved run, changed learning rates are
             only reported.
 
@@ -90,7 +90,8 @@ def find_changed_schedules(
 def recount_schedules(preparation: Preparation, saved: SavedRun) -> None:
     """Correct the position of learning rate schedulers that count updates now but did not in the saved run.
 
-    Their position becomes the number of updates made. It must be called after the schedulers' states are loaded.
+    Their position becomes the number of updates made. This function must be called after the schedulers' states are
+    loaded.
 
     Args:
         preparation: Prepared objects with the schedulers.
@@ -102,7 +103,7 @@ def recount_schedules(preparation: Preparation, saved: SavedRun) -> None:
 
 
 def _is_recounted(made: SchedulerEntry, former: str) -> bool:
-    """Whether a scheduler counts updates now but counted something else before, and its position is its only state.
+    """Whether a LambdaLR, whose only state is its position, counts updates now but counted another unit before.
 
     Args:
         made: Prepared scheduler.
@@ -121,7 +122,9 @@ def _unit(made: SchedulerEntry) -> str:
 
 
 def _find_jumps(scheduler: Any, state: Mapping[str, Any]) -> Iterator[tuple[float, float, int]]:
-    """Yield the learning rates that a scheduler's LambdaLRs now compute differently for the saved scheduler step.
+    """Yield, for each LambdaLR in a scheduler, the first learning rate that differs from the saved one.
+
+    The learning rates are computed for the saved scheduler step.
 
     Yields:
         Triples of (saved learning rate, new learning rate, scheduler step).
@@ -162,7 +165,7 @@ class Restored:
 
 
 def get_layout_sizes(strategy: object) -> dict[str, int]:
-    """Return the sizes of the mesh axes along which a strategy shards models, by name.
+    """Return a dict from the name to the size of each mesh axis along which a strategy shards models.
 
     The result is empty if models are replicated.
     """
@@ -264,7 +267,7 @@ class RunComparison:
         return plan
 
     def _gather_problems(self, problems: list[str]) -> list[str]:
-        """Return the problems found by any rank. Each rank checks its own shards of sharded tensors."""
+        """Return all ranks' messages about saved values that do not fit. Each rank checks only its own shards."""
         return list(dict.fromkeys(line for each in self.collectives.gather_objects(problems) for line in each))
 
     def _compare_intended(

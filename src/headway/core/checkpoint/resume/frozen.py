@@ -1,9 +1,9 @@
 """Warn if a resumed run does not train the same parameters as the saved run.
 
-Whether a parameter is frozen (`requires_grad=False`) is the script's choice. Loading a checkpoint does not set it,
-neither with Headway nor with torch. A script that unfreezes parameters at some epoch does so again after a load.
-Therefore parameters are compared at the first update after a load. Those that the script has frozen or unfrozen since
-the load are left out.
+Whether a parameter is frozen (`requires_grad=False`) is the script's choice. As in torch, loading a checkpoint does not
+change it. A script that unfreezes parameters at some epoch does so again after a load. Therefore parameters are
+compared only at the first update after a load. Those that the script has frozen or unfrozen since the load are left
+out.
 """
 
 from collections.abc import Callable, Sequence

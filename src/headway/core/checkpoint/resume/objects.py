@@ -77,7 +77,7 @@ class CheckpointedObjects:
         return any(is_spread(value) for model in self.list_bare_models() for _, value in export(model))
 
     def read_piece_size(self) -> dict[str, int | None]:
-        """Return the state of the search for the micro-batch size. Empty if batches are not split automatically."""
+        """Return the state of automatic micro-batching as a dict, or {} if batches are not split automatically."""
         return {} if self.step.pieces is None else asdict(self.step.pieces)
 
     def read_rng_states(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class CheckpointedObjects:
         """Set the states of all random generators.
 
         Args:
-            rng_states: States by name. The entry of the loaders' generator is ignored.
+            rng_states: States by name. An entry for the loaders' generator is ignored in favor of `loader_rng`.
             loader_rng: State of the loaders' separate generator. None if they use torch's global generator.
         """
         own = {name: state for name, state in rng_states.items() if name != _LOADERS}

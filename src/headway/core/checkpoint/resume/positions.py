@@ -10,10 +10,10 @@ loaders one after the other. In this example, a run that resumes from the save e
         for batch in first: ...
         for batch in second: ...     # saved here
 
-After a save during an evaluation, the resumed run continues at the evaluation's start, right after the last update. An
-evaluation between two epochs is repeated completely. For that, the loaders' positions and RNG states at the end of the
-training pass are recorded. An evaluation within an epoch is not repeated, because the loop continues at the next batch.
-The evaluation's loader starts over.
+After a save during an evaluation, the resumed run continues with the state at the evaluation's start, right after the
+last update. An evaluation between two epochs is repeated completely. For this purpose, the loaders' positions and RNG
+states at the end of the training pass are recorded. An evaluation within an epoch is not repeated, because the loop
+continues with the next training batch. The next evaluation reads its loader from the start.
 
 After a save in the middle of an accumulation window (the micro-batches of one update), the resumed run continues at the
 window's start (`WindowSnapshot`).
@@ -95,7 +95,7 @@ class Changed:
         ]
 
     def put_into(self, collected: CollectedState) -> None:
-        """Replace the current values in a collected state by the copies from the window's start."""
+        """Replace the current values in a collected state with the copies from the start of the accumulation window."""
         collected.tensors.update((name, kept) for name, kept in self._buffers.items() if name in collected.tensors)
         for index, (kept, extra) in enumerate(zip(self._extra, collected.state["extra"])):
             for name in kept.keys() & extra.keys():
@@ -133,7 +133,9 @@ def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def list_loader_states(loaders: Sequence[PreparedLoader], mark: WindowSnapshot | None) -> list[dict[str, Any]]:
-    """Return each loader's state. If the loader was read since the window's start, return its state at that start.
+    """Return the states of the loaders.
+
+    For a loader that has been read since the accumulation window began, return its state at that time.
 
     Args:
         loaders: Prepared loaders.
@@ -334,7 +336,9 @@ class TrainingPasses:
         self._trained.add(loader.seed)
 
     def count_finished(self) -> dict[int, int]:
-        """Return the number of finished passes over each training loader, which a run resumed from a save would skip.
+        """Return, for each training loader, the number of finished passes in the current epoch.
+
+        A run that is resumed from a save at this point skips these passes.
 
         Returns:
             Mapping from a loader's seed to the number of passes.
@@ -357,7 +361,7 @@ class TrainingPasses:
         """Restore the numbers of finished passes from a saved run. The loaders' states must be restored first.
 
         Args:
-            counts: For each loader, the number of its finished passes, or None.
+            counts: For each loader, the number of its finished passes, or None if it was not used for training.
         """
         self._forget()
         self._resumed = {each.seed: count for each, count in zip(self._loaders, counts) if count is not None}
@@ -436,7 +440,7 @@ class EvaluationStarts:
         return windows == self.accumulation.num_windows and not is_read
 
     def find_start(self, *, goes_back: bool) -> EvaluationStart | None:
-        """Return the position that a save must store because an evaluation is in progress, or None if there is none.
+        """Return the position that a save must store if an evaluation is in progress, else None.
 
         Args:
             goes_back: Whether a resumed run enters the epoch again and repeats its evaluations. False: only the

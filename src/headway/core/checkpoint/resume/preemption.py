@@ -19,7 +19,9 @@ log = get_logger(__name__)
 
 
 class PreemptionGuard:
-    """Listener for signals and deadlines that ask a run to stop. It saves and ends the run once all ranks agree.
+    """Listener for signals and deadlines that ask a run to stop.
+
+    Once all ranks agree, it saves and ends the run. If `settings.exits` is False, it only sets `is_preempted`.
 
     Args:
         settings: Signals and deadlines that ask the run to stop, and whether the process exits.
@@ -45,7 +47,10 @@ class PreemptionGuard:
         self._stopping = stopping.start_agreement(settings.numbers, self._deadline)
 
     def check(self, loader: PreparedLoader | None = None) -> None:
-        """Save and end the run if all ranks have agreed to stop. All ranks must make the same sequence of calls.
+        """Save and end the run if all ranks have agreed to stop.
+
+        With `Preemption(exits=False)`, only set `is_preempted` instead. Every rank must call this method at the same
+        points of the training loop.
 
         Args:
             loader: Loader that is about to return a batch. Default: None, the loop has no prepared loaders.

@@ -93,7 +93,7 @@ class LoopProgress:
 
     @property
     def is_without_loader(self) -> bool:
-        """Whether no prepared loader is being iterated, and batches are not split automatically."""
+        """Whether no prepared loader is being iterated and automatic micro-batching is not splitting a batch."""
         return not self._windows.active and not self._windows.is_cut
 
     def get_position(self, before: EvaluationStart | None = None) -> tuple[object, ...]:
@@ -111,7 +111,10 @@ class LoopProgress:
         return self._objects.run.clock.num_updates, windows.num_windows, windows.is_unfinished, *positions
 
     def find_evaluation_start(self) -> EvaluationStart | None:
-        """Return the state at the start of the evaluation in progress, or None. A resumed run continues there."""
+        """Return the state at the start of the evaluation in progress, from which a resumed run continues.
+
+        Return None if no evaluation is in progress.
+        """
         return self.evaluations.find_start(goes_back=self.counts_epochs)
 
     # ---------------------------------------------------------------- epochs of the loop
@@ -170,7 +173,7 @@ class LoopProgress:
         """Register a function to call before each batch of a prepared loader, while no other batch is in use.
 
         Args:
-            ask: Function of the loader. None: remove the registered function.
+            ask: Function that is called with the loader. None: remove the registered function.
         """
         self._ask = ask
 

@@ -92,7 +92,7 @@ class MemoryCopies(Protocol):
         """Wait until the state that is being copied has been committed."""
 
     def newest(self) -> Path | None:
-        """Return the folder of the newest state in memory, or None. Every rank must call it."""
+        """Return the folder of the newest state in memory, or None if there is none. Every rank must call it."""
 
     def is_newer(self, kept: Path, on_disk: Path | None) -> bool:
         """Whether a state in memory is newer than a checkpoint on the disk.
@@ -129,7 +129,7 @@ class Checkpoints:
     Attributes:
         place: Folder of the checkpoints.
         guard: Preemption guard, or None if the run does not listen for requests to stop.
-        last_folder: Folder of the last checkpoint that this run saved or loaded, or None.
+        last_folder: Folder of the last checkpoint that this run saved or loaded, or None if there is none yet.
         resume_method: Method with which the program continues from a checkpoint. Messages name it.
     """
 
@@ -351,7 +351,10 @@ class Checkpoints:
         return self.guard is not None and self.guard.is_preempted
 
     def check_preemption(self) -> bool:
-        """Save and end the run if all ranks have agreed to stop. Return whether they have."""
+        """Save and end the run if all ranks have agreed to stop.
+
+        Return whether they have agreed. With `Preemption(exits=False)`, the run is neither saved nor ended here.
+        """
         if self.guard is not None:
             self.guard.check()
         return self.is_preempted
@@ -372,7 +375,10 @@ class Checkpoints:
         self._check_steps()
 
     def stop_watching(self) -> None:
-        """Stop listening for signals and deadlines. Release the folder's lock until the next training step or save."""
+        """Stop listening for signals and deadlines, and release the lock of the checkpoints' folder.
+
+        The next training step or save locks the folder again.
+        """
         if self._memory is not None:
             self._memory.settle()
         if self.guard is not None:
@@ -474,7 +480,7 @@ class Checkpoints:
     def list_models_to_load(self, folder: Path) -> list[torch.nn.Module]:
         """Call the load hooks with another program's checkpoint, and return the models that are still to be loaded.
 
-        A hook that loads a model removes it from its argument.
+        Each hook gets the list of models, and removes the models that it has loaded.
 
         Args:
             folder: Folder of the checkpoint.
@@ -496,9 +502,10 @@ class Checkpoints:
         Args:
             input_dir: Folder of the checkpoint. None: the newest one.
             is_strict: Whether to refuse any difference from this run.
-            changed: Which of `CHANGED` differ on purpose. None: only warn about other data and schedules. Default: ().
-            newest: Function that returns the checkpoint to load if the current one proves damaged. Default: None, the
-                newest valid one on the disk if `input_dir` is None, else no other checkpoint.
+            changed: Which of "data", "schedule" and "groups" were changed on purpose. None: only warn about changed
+                data and schedules. Default: ().
+            newest: Function that returns the checkpoint to load if the first one proves damaged. Default: None. The
+                newest valid checkpoint on the disk is then loaded if `input_dir` is None, else the load fails.
 
         Raises:
             StateError: If other ranks continue without calling it.
@@ -533,7 +540,7 @@ class Checkpoints:
     ) -> Restored:
         """Load a checkpoint.
 
-        If it proves damaged before anything has been changed, load the next newest one instead.
+        If it proves damaged before anything has been changed, load the checkpoint that `newest` returns instead.
         """
         try:
             return self._state.restorer.load(folder, is_strict, tuple(self._load_hooks.values()), changed)
@@ -552,7 +559,8 @@ class Checkpoints:
             checkpoint: Folder of the checkpoint, "latest" or "best".
             is_strict: Whether to refuse any difference from this run.
             run: With "latest" or "best", ID of the run whose checkpoints count. None: the checkpoints of all runs.
-            changed: Which of `CHANGED` differ on purpose. None: only warn about other data and schedules. Default: ().
+            changed: Which of "data", "schedule" and "groups" were changed on purpose. None: only warn about changed
+                data and schedules. Default: ().
         """
         find = {"latest": self._newest, "best": self._find_best}.get(str(checkpoint))
         folder = to_path(checkpoint).expanduser().absolute() if find is None else find(run)
@@ -591,7 +599,7 @@ class Checkpoints:
         return found
 
     def _newest(self, run: str | None) -> Path | None:
-        """Return the folder of the newest state, in host memory or on the disk, or None.
+        """Return the folder of the newest checkpoint, which can be in host memory or on the disk, or None.
 
         Args:
             run: ID of the run whose checkpoints count. None: the checkpoints of all runs.
@@ -679,10 +687,10 @@ def check_changed(given: str | Collection[str] | None) -> Collection[str] | None
     """Return the argument `changed` as a collection of names, or None.
 
     Args:
-        given: One name of `CHANGED`, several names, or None.
+        given: One or several of "data", "schedule" and "groups", or None.
 
     Raises:
-        ConfigError: If a name is not in `CHANGED`.
+        ConfigError: If another name is given.
     """
     meant = (given,) if isinstance(given, str) else given
     for name in meant or ():

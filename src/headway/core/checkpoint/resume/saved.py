@@ -210,7 +210,7 @@ def _read_ranks(about: TypedReader) -> tuple[int, list[int]]:
 
 
 def _check_about(about: TypedReader) -> None:
-    """Raise `CheckpointError` if a value of the `about` section is wrong.
+    """Raise `CheckpointError` if a value in the manifest's `about` section is wrong.
 
     Only values that are displayed, passed to listeners, or used by a resume are checked.
     """

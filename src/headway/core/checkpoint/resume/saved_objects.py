@@ -55,7 +55,7 @@ def check_objects(state: TypedReader, found: CollectedState) -> None:
 
 
 def find_unfit(parts: StatefulObjects, found: CollectedState) -> list[str]:
-    """Return one message for each saved value that an object would load without an error, but that would fail later.
+    """Return one message for each saved value that would be loaded without an error, but would cause one later.
 
     Nothing is changed. It must be called after `find_misfits` has found no problem.
 
@@ -114,10 +114,10 @@ def _find_unlike(own: Any, saved: Any, where: str) -> list[str]:
 
 
 def decode_reader(reader: TypedReader, found: CollectedState) -> TypedReader:
-    """Return a reader for the decoded form of a value.
+    """Decode a value of the manifest, and return a `TypedReader` that checks the type of the decoded value.
 
     Args:
-        reader: Reader of the encoded value. The result has the same path, for messages.
+        reader: Reader of the encoded value. The result names the same path in error messages.
         found: Saved state with the tensors to which the value refers.
     """
     return TypedReader(decode_value(reader.value, found.tensors), reader.where)

@@ -64,9 +64,9 @@ class LocalState:
         return any(self._list_owned_by(index) for index in range(len(self._preparation.optimizers)))
 
     def add(self, collected: CollectedState, steps: Sequence[int | None]) -> None:
-        """Replace tensors that differ between ranks by their means, and add tensors with one row per rank.
+        """Replace each tensor that differs between ranks with its mean, and add a tensor with every rank's values.
 
-        The rows hold the values of each rank. Every rank must call it.
+        The added tensor has one row per rank. Every rank must call this method.
 
         Args:
             collected: State to change.
@@ -84,7 +84,7 @@ class LocalState:
         tensors.update((ROWS + name, make_row(each, rank, count)) for name, each in own.items())
 
     def take(self, found: CollectedState) -> None:
-        """Replace the means of optimizer states in a loaded state by this rank's own values.
+        """Replace the means of optimizer states in a loaded state with this rank's own values.
 
         Args:
             found: Loaded state to change. It has only this rank's row of each tensor with one row per rank.
@@ -152,7 +152,7 @@ _BLOCK = 2**20
 
 
 class FrozenWeights:
-    """Converter that replaces the frozen weights in a checkpoint by digests, and compares the digests at a load.
+    """Converter that replaces the frozen weights in a checkpoint with digests, and checks them during a load.
 
     Args:
         everyone: Collectives over all ranks.
@@ -163,7 +163,7 @@ class FrozenWeights:
         self._known: dict[str, tuple[Any, list[Any]]] = {}
 
     def take_out(self, collected: CollectedState, models: Iterable[torch.nn.Module], is_alone: bool) -> None:
-        """Replace the frozen weights in a state by their digests. Every rank must call it, or one rank with `is_alone`.
+        """Replace the frozen weights in a state with their digests. Every rank must call it unless `is_alone` is True.
 
         Args:
             collected: State to change.

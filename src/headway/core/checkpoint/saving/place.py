@@ -27,7 +27,7 @@ class CheckpointFolder:
     Attributes:
         project: Project configuration. May be replaced.
         iteration: Number of the next automatically named checkpoint.
-        earlier: Newest checkpoint of an earlier run that has a name which this run would use. It is a pair of (folder,
+        earlier: Newest checkpoint that an earlier run saved under a name that this run would use, as a pair of (folder,
             file identity). None if there is no such checkpoint, training has begun, or a checkpoint has been loaded.
     """
 

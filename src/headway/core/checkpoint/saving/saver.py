@@ -53,7 +53,7 @@ class Saver:
     # ---------------------------------------------------------------- save
 
     def hold(self, parent: Path, run: str | None, is_alone: bool = False) -> str:
-        """Lock a folder against saves of other runs. Every rank must call it, or one rank with `is_alone`.
+        """Lock a folder against saves of other runs. Every rank must call it unless `is_alone` is True.
 
         Args:
             parent: Folder that holds the checkpoints.
@@ -104,7 +104,7 @@ class Saver:
         fill: Callable[[Path], None] | None = None,
         seal: Callable[[], None] | None = None,
     ) -> None:
-        """Write a checkpoint. Every rank must call it with the same folder, or one rank with `policy.is_alone`.
+        """Write a checkpoint. Every rank must call it with the same folder unless `policy.is_alone` is True.
 
         Args:
             final: Folder of the checkpoint.
@@ -258,7 +258,7 @@ class Saver:
             job.rotate()
 
     def pin_early(self, list_objects: Callable[[], StatefulObjects]) -> Callable[[], None]:
-        """Return a hook that pins host memory for the first background save. It is called before an optimizer step.
+        """Return a hook that pins host memory for the first background save. Call it before an optimizer step.
 
         Args:
             list_objects: Function that returns the objects whose state the save will contain.
@@ -285,7 +285,7 @@ class Saver:
         self._alone.check()
 
     def wait(self, is_alone: bool = False) -> None:
-        """Wait for the background save to finish. Every rank must call it, or one rank with `is_alone`.
+        """Wait for the background save to finish. Every rank must call it unless `is_alone` is True.
 
         Args:
             is_alone: Whether only this rank calls it. If all ranks took part in the save, an error is then raised only
@@ -329,10 +329,10 @@ def _leave_rows_out(collected: CollectedState) -> None:
 
 
 def _check_spread(collected: CollectedState, share: writer.DiskShare, is_alone: bool) -> None:
-    """Raise `CheckpointError` if the ranks that write to this disk do not hold all shards of the sharded tensors.
+    """Raise `CheckpointError` if a tensor is sharded and not all ranks write to this disk.
 
     Raises:
-        CheckpointError: If only one rank saves, or each machine saves to its own disk, and a tensor is sharded.
+        CheckpointError: If a tensor is sharded, and either only one rank saves or each machine saves to its own disk.
     """
     name = next((name for name, value in collected.tensors.items() if is_spread(value)), None)
     if name is not None and is_alone:

@@ -61,9 +61,9 @@ class SteadyTensors:
 
 
 class OverlappedCopy:
-    """Copies between host tensors that overlap with the next forward and backward pass.
+    """Copies between host tensors, made while the next forward and backward pass runs.
 
-    They are made by the thread that writes the checkpoint, or by another thread that calls `settle` first.
+    The thread that writes the checkpoint makes them, unless another thread calls `settle` first.
 
     Args:
         pairs: Pairs of (target, source).
@@ -129,10 +129,10 @@ SavePoint = StreamPoint | OverlappedCopy | QueuedCopy
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """Copies of the state in host memory, with the events that complete them.
+    """Copies of the state in host memory, with the events to wait for until the copies are complete.
 
     Attributes:
-        tensors: Copies on the host. Meta tensors represent tensors and boxes that other ranks write.
+        tensors: Copies on the host. Meta tensors represent tensors and shards that other ranks write.
         arrivals: Events and copies to wait for. The snapshot is complete once they have finished.
         steady: Tensors that were not copied, and must not change until they are written.
     """
@@ -289,7 +289,7 @@ class HostCopies:
     def take(
         self, tensors: Mapping[str, torch.Tensor | ShardPiece], names: Container[str], steady: Container[str] = ()
     ) -> StateSnapshot:
-        """Copy the tensors that this rank writes: unsharded tensors in `names`, and its own boxes of sharded tensors.
+        """Copy the tensors that this rank writes: the unsharded tensors in `names`, and its shards of the others.
 
         Copies from devices are queued without waiting. Later changes of a tensor must be queued behind its copy, on
         the stream that is current for its device during this call.
@@ -427,7 +427,7 @@ def _own_chunks(name: str, split: TensorSplit, tensors: Mapping[str, Any], file:
 
 
 def _is_regular(split: TensorSplit) -> bool:
-    """Whether each rank writes at most one box of a tensor.
+    """Whether each rank writes at most one box (rectangular block) of a tensor.
 
     Args:
         split: How the tensor is split among the ranks.
@@ -440,7 +440,9 @@ def _grid(name: str, split: TensorSplit) -> ChunkGrid:
 
 
 def _chunks(name: str, split: TensorSplit, tensors: Mapping[str, Any]) -> Iterator[TensorChunk]:
-    """Yield the chunks of a tensor if some rank writes several of its boxes. A chunk is a box with its file and key.
+    """Yield one chunk for each box (rectangular block) of a tensor of which some rank writes several boxes.
+
+    A chunk describes the box, its file, and its key in the file.
 
     Args:
         name: Name of the tensor.
@@ -452,7 +454,10 @@ def _chunks(name: str, split: TensorSplit, tensors: Mapping[str, Any]) -> Iterat
 
 
 def _key(name: str, number: int, tensors: Mapping[str, Any]) -> str:
-    """Return the key of a box in its file. It is unique, because it differs from the names of all tensors."""
+    """Return the key under which a file stores a box (rectangular block) of a tensor.
+
+    The key differs from the names of all tensors.
+    """
     key = f"{name}@{number}"
     while key in tensors:
         key += "@"
@@ -474,7 +479,7 @@ def _digest(tensors: Mapping[str, Any]) -> str:
 
 
 def entries(tensors: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> dict[str, TensorEntry]:
-    """Return the manifest's entries of sharded tensors.
+    """Return the manifest's entries for the sharded tensors, by name.
 
     Args:
         tensors: The state to save, by name, on the rank that commits.

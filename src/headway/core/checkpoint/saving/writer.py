@@ -3,8 +3,8 @@
 Hooks in `headway.core.checkpoint.resume.save_and_resume` may add further files to a checkpoint.
 
 A save blocks the training loop or runs in the background. The ranks of one disk communicate through files in the
-staging directory. That works from a background thread, needs no collective during training, and leaves no files that a
-later save does not remove. For each rank R, the directory contains one of these files::
+staging directory. This works from a background thread and needs no collective during training. A later save removes the
+files that a failed save has left. For each rank R, the directory contains one of these files::
 
     .writing-R   rank R is writing         (created while all ranks wait for each other)
     .written-R   its part is on the disk   (.writing-R, renamed; lists its files, hashes, and boxes of sharded tensors)
@@ -130,7 +130,7 @@ class SaveJob:
         return folders.find_store(self.final).staging(self.nonce)
 
     def rotate(self) -> None:
-        """Remove older checkpoints of this run if the policy limits their number, after this one has been committed."""
+        """Remove older checkpoints of this run if the policy limits their number. Called after the commit."""
         if self.policy.keep is not None:
             folders.remove_old_checkpoints(
                 self.final.parent, self.policy.keep, self.policy.protected, self.about.get("run")
@@ -211,8 +211,9 @@ def announce(job: SaveJob) -> None:
 class SaveWait:
     """Recorder of waits for the parts of other ranks, so that the hang watch does not report this rank as hanging.
 
-    The record is written to the pulse, the status file that the hang watch reads. The main thread waits directly, or
-    by waiting for the writing thread. Meanwhile, the hang watch sees neither a collective nor progress.
+    The main thread waits for other ranks itself, or for the background thread that writes the checkpoint. Meanwhile,
+    the hang watch sees neither a collective nor progress. So the wait is recorded in the pulse, the status file that
+    the hang watch reads.
     """
 
     def __init__(self) -> None:
@@ -329,7 +330,7 @@ def _collect(job: SaveJob) -> tuple[dict[str, WrittenFile], list[dict[str, Any]]
     """Wait until all ranks of this disk have written their parts.
 
     Returns:
-        Pair of (written files by name, each part's summary of its boxes of sharded tensors).
+        Pair of (written files by name, list with one summary per part of the sharded tensors in that part).
     """
     files: dict[str, WrittenFile] = {}
     boxes = []

@@ -39,7 +39,7 @@ class DiskStore:
         folder: Directory of the checkpoint or checkpoints.
 
     Attributes:
-        poll: Seconds between two checks whether other ranks have written their files.
+        poll: Seconds between two checks for files that other ranks write.
         needs_lock: Whether two runs that commit the same checkpoint at once could both succeed. False, because on a
             disk the second rename fails.
         verifies_on_read: Whether readers compare the bytes with their hashes as they read them, in a single pass.
@@ -94,7 +94,7 @@ class DiskStore:
         return self.folder.parent / f"{_STAGED}{self.folder.name}-{nonce}"
 
     def abandon(self) -> None:
-        """Remove the staging directory of a failed save. It is the folder of this store.
+        """Remove this store's folder, which is the staging directory of a failed save.
 
         The directory is renamed first, so that ranks that are still writing cannot find it.
         """
@@ -208,7 +208,7 @@ class DiskStore:
     def sweep(self, name: str | None = None) -> list[Path]:
         """Remove files that interrupted saves have left in this folder, and return the removed paths.
 
-        It must not be called while a save of a checkpoint with this name is running.
+        Do not call it while one of the named checkpoints is being saved.
 
         Args:
             name: Name of the checkpoint whose leftover files are removed. Default: None, those of all checkpoints.

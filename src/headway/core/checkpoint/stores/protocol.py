@@ -38,7 +38,7 @@ class CheckpointStore(Protocol):
 
     Attributes:
         folder: Path or URL of the checkpoint, or of the directory of checkpoints.
-        poll: Seconds between two checks whether other ranks have written their files.
+        poll: Seconds between two checks for files that other ranks write.
         needs_lock: Whether saves to a folder that the caller names need a lock. Without it, two runs that commit the
             same checkpoint at once could both succeed.
         verifies_on_read: Whether the bytes are compared with their hashes as they are read, so that no separate
@@ -67,7 +67,7 @@ class CheckpointStore(Protocol):
         """
 
     def abandon(self) -> None:
-        """Remove the staging directory or prefix of a failed save. It is the folder of this store."""
+        """Remove this store's folder, which is the staging directory or prefix of a failed save."""
 
     def commit(self, staging: Path, manifest: Manifest, fence: Callable[[], None]) -> None:
         """Commit the files of the staging directory or prefix as a checkpoint."""
@@ -88,7 +88,7 @@ class CheckpointStore(Protocol):
         """
 
     def absent(self, manifest: Manifest) -> str | None:
-        """Return an error message about the manifest's first file that the store lacks, or None if it lacks none."""
+        """Return an error message about the first missing file of the manifest, or None if no file is missing."""
 
     def fetched(self, manifest: Manifest) -> FetchedFiles | None:
         """Return a local folder into which the files can be downloaded, or None if no download is needed."""

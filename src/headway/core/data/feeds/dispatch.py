@@ -21,8 +21,8 @@ class DispatchFeed:
     """`BatchFeed` with which the main process reads the batches of all ranks, and sends each rank its batch.
 
     Args:
-        feed: `BatchFeed` that yields the batches of all ranks round-robin. Only the main process reads from it, but all
-            ranks use its lengths.
+        feed: `BatchFeed` that yields the batches of all ranks round-robin. Only the main process reads batches from it,
+            but all ranks read its sizes, such as `round_size`.
         collectives: Collectives of all ranks.
         shard: Data shard of this rank. Several ranks may have the same shard.
         is_batched: Whether torch's DataLoader builds the batches, so that their sizes are known from the indices.

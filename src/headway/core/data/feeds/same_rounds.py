@@ -55,10 +55,10 @@ class SameRounds:
         self._ignored: frozenset[str] = frozenset()
 
     def __call__(self, parts: Iterator[Collated]) -> Iterator[tuple[Collated, bool]]:
-        """Yield pairs of (collated batches of one step, whether it is the last step).
+        """Yield pairs of (this rank's `Collated` item for one step, whether it is the last step).
 
         Args:
-            parts: Collated batches that this rank reads, one item per step.
+            parts: `Collated` items that this rank reads, one per step.
 
         Raises:
             DataError: If the ranks' samples differ, or if the number of samples in the first step is not equal on all

@@ -191,8 +191,8 @@ class OwnShards:
         index: Index of this rank.
         count: Number of ranks.
         mark_last: Function that exchanges each step's row counts with the other ranks, and marks the last step.
-        whole_split: Rule that divides the samples of the dataset if every rank reads it in full. This is the case when
-            a pass is resumed that a different number of ranks began.
+        whole_split: Rule that divides the samples of the dataset if every rank reads it in full. Ranks do so when they
+            resume a pass that was begun by a different number of ranks.
         mark_whole: Function that marks the last step when every rank reads the dataset in full. It also compares each
             step's samples on all ranks. None to mark the last step without a comparison.
     """
@@ -215,8 +215,8 @@ class StreamFeed:
         split: Rule that divides samples into steps.
         ranks: Ranks whose batches this process reads: only its own rank, or all ranks if it reads for all.
         seed: Seed of the workers' random numbers.
-        base_seed: Source of the workers' base seed, which it draws as torch does. The workers of a run with several
-            ranks are seeded from `seed` instead.
+        base_seed: Object that draws the workers' base seed as torch does. In a run with several ranks, the workers are
+            seeded from `seed` instead.
         kind: Class of the DataLoader that reads the dataset. If it has a `state_dict` method, a resumed pass loads the
             saved state into the DataLoader.
         own: Shards of this rank, if each rank reads different shards; None to read all samples of the dataset.
@@ -494,10 +494,10 @@ class StreamFeed:
         return divmod(consumed, self.round_size)
 
     def _follow_order(self, before: list[int] | None, epoch: int) -> None:
-        """Choose the sample order of a pass: that of the saved pass, if it continues one, or this run's own order.
+        """Choose the sample order of a pass: the order of the saved pass that it continues, or this run's own order.
 
-        If the two orders differ, every rank follows the saved order by reading all samples of the dataset, with at
-        most one worker.
+        If the two orders differ and the saved one can be followed, every rank follows it by reading all samples of the
+        dataset, with at most one worker.
 
         Args:
             before: Value of `_reading` in the saved pass; None if the pass starts from the beginning.
@@ -542,10 +542,11 @@ class StreamFeed:
 
     @property
     def _reading(self) -> list[int]:
-        """Numbers that determine the sample order: [ranks with different shards, workers, samples per worker and step].
+        """Numbers that determine the sample order of a pass, as a list.
 
-        A single reader of all samples follows the dataset's own order, whatever the number of samples per step. The
-        third number is then 1.
+        They are the number of ranks that read different shards, the number of workers, and the number of samples that
+        a worker reads per step. The third number is 1 if a single reader reads all samples, because the order is then
+        the dataset's own for any number of samples per step.
         """
         return self._order or self._own_reading
 

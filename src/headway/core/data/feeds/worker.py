@@ -169,7 +169,7 @@ class WorkerStateCollate:
         self._last: str | None = None
 
     def __call__(self, samples: object) -> WorkerBatch:
-        """Collate the samples, then read the worker's RNG states."""
+        """Collate the samples, and return the batch with the worker's RNG states after the collation."""
         batch = self.collate_fn(samples)
         rng_states = read_text()
         moved = None if rng_states == self._last else rng_states

@@ -202,8 +202,8 @@ class DrawnOrder:
     def state(self, is_running: bool) -> State:
         """Return the seed of the current pass or, between passes, the seed of the next pass if it is known.
 
-        The next seed is known if an iterator was created whose first batch has not been requested, or if a saved seed
-        was loaded. Otherwise, the state is empty.
+        The next seed is known if a saved seed was loaded, or if an iterator was created but its first batch has not
+        been requested. If no seed is known, return an empty state.
 
         Args:
             is_running: Whether a pass is in progress.
@@ -260,14 +260,14 @@ class SamplerOrder:
         return len(self.sampler)  # type: ignore[arg-type]
 
     def reseed(self, seed: int) -> None:
-        """Set the seed for the global generators while a seedable sampler draws. It applies from the next epoch on."""
+        """Set the seed from which a seedable sampler draws its order. It applies from the next epoch on."""
         self.seed = seed
 
     def draw_ahead(self) -> None:
         """Do nothing, because the sampler draws its random numbers itself."""
 
     def draw(self, epoch: int) -> Iterator[Any]:
-        """Start iterating over the sampler. Its items are drawn on request.
+        """Return an iterator over the sampler's items, which are drawn on request.
 
         A resumed pass must start with the same items as the original pass. If it does not, the sampler's saved state is
         restored, provided that the sampler has a `state_dict`.

@@ -279,7 +279,7 @@ def convert_to_list(samples: Sequence[T]) -> list[T]:
 def _slices(order: Sequence[T], begin: int, end: int, size: int) -> Iterator[Sequence[T]]:
     """Return an iterator over consecutive slices of `order[begin:end]` with `size` items each.
 
-    The last may be shorter.
+    The last slice can be shorter.
     """
     starts = range(begin, end, size)
     stops = range(begin + size, end + size, size)

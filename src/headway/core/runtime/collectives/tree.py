@@ -206,7 +206,7 @@ def _suggest_tensor(leaf: Any) -> str:
 
 
 def describe_structure(tree: Tree) -> str:
-    """Return the nesting of containers as text, with one mark per leaf. Trees with equal nesting yield equal texts.
+    """Return the nesting of containers as text, with one symbol per leaf. Trees with equal nesting give equal texts.
 
     Raises:
         DataError: If the tree contains a PackedSequence, whose rows are interleaved.
@@ -228,7 +228,7 @@ def describe_structure(tree: Tree) -> str:
 
 
 def find_batch_size(tree: Tree) -> int | None:
-    """Return the size of dim 0 of the first tensor in a batch that is not 0-d, or None if there is no such tensor.
+    """Return the size of dim 0 of the first non-0-d tensor in a batch, or None if there is no such tensor.
 
     For a PackedSequence, return the number of its sequences.
     """

@@ -242,12 +242,12 @@ class Attendance:
         return CallParticipants(ranks, site, "; ".join(f"{name_ranks([rank])} {gone[rank]}" for rank in sorted(gone)))
 
     def _is_decided(self, control: Control, key: str, seconds: float) -> bool:
-        """Wait until some rank has published which ranks take part in the call that this rank waits in.
+        """Wait until a rank has published which ranks take part in the call that this rank has entered.
 
-        If all ranks arrive at the call, the last rank to arrive publishes this. Otherwise the first rank does.
+        If all ranks arrive at the call, the last rank to arrive publishes the list. Otherwise the first rank does.
 
         Returns:
-            Whether it was published within `seconds`.
+            Whether the list was published within `seconds`.
         """
         began = time.monotonic()
         while (waited := time.monotonic() - began) < seconds:
@@ -299,8 +299,8 @@ class Attendance:
         """Return the state that a rank has published most recently.
 
         Returns:
-            Tuple of five values. Progress of the rank. Number of collectives that it has entered since its last counted
-                one. Phrase that says where its script is. Its latest calls. Whether it joins every call of other ranks.
+            Tuple of (progress of the rank, number of collectives entered since the last one that its progress counts,
+                phrase that says where its script is, its latest calls, whether it joins every call of other ranks).
         """
         key = self._key(f"at/{rank}")
         if not control.has(key):
@@ -372,5 +372,8 @@ def _count_collectives() -> int:
 
 
 def _count_runtimes() -> Iterator[int]:
-    """Return a new counter that numbers the runtimes of this process. All ranks start runtimes in the same order."""
+    """Return a new counter that numbers the runtimes of this process.
+
+    All ranks start runtimes in the same order, so a number identifies the same runtime on all ranks.
+    """
     return itertools.count()

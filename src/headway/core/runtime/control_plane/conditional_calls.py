@@ -48,7 +48,7 @@ class RankConditionalCallCheck:
         Only the first call from each stack is checked.
 
         Args:
-            call: Description of the call that starts the error message, such as "GPT is called".
+            call: Start of the error message, which describes the call, such as "GPT is called".
             action: Operation that needs all shards of the model, such as "a forward".
 
         Raises:

@@ -1,8 +1,8 @@
 """Control plane of a run: votes, key-value exchange and aborts between ranks, independent of the process group.
 
-It uses its own TCPStore. The launcher's agent on machine 0 hosts the store, or rank 0 if there is no launcher. A vote
-costs each rank one message with its values and one counted arrival. The last rank to arrive publishes the result and
-the others read it. The server's work therefore grows with the number of ranks, not with its square. The store holds
+It uses its own TCPStore. The launcher's agent on machine 0 hosts the store, or rank 0 if there is no launcher. For a
+vote, each rank writes its values to the store and increments a counter. The last rank to do so publishes the result,
+and the others read it. The server's work therefore grows with the number of ranks, not with its square. The store holds
 three keys per rank and two per pending vote, however many votes take place.
 """
 
@@ -54,7 +54,7 @@ UNTIL_ENDED = 30.0
 class Control:
     """Client of the control plane. `current()` returns the client of this process.
 
-    Votes must not overlap, but may be on any thread (such as autograd's). `set`, `get`, `has` and `abort` may be
+    Votes must not overlap, but can be made on any thread (such as autograd's). `set`, `get`, `has` and `abort` can be
     called on any thread at any time.
 
     Args:
@@ -151,7 +151,10 @@ class Control:
         return self._read(result, head, values)
 
     def _combine_values(self, store: SealedStore, head: bytes, values: Sequence[float], op: Op) -> bytes:
-        """Return the encoded result of a vote, which the last rank to arrive publishes."""
+        """Combine the values that all ranks have written for a vote, and return the result as bytes to publish.
+
+        If ranks voted with different operations or numbers of values, the result describes the difference.
+        """
         votes = store.multi_get([f"vote/{rank}" for rank in range(self.world_size)])
         if any(vote[: _HEAD.size] != head for vote in votes):
             description = "; ".join(f"rank {rank}: {_parse_vote(vote)}" for rank, vote in enumerate(votes))
@@ -221,7 +224,7 @@ class Control:
         return self._store.find(f"user/{key}") is not None
 
     def set_once(self, key: str, value: bytes) -> bytes:
-        """Set `key` unless it already has a value. Return the value that it then has, which is equal on all ranks."""
+        """Set `key` to `value` if it has no value yet. Return the value of `key`, which is equal on all ranks."""
         return self._store.set_once(f"user/{key}", value)
 
     def count(self, key: str, number: int = 1) -> int:

@@ -32,7 +32,7 @@ class SealedStore:
         return self._open(key, self._store.get(key)) if self._store.check([key]) else None
 
     def get(self, key: str) -> bytes:
-        """Return the value of `key`. Like torch's store, it waits until the key exists.
+        """Wait until `key` exists, as torch's store does, and return its value.
 
         Raises:
             ControlPlaneError: If the value was not written by this run.
@@ -40,7 +40,7 @@ class SealedStore:
         return self._proven(key, self._store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of several keys in one request. Like torch's store, it waits until all keys exist.
+        """Wait until all the given keys exist, as torch's store does, and return their values in one request.
 
         Raises:
             ControlPlaneError: If a value was not written by this run.

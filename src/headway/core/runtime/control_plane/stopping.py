@@ -1,18 +1,19 @@
 """Coordinated stop: after a stop request on any rank, all ranks agree on one check at which all of them stop.
 
 A check is a call of `StopAgreement.check`, for example before each batch. It is cheap while no stop is requested. A
-rank's position is the pair (accumulation windows started, checks since the last start). After a request, a thread of
-each rank posts the position of the rank's next check. The thread runs even while the rank waits in a collective::
+rank's position is the pair (accumulation windows started, checks since the last window started). After a request, a
+thread of each rank posts the position of the rank's next check. The thread runs even while the rank waits in a
+collective::
 
-    rank 0   check (7, 0) ... (7, 1) ...                    stops at the first check from (7, 2) on
-    rank 1   check (7, 0) ... waits in a collective (7, 1) ...                    and so does this one
-    threads                       ^ request: post (7, 2) and (7, 1); the largest is the point to stop at
+    rank 0   check (7, 0) ... (7, 1) ...                       check (7, 2): stop
+    rank 1   check (7, 0) ... waits in a collective (7, 1) ... check (7, 2): stop
+    threads                       ^ request: post (7, 2) and (7, 1); the larger one is the target
 
 No rank passes the position that it has posted until all posts have arrived. So no rank is beyond the largest posted
 position, which is the target. Every rank continues to the target, because other ranks might wait for it in a
-collective. At the target, the ranks compare their places in the script. If accumulation windows are short, they do so
-at the first check from the target on at which no window is open. If a rank is elsewhere or does not arrive (for example
-because only one rank runs this loop), all ranks continue to the next window and compare again.
+collective. There the ranks compare their places in the script. If accumulation windows are short, they first continue
+until no window is open. If a rank is elsewhere or does not arrive (for example because only one rank runs a loop with
+checks), all ranks continue to the next window and compare again.
 
 If a window is long, the stop does not wait for its end. If no rank has stopped after a while, the threads post once
 more, and the agreed check can then be inside an open window.

@@ -162,8 +162,8 @@ class StoreLink:
     def _listen(self) -> None:
         """Watch for an abort of the run in a background thread. This works even while the main thread waits in C code.
 
-        The background thread waits on a plain socket, which closes when the host of the store ends. If it waited on a torch store
-        instead, torch would then log a C++ stack trace.
+        The background thread waits on a plain socket, which closes when the host of the store ends. If it waited on a
+        torch store instead, torch would then log a C++ stack trace.
         """
         try:
             self._presence = socket.create_connection((self.address.host, self.address.port))

@@ -47,7 +47,7 @@ class SplitModel:
     distributed: Sequence[torch.nn.Module] = ()
 
     def resume(self) -> None:
-        """Enable the split again for a model that is prepared a second time, and has stayed split since the first."""
+        """Enable the split again when a model that is still split is prepared a second time."""
 
     def release(self) -> None:
         """Undo the changes that the split has made, except to the parameters. For example, remove its hooks."""

@@ -10,11 +10,11 @@ torch's own errors in the first step do not explain this. `tests/distributed/tes
 optimizers that work.
 
 `SecondOrder` detects a backward that is followed by another one through the same forward, as for a gradient penalty.
-`torch.autograd.grad(..., create_graph=True)` runs FSDP's hooks, which free gathered parameters. Some nodes of the
-graph that it creates have no hooks and read unsharded parameters. Other nodes have the hooks that free a unit and
-reduce its gradients. On an accelerator, autograd runs the nodes in a separate thread, and these hooks run before the
-unit's last gradient. Before the following backward, all units are therefore gathered, and gradients are reduced only
-after it.
+The first backward, `torch.autograd.grad(..., create_graph=True)`, runs FSDP's hooks, which free gathered parameters.
+In the second backward, some nodes of the graph read unsharded parameters but have no hooks that gather them. Other
+nodes have hooks that free a unit and reduce its gradients. On an accelerator, where autograd uses a separate thread,
+these hooks run before the unit's last gradient is computed. Before the second backward, all units are therefore
+gathered, and gradients are reduced only after it.
 
 `ParameterUsage` finds the sharded parameters that took part in an update's losses on any rank. FSDP reduces zeros for a
 parameter that one rank did not use, so that all ranks send messages of the same size. A parameter that no rank used
@@ -73,7 +73,7 @@ class LostWrites:
 
     Args:
         model: Sharded model, whose parameters are not gathered at the moment.
-        replaced: Names and parameters that sharding has replaced.
+        replaced: Parameters that sharding has replaced, as pairs of (name, parameter).
         name: Name of the model in messages.
     """
 
@@ -200,7 +200,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def warn_of_own_state_dict(optimizer: torch.optim.Optimizer) -> None:
-    """Warn if an optimizer's state dict has a custom form, so that checkpoints cannot save its sharded state."""
+    """Warn if an optimizer's state dict has a custom form, in which checkpoints cannot save sharded state."""
     saved = optimizer.state_dict()
     if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
         log.warning(
@@ -308,7 +308,7 @@ class ParameterUsage:
         self._fired: list[int] = []
 
     def watch(self) -> None:
-        """Start to record which gathered parameters get a gradient, before a backward."""
+        """Before a backward, start to record which gathered parameters get a gradient in it."""
         self._frozen = fsdp_state.set_missing_gradient_dtypes(self._groups if self._frozen is None else self._frozen)
         if self._is_settled:
             # Gradients left by earlier backwards of this update show that these parameters were used.

@@ -168,13 +168,13 @@ def complete_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def get_local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return this rank's shards of all existing gradients."""
+    """Return this rank's shards of the existing gradients of `parameters`."""
     found = [complete_gradient(parameter) for parameter in parameters]
     return [get_local_shard(grad) for grad in found if grad is not None]
 
 
 def count_shards(tensor: torch.Tensor) -> dict[int, int]:
-    """Return the number of shards along each sharded dimension, by dimension. The dict is empty for other tensors."""
+    """Return the number of shards along each sharded dimension of a tensor, by dimension; empty if none is sharded."""
     found: dict[int, int] = {}
     if is_dtensor(tensor):
         for axis, placement in enumerate(tensor.placements):
@@ -205,8 +205,7 @@ def compute_total_norm(
         parameters: Parameters whose gradients are measured.
         norm_type: Order of the norm; 2 for the Euclidean norm.
         everyone: Collectives over the ranks that hold the gradients.
-        num_holders: Number of ranks that hold this rank's parameters or shards of them, if a rank may hold none. If
-            None, all ranks hold them.
+        num_holders: Number of ranks that hold this rank's parameters or shards of them. If None, all ranks hold them.
     """
     if norm_type == 0:
         return _count_nonzero(list(parameters), everyone, num_holders)
@@ -280,7 +279,7 @@ _ITEM = local_scalar_dense
 
 
 class WholeScalars:
-    """Handler that makes `item()` of a DTensor return the value over all ranks.
+    """Handler that makes `item()` of a DTensor return its full value, such as the sum of all ranks' terms.
 
     Each process has one handler. It stays registered in DTensor's dispatcher until the process runtime ends.
     """

@@ -120,7 +120,7 @@ class FSDPUnit:
 
 
 class _CommHook:
-    """Wrapper of one of FSDP's communication functions that records its start and end.
+    """Wrapper of one of FSDP's communication functions that records the start and end of each collective.
 
     Args:
         inner: FSDP's own function.
@@ -195,7 +195,7 @@ class CommHooks:
         self._models.append((model, opened))
 
     def close(self, model: torch.nn.Module | None) -> None:
-        """Remove a model's FSDP units from the record, or all units if `model` is None.
+        """Forget the FSDP units of a model, or of all models if `model` is None.
 
         The numbers that identify the units of other models do not change.
         """

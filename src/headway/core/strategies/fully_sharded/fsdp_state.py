@@ -77,7 +77,7 @@ def get_gathered_parameter(record: Any) -> torch.Tensor | None:
 def reduce_unused_parameters(model: torch.nn.Module) -> None:
     """Make ranks reduce zeros for parameters that their loss did not use, so that all messages have equal sizes.
 
-    Older versions of torch have no option for this.
+    Do nothing in older versions of torch, which have no option for this.
     """
     for module in iterate_sharded_modules(model):
         if hasattr(module, "set_reduce_scatter_unused_params"):
@@ -116,7 +116,12 @@ def reshard_units(model: torch.nn.Module) -> None:
 
 
 def set_prefetching(units: list[Any], options: ShardingOptions) -> None:
-    """Set which units FSDP gathers ahead of each unit, in the order of the module tree."""
+    """Set how many units FSDP gathers in advance in forward and backward, as the options request.
+
+    Args:
+        units: FSDP units in the order of the module tree.
+        options: Options of sharding, with the numbers of units.
+    """
     for index, unit in enumerate(units):
         if options.forward_prefetch:
             unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + options.forward_prefetch])

@@ -74,7 +74,7 @@ class ShardedModel:
     Attributes:
         model: The user's own model.
         sequences: Context-parallel wrapper that is called in place of the model, or None.
-        splits: Splits of the model along the other axes.
+        splits: Splits of the model along mesh axes other than context parallelism, such as tensor parallelism.
         lost_writes: Detector of hooks and writes that would be lost.
         usage: Record of the parameters that the losses of an accumulation window have used.
         second_order: Detector of backwards with `create_graph=True`.
@@ -142,8 +142,7 @@ class MeshStrategy(Strategy):
 
     Args:
         collectives: Collectives over all ranks.
-        layout: Number of ranks along each axis. In a pipeline, the attribute `everyone` covers only the ranks that hold
-            the same stages as this rank.
+        layout: Number of ranks along each axis.
         options: Options of sharding.
         number_format: Mixed precision of the run: "no", "bf16", "fp16" or "fp8". Default: "no".
         tensor: Options of tensor parallelism. If None, models' own plans are used.
@@ -152,6 +151,7 @@ class MeshStrategy(Strategy):
         computes_on: Device type for which number formats are chosen. If None, this process's device type.
 
     Attributes:
+        everyone: Collectives over all ranks. In a pipeline, only over the ranks that hold the same stages as this rank.
         mesh: torch's device mesh, with axes named as in the layout.
         is_sharded: Whether FSDP manages the parameters.
     """
@@ -274,7 +274,7 @@ class MeshStrategy(Strategy):
         return engine
 
     def split_sequences(self, model: torch.nn.Module) -> Any:
-        """Set up context parallelism for a model before its transforms.
+        """Set up context parallelism for a model, before its transforms are applied.
 
         Returns:
             The wrapper that splits the model's sequences, or None if the layout has no context parallelism.
@@ -395,10 +395,10 @@ class MeshStrategy(Strategy):
         return [*norms, *modules]
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise an error if an optimizer cannot step on shards, and cannot be given full parameters instead.
+        """Raise an error if an optimizer cannot step on shards, unless full parameters can be gathered for its steps.
 
         Raises:
-            UnsupportedError: If the optimizer needs full parameters, or unsharded tensors for its operations.
+            UnsupportedError: If the optimizer cannot train the sharded model.
         """
         warn_of_own_state_dict(optimizer)
         if self.layout.pp == 1 and self._options.whole_updates is not False:
@@ -411,7 +411,7 @@ class MeshStrategy(Strategy):
         check_sizes(optimizer, self.find_current)
 
     def call_optimizer(self, optimizer: torch.optim.Optimizer, method: str) -> None:
-        """Call a method of an optimizer that changes parameters, such as "train" or "eval".
+        """Call an optimizer method, such as "train" or "eval", that changes parameters.
 
         If the optimizer needs full parameters, they are gathered for the call.
         """
@@ -469,9 +469,9 @@ class MeshStrategy(Strategy):
         return whole, self.data_group.reduce_numbers([factor])[0] / self.gradient_divisor
 
     def must_join_backward(self) -> bool:
-        """Whether the backward of other ranks waits for this rank's backward, because ranks train on different data.
+        """Whether the backward of other ranks waits for this rank's backward.
 
-        Ranks gather parameters and reduce gradients together during backward.
+        True if ranks train on different data, because they gather parameters and reduce gradients together in backward.
         """
         return self.data_shard.count > 1 and bool(self._models)
 
@@ -512,7 +512,7 @@ class MeshStrategy(Strategy):
             yield
 
     def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Discard the gradients of the parameters, and free parameters that a failed forward has left gathered.
+        """Discard the gradients of `parameters`, and free parameters that a failed forward has left gathered.
 
         Unsharded gradients that wait for the end of the accumulation window are discarded, too.
         """
@@ -522,12 +522,12 @@ class MeshStrategy(Strategy):
             each.usage.forget()
 
     def stash_gradients(self, parameters: Iterable[torch.Tensor]) -> Any:
-        """Remove the gradients of the parameters, together with a copy of the record of used parameters.
+        """Remove the gradients of `parameters`, so that `restore_gradients` can restore them later.
 
         Unsharded gradients that wait for the end of the accumulation window are removed, too.
 
         Returns:
-            Value for `restore_gradients`.
+            Value for `restore_gradients`: the gradients, and a copy of the record of used parameters.
         """
         chosen = list(parameters)
         whole = [(each.usage, fsdp_state.take_gradients(each.model, chosen)) for each in self._prepared]
@@ -620,7 +620,7 @@ class MeshStrategy(Strategy):
         return [name for names, _ in found for name in names], [count for _, counts in found for count in counts]
 
     def get_local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's shards of the gradients."""
+        """Return this rank's shards of the existing gradients of `parameters`."""
         return dtensors.get_local_gradients(map(self.find_current, parameters))
 
     def compute_total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -51,7 +51,7 @@ class ShardWrites:
         return [name for name, now, last, each in rows if now != last + self._num_steps * each], self._per_step
 
     def begin_step(self) -> None:
-        """Record the version counters before the first optimizer step after each call to `look`."""
+        """Record the version counters before an optimizer step. Only the first step after a call to `look` counts."""
         self._before = self._versions() if self._has_looked else None
         self._has_looked = False
 

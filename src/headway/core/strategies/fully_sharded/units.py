@@ -2,8 +2,8 @@
 
 A unit is a module whose parameters are gathered by one collective when its forward begins. Repeated blocks are
 units; all other modules belong to the root. If several modules use one parameter (tied weights), one unit must contain
-all of them, because each unit would turn the parameter into a separate one. If a block is tied to a module outside of
-it, those of its submodules that are not tied are units instead.
+all of them. Otherwise each unit would turn it into a separate parameter. If a block is tied to a module outside of it,
+those of its submodules that are not tied are units instead.
 
 Under mixed precision, forwards run under autocast, as in other strategies. Autocast alone would keep a
 half-precision copy of each unsharded weight from forward to backward, which sharding should avoid. So blocks are
@@ -322,7 +322,7 @@ class MixedPrecisionFormats:
 
 
 def choose_formats(options: ShardingOptions, number_format: str, device_type: str) -> MixedPrecisionFormats:
-    """Return the dtypes for the run's mixed_precision and the options of sharding.
+    """Return the dtypes of sharded parameters and gradients.
 
     Args:
         options: Options of sharding, which override `number_format`.

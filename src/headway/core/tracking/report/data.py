@@ -165,8 +165,8 @@ def _list_runs(folder: Path) -> str:
 def _find_logs_nearby(folder: Path) -> Iterator[Path]:
     """Yield the run logs in `folder` and up to `_DEPTH` folders below it. Hidden folders are not searched.
 
-    The search ends after about `_MAX_ENTRIES` directory entries, because the folder might be a large one, such as the home
-    directory.
+    The search ends after about `_MAX_ENTRIES` directory entries, because the folder might be a large one, such as the
+    home directory.
     """
     level = [folder]
     num_seen = 0

@@ -126,7 +126,7 @@ def _choose_grid_step(most: int) -> int:
 
 
 def _draw_timeline(timeline: Mapping[str, Any]) -> tuple[str, str]:
-    """Draw the memory during two training steps as stacked areas, one per use of the memory.
+    """Draw the memory during two training steps as stacked areas, one per kind of memory.
 
     Returns:
         HTML of the legend, and SVG of the drawing.

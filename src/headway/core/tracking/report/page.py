@@ -140,7 +140,7 @@ def _render_card(panel: Panel, runs: Sequence[RunData], number: int) -> str:
 
 
 def _render_legend(panel: Panel, runs: Sequence[RunData]) -> str:
-    """Return the legend of one chart as HTML; empty if all its lines have one label.
+    """Return the legend of one chart as HTML; empty if all its lines have the same label.
 
     With several runs, each label appears once, in gray instead of a run's color.
     """

@@ -30,7 +30,7 @@ class ChartLine:
         name: Name of the value in the log.
         label: Name on the chart.
         color: Index of the line's color. `looks.choose_color` turns it into an index of `looks.LINES`.
-        is_dotted: Whether each value has a dot. It is used for short series, such as evaluations.
+        is_dotted: Whether each value is drawn with a dot, as in short series such as evaluations.
         is_dashed: Whether the line is dashed, because it often covers another one.
         series: Downsampled values.
     """
@@ -55,7 +55,7 @@ class Panel:
         from_zero: Whether the value axis starts at zero.
         is_wide: Whether the chart has the full width of the page.
         is_smoothed: Whether a smoothed line is drawn over the values, because they are noisy.
-        is_tall: Whether the chart is higher than the others.
+        is_tall: Whether the chart is taller than the others.
         lines: Lines of the chart.
     """
 

@@ -3,12 +3,13 @@
 Final gradients are equal on every rank, so all ranks reach the same decision without communication. If gradients are
 sharded (`capabilities.whole_gradients` is False), each rank checks its own shards, and one collective combines the
 results. A non-finite loss can have finite gradients: the cross entropy of a logit of -inf is inf, but its gradient is
-not. It can also occur on one rank only. The guard therefore makes the gradients of such a loss NaN, so that the
-reduction spreads them to all ranks. Only a refused update needs a further collective, for the message.
+finite. A non-finite loss can also occur on only one rank. The guard therefore makes the gradients of such a loss NaN,
+so that the reduction spreads them to all ranks. Only a refused update needs a further collective, for the message.
 
 The guard computes the 2-norms of all gradients in one kernel, and clipping reuses them. If a gradient's norm is finite,
-so are all elements of the gradient. A norm that is not finite may only have overflowed, so the elements are then
-checked one by one. On an accelerator, the host waits for the device once per update. Without the guard it never waits.
+so are all elements of the gradient. If the norm is not finite, its computation might only have overflowed, so the
+elements are then checked one by one. On an accelerator, the host waits for the device once per update. Without the
+guard it never waits.
 """
 
 import math
@@ -168,8 +169,9 @@ class FiniteGuard(StepGuard):
             norm_type: Type of norm with which they are clipped.
 
         Returns:
-            The norm over all ranks if gradients are sharded. Otherwise the 2-norm. None if a gradient scaler checks the
-                gradients itself, if there are no gradients or sparse ones, or for another norm type.
+            Total norm of the gradients as a tensor, or None if a gradient scaler checks the gradients itself. For
+                gradients that are not sharded, also None if `norm_type` is not 2, a gradient is sparse, or no parameter
+                has a gradient.
         """
         seen = self._seen
         if self._has_scaler:
@@ -310,7 +312,8 @@ class FiniteGuard(StepGuard):
         """Exchange the non-finite losses of all ranks.
 
         Returns:
-            For each rank with such losses: their number, the micro-batch of the first one, and its value.
+            Dict from each rank that has such losses to a list of three numbers: the number of these losses, the
+                micro-batch of the first one, and the value of the first one.
         """
         read = [(micro, float(loss)) for micro, loss in self._seen.losses]
         bad = [(micro, loss) for micro, loss in read if not self._is_good_loss(loss)]
@@ -440,7 +443,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_norms(parameters: Iterable[torch.Tensor]) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
-    """Return the 2-norm of each gradient, in groups of equal device and dtype, each as a pair of (parameters, norms).
+    """Return the 2-norms of the parameters' gradients, as one pair of (parameters, norms) per device and dtype.
 
     Norms of half-precision gradients are computed in float32.
     """

@@ -73,7 +73,7 @@ class FirstWindow:
             self._scaled = ()
 
     def after_backward(self) -> None:
-        """Record after a backward whether gradients exist, and log the pending warning if the window has closed."""
+        """Record whether gradients exist. If the accumulation window has closed, log the pending warning."""
         is_closed = self._windows.current.is_closed
         self._had_gradients = not is_closed and self._has_gradients()
         if is_closed:

@@ -3,8 +3,8 @@
 DDP averages gradients and assumes that all ranks have equal parameters. If one rank alone changes a parameter or a
 learning rate, the ranks train different models from then on. To find this, ranks compare the hyperparameters and a
 checksum of each parameter's bits. Parameters whose checksums differ are compared by value, which distinguishes a change
-from rounding. The time of a comparison depends on the number of reductions in which all ranks took part. A rank that
-skips an update therefore takes part in every comparison.
+from rounding. When a comparison is due depends only on the number of gradient reductions, which is equal on all ranks.
+So a rank that skips an update still takes part in every comparison.
 
 Row counts of batches that do not come from a prepared loader are compared, too, because each of their losses has
 weight 1.
@@ -117,8 +117,8 @@ class RowCountCheck:
 class ReplicaCheck:
     """Check that compares ranks to detect replicas that diverge.
 
-    Ranks compare their parameters, hyperparameters, row counts and data positions. They do so before an update, after
-    1, 2, 4, 8, ... reductions of gradients.
+    Ranks compare their parameters, hyperparameters, row counts and data positions. They do so before the updates that
+    follow the gradient reductions number 1, 2, 4, 8, ...
 
     Args:
         prepared: Registry whose optimizers are compared.

@@ -66,8 +66,9 @@ def warn_of_prepared_length(
 ) -> bool:
     """Warn if a schedule's length was probably computed with `len()` of a prepared loader.
 
-    Such a length is a whole number of epochs if it counts the loader's own updates, but not if it counts scheduler
-    steps as the rule does. Only loaders whose `len()` was called after they were prepared are considered.
+    Such a length is a whole number of epochs in the loader's own updates. With several scheduler steps per update, the
+    schedule would end in the middle of an epoch. Only loaders whose `len()` was called after they were prepared are
+    considered.
 
     Args:
         scheduler: Schedule of the user, about to be prepared.
@@ -113,7 +114,7 @@ def _is_whole(numerator: int, denominator: int, slack: int) -> bool:
     Args:
         numerator: Length of the schedule in micro-batches.
         denominator: Length of an epoch in micro-batches.
-        slack: Number of micro-batches that must exceed the lost remainder.
+        slack: Number of micro-batches that the lost remainder must stay below.
     """
     return -numerator % denominator < slack
 
@@ -143,7 +144,7 @@ def has_run_its_course(scheduler: Any, length: int) -> bool:
 
     Args:
         scheduler: Schedule to check.
-        length: Its length in scheduler steps.
+        length: Length of the schedule in scheduler steps.
     """
     last = getattr(scheduler, "last_epoch", None)
     if last is None:  # ChainedScheduler counts steps only in its parts

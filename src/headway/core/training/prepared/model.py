@@ -139,7 +139,7 @@ class PreparedPart(PreparedModel):
         refuse_copies(self)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return this rank's shards, as torch's sharded models do.
+        """Return a state dict with this rank's shards, as torch's sharded models do.
 
         Raises:
             UnsupportedError: If only some ranks make the call, for example under a condition, so that the other shards
@@ -247,11 +247,11 @@ def attach_engine(
         autocast: Function that creates the autocast context of a forward.
         keep_local: Function that creates the context of `no_sync()`. None on a single process: the model then gets
             neither `no_sync()` nor `module`.
-        shards: Name of the strategy that sharded the model, so that it cannot be copied. None: the model is not
+        shards: Name of the strategy that sharded the model. A sharded model cannot be copied. None: the model is not
             sharded.
         looks: Functions that are called before each outermost forward.
-        lone: Check that raises if only some ranks request the state dict of a sharded model, which needs all ranks.
-            None: no check.
+        lone: Check that raises an error if only some ranks request the state dict of a sharded model, which needs all
+            ranks. None: no check.
         methods: Methods that replace those of the user's class, by name. By default, no method is replaced.
 
     Raises:

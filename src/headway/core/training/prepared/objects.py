@@ -135,7 +135,7 @@ class PreparedObjects:
         return {id(p) for parameters in self.parameters.values() for p in parameters}
 
     def has_untrained_gradients(self) -> bool:
-        """Whether a trainable parameter has a gradient, although no prepared optimizer holds it."""
+        """Whether a trainable parameter that no prepared optimizer holds has a gradient."""
         held = {id(p) for each in self.optimizers for p in iterate_parameters(each.optimizer)}
         return any(p.requires_grad and p.grad is not None and id(p) not in held for p in self.list_parameters())
 

@@ -71,7 +71,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         optimizer: User's optimizer.
         step: Training step that makes updates.
         neighbors: Registry of the Accelerators of this process, because another of them may have prepared the model.
-        looks: Check that raises an error if only some ranks make a call. It is made before sharded state is read or
+        looks: Check that raises an error if only some ranks make a call. It runs before sharded state is read or
             loaded. Default: None, no check.
 
     Attributes:
@@ -304,7 +304,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return any(bool(grad.count_nonzero()) for grad in self._list_weighed_gradients())
 
     def _list_weighed_gradients(self) -> list[torch.Tensor]:
-        """Return this rank's gradients, or [] if the loss policy allows the script to run backward itself."""
+        """Return this rank's gradients of the optimizer's parameters as a list.
+
+        The list is empty if the loss policy allows the script to run backward itself.
+        """
         return (
             self._strategy.get_local_gradients(iterate_parameters(self.optimizer)) if self._step.weighs_losses else []
         )

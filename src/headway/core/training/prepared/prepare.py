@@ -245,7 +245,7 @@ class Preparation:
     def _compare(self, model: torch.nn.Module) -> None:
         """Raise `PrepareError` if ranks built different models.
 
-        Otherwise tell the strategy which tensors will be filled from files or from rank 0.
+        Otherwise pass the strategy the names of the tensors that will be filled from files or from rank 0.
         """
         if self._is_spread:
             check_odd_tensors(model)
@@ -426,7 +426,7 @@ class Preparation:
         )
 
     def _derive_seed(self) -> int:
-        """Return the seed for the next loader, derived from rank 0's seed. Every loader has a different order."""
+        """Return the seed for the next loader, derived from rank 0's seed. Each loader gets a different seed."""
         given = self.loading.data_seed
         seed = torch.initial_seed() if given is None else given
         agreed = self._strategy.everyone.broadcast_object(seed)
@@ -525,7 +525,7 @@ class Preparation:
             self.set_evenness(before)
 
     def list_prepared_objects(self) -> dict[int, str]:
-        """Return the names of all prepared objects for messages, by ID."""
+        """Return a dict from the `id()` of each prepared object to its name in messages."""
         names = {id(model): type(model).__name__ for model in self.models}
         names.update((id(each), type(each.optimizer).__name__) for each in self.optimizers)
         names.update((id(each), f"loader of {type(each.dataset).__name__}") for each in self.loaders)

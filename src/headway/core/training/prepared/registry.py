@@ -68,9 +68,9 @@ class AcceleratorRegistry:
         return [membership.step for membership in alive if membership is not None]
 
     def find_other_loader(self, prepared: PreparedObjects) -> PreparedLoader | None:
-        """Return the innermost loader that another Accelerator of this process is iterating over, or None.
+        """Return the innermost loader that another Accelerator of this process is iterating over.
 
-        Return None as well if the requesting Accelerator has ever had a loader.
+        Return None if there is no such loader, or if the requesting Accelerator has ever had a loader.
 
         Args:
             prepared: Prepared objects of the requesting Accelerator.
@@ -80,7 +80,10 @@ class AcceleratorRegistry:
         return next((step.windows.active[-1] for step in self.list_newest_first() if step.windows.active), None)
 
     def find_owner(self, parameters: Iterable[torch.Tensor]) -> TrainingStep | None:
-        """Return the training step of the Accelerator that prepared the models of all these parameters, or None."""
+        """Return the training step of the Accelerator that prepared the models of all these parameters.
+
+        Return None if no single Accelerator prepared all of them.
+        """
         wanted = list(parameters)
         return next(
             (step for step in self.list_newest_first() if find_replaced_ids(step, wanted) <= step.prepared.list_ids()),
@@ -88,13 +91,13 @@ class AcceleratorRegistry:
         )
 
     def note_prepared(self, optimizer: torch.optim.Optimizer, step: TrainingStep) -> None:
-        """Record that the Accelerator with the training step `step` has wrapped a torch optimizer."""
+        """Record which Accelerator has wrapped a torch optimizer: the one that the training step `step` belongs to."""
         self._preparers[optimizer] = weakref.ref(step)
 
     def find_preparer(self, optimizer: torch.optim.Optimizer) -> TrainingStep | None:
-        """Return the training step of the Accelerator that wrapped the optimizer, or None.
+        """Return the training step of the Accelerator that wrapped the optimizer, or None if none wrapped it.
 
-        An optimizer in an attribute of a wrapped one, which steps it, has the preparer of that one.
+        If the optimizer is an attribute of a wrapped optimizer, the Accelerator that wrapped the outer one counts.
         """
         preparers = self._preparers.items()
         known = self._preparers.get(optimizer) or next(

@@ -195,9 +195,9 @@ class PreparedScheduler(LRScheduler):
 
         Do nothing if there was no update since the last call.
 
-        If the script sets `sync_gradients` itself, each call counts as one update, except those that fp16 skipped. A
-        scheduler that receives a value (the metric of ReduceLROnPlateau) advances once per call, because it counts
-        evaluations.
+        If the script sets `sync_gradients` itself, each call advances the schedule, unless fp16's gradient scaler
+        skipped the update. A scheduler that receives a value (the metric of ReduceLROnPlateau) advances once per call,
+        because it counts evaluations.
         """
         if not self.follows_optimizer or args or kwargs or isinstance(self.scheduler, ReduceLROnPlateau):
             self.num_calls += 1
@@ -229,7 +229,7 @@ class PreparedScheduler(LRScheduler):
     def _look_for_more(self, ticks: int, length: int) -> None:
         """Warn once if updates continue well after the schedule's end, at a learning rate of nearly zero.
 
-        The incomplete last accumulation window of an epoch rounds the number of updates up, so a few updates after the
+        The last accumulation window of an epoch can be incomplete and still makes an update, so a few updates after the
         schedule's end are normal.
 
         Args:
@@ -315,10 +315,11 @@ def choose_rule(given: str | SchedulerStepRule | None, in_micro_batches: bool, n
     """Return the rule for the number of scheduler steps per update.
 
     Args:
-        given: "updates", a rule object, or None for the usual rules.
-        in_micro_batches: Whether schedules were counted in micro-batches.
-        num_processes: Factor by which a loop on a single process makes more updates for the same data. 1 if the batches
-            of a single process are split among ranks.
+        given: "updates" for `StepsPerUpdate`, a rule object, or None for the rule that `in_micro_batches` selects.
+        in_micro_batches: Whether the lengths of schedules were counted in micro-batches (`StepsPerMicroBatch`). If
+            False, the rule is `StepsPerProcess`.
+        num_processes: Number of updates that a loop on a single process makes for the data of one update of this run.
+            1 if the batches of a single process are split among ranks.
 
     Raises:
         ConfigError: If the name is unknown, or `given` and `in_micro_batches` are both set.
