@@ -1026,8 +1026,8 @@ class Accelerator(RankAware):
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return the model's tensors by name.
 
-        For a sharded model every rank must call it. Rank 0 gets the full tensors in host memory, and other ranks get
-        an empty dict.
+        For a sharded model every rank must call it. Rank 0 gets the full tensors, with those that were sharded in host
+        memory, and other ranks get an empty dict.
 
         Args:
             model: Prepared or unprepared model.

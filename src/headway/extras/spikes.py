@@ -12,8 +12,9 @@ window. The log scale is used because norms vary by factors, and the 0.1 is a mi
 while less than a quarter of the values are outliers. Nothing is a spike before there are `warm_up` values. A spike is
 not added to the values.
 
-The gradient norm is that of reduced gradients before clipping, which all ranks have without communication. Losses
-differ between ranks and between backward passes. The gradient of a loss above the fence is made NaN, as `finite.py`
+The gradient norm is that of reduced gradients before clipping. Replicas have it without communication. Ranks with
+shards add up their squared norms in the collective in which they agree on the update. Losses differ between ranks and
+between backward passes. The gradient of a loss above the fence is made NaN, as `finite.py`
 does for a non-finite loss. The reduction of gradients spreads the NaN to the other ranks. On an accelerator, losses are
 compared on the device, and read together with the norms.
 

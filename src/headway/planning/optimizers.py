@@ -141,11 +141,16 @@ class MuonAndAdamW(optim.Optimizer):
         # The groups are those of the inner optimizers, so that changes to a group reach the optimizer that uses it.
         self.param_groups = list(chain.from_iterable(part.param_groups for part in self.parts))
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters with both optimizers."""
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters with both optimizers. The closure, if any, is called once, before both updates."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for part in self.parts:
-            part.step(closure)
+            part.step()
             self.state.update(part.state)
+        return loss
 
 
 _MAKERS: dict[str, MakeOptimizer] = {

@@ -5,7 +5,7 @@ one micro-batch. If a torch call's result has one row per sample, it must consis
 without such rows must be equal on all parts, or it must be the mean or the sum of the parts' results.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
@@ -407,13 +407,12 @@ def _count(shape: Sequence[int]) -> int:
 # -------------------------------------------------------------------- equal runs
 
 
-def blame_repeat(ours: Losses, theirs: Losses, is_saved: Callable[[str], bool] = lambda name: False) -> Blame | None:
+def blame_repeat(ours: Losses, theirs: Losses) -> Blame | None:
     """Return the first torch call whose result differs between two runs that should be equal bit by bit, or None.
 
     Args:
         ours: Losses of an update in one run.
         theirs: Losses of this update in the other run.
-        is_saved: No effect.
     """
     for one, other in zip(ours, theirs, strict=False):
         needed = find_needed(one["calls"], one["loss"])

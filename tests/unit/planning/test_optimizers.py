@@ -80,6 +80,22 @@ def test_adafactor_works_on_one_parameter_at_a_time_on_a_card_too():
     assert beside < 1.1 * 2 * 4 * 512 * 1024
 
 
+def test_muon_calls_the_closure_once_and_returns_its_loss():
+    model = nn.Linear(4, 4)
+    before = [each.detach().clone() for each in model.parameters()]
+    optimizer = resolve_optimizer("muon")(model.parameters())
+    calls = []
+
+    def closure():
+        calls.append(model(torch.ones(2, 4)).square().mean())
+        calls[-1].backward()
+        return calls[-1]
+
+    loss = optimizer.step(closure)
+    assert [loss] == calls
+    assert all((old != new).any() for old, new in zip(before, model.parameters(), strict=True))
+
+
 def test_a_name_that_is_not_known():
     with pytest.raises(ConfigError, match="did you mean adamw8bit"):
         forecast("adamw8bits")

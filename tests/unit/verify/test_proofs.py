@@ -111,6 +111,19 @@ def test_missing_and_repeated_samples_are_counted():
     assert "first in update 2" in verdict.details
 
 
+@pytest.mark.parametrize("empty", [(), (1,), (1, 2)])
+def test_workers_that_yield_the_whole_stream_are_found_after_updates_without_batches(empty):
+    def make_batches(number):
+        each = {"loader": 0, "rows": [f"row {number}"], "loose": [f"row {number}"], "indices": []}
+        return {"batches": [] if number in empty else [each, each]}
+
+    facts = {"loaders": {"0": {"workers": 2, "dataset": "Stream", "line": "train.py:9"}}}
+    first = make_record(facts=facts, changes={number: make_batches(number) for number in range(1, 5)})
+    verdict = PROOFS["samples"](make_runs(first=first))
+    assert verdict.status == "FAIL"
+    assert "each of 2 workers yields the whole stream Stream" in verdict.reason
+
+
 def test_samples_with_other_padding_pass():
     several = make_record(num_ranks=2)
     for updates in several.updates:

@@ -76,11 +76,11 @@ def _find_doubled_streams(first: RunRecord) -> Verdict | None:
     Each batch then occurs as many times in succession as there are workers, because the loader takes one batch from
     each worker in turn. Return None if no loader does this.
     """
+    batches_read = [batch for number in sorted(first.first) for batch in first.first[number].batches]
     by_loader: dict[int, list[Any]] = {}
-    for number in sorted(first.first):
-        for batch in first.first[number].batches:
-            if batch.get("epoch", 0) == first.first[min(first.first)].batches[0].get("epoch", 0):
-                by_loader.setdefault(batch["loader"], []).append(batch.get("rows"))
+    for batch in batches_read:
+        if batch.get("epoch", 0) == batches_read[0].get("epoch", 0):
+            by_loader.setdefault(batch["loader"], []).append(batch.get("rows"))
     for number, batches in by_loader.items():
         about = first.fact.get("loaders", {}).get(str(number), {})
         workers = about.get("workers", 0)
