@@ -1,6 +1,7 @@
 """The proof of memory, from records of a run: growth, the forecast beside the measured peak, and the full run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,29 @@ def test_growth_fails_whatever_is_forecast(tmp_path: Path) -> None:
     verdict = check_memory(runs)
     assert verdict.status == "FAIL"
     assert "memory grows by about 5.0 MiB with each update" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_bytes", "status"),
+    [
+        ((280, 295, 299, 297, 303, 311), 21, "FAIL"),  # a save frees memory after the fourth update
+        ((280, 281, 279, 282, 280, 281), 21, "PASS"),  # what is kept takes the place of something else
+        ((280, 295, 299, 297, 303, 311), 3, "PASS"),  # kept, but small
+    ],
+    ids=["unsteady", "constant", "small"],
+)
+def test_kept_tensors_that_the_memory_in_use_confirms_fail(
+    tmp_path: Path, sizes: tuple[int, ...], num_bytes: int, status: str
+) -> None:
+    kept = [{"line": "train.py:9 in <lambda>", "updates": [1, 2, 3, 4, 5], "bytes": num_bytes * MIB, "graph": 0}]
+    first = make_record(tmp_path, "first", kept=kept)
+    for number, size in enumerate(sizes, 1):
+        first.updates[0][number] = replace(first.updates[0][number], resident=size * MIB)
+    runs = RunSet(
+        first=first,
+        measured=make_record(tmp_path, "measured", tensor_peak=100 * MIB),
+        forecast=make_record(tmp_path, "forecast", output=make_output(100 * MIB)),
+    )
+    verdict = check_memory(runs)
+    assert verdict.status == status
+    assert ("tensors made at train.py:9 in <lambda> are kept" in verdict.reason) == (status == "FAIL")
