@@ -279,12 +279,12 @@ def _has_switch(module: torch.nn.Module) -> bool:
 def _enable_own_checkpointing(
     model: torch.nn.Module, plan: ActivationCheckpointing, function: Callable[..., Any]
 ) -> int:
-    """Enable checkpointing with the model's own method, then apply `plan.every` and `function` to the layers.
+    """Enable checkpointing with the model's own method, then keep it for every `plan.every`-th layer only.
 
     Args:
         model: transformers model.
         plan: Settings of activation checkpointing.
-        function: Function that calls each layer.
+        function: Function through which each checkpointed layer is called.
 
     Returns:
         Number of checkpointed layers.

@@ -77,7 +77,7 @@ class OperationTracer(TorchDispatchMode):
         self._block = ExitStack()
 
     def __enter__(self) -> Any:
-        """Start to check operations: register hooks on all modules and enable autograd's anomaly mode."""
+        """Start checking results: register hooks on all modules, and enable autograd's anomaly mode."""
         anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
         self._block.callback(anomaly.__exit__)
         self._block.callback(hooks.register_module_forward_pre_hook(self._enter_module).remove)

@@ -44,8 +44,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         shuffle: Whether to shuffle the samples and the batches.
         seed: Seed of the shuffling, 0 or more.
         max_samples: Largest number of samples in a batch. Default: no limit.
-        too_long: Treatment of a sample with more tokens than a batch: "error" raises an error, "drop" leaves the sample
-            out, and "alone" gives it its own batch.
+        too_long: Treatment of a sample with more than `tokens_per_batch` tokens: "error" raises an error, "drop" leaves
+            the sample out, and "alone" gives it a batch of its own, which then exceeds `tokens_per_batch`.
 
     Attributes:
         batches_per_update: Number of batches in an update, over all ranks.

@@ -22,10 +22,10 @@ _NOTHING = ("", "-1", "NoDevFiles")
 
 
 def describe_hiding_variables(kind: str, environment: Mapping[str, str]) -> str:
-    """Return the variables that hide all devices of a kind by mistake, such as "HIP_VISIBLE_DEVICES='2'".
+    """Describe the environment variables that hide all devices of a kind by mistake, as "HIP_VISIBLE_DEVICES='2'".
 
-    Call this only if no device is visible. Such variables name only devices that do not exist. Return "" if a variable
-    hides all devices on purpose.
+    Call this only if no device is visible: the variables that are set then name only devices that do not exist. Return
+    "" if none is set, or if a variable hides all devices on purpose, for example with an empty value.
 
     Args:
         kind: Kind of accelerator, a key of `VISIBLE`.

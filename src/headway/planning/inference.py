@@ -274,7 +274,9 @@ class Generation:
 
 
 def measure_generation(model: nn.Module, dtype: Dtype, workload: Workload | None = None) -> Generation | None:
-    """Measure the cache and the logits with forwards on the meta device. Return None if the model does not run there.
+    """Return the sizes of the key-value cache and the logits in generation, or None if they cannot be measured.
+
+    They are measured with forwards on the meta device. The result is None if the model does not run there.
 
     Args:
         model: Model on the meta device.
@@ -282,7 +284,7 @@ def measure_generation(model: nn.Module, dtype: Dtype, workload: Workload | None
         workload: Batch size and length to measure, or None to measure only how the cache grows. Default: None.
 
     Raises:
-        DeviceMapError: If the workload cannot be measured.
+        DeviceMapError: If the model runs with one short sample, but not with the size of `workload`.
     """
     try:
         one, two = (measure_cache_and_outputs(model, Workload(1, number), dtype)[0] for number in (1, 2))

@@ -81,7 +81,9 @@ class PreparedTraining:
 
 
 def count_updates(state: TrainerState, args: TrainingArguments, num_batches: int | None, num_steps: int) -> None:
-    """Compute the numbers of epochs and updates and the intervals of a training run, and store them in its state.
+    """Compute how many epochs and updates a training run has, and store the numbers in its state.
+
+    The intervals of logging, evaluation and saving are stored, too, in updates.
 
     Args:
         state: State to change.
@@ -90,7 +92,7 @@ def count_updates(state: TrainerState, args: TrainingArguments, num_batches: int
         num_steps: Batches per update.
 
     Raises:
-        ConfigError: If `max_steps` is not set and the data has no length or no batch.
+        ConfigError: If `max_steps` is not set and the data has no length or contains no batches.
     """
     if not num_batches:
         if args.max_steps <= 0:

@@ -61,7 +61,11 @@ class SharedDraws(TorchFunctionMode):
         self.unshared: dict[str, str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Call the function and record it. If draws are shared, replace its random numbers and turn off its dropout."""
+        """Call a function and record the call.
+
+        In runs that are compared across numbers of processes, random numbers are replaced by ones that do not depend on
+        that number, and dropout is off.
+        """
         kwargs = kwargs or {}
         result = self._call(func, args, kwargs)
         if not torch.compiler.is_compiling():
@@ -87,7 +91,7 @@ class SharedDraws(TorchFunctionMode):
         return self._draw_globally(name, func, args, kwargs, place, where)
 
     def _call_dropout(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a dropout function, with a rate of 0 if draws are shared."""
+        """Call a dropout function. Its rate is set to 0 in runs that are compared across numbers of processes."""
         rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
         is_on = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
         if rate and is_on:  # also without gradients: a teacher's outputs are part of the loss

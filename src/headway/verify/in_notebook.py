@@ -55,6 +55,9 @@ class FunctionProofs:
         """Return the table of proofs, and the details of the failed proofs, as text."""
         return f"{format_table(self.verdicts)}\n\n{format_summary(self.verdicts, self.seconds)}"
 
+    def __str__(self) -> str:
+        return self.describe()
+
     def __repr__(self) -> str:
         # A notebook shows this text below the table, which `verify_function` has printed.
         return f"<{format_summary(self.verdicts, self.seconds)}>"

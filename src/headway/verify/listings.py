@@ -28,7 +28,10 @@ class ReversedListings:
         self.lines: dict[str, None] = {}
 
     def install(self) -> None:
-        """Replace `os.listdir` and `os.scandir` in this process."""
+        """Replace `os.listdir` and `os.scandir` in this process by versions that reverse the order of the entries.
+
+        Only calls from the user's code are affected. A script whose result depends on the order then differs.
+        """
         listdir, scandir = os.listdir, os.scandir
 
         def list_reversed_folder(*args: Any) -> list[Any]:

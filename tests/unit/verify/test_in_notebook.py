@@ -34,5 +34,5 @@ def test_the_result_has_the_verdicts_by_word() -> None:
     found = FunctionProofs((passed, failed), 1.0)
     assert not found.passed
     assert found.statuses == {"repeat": "PASS", "memory": "FAIL"}
-    assert "-> stop it" in found.describe()
+    assert "-> stop it" in found.describe() == str(found)
     assert repr(found) == "<1 passed, 1 failed, 0 not checked in 1 s>"

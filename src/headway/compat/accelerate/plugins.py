@@ -122,9 +122,9 @@ class FullyShardedDataParallelPlugin:
                 setattr(self, name, text)
 
     def request_layout(self, request: LayoutRequest) -> None:
-        """Add this plugin's options to a layout request, and convert the attributes to their FSDP2 equivalents.
+        """Add this plugin's options to a layout request, and convert this plugin's attributes to those of FSDP2.
 
-        The options are the attributes that were passed to the constructor, read from the environment or assigned later.
+        Only attributes that were passed to the constructor, read from the environment or assigned later are added.
 
         Args:
             request: Layout request to change.

@@ -230,7 +230,7 @@ def execute_subprocess_async(
         env: Environment variables of the command. None: the environment of this process.
         stdin: Standard input of the command, as for `subprocess.run`.
         timeout: Time limit in seconds. Default: 180.
-        quiet: Whether not to print the command's output. Default: False.
+        quiet: Whether to suppress the command's output. Default: False.
         echo: Whether to print the command. Default: True.
 
     Raises:

@@ -245,7 +245,7 @@ class Attempt:
         waiting: list[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = []
         num_held = 0
 
-        def held_back(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def reduce_after_vote(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             nonlocal num_held
             if self._is_over or num_held == NUM_HELD:
                 return hook(state, bucket)
@@ -264,7 +264,7 @@ class Attempt:
                     _fulfill(kept, hook(state, each))
             return promise
 
-        return held_back
+        return reduce_after_vote
 
     # ---------------------------------------------------------------- votes
 

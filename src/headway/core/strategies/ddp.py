@@ -47,7 +47,7 @@ _FEWEST = 3
 """Smallest number of ranks for which the order of the terms affects the rounding of a sum."""
 
 
-def _told(engine: DistributedDataParallel) -> dict[str, Any]:
+def _read_logging_data(engine: DistributedDataParallel) -> dict[str, Any]:
     return engine._get_ddp_logging_data()  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -332,9 +332,9 @@ class DDPStrategy(Strategy):
             return []
         engine = replica.engine
         engine.reducer._rebuild_buckets()  # after the first backward, as the next forward would do
-        if _KEY not in _told(engine) and engine.logger is not None:
+        if _KEY not in _read_logging_data(engine) and engine.logger is not None:
             engine.logger.set_runtime_stats_and_log()
-        return [int(number) for number in re.findall(r"\d+", str(_told(engine).get(_KEY, "")))]
+        return [int(number) for number in re.findall(r"\d+", str(_read_logging_data(engine).get(_KEY, "")))]
 
     def set_reduction_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
         """Restore the order of DDP's buckets, by running zero gradients through the reducer in that order."""

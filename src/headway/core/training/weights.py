@@ -317,9 +317,9 @@ class WholeWeights:
     def save(self, model: torch.nn.Module, folder: str | Path, max_shard_size: int | str, is_safe: bool) -> None:
         """Write the model's weights from rank 0, as safetensors or as one pickled file.
 
-        If all ranks call this method, they continue together. Under `if accelerator.is_main_process:` the main process
-        writes alone, and the other ranks do not wait. After the process group has been destroyed, rank 0 writes, and no
-        rank waits.
+        If all ranks call this method, the other ranks wait until rank 0 has written the files. Under `if
+        accelerator.is_main_process:` the main process writes alone, and the other ranks do not wait. After the process
+        group has been destroyed, rank 0 writes, and no rank waits.
 
         Args:
             model: Model to save.

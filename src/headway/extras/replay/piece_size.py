@@ -86,8 +86,8 @@ class PieceSize:
     def count_pieces(self, num_rows: int) -> int:
         """Return the number of micro-batches for a batch of `num_rows` rows.
 
-        This is the smallest number that the limit allows. While the memory of two sizes of micro-batches is being
-        measured, one micro-batch is added.
+        This is the smallest number with which no micro-batch has more rows than `limit`. While memory is measured with
+        micro-batches of two sizes, the number is one higher.
         """
         if self.limit is None or num_rows <= self.limit:
             return 1
@@ -126,11 +126,11 @@ class PieceSize:
         vars(self).update(fields)
 
     def shrink(self, limit: int, num_rows: int, is_measured: bool = False) -> None:
-        """Set the new limit for all ranks after micro-batches of `num_rows` rows failed.
+        """Lower the largest number of rows of a micro-batch, after micro-batches of `num_rows` rows ran out of memory.
 
         Args:
-            limit: New limit.
-            num_rows: Rows of the micro-batches that failed.
+            limit: New largest number of rows, equal on all ranks.
+            num_rows: Rows of the micro-batches that ran out of memory.
             is_measured: Whether memory is measured on all ranks, so that the size that fits can soon be predicted.
         """
         if self.good is not None:

@@ -1,8 +1,8 @@
-"""Trace recurrent modules on fake tensors as calls of cuDNN, and compute the memory that cuDNN and oneDNN allocate.
+"""Trace recurrent modules on fake tensors as calls to cuDNN, and compute the memory that cuDNN and oneDNN allocate.
 
-On CUDA, a whole recurrent module is one call of cuDNN. On a CPU, each layer of an LSTM is one call of oneDNN. The
-memory that oneDNN keeps for backward was measured, and the formula is accurate to a few percent. cuDNN reports its
-sizes only on a GPU, so it is assumed to keep the gates, cells and outputs of every step.
+On CUDA, a whole recurrent module is one call to cuDNN. On a CPU, each layer of an LSTM is one call to oneDNN. A formula
+fitted to measurements gives the memory that oneDNN keeps for backward, to a few percent. cuDNN reports its sizes only
+on a GPU, so it is assumed to keep the gates, cells and outputs of every step.
 """
 
 from collections.abc import Callable

@@ -447,8 +447,8 @@ class ModuleRouter:
 def _without_values(module: torch.nn.Module) -> Iterator[None]:
     """Return a context in which all parameters and buffers of a module are replaced by meta tensors.
 
-    Modules of other stages can have some of their tensors on this rank. An example is a tied embedding whose weight is
-    on this rank but whose scale is not.
+    All of them are replaced, because a module of another stage can have only some of its tensors on this rank. An
+    example is a tied embedding whose weight is on this rank but whose scale is not.
     """
     tables: list[dict[str, Any]] = [t for each in module.modules() for t in (each._parameters, each._buffers)]
     before = [dict(table) for table in tables]

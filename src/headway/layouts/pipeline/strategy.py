@@ -519,7 +519,7 @@ class PipelineStrategy(Strategy):
     def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         """Yield (name, tensor) for each entry of the state dict, named as in the model without wrappers.
 
-        A tensor that not all pipeline ranks hold completely is yielded as a `ShardPiece`, with this rank's values only.
+        Unless every pipeline rank has all of a tensor, it is yielded as a `ShardPiece` with this rank's values only.
         """
         if self._state is None or model is not self._model:
             return super().export_state(model)

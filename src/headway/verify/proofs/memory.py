@@ -90,8 +90,8 @@ def _confirm_growth(sizes: list[int], kept: list[Kept]) -> int:
     """Return the mean number of bytes of kept tensors per update if the memory in use confirms them, else 0.
 
     On a CPU, the memory in use does not grow steadily if updates also allocate and free memory, for example to save
-    checkpoints. Kept tensors are confirmed if it has grown by at least half of their size from the first update to the
-    last one.
+    checkpoints. It confirms the kept tensors if it grows by more than half of their size between the first and the last
+    update.
 
     Args:
         sizes: Memory in use after each update, in bytes.

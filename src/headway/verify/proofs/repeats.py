@@ -166,7 +166,7 @@ def _split_line(place: str) -> tuple[str, int]:
 
 
 def _is_batch(call: str, reason: str) -> bool:
-    """Whether the first call that differs shows only that the two runs have batches with different contents.
+    """Whether two runs differ first in the contents of their batches, and not in what they compute from them.
 
     Args:
         call: Name of the first torch call that differs.

@@ -188,7 +188,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, ProjectConfiguration
+from headway import Accelerator, ExponentialMovingAverage, PowerDecay, ProjectConfiguration
 
 project = ProjectConfiguration("runs", automatic_checkpoint_naming=True)
 accelerator = Accelerator(log_with="tensorboard", project_config=project)
@@ -197,6 +197,7 @@ model = nn.Linear(8, 2)
 optimizer = torch.optim.AdamW(model.parameters())
 loader = DataLoader(TensorDataset(torch.randn(12, 8)), batch_size=4)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+average = ExponentialMovingAverage(model, decay=PowerDecay(0.1))
 accelerator.resume()
 for _ in accelerator.epochs(1):
     for (inputs,) in loader:
@@ -210,6 +211,7 @@ for _ in accelerator.epochs(1):
         accelerator.save_state()
         accelerator.save_model(model, "weights")
         accelerator.save(model.state_dict(), "plain.pt")
+        average.save_snapshot("snapshots")
 accelerator.end_training()
 """
 

@@ -236,8 +236,8 @@ class RunComparison:
             found: Saved state.
             saved: Counters and settings of the saved run.
             is_strict: Whether to refuse any difference.
-            changed: Which of "data", "schedule" and "groups" were replaced on purpose. None: only warn about differences
-                in data and schedules.
+            changed: Which of "data", "schedule" and "groups" were replaced on purpose. None: only warn about
+                differences in data and schedules.
 
         Returns:
             Settings of loaders and gradient accumulation with which this run continues.

@@ -160,10 +160,10 @@ class StoreLink:
             ) from error
 
     def _listen(self) -> None:
-        """Watch for an abort of the run in a background thread. This works even while the main thread waits in C code.
+        """In a background thread, watch for an abort of the run, even while the main thread waits in C code.
 
-        The background thread waits on a plain socket, which closes when the host of the store ends. If it waited on a
-        torch store instead, torch would then log a C++ stack trace.
+        The background thread waits on a plain socket, which closes when the process that hosts the store exits. If the
+        thread waited on a torch store, torch would log a C++ stack trace at that point.
         """
         try:
             self._presence = socket.create_connection((self.address.host, self.address.port))

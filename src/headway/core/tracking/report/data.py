@@ -71,7 +71,7 @@ class RunData:
     Attributes:
         label: Unique name on the page.
         path: Path of the log.
-        project: Name of the run in its log.
+        project: Project name in the log, as passed to `init_trackers`.
         config: Flat configuration, with names like "optimizer.lr" for nested values.
         starts: Process starts, with world size, device and versions.
         began: Time of the first line, in seconds since 1970.

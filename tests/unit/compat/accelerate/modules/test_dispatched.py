@@ -36,6 +36,17 @@ def hooks_of(model):
     return {name: module._hf_hook for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
 
 
+def test_an_offloaded_state_dict_has_the_weights_of_root_and_inner_modules(model):
+    weights = {"weight": None, "bias": None, "other": 1}
+    assert dispatched.get_state_dict_from_offload(model[0], "weight", weights) is weights
+    assert torch.equal(weights["weight"], model[0].weight)
+    inner = dispatched.get_state_dict_from_offload(model[1], "1.0.weight", {"1.0.weight": None, "weight": None})
+    assert inner == {"1.0.weight": None, "weight": None}  # the name is that of the submodule's own parameter
+    inner = dispatched.get_state_dict_from_offload(model[1][0], "1.0.weight", {"1.0.weight": None, "weight": None})
+    assert torch.equal(inner["1.0.weight"], model[1][0].weight)
+    assert inner["weight"] is None
+
+
 def test_modules_show_where_they_run_and_what_is_offloaded(model, inputs, tmp_path):
     expected = model(inputs)
     placed = dispatched.dispatch_model(model, MAP, offload_dir=tmp_path)

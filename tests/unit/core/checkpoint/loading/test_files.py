@@ -44,6 +44,13 @@ def save(folder, **more):
     return writer.write(made)
 
 
+@pytest.mark.parametrize(("about", "run"), [({"run": "abc"}, "abc"), ({}, None), ({"run": None}, None)])
+def test_a_checkpoint_names_its_run_or_none(tmp_path, about, run):
+    save(tmp_path, about=about)
+    assert folders.read_run_id(tmp_path / "checkpoint_1") == run
+    assert folders.read_run_id(tmp_path / "missing") is None
+
+
 def test_what_was_saved_is_read(tmp_path):
     written = save(tmp_path)
     folder = tmp_path / "checkpoint_1"
