@@ -78,11 +78,17 @@ def blame_parts(whole: Losses, parts: Sequence[Losses], *, loose: float = _LOOSE
     """
     if not whole or not parts or not all(parts):
         return None
+    comparisons: list[_PartComparison] = []
     for index, ours in enumerate(whole):
         theirs = [each[index] for each in parts if index < len(each)]
         if len(theirs) < len(parts):
             return Blame("path", ours["line"], "backward")
-        found = _PartComparison(ours, theirs, loose).run()
+        comparisons.append(_PartComparison(ours, theirs, loose))
+        found = comparisons[-1].run()
+        if found is not None:
+            return found
+    for each in comparisons:
+        found = each.find_uneven_mean()
         if found is not None:
             return found
     return None
@@ -123,6 +129,43 @@ class _PartComparison:
             if index in needed and state not in ("same", "mean", "sum", "weighted", "rows", "constructed", "unknown"):
                 return self._describe(state, index, call, theirs)
         return self._judge_loss()
+
+    def find_uneven_mean(self) -> Blame | None:
+        """Return a `Blame` for a mean over a number of elements that differs between the parts, or None.
+
+        Call it after `run`, which relates the calls of the whole batch to those of the parts.
+
+        With random weights, as in the first update, all elements have about the same loss. Means over different numbers
+        of elements then agree as closely as rounding allows, although their gradients differ. So `run` cannot find such
+        a mean. This method compares the numbers of elements instead of the means.
+        """
+        if self._weights is not None or self._whole["reduction"] == "sum":
+            return None
+        needed = find_needed(self._calls, self._whole["loss"])
+        for index, theirs in _align(self._calls, [each["calls"] for each in self._parts]):
+            call = self._calls[index]
+            if theirs is None or index not in needed or self._states.get(index) not in ("mean", "same"):
+                continue
+            if len({each.get("counted") for each in theirs}) > 1 and not call["shape"]:
+                return self._judge_reduction(call, call["line"])
+            if call["func"] in _DIVISIONS and self._has_uneven_divisor(call, theirs):
+                return Blame("count", call["line"], call["func"])
+        return None
+
+    def _has_uneven_divisor(self, call: Call, theirs: Sequence[Call]) -> bool:
+        """Whether a division's divisor is a scalar that is counted over the rows and differs between the parts.
+
+        Args:
+            call: Division on the whole batch.
+            theirs: Corresponding division on each part.
+        """
+        if any(len(each["in"]) != 2 or each["in"][1] < 0 for each in (call, *theirs)):
+            return False
+        divisor = call["in"][1]
+        if self._states.get(divisor) != "sum" or self._calls[divisor]["shape"]:
+            return False
+        counts = [loss["calls"][each["in"][1]]["rows"] for loss, each in zip(self._parts, theirs, strict=True)]
+        return not all(self._are_close(counts[0], each) for each in counts)
 
     def _judge(self, index: int, call: Call, theirs: Sequence[Call]) -> str:
         """Return how a call's result on the whole batch relates to its results on the parts.

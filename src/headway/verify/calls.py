@@ -306,7 +306,8 @@ class CallTrace:
     def _describe_loss(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return entries that describe the call of a loss function, for the record of this call.
 
-        They are "weighted" (whether class weights are passed), "ignores" (whether a label is ignored), and "predicts".
+        They are "weighted" (whether class weights are passed), "counted" (the number of labels that are not ignored),
+        "ignores" (whether a label is ignored), and "predicts".
         "predicts" is the index of the call that made a model input, if the target is this input shifted by one step.
 
         Args:
@@ -317,7 +318,8 @@ class CallTrace:
         weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
         entry: dict[str, Any] = {"weighted": isinstance(weight, torch.Tensor)}
         if isinstance(target, torch.Tensor) and not target.is_floating_point():
-            entry["ignores"] = bool((target == kwargs.get("ignore_index", -100)).any())
+            entry["counted"] = int((target != kwargs.get("ignore_index", -100)).sum())
+            entry["ignores"] = entry["counted"] < target.numel()
         elif isinstance(target, torch.Tensor):
             predicted = self._find_predicted(target)
             if predicted >= 0:

@@ -161,6 +161,31 @@ def test_the_call_that_makes_a_loss_depend_on_its_part_is_named(
     assert (Path(__file__).parents[3] / "docs" / cause.page.partition("#")[0]).exists()
 
 
+def use_tokens_at_the_start(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    """Mean over tokens of a model whose outputs are almost equal, as in the first update."""
+    return nn.functional.cross_entropy(1e-4 * MODEL(rows), labels, ignore_index=2)
+
+
+def use_masked_mean_at_the_start(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    mask = labels != 2
+    losses = nn.functional.cross_entropy(1e-4 * MODEL(rows), labels, reduction="none")
+    return (losses * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "code"),
+    [(use_tokens_at_the_start, "tokens", "ignore_index=2"), (use_masked_mean_at_the_start, "count", "/ mask.sum()")],
+)
+def test_a_mean_over_uneven_numbers_is_named_although_the_means_are_equal(
+    tmp_path: Path, loss: Loss, kind: str, code: str
+) -> None:
+    found = blame(tmp_path, loss)
+    assert found is not None
+    assert found.kind == kind, found
+    assert code in find_code(found.line), found
+    assert blame(tmp_path, loss, weight=1.0) is None
+
+
 def use_all_rows(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
     everyone = MODEL(ROWS).detach()  # as accelerator.gather() returns it
     first = 4 * number

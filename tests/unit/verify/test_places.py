@@ -68,6 +68,33 @@ def test_the_call_that_sees_later_tokens_is_named(is_causal: bool) -> None:
         assert "scaled_dot_product_attention" in find_code(future["where"])
 
 
+class AttentionByHand(nn.Module):
+    """Attention whose mask hides tokens from `first_hidden` positions ahead on. Right: 1."""
+
+    def __init__(self, first_hidden: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.first_hidden = first_hidden
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        scores = x @ x.transpose(1, 2)
+        hidden = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(self.first_hidden)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return self.head(x + weights @ x)
+
+
+@pytest.mark.parametrize("first_hidden", [1, 2])
+def test_a_wrong_mask_is_named_rather_than_the_scores_before_it(first_hidden: int) -> None:
+    tokens = torch.randint(0, 16, (4, 13))
+    findings = probe(AttentionByHand(first_hidden), tokens[:, :-1], (tokens,)).findings
+    future = next(each for each in findings if each["kind"] == "future")
+    assert future["leaks"] == (first_hidden == 2)
+    if first_hidden == 2:
+        assert "softmax() at " in future["where"]
+        assert "masked_fill(hidden" in find_code(future["where"])
+
+
 class Scale(nn.Module):
     """Model with a buffer that each call changes, that training changes, or that is a cache."""
 
