@@ -199,22 +199,30 @@ def fill_model(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor
 def explain_failure(error: Exception, last: str) -> UnsupportedError:
     """Return the error to raise after a failed trace. Its message has the operation, the user's line and the reason.
 
+    If torch refuses an operation because the trace has no values, the message says so. Any other exception may as well
+    be an error in the step that a real run would raise, too, such as a wrong shape or name.
+
     Args:
         error: Exception that ended the trace.
         last: Name of the last operation that ran, or "" if none ran.
     """
     cause: Any = getattr(error, "inner_exception", error)  # TorchDynamo wraps the exception
-    message = (str(cause).strip() or "it gives no reason").splitlines()[0]
-    operation, why = last or "before its first operation", f"{type(cause).__name__}: {message}"
-    if isinstance(cause, fake_tensor.UnsupportedFakeTensorException):
-        why = str(cause.reason)
-    for kind, reason in _REASONS.items():
-        if isinstance(cause, kind):
-            operation, why = str(cause.func), reason
     line = find_users_line(cause.__traceback__)
     where = f", called at {line}" if line else ""
+    needs_shapes = "A forecast needs a step whose shapes depend on shapes alone"
+    if isinstance(cause, fake_tensor.UnsupportedFakeTensorException):
+        return UnsupportedError(f"the step cannot be traced: {last}{where}: {cause.reason}. {needs_shapes}")
+    for kind, reason in _REASONS.items():
+        if isinstance(cause, kind):
+            return UnsupportedError(f"the step cannot be traced: {cause.func}{where}: {reason}. {needs_shapes}")
+    message = (str(cause).strip() or "it gives no reason").splitlines()[0].rstrip(".")
+    at = f" at {line}" if line else ""
     if not last:
-        advice = "A batch that is a mapping is called as model(**batch), a pair as model(batch[0]); docs/forecast.md has more"
-    else:
-        advice = "A forecast needs a step whose shapes depend on shapes alone"
-    return UnsupportedError(f"the step cannot be traced: {operation}{where}: {why}. {advice}")
+        return UnsupportedError(
+            f"the step failed{at} before its first operation: {type(cause).__name__}: {message}. A batch that is a mapping "
+            "is called as model(**batch), a pair as model(batch[0]); docs/forecast.md has more"
+        )
+    return UnsupportedError(
+        f"the step failed{at}, after {last}: {type(cause).__name__}: {message}. If it runs without a forecast, it needs the "
+        "values of tensors, and a forecast knows only their shapes"
+    )

@@ -318,6 +318,18 @@ def test_an_operation_that_reads_a_value_is_refused_with_its_line():
         traced(reads)
 
 
+def has_a_wrong_name(x):
+    return x * x.exp() + tagrets  # noqa: F821
+
+
+def test_an_error_of_the_step_itself_is_not_called_a_limit_of_the_forecast():
+    with pytest.raises(
+        UnsupportedError, match=r"step failed at .*test_fake.py:\d+.*name 'tagrets' is not defined"
+    ) as found:
+        traced(has_a_wrong_name)
+    assert "cannot be traced" not in str(found.value)
+
+
 def test_a_packed_sequence_is_refused_wherever_it_is_in_the_batch():
     packed = nn.utils.rnn.pack_sequence([torch.zeros(steps, 8) for steps in (9, 7, 3)])
     for batch in (packed, (packed, torch.zeros(3)), {"input": packed}):
