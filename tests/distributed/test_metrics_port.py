@@ -183,6 +183,11 @@ def test_a_log_is_followed_however_it_is_cut(tmp_path):
     tail.read_new_lines(str(path))
     assert tail.values == {"other": 2}
     assert tail.commit is None
+    new = tmp_path / "new.jsonl"
+    new.write_text(line(values={"longer": 3}) * 2)
+    new.replace(path)  # a longer log of another run takes the name
+    tail.read_new_lines(str(path))
+    assert tail.values == {"longer": 3}
 
 
 def test_labels_are_escaped(tmp_path):

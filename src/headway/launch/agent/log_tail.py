@@ -23,10 +23,11 @@ class LogTail:
     """
 
     def __init__(self) -> None:
-        self._start_over("")
+        self._start_over("", 0)
 
-    def _start_over(self, path: str) -> None:
+    def _start_over(self, path: str, inode: int) -> None:
         self._path = path
+        self._inode = inode
         self._offset = 0
         self._rest = b""
         self.values: dict[str, float] = {}
@@ -35,7 +36,7 @@ class LogTail:
         self.commit: tuple[float, int] | None = None
 
     def read_new_lines(self, path: str) -> None:
-        """Read the lines added since the last call. Read all lines if `path` has changed or the file has shrunk.
+        """Read the lines added since the last call. Read all lines if this is another file, or has shrunk.
 
         Do nothing if the log does not exist.
 
@@ -43,9 +44,10 @@ class LogTail:
             path: File of the log; empty if there is none.
         """
         try:
-            size = os.stat(path).st_size if path else 0
-            if path != self._path or size < self._offset:
-                self._start_over(path)
+            status = os.stat(path) if path else None
+            size, inode = (status.st_size, status.st_ino) if status is not None else (0, 0)
+            if (path, inode) != (self._path, self._inode) or size < self._offset:
+                self._start_over(path, inode)
             if size <= self._offset:
                 return
             with open(path, "rb") as file:
