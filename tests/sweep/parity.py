@@ -52,24 +52,23 @@ class Row:
 
 CUT = TensorParallelOptions()
 IN_SEQUENCE = TensorParallelOptions(sequence_parallel=True)
-NO_PLAN = frozenset({"GPT-2"})
 NOT_COMPILED = frozenset({"compiled"})
 ROWS = (
     Row("ddp", 2),
     Row("fsdp", 2),
     Row("fsdp", 4),
     Row("hsdp=2", 4),
-    Row("tp", 2, CUT, NO_PLAN),
-    Row("tp", 2, IN_SEQUENCE, NO_PLAN),
-    Row("fsdp+tp=2", 4, CUT, NO_PLAN),
+    Row("tp", 2, CUT),
+    Row("tp", 2, IN_SEQUENCE),
+    Row("fsdp+tp=2", 4, CUT),
     Row("cp", 2, None, NOT_COMPILED),
     Row("fsdp+cp=2", 4, None, NOT_COMPILED),
     Row("pp", 2, None, NOT_COMPILED),
     Row("ddp=2+pp=2", 4, None, NOT_COMPILED),
     Row("pp=2+fsdp", 4, None, NOT_COMPILED),
-    Row("pp=2+tp", 4, CUT, NO_PLAN | NOT_COMPILED),
+    Row("pp=2+tp", 4, CUT, NOT_COMPILED),
     Row("pp=2+cp", 4, None, NOT_COMPILED),
-    Row("pp=2+fsdp=2+tp=2", 8, CUT, NO_PLAN | NOT_COMPILED),
+    Row("pp=2+fsdp=2+tp=2", 8, CUT, NOT_COMPILED),
 )
 ENGINES = tuple(Row(f"zero{stage}", 2, None, NOT_COMPILED) for stage in (1, 2, 3))
 """DeepSpeed's, where that is installed."""
