@@ -1,7 +1,9 @@
 """Forecasts of layouts beside real ranks: gloo processes on this machine, each with torch's profiler on its allocator."""
 
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -12,13 +14,19 @@ from torch import nn
 
 import headway
 from benchmarks.forecast.models import CASES, Case
+from benchmarks.forecast.truth import profiled
 from benchmarks.timing import machine
 from headway.core.config.activation_checkpointing import ActivationCheckpointing
 from headway.core.config.parallelism import ShardingOptions, TensorParallelOptions
 from headway.core.config.torch_kwargs import AutocastKwargs, DistributedDataParallelKwargs
+from headway.core.training.forecast_types import Forecast
 from headway.forecasting.device.devices import MIB
 from headway.forecasting.tracing.attention_masks import skip_causal_mask
+from headway.forecasting.tracing.step import list_state
 from headway.forecasting.tracing.tensors import iterate_plain_tensors
+from headway.layouts.whole_updates import ownership
+from headway.layouts.whole_updates.transfers import PendingTransfer
+from headway.planning.optimizers import list_parts, resolve_optimizer
 
 FOLDER = Path(__file__).parent
 BATCH, RUNS = 8, 1
@@ -116,6 +124,8 @@ class Setting:
         handlers: the Accelerator's options.
         note: what they say, in words.
         averages: how many moving averages of the weights there are.
+        optimizer: name of the optimizer, as `headway.forecast` takes it.
+        bucket_bytes: bytes of parameters that an owner gathers at a time, for optimizers that read whole parameters.
     """
 
     strategy: str
@@ -125,6 +135,8 @@ class Setting:
     handlers: tuple[Any, ...] = field(default=())
     note: str = ""
     averages: int = 0
+    optimizer: str = "adamw"
+    bucket_bytes: int = ownership.BUCKET_BYTES
 
     def of(self, model: str) -> list[Any]:
         """The options for that model: ours has no plan of its own."""
@@ -173,14 +185,18 @@ ROWS = (
 
 
 def forecast(model: str, setting: Setting, batch: int = BATCH) -> int:
-    """Bytes of tensors that rank 0 is said to take at most."""
+    """Bytes of tensors that a rank is said to take at most."""
+    return predict(model, setting, batch).allocated
+
+
+def predict(model: str, setting: Setting, batch: int = BATCH) -> Forecast:
+    """The forecast for the rank that takes the most."""
     case = MODELS[model]
-    found = headway.forecast(
+    return headway.forecast(
         case.make, case.batch, batch_size=batch, loss=case.loss, device="cpu", precision=setting.precision,
         accumulation=setting.accumulation, strategy=setting.strategy, ranks=setting.ranks, kwargs_handlers=setting.of(model),
-        loop="loss_function", averages=setting.averages,
+        loop="loss_function", averages=setting.averages, optimizer=setting.optimizer,
     )  # fmt: skip
-    return found.allocated
 
 
 def taken(model: str, setting: Setting, batch: int = BATCH) -> int:
@@ -213,6 +229,55 @@ def taken(model: str, setting: Setting, batch: int = BATCH) -> int:
     assert all(each.num_averaged == 2 for each in averages)
     accelerator.end_training()
     return most
+
+
+def taken_by_updates(model: str, setting: Setting, batch: int = BATCH) -> tuple[int, int]:
+    """Bytes of tensors at most in two optimizer steps, and those of the optimizer's state; each rank calls it.
+
+    Only the steps are profiled, because the profiler does not record the buffers that gloo's threads free in a backward.
+    """
+    case, ownership.BUCKET_BYTES = MODELS[model], setting.bucket_bytes
+    accelerator = headway.Accelerator(cpu=True, strategy=setting.strategy, kwargs_handlers=setting.of(model))
+    prepared = accelerator.prepare(case.make())
+    make = resolve_optimizer(setting.optimizer)
+    assert make is not None
+    parts = list_parts(make(list(prepared.parameters())))
+    optimizers = [accelerator.prepare(part) for part in parts]
+    most = 0
+    for _ in range(2):
+        inputs, targets = case.batch(batch)
+        with accelerator.accumulate(prepared):
+            accelerator.backward(_loss(prepared(inputs), targets))
+            held = [*prepared.parameters(), *(each.grad for each in prepared.parameters() if each.grad is not None)]
+            held += [inputs, targets, *(tensor for part in parts for tensor in list_state(part))]
+            with _paused_transfers():
+                most = max(most, profiled(lambda: [each.step() for each in optimizers], _bytes(held)))
+            del held
+            for each in optimizers:
+                each.zero_grad()
+    accelerator.end_training()
+    return most, sum(tensor.nbytes for part in parts for tensor in list_state(part))
+
+
+@contextmanager
+def _paused_transfers() -> Iterator[None]:
+    """A context in which gloo's threads drop the buckets of owned updates before this thread does.
+
+    The profiler does not record what other threads free. A bucket that gloo's thread is the last to hold would count forever.
+    """
+    wait = PendingTransfer.wait
+
+    def wait_longer(self: PendingTransfer) -> torch.Tensor:
+        if self._work is not None:
+            self._work.wait()
+            time.sleep(0.05)
+        return wait(self)
+
+    PendingTransfer.wait = wait_longer  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PendingTransfer.wait = wait  # type: ignore[method-assign]
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

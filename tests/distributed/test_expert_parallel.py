@@ -250,7 +250,7 @@ def test_a_rank_holds_its_experts_alone():
 
 
 @pytest.mark.parametrize(
-    ("layout", "num_ranks"), [("ep", 2), ("fsdp+ep=2", 4), ("ep=2+tp=2", 4), ("fsdp=2+ep=2+tp=2", 8)]
+    ("layout", "num_ranks"), [("ep", 2), ("fsdp+ep=2", 4), ("ep=2+tp=2", 4), ("cp=2+ep=2", 4), ("fsdp=2+ep=2+tp=2", 8)]
 )
 def test_a_plan_counts_what_is_held_and_sent(layout, num_ranks):
     planned = plan(wide, layout, num_ranks, step=loss, optimizer=sgd)

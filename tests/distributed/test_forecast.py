@@ -2,7 +2,9 @@
 
 import pytest
 
-from benchmarks.forecast.layouts import ROWS, Setting, compare
+from benchmarks.forecast.layouts import ROWS, Setting, compare, predict, taken_by_updates
+from headway.layouts.whole_updates import ownership
+from tests.distributed.ranks import run_ranks
 
 BY_NAME = {str(setting): setting for _, setting in ROWS}
 
@@ -35,3 +37,30 @@ def test_averages_are_part_of_the_peak():
     said, least, most = compare("GPT", setting, runs=3)
     assert said == pytest.approx(least, rel=0.03)
     assert said <= most * 1.03
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "strategy", "num_ranks", "bucket_bytes"),
+    [
+        ("muon", "fsdp", 2, 2 << 20),  # several buckets, of which up to three exist at a time
+        ("adafactor", "fsdp", 2, 64 << 20),
+        pytest.param("adafactor", "tp", 2, 64 << 20, marks=pytest.mark.slow),
+        pytest.param("adafactor", "fsdp+tp=2", 4, 64 << 20, marks=pytest.mark.slow),
+        pytest.param("muon", "hsdp=2", 4, 64 << 20, marks=pytest.mark.slow),
+        pytest.param("adafactor_transformers", "fsdp", 2, 64 << 20, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_updates_by_owners_take_what_they_take_on_real_ranks(optimizer, strategy, num_ranks, bucket_bytes, monkeypatch):
+    """The buckets in which parameters go to their owners, and the state that each owner keeps."""
+    setting = Setting(strategy, num_ranks, optimizer=optimizer, bucket_bytes=bucket_bytes)
+    monkeypatch.setattr(ownership, "BUCKET_BYTES", bucket_bytes)
+    found = predict("GPT", setting)
+    peaks, states = zip(*run_ranks(taken_by_updates, num_ranks, "GPT", setting))
+    assert found.split["optimizer state"] in states
+    if found.peak.endswith("update"):
+        assert found.split["buckets"] > 0
+        assert found.allocated == pytest.approx(max(peaks), rel=0.03)
+    else:  # with more ranks or smaller buckets, a backward takes more
+        assert found.allocated > 0.97 * max(peaks)
+    assert not any("are not counted" in line for line in found.caveats)

@@ -15,6 +15,7 @@ from headway.planning.compare import plan
 from headway.planning.dry_run.drive import ContextParallelDriver, PipelineDriver
 from headway.planning.dry_run.meter import StepMeter
 from headway.planning.dry_run.trial import dry_run_rank, dry_run_stages, run_update
+from headway.planning.dry_run.updates import DryRunUpdates
 from headway.planning.outcome import build_plan
 from tests.distributed.ranks import run_ranks
 
@@ -55,7 +56,7 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, momentum=0.9)
 
 
-def on_a_rank(make, strategy, precision, make_optimizer):
+def on_a_rank(make, strategy, precision, make_optimizer, is_owned=False):
     """One real update; what is counted by the plan's own meter, and what is measured without it."""
     accelerator = Accelerator(cpu=True, strategy=strategy, mixed_precision=precision)
     layout = parse_layout(strategy).resolve(accelerator.num_processes)
@@ -64,10 +65,11 @@ def on_a_rank(make, strategy, precision, make_optimizer):
 
     def keep(parameters):
         made.append(make_optimizer(parameters))
-        return made[0]
+        return made[-1]
 
     drive = ContextParallelDriver(accelerator.strategy, model) if layout.cp > 1 else None
-    trial = run_update(model, layout, loss, keep, precision, drive=drive)
+    updates = DryRunUpdates(accelerator.strategy) if is_owned else None
+    trial = run_update(model, layout, loss, keep, precision, drive=drive, updates=updates)
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
     state = [value for held in made[0].state.values() for value in held.values() if isinstance(value, torch.Tensor)]
@@ -116,6 +118,35 @@ def test_a_rank_holds_and_sends_what_the_plan_says(make, strategy, num_ranks, pr
         assert planned.exchanges == trial.volumes
         # The same rank, dry.
         assert dry_run_rank(make, layout, rank, loss, make_optimizer, precision) == trial
+
+
+def adafactor(parameters):
+    return torch.optim.Adafactor(parameters)
+
+
+def matrices(parameters):
+    return torch.optim.Muon([parameter for parameter in parameters if parameter.ndim == 2])
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "num_ranks", "make_optimizer"),
+    [(llama, "fsdp", 2, adafactor), (tied, "hsdp=2", 4, matrices), (even, "fsdp+tp=2", 4, adafactor)],
+)
+def test_an_owner_holds_and_sends_what_the_plan_says(make, strategy, num_ranks, make_optimizer):
+    """Optimizers that read whole parameters: each parameter's state is on the rank that updates it."""
+    real = run_ranks(on_a_rank, num_ranks, make, strategy, "no", make_optimizer, True)
+    planned = plan(make, strategy, num_ranks, step=loss, optimizer=make_optimizer)
+    layout = parse_layout(strategy).resolve(num_ranks)
+    for rank, (trial, (*_, state)) in enumerate(real):
+        assert planned.shares.get_share(rank).optimizer_state == state
+        dry = dry_run_rank(make, layout, rank, loss, make_optimizer)
+        assert (dry.states, dry.optimizer_state) == (trial.states, trial.optimizer_state)
+        sent, wanted = (
+            {each: volume for each, volume in volumes.items() if each.kind == "all_to_all"}
+            for volumes in (trial.volumes, dry.volumes)
+        )
+        assert sent == wanted
+        assert [each.phase for each in wanted] == ["update"]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ JSON has bytes, seconds and FLOPs without rounding. The cheapest layout that fit
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,9 +17,10 @@ from headway.core.config.mesh import Layout, parse_layout
 from headway.core.config.values import check_count
 from headway.errors import ConfigError, HeadwayError, StateError, UnsupportedError
 from headway.forecasting.device.devices import DEVICES
+from headway.forecasting.tracing.attention_masks import POSITIONS, skip_causal_mask
 from headway.forecasting.tracing.step import check_precision
 from headway.planning.costs import ClusterRates, compute_cost
-from headway.planning.dry_run.drive import Step
+from headway.planning.dry_run.drive import BatchStep, Step
 from headway.planning.dry_run.fake_group import PeerAnswers
 from headway.planning.dry_run.meter import MeteredCollective, Volume
 from headway.planning.dry_run.trial import (
@@ -28,6 +30,7 @@ from headway.planning.dry_run.trial import (
     dry_run_repeated,
     dry_run_stages,
 )
+from headway.planning.dry_run.updates import find_fullest_owner
 from headway.planning.optimizers import Optimizer, resolve_optimizer
 from headway.planning.outcome import Cost, Plan, RankShare, build_plan, count_bytes_sent, format_duration, format_size
 
@@ -101,7 +104,8 @@ def plan(
         strategy: Layout, such as "fsdp", "hsdp=8" or "fsdp+tp=8".
         num_ranks: World size of the run.
         step: Function from the model to the loss of one data shard's batch. It is called with tensors that have shapes
-            but no values. With None, the plan does not count communication, computation and activations.
+            but no values. A transformers model builds no causal mask, as in a run without padding, unless the step is a
+            `BatchStep` whose inputs have position IDs. With None, the plan does not count communication, computation and activations.
         optimizer: Name of an optimizer, or a function that makes a torch optimizer from parameters. "none" plans
             without an update.
         precision: "no", "bf16" or "fp16", like the Accelerator's `mixed_precision`.
@@ -123,6 +127,7 @@ def plan(
     name = strategy if isinstance(strategy, str) else "+".join(f"{k}={v}" for k, v in layout.sizes.items())
     options = collect_options(kwargs_handlers)
     make_optimizer = resolve_optimizer(optimizer)
+    make = partial(_make_unmasked, make, step)
 
     def trial(rank: int, peer_answers: PeerAnswers | None = None, make: Callable[[], nn.Module] = make) -> StepDryRun:
         return dry_run_rank(
@@ -140,9 +145,29 @@ def plan(
 
     if layout.pp > 1:
         return build_plan(name, layout, dry_run_stages(layout, trial), tokens)
-    can_repeat = step is not None and can_repeat_blocks(options)
+    owner = (
+        None if step is None else find_fullest_owner(make, optimizer, make_optimizer, layout, options, machine_ranks)
+    )
+    # With owners, another block can change the owners of all parameters.
+    can_repeat = step is not None and can_repeat_blocks(options) and owner is None
     found = dry_run_repeated(make, lambda short: trial(0, make=short)) if can_repeat else None
-    return build_plan(name, layout, (found or trial(0),), tokens)
+    return build_plan(name, layout, (found or trial(owner or 0),), tokens)
+
+
+def _make_unmasked(make: Callable[[], nn.Module], step: Step | None) -> nn.Module:
+    """Make a model that builds no causal mask, as in a run without padding, unless the batch has position IDs.
+
+    transformers reads the values of a mask, and builds none if no token is masked. A plan has no values to read. With a
+    mask, attention also communicates differently under context parallelism.
+
+    Args:
+        make: Function that makes the model.
+        step: Training step, or None.
+    """
+    model = make()
+    inputs = step.inputs() if isinstance(step, BatchStep) else None
+    is_packed = isinstance(inputs, dict) and POSITIONS in inputs
+    return skip_causal_mask(model) if hasattr(model, "set_attn_implementation") and not is_packed else model
 
 
 def compare_layouts(

@@ -22,8 +22,9 @@ from headway.forecasting.tracing.attention_masks import MASK, POSITIONS, skip_ca
 from headway.forecasting.tracing.step import StepRecipe
 from headway.planning.dry_run.script import dry_run_script
 from headway.planning.dry_run.trial import can_repeat_blocks
+from headway.planning.dry_run.updates import find_fullest_owner
 from headway.planning.layouts import FakeRank, place_rank
-from headway.planning.optimizers import Optimizer, OptimizerRecorder, resolve_optimizer
+from headway.planning.optimizers import Optimizer, resolve_optimizer
 from headway.planning.optimizers import list_caveats as of_optimizer
 
 Recompute = bool | ActivationCheckpointing | Callable[[nn.Module], object]
@@ -92,7 +93,7 @@ def forecast(
         longest: Options of the search for the longest sequence within the budget at `batch_size`, or None for no
             search.
         strategy: Layout in the form that the Accelerator accepts: "ddp", "fsdp", "hsdp=8", "tp" or "fsdp+tp=2". None
-            for one process. The forecast is for rank 0, which needs the most memory. Batch sizes are per rank.
+            for one process. The forecast is for the rank that needs the most memory. Batch sizes are per rank.
         ranks: World size. Required with `strategy`.
         kwargs_handlers: Options that the Accelerator accepts as `kwargs_handlers`: ShardingOptions,
             TensorParallelOptions, DistributedDataParallelKwargs, ActivationCheckpointing,
@@ -113,9 +114,9 @@ def forecast(
     if type(averages) is not int or averages < 0:
         raise ConfigError(f"averages={averages!r}; give the number of averages, 0 or more")
     target = find_device(device)
-    made = OptimizerRecorder(resolve_optimizer(optimizer))
+    make_optimizer = resolve_optimizer(optimizer)
     recipe = StepRecipe(
-        made.make_optimizer,
+        make_optimizer,
         loss,
         precision,
         accumulation,
@@ -131,22 +132,24 @@ def forecast(
     options, prepare = make_preparation(recompute, collect_options(list(kwargs_handlers)))
     place = _make_rank(strategy, ranks, options, precision, machine_ranks, target)
     example = _make_first_batch(batch_fn, (1, *next(recipe.list_requests())))
+    make = partial(make_model, model_fn, example)
+    owner = find_fullest_owner(make, optimizer, make_optimizer, place.layout, options, machine_ranks, prepare)
+    place = replace(place, rank=owner or 0)
     step = StepForecaster(
-        model_fn=partial(make_model, model_fn, example),
+        model_fn=make,
         batch_fn=batch_fn,
         recipe=recipe,
         device=target,
         prepare=prepare,
         is_expandable=expandable_segments,
         spread=place,
-        can_repeat=can_repeat_blocks(options),
+        can_repeat=can_repeat_blocks(options) and owner is None,  # another block can change all owners
     )
     found = step.forecast(batch_size, resolve_budget(target, budget), largest, longest)
     caveats = (
         *place.list_caveats(),
         *found.caveats,
         *of_optimizer(optimizer),
-        *_list_updates(made, place),
         *_list_batch_caveats(example),
     )
     return replace(found, caveats=caveats, strategy=strategy or "", num_ranks=place.layout.num_ranks)
@@ -256,14 +259,6 @@ def _make_first_batch(batch_fn: Callable[..., Any], asked: tuple[int, ...]) -> A
 
 def _has_key(batch: Any, name: str) -> bool:
     return isinstance(batch, dict) and name in batch
-
-
-def _list_updates(made: OptimizerRecorder, place: FakeRank) -> tuple[str, ...]:
-    """Return sentences about the memory that the update of sharded parameters needs in addition to the forecast.
-
-    The result is empty if the layout does not shard parameters.
-    """
-    return () if place.layout.is_replicas_only else made.list_caveats()
 
 
 def _list_batch_caveats(batch: Any) -> tuple[str, ...]:

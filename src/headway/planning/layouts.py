@@ -5,7 +5,7 @@ memory do not count as memory of the traced device, except for the one that is b
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -28,6 +28,7 @@ from headway.forecasting.tracing.compiled import refuse_compiled
 from headway.forecasting.tracing.step import StepEngine
 from headway.planning._torch import FakeTensor, disable_current_modes
 from headway.planning.dry_run.fake_group import KeepRealTensors, run_as_rank, spread_model
+from headway.planning.dry_run.updates import DryRunUpdates
 
 _OFFLOADED = (
     "activations in host memory: one copy under way is counted; if copies are slower than the computation, more of them are on the "
@@ -98,11 +99,13 @@ class ShardedEngine(StepEngine):
     Args:
         model: Prepared model.
         strategy: Strategy that has prepared the model.
+        options: Options of the engines.
     """
 
-    def __init__(self, model: nn.Module, strategy: Strategy) -> None:
+    def __init__(self, model: nn.Module, strategy: Strategy, options: EngineOptions) -> None:
         super().__init__(model)
         self._strategy = strategy
+        self._updates = DryRunUpdates(strategy, options)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def make_modes(self) -> Iterable[AbstractContextManager[Any]]:
@@ -132,6 +135,23 @@ class ShardedEngine(StepEngine):
                     found.append(get_local_shard(grad))
         return found
 
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the strategy check an optimizer, and decide how the optimizer updates parameters, as `prepare` does.
+
+        Raises:
+            UnsupportedError: If the optimizer cannot train a sharded model.
+        """
+        self._updates.adopt_optimizer(optimizer)
+
+    def step_optimizer(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        """Make an update with the strategy's own code, which gathers parameters for optimizers that read whole ones.
+
+        Args:
+            optimizer: Optimizer to step.
+            closure: Closure of the step, or None. Default: None.
+        """
+        self._updates.step_optimizer(optimizer, closure)
+
     def clip_gradients(self, max_norm: float) -> None:
         """Clip the gradients by their total norm over all ranks."""
         self._strategy.clip_gradients(self._parameters, max_norm, 2.0)
@@ -139,9 +159,10 @@ class ShardedEngine(StepEngine):
 
 @dataclass(frozen=True)
 class FakeRank:
-    """Rank 0 of a layout, on which a step is traced for a forecast.
+    """Rank of a layout on which a step is traced for a forecast.
 
-    No other rank needs more memory, because uneven sharding gives the last ranks smaller shards.
+    No other rank needs more memory. It is rank 0, because uneven sharding gives the last ranks smaller shards, or the
+    rank that needs the most memory for updates if the optimizer reads whole parameters.
 
     Attributes:
         text: Name of the layout as the user gave it.
@@ -150,6 +171,7 @@ class FakeRank:
         precision: "no", "bf16" or "fp16".
         machine_ranks: Ranks per machine.
         computes_on: Type of the device to forecast for.
+        rank: Number of the rank.
     """
 
     text: str
@@ -158,6 +180,7 @@ class FakeRank:
     precision: str
     machine_ranks: int
     computes_on: str
+    rank: int = 0
 
     @contextmanager
     def __call__(self, model: nn.Module) -> Iterator[StepEngine]:
@@ -179,14 +202,14 @@ class FakeRank:
         with run_as_rank(
             model,
             self.layout,
-            rank=0,
+            rank=self.rank,
             machine_ranks=self.machine_ranks,
             precision=self.precision,
             options=self.options,
             computes_on=self.computes_on,
         ) as strategy:
             assert strategy is not None
-            yield ShardedEngine(model, strategy)
+            yield ShardedEngine(model, strategy, self.options)
 
     @property
     def _has_offload(self) -> bool:
@@ -198,7 +221,9 @@ class FakeRank:
         found = [_OFFLOADED] if self._has_offload else []
         if self.layout.num_ranks == 1:
             return found
-        found += [f"for rank 0 of {self.layout.num_ranks:,} ({self.text}); other ranks hold as much or less"]
+        found += [
+            f"for rank {self.rank:,} of {self.layout.num_ranks:,} ({self.text}); other ranks hold as much or less"
+        ]
         if self.layout.ep > 1:
             found.append(
                 "ep: tokens are spread evenly over the experts here; in a run, a rank that is sent more of them takes more"

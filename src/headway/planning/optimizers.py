@@ -14,15 +14,11 @@ import torch
 from torch import nn, optim
 
 from headway.common.optional import require
-from headway.common.text import format_bytes
 from headway.core.config.values import suggest_word
 from headway.core.training.forecast_types import MakeOptimizer
 from headway.errors import ConfigError
 from headway.forecasting.tracing.tensors import iterate_plain_tensors
-from headway.layouts.low_bit.states import keeps_low_bit_state
-from headway.layouts.whole_updates.kinds import UpdateKind, find_known_class
-from headway.layouts.whole_updates.ownership import BUCKET_BYTES
-from headway.planning._torch import FakeTensor, TorchDispatchMode, disable_current_modes
+from headway.planning._torch import FakeTensor, disable_current_modes
 
 Optimizer = str | MakeOptimizer
 """Name of an optimizer, or a function that makes one from parameters."""
@@ -38,42 +34,13 @@ _CAVEATS = {
 """Assumption of a forecast with an optimizer, as a sentence, by the optimizer's name."""
 
 
-class _ReadAsOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode in which every read of a fake tensor's value returns 1.
-
-    This is harmless if the value only scales an update, because such a value does not affect memory.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 1.0 if args[0].dtype.is_floating_point else 1
-        return func(*args, **(kwargs or {}))
-
-
-def make_reading(base: Any, **options: Any) -> MakeOptimizer:
-    """Return a function that makes an optimizer whose `step` reads tensor values, such as step sizes.
-
-    Every value that the optimizer reads is assumed to be 1, because fake tensors have no values.
-
-    Args:
-        base: Class of the optimizer.
-        options: Keyword arguments of the optimizer.
-    """
-
-    class Reading(base):
-        def step(self, closure: Any = None) -> Any:
-            with _ReadAsOne():  # type: ignore[no-untyped-call]
-                return super().step(closure)
-
-    return lambda parameters: Reading(list(parameters), **options)
-
-
 def make_transformers_adafactor(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
     """Make transformers' own Adafactor, with the arguments of its Trainer's `optim="adafactor"`."""
     transformers = require("transformers", "optimizer='adafactor_transformers' needs", "transformers")
-    return make_reading(transformers.Adafactor, scale_parameter=False, relative_step=False, lr=1e-3)(parameters)
+    made: optim.Optimizer = transformers.Adafactor(
+        list(parameters), scale_parameter=False, relative_step=False, lr=1e-3
+    )
+    return made
 
 
 def make_torchao_adamw(parameters: Iterable[nn.Parameter], name: str = "AdamW8bit") -> optim.Optimizer:
@@ -149,10 +116,17 @@ class MuonAndAdamW(optim.Optimizer):
                 loss = closure()
         for part in self.parts:
             part.step()
-            self.state.update(part.state)
+        self.collect_state()
         return loss
 
+    def collect_state(self) -> None:
+        """Read the state of the inner optimizers, so that `state` has the state of all parameters."""
+        for part in self.parts:
+            self.state.update(part.state)
 
+
+_READ_MATRICES = ("adafactor", "adafactor_transformers", "muon")
+"""Names of the optimizers that read whole parameters."""
 _MAKERS: dict[str, MakeOptimizer] = {
     "adamw": optim.AdamW,
     "adam": optim.Adam,
@@ -160,7 +134,7 @@ _MAKERS: dict[str, MakeOptimizer] = {
     "momentum": lambda parameters: optim.SGD(parameters, momentum=0.9),
     "adagrad": optim.Adagrad,
     "rmsprop": optim.RMSprop,
-    "adafactor": make_reading(optim.Adafactor),
+    "adafactor": optim.Adafactor,
     "adafactor_transformers": make_transformers_adafactor,
     "adamw8bit": make_torchao_adamw,
     "adamw4bit": partial(make_torchao_adamw, name="AdamW4bit"),
@@ -197,41 +171,14 @@ def resolve_optimizer(optimizer: Optimizer) -> MakeOptimizer | None:
     return _MAKERS[optimizer]
 
 
-class OptimizerRecorder:
-    """Wrapper of a function that makes an optimizer. It records whether the optimizer's update reads whole parameters.
+def list_parts(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
+    """Return the optimizers that a run would prepare separately, in place of one that `_MAKERS` combines from several."""
+    return optimizer.parts if isinstance(optimizer, MuonAndAdamW) else [optimizer]
 
-    Args:
-        make: Function that makes the optimizer, or None for no update.
 
-    Attributes:
-        make_optimizer: Function that calls `make` and records the class of an optimizer that reads or may read whole
-            parameters. None for no update.
-    """
-
-    def __init__(self, make: MakeOptimizer | None) -> None:
-        self._make = make
-        self._owned: dict[str, bool] = {}
-        self.make_optimizer: MakeOptimizer | None = None if make is None else self._record
-
-    def _record(self, parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
-        assert self._make is not None
-        made = self._make(parameters)
-        for each in made.parts if isinstance(made, MuonAndAdamW) else (made,):
-            # `make_reading` and the makers above subclass the user's class.
-            base = next(kind for kind in type(each).__mro__ if not kind.__module__.startswith("headway."))
-            kind = find_known_class(base)
-            if not keeps_low_bit_state(each) and kind in (None, UpdateKind.OWNED, UpdateKind.TOGETHER):
-                self._owned[base.__name__] = kind is not None
-        return made
-
-    def list_caveats(self) -> tuple[str, ...]:
-        """Return sentences about the memory that the update of sharded parameters needs in addition to a forecast."""
-        size = format_bytes(BUCKET_BYTES)
-        return tuple(
-            f"{name} {'reads' if is_known else 'may read'} whole parameters, which the run then gathers to their owners: up to three "
-            f"buckets, each of {size} of parameters and as much of gradients, are not counted"
-            for name, is_known in self._owned.items()
-        )
+def reads_elements(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known by its name to update each element of a parameter separately."""
+    return isinstance(optimizer, str) and optimizer not in _READ_MATRICES
 
 
 def list_caveats(optimizer: Optimizer) -> tuple[str, ...]:

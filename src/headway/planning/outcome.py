@@ -10,7 +10,8 @@ import torch
 from headway.common.text import format_bytes, format_columns, format_number
 from headway.core.config.mesh import Layout
 from headway.planning.dry_run.meter import MeteredCollective, PlanEvent, Volume
-from headway.planning.dry_run.trial import RankGroups, StateBytes, StepDryRun, TensorShare
+from headway.planning.dry_run.trial import RankGroups, StepDryRun, TensorShare
+from headway.planning.dry_run.updates import StateBytes
 
 NOT_COUNTED = "not counted"
 """Text in place of a number that was not counted."""
@@ -102,8 +103,14 @@ class RankShares:
             if piece.learns:
                 self._gradients += stored * piece.itemsize
             is_there = 1 if piece.stages is None else self._ranks.is_on(piece.stages)
-            self._state += held * state.per_element + state.fixed * is_there
-            written += self._count_written(piece, held * (piece.itemsize + state.per_element))
+            if state.owner is None:
+                self._state += held * state.per_element + state.fixed * is_there
+                written += self._count_written(piece, held * (piece.itemsize + state.per_element))
+            else:
+                whole = prod(piece.shape) * state.per_element + state.fixed
+                self._state[state.owner] += whole
+                written += self._count_written(piece, held * piece.itemsize)
+                written[state.owner] += whole
             num_holders = int((held > 0).sum())
             held_any |= held > 0
             if num_holders < layout.num_ranks and piece.stages is None:

@@ -150,15 +150,114 @@ def test_averages_are_counted(options, num_ranks):
     assert halves.split["averages"] == size  # in float32
 
 
+def matrices(parameters):
+    return [parameter for parameter in parameters if parameter.ndim == 2]
+
+
+class Scaled(torch.optim.Optimizer):
+    """Optimizer of an unknown class, which reads the norm of a whole parameter and keeps a moment of it."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["moment"] = torch.zeros_like(parameter)
+                state["moment"].add_(parameter.grad)
+                parameter.sub_(state["moment"] / (state["moment"].norm() + 1e-6), alpha=0.01)
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "word"),
-    [("adamw", None), ("muon", "Muon reads"), (lambda given: Odd(given), "Odd may read")],
+    ("optimizer", "per_element"),
+    [("muon", 4), (lambda given: Scaled(list(given)), 4), (lambda given: torch.optim.Adafactor(matrices(given)), 0)],
 )
-def test_buckets_of_whole_updates_are_said_to_be_missing(optimizer, word):
+def test_updates_by_owners_are_part_of_the_peak(optimizer, per_element):
+    """Each of two ranks owns four of eight matrices, and gathers them and their gradients."""
     found = forecast(device="cpu", optimizer=optimizer, strategy="fsdp", ranks=2)
-    lines = [line for line in found.caveats if "are not counted" in line]
-    assert [line.startswith(f"{word} whole parameters") for line in lines] == ([True] if word else [])
-    assert not any("are not counted" in line for line in forecast(device="cpu", optimizer=optimizer).caveats)
+    size = 4 * 512 * 2048 * 4
+    assert found.split["buckets"] > 2 * size
+    assert found.split["optimizer state"] == pytest.approx(size * per_element / 4, rel=0.02, abs=100_000)
+    assert not any("are not counted" in line for line in found.caveats)
+    assert "buckets" not in forecast(device="cpu", optimizer="adamw", strategy="fsdp", ranks=2).split
+
+
+def test_an_optimizer_of_elements_gathers_nothing():
+    found = forecast(device="cpu", optimizer=lambda given: Odd(given), strategy="fsdp", ranks=2)
+    assert "buckets" not in found.split
+
+
+def test_the_forecast_is_for_the_rank_that_owns_the_most():
+    def rows(size):
+        return torch.zeros(size, 256), torch.zeros(size, 256)
+
+    class Model(nn.Module):
+        """The large matrix costs the most to update; the small ones together have more elements."""
+
+        def __init__(self):
+            super().__init__()
+            self.large = nn.Linear(256, 256, bias=False)
+            self.small = nn.ModuleList(nn.Linear(256, 32, bias=False) for _ in range(20))
+
+        def forward(self, x):
+            return self.large(x) + torch.cat([part(x) for part in self.small], -1)[:, :256]
+
+    found = headway.forecast(
+        Model,
+        rows,
+        loss=nn.functional.mse_loss,
+        optimizer="muon",
+        strategy="fsdp",
+        ranks=2,
+        device="cpu",
+        largest=False,
+    )
+    planned = headway.plan(Model, "fsdp", 2, step=lambda model: model(torch.zeros(8, 256)).sum(), optimizer="muon")
+    states = [planned.shares.get_share(rank).optimizer_state for rank in range(2)]
+    assert states[1] > states[0]
+    assert found.split["optimizer state"] == states[1]
+    assert any("for rank 1 of 2" in line for line in found.caveats)
+
+
+@pytest.mark.parametrize("name", ["ASGD", "Adafactor", "NAdam", "RAdam", "Rprop"])
+def test_optimizers_of_torch_may_read_values(name):
+    for options in ({}, {"strategy": "ddp", "ranks": 2}, {"strategy": "fsdp", "ranks": 2}):
+        found = forecast(device="cpu", optimizer=lambda given: getattr(torch.optim, name)(list(given)), **options)
+        assert sum(found.split.values()) == pytest.approx(found.allocated, rel=0.01)
+
+
+def test_a_loop_of_the_user_updates_by_owners():
+    def loop(model, batches, optimizer):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for inputs, targets in batches:
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    options = {"device": "cpu", "optimizer": "adafactor", "strategy": "fsdp", "ranks": 2}
+    found, plain = forecast(**options, loop=loop, loss=None), forecast(**options, loop="loss_function")
+    assert found.split["buckets"] == plain.split["buckets"]
+    assert found.allocated == pytest.approx(plain.allocated, rel=0.01)
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "fsdp", "ranks": 2}])
+def test_a_loop_of_the_user_gets_the_loss_of_its_closure(options):
+    def loop(model, batches, optimizer):
+        for inputs, targets in batches:
+
+            def closure(inputs=inputs, targets=targets):
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure).shape == ()
+
+    assert forecast(device="cpu", optimizer="muon", loop=loop, loss=None, **options).split["optimizer state"] > 0
 
 
 class Odd(torch.optim.Optimizer):

@@ -247,7 +247,7 @@ def _merge_ranges(runs: Iterable[IndexRange]) -> list[IndexRange]:
     return made
 
 
-def _list_cuts(tensor: "DTensor") -> list[list[tuple[int, int | None]]]:
+def list_cuts(tensor: "DTensor") -> list[list[tuple[int, int | None]]]:
     """Return the mesh dims that shard each dim of a DTensor.
 
     Returns:
@@ -285,7 +285,7 @@ def iterate_boxes(tensor: "DTensor") -> Iterator[tuple[tuple[int, ...], tuple[sl
     if coordinate is None:
         return
     along = []
-    for length, cuts in zip(tensor.shape, _list_cuts(tensor)):
+    for length, cuts in zip(tensor.shape, list_cuts(tensor)):
         state = compute_ranges(length, [(factor, mesh.size(axis)) for axis, factor in cuts])
         along.append(state[tuple(coordinate[axis] for axis, _ in cuts)])
     shape, local = tuple(sum(stop - start for start, stop in runs) for runs in along), get_local_part(tensor)
@@ -333,7 +333,7 @@ class ShardCutter:
             CheckpointError: If the values are partial sums, or the local tensor's shape differs from the one that the
                 placements imply.
         """
-        cuts, ranks = _list_cuts(tensor), self._list_ranks(tensor.device_mesh)
+        cuts, ranks = list_cuts(tensor), self._list_ranks(tensor.device_mesh)
         cutting = [axis for each in cuts for axis, _ in each]
         copies = [axis for axis in range(1, ranks.ndim) if axis - 1 not in cutting]
         num_copies = ranks.shape[0] * prod(ranks.shape[axis] for axis in copies)

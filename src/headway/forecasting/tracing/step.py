@@ -7,6 +7,7 @@ observer as a phase. Steps can also run on real tensors.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from headway.core.training.forecast_types import Loop, Loss, MakeOptimizer
 from headway.errors import ConfigError, LossError
 from headway.forecasting._torch import foreach_mul_, foreach_norm, tree_leaves, unscale_gradients_
 from headway.forecasting.tracing.four_bit import iterate_scales
+from headway.forecasting.tracing.reads import answer_reads
 from headway.forecasting.tracing.tensors import iterate_plain_tensors
 
 Batch = Any
@@ -167,6 +169,19 @@ class StepEngine:
         """
         return nullcontext()
 
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check a new optimizer, and decide how it updates parameters. The base class does nothing."""
+
+    def step_optimizer(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        """Make an update with an optimizer.
+
+        Args:
+            optimizer: Optimizer to step.
+            closure: Closure of the step, or None. Default: None.
+        """
+        with answer_reads(optimizer):
+            optimizer.step(*([] if closure is None else [closure]))
+
     def list_gradients(self) -> list[torch.Tensor]:
         """Return this rank's gradients, including those that are reduced only at the end of the accumulation window."""
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
@@ -303,7 +318,7 @@ def _update_parameters(
     if recipe.max_norm is not None:
         engine.clip_gradients(recipe.max_norm)
     if optimizer is not None:
-        optimizer.step()
+        engine.step_optimizer(optimizer)
         watcher.mark_tensors(list_state(optimizer), "optimizer state")
 
 
@@ -387,8 +402,10 @@ def run_recipe(
     watcher.mark_tensors(engine.list_own_tensors(), "buckets")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = recipe.optimizer(parameters) if recipe.optimizer is not None else None
-    if optimizer is not None and on_cuda:
-        choose_cuda_kernels(optimizer)
+    if optimizer is not None:
+        engine.adopt_optimizer(optimizer)
+        if on_cuda:
+            choose_cuda_kernels(optimizer)
     averages = [_make_average(parameter, dtype) for dtype in recipe.averages for parameter in parameters]
     watcher.mark_tensors(averages, "averages")
     if callable(recipe.loop):
@@ -446,6 +463,42 @@ class LoopPhases(TorchFunctionMode):
         self.num_updates += 1
 
 
+def _replace_step(optimizer: torch.optim.Optimizer, phases: LoopPhases, engine: StepEngine) -> None:
+    """Make `optimizer.step()` update the parameters through the engine, and report the update.
+
+    The engine calls the optimizer's own step in turn, once or several times.
+
+    Args:
+        optimizer: Optimizer that the user's loop steps.
+        phases: Phases of the loop.
+        engine: Engine that makes the updates.
+    """
+    original, is_within = optimizer.step, False
+
+    def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        nonlocal is_within
+        if is_within:
+            return original(*([] if closure is None else [closure]))
+        losses: list[Any] = []
+
+        def evaluate() -> Any:
+            assert closure is not None
+            losses.append(closure())
+            return losses[-1]
+
+        phases.enter_phase("update")
+        is_within = True
+        try:
+            engine.step_optimizer(optimizer, None if closure is None else evaluate)
+        finally:
+            is_within = False
+        phases.record_update(optimizer)
+        return losses[0] if losses else None
+
+    # Schedulers expect a bound method.
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
 def run_loop(
     loop: Loop,
     model: nn.Module,
@@ -477,8 +530,7 @@ def run_loop(
             yield mark_batch(batch(*asked), watcher)  # no name here, so that only the loop keeps the batch alive
 
     if optimizer is not None:
-        optimizer.register_step_pre_hook(lambda *_: phases.enter_phase("update"))
-        optimizer.register_step_post_hook(lambda stepped, *_: phases.record_update(stepped))
+        _replace_step(optimizer, phases, engine)
     with phases, make_autocast(recipe.precision), engine.run_micro_batch(is_last=True):
         loop(model, batches(), optimizer)
     updates = recipe.count_updates(engine.steps)

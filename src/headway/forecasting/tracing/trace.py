@@ -61,6 +61,8 @@ _GATHER = "fsdp::all_gather_copy_in"
 _SPLIT = "fsdp::split_with_sizes_copy"
 _REDUCE = "c10d::_reduce_scatter_base_"
 _COPY = "aten::copy_"
+_EXCHANGE = "c10d::alltoall_base_"
+"""Operation that exchanges parameters and gradients between shards and the ranks that update whole parameters."""
 _OF_SHARDS = {_GATHER: 1, _SPLIT: 0, _REDUCE: 2, _COPY: 0}
 """CUDA stream on which each of FSDP's operations allocates its results, by the operation's name."""
 _OF_ONE = "wait_for_unshard"
@@ -304,9 +306,26 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             self._record_sum(args, result)
         for event in asked:
             self.events.append(event._replace(num_bytes=-event.num_bytes))
-        if name in _OF_SHARDS:
+        if name in _OF_SHARDS or name == _EXCHANGE:
             self._record_sharding(name, args, kwargs or {})
         return result
+
+    def _mark_buckets(self, name: str, args: tuple[Any, ...]) -> None:
+        """Set the kind of the messages of an exchange to "buckets", and of tensors that are filled from messages.
+
+        Args:
+            name: Name of the operation: the exchange, or a copy.
+            args: Arguments of the operation.
+        """
+        keys = [
+            known[1]
+            for tensor in args[:2]
+            if isinstance(tensor, torch.Tensor)
+            and (known := self._live.get(tensor.untyped_storage()._cdata)) is not None
+        ]
+        if name == _EXCHANGE or (len(keys) == 2 and self._kinds.get(keys[1]) == "buckets"):
+            for key in keys:
+                self._kinds.setdefault(key, "buckets")
 
     def _record_sum(self, args: tuple[Any, ...], result: Any) -> None:
         if _is_sum_of_gradients(args, result):
@@ -477,7 +496,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         )
 
     def _record_sharding(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record that FSDP has gathered a unit's parameters or reduced its gradients, and on which stream.
+        """Record that parameters were gathered or gradients reduced, and on which stream.
 
         The stream matters because CUDA's allocator has separate pools for each stream.
 
@@ -486,6 +505,10 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             args: Arguments of the operation.
             kwargs: Keyword arguments of the operation.
         """
+        if name == _EXCHANGE or (name == _COPY and self._is_updating):
+            if self._is_updating:  # outside of updates, experts exchange tokens
+                self._mark_buckets(name, args)
+            return
         if name in (_SPLIT, _COPY):
             if name == _SPLIT or any(frame.f_code.co_name == _OF_ONE for frame in islice(walk_stack(), _DEEPEST)):
                 self.mark_tensors(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -28,7 +28,7 @@ from headway.layouts.low_bit.states import keeps_low_bit_state, prepare_low_bit_
 from headway.layouts.whole_updates import _torch, ownership, states
 from headway.layouts.whole_updates.calls import CallCounters, read_numbers, replace_groups, write_numbers
 from headway.layouts.whole_updates.kinds import TrialRefused, UpdateKind, find_known_kind, try_kind
-from headway.layouts.whole_updates.transfers import TensorPlan, Transfers, list_own_views, make_plan
+from headway.layouts.whole_updates.transfers import Box, TensorPlan, Transfers, list_own_views, make_plan
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -69,6 +69,45 @@ class _Adopted:
     has_gaps: bool = False
 
 
+@runtime_checkable
+class BoxPredictor(Protocol):
+    """Interface of the collectives of a dry run, in which there are no other ranks to receive boxes from."""
+
+    def predict_boxes(self, tensors: Sequence[torch.Tensor]) -> Sequence[Sequence[Sequence[Box]]]:
+        """Return the boxes that each rank of the run holds of each tensor, as `boxes[rank][number]`."""
+
+
+def choose_kind(optimizer: torch.optim.Optimizer, is_forced: bool = False) -> UpdateKind:
+    """Return the way in which an optimizer updates sharded parameters.
+
+    Args:
+        optimizer: The user's optimizer.
+        is_forced: Whether optimizers that work element by element receive whole parameters, too. Default: False.
+
+    Raises:
+        TrialRefused: If the optimizer cannot update sharded parameters.
+    """
+    kind = find_known_kind(optimizer) or try_kind(optimizer)
+    is_fixed = kind is UpdateKind.TOGETHER or keeps_low_bit_state(optimizer) or isinstance(optimizer, torch.optim.LBFGS)
+    return UpdateKind.OWNED if is_forced and not is_fixed else kind
+
+
+def choose_owners(
+    kind: UpdateKind, shapes: Sequence[Sequence[int]], num_ranks: int, known: Sequence[int | None] = ()
+) -> list[int]:
+    """Return the rank that owns each parameter of an optimizer.
+
+    Args:
+        kind: `UpdateKind.OWNED`, or `UpdateKind.TOGETHER`, with which rank 0 owns all parameters.
+        shapes: Shapes of the full parameters.
+        num_ranks: Number of ranks.
+        known: Owners that do not change, for the first parameters; None for a parameter without owner. Default: ().
+    """
+    if kind is UpdateKind.TOGETHER:
+        return [0] * len(shapes)
+    return ownership.assign_owners(shapes, num_ranks, known)
+
+
 class WholeUpdates:
     """Updates of sharded parameters for those of a strategy's optimizers that cannot step on DTensors.
 
@@ -99,15 +138,12 @@ class WholeUpdates:
             known = find_known_kind(optimizer)
             if is_forecast() and known is not UpdateKind.LOCAL:  # a trial needs values, and nothing is sent
                 return False
-            kind = known or try_kind(optimizer)
+            kind = choose_kind(optimizer, self._is_forced)
         except TrialRefused as error:
             advice = "Choose an optimizer that works element by element" if is_low_bit else _REFERENCES
             raise UnsupportedError(
                 f"{name} cannot train a sharded model: {error}. {advice}, or train with strategy='ddp'"
             ) from error
-        is_fixed = kind is UpdateKind.TOGETHER or is_low_bit or isinstance(optimizer, torch.optim.LBFGS)
-        if self._is_forced and not is_fixed:
-            kind = UpdateKind.OWNED
         if kind is UpdateKind.DIRECT:
             return False
         self._adopted[optimizer] = _Adopted(kind, calls_closure_first=known is not None)
@@ -220,12 +256,9 @@ class WholeUpdates:
         if len(now) == len(found.parameters) and all(a is b for a, b in zip(now, found.parameters)):
             return
         known = {id(parameter): owner for parameter, owner in zip(found.parameters, found.owners)}
-        boxes = self._everyone.gather_objects([list(list_own_views(parameter)) for parameter in now])
-        if found.kind is UpdateKind.TOGETHER:
-            owners = [0] * len(now)
-        else:
-            kept = [known.get(id(parameter)) for parameter in now]
-            owners = ownership.assign_owners([p.shape for p in now], self._everyone.world_size, kept)
+        boxes = self._gather_boxes(now)
+        kept = [known.get(id(parameter)) for parameter in now]
+        owners = choose_owners(found.kind, [p.shape for p in now], self._everyone.world_size, kept)
         found.plans = [
             make_plan(parameter, owner, [each[number] for each in boxes])
             for number, (parameter, owner) in enumerate(zip(now, owners))
@@ -236,6 +269,12 @@ class WholeUpdates:
             count = len(group["params"])
             found.has_gaps |= len(set(owners[first : first + count])) < self._everyone.world_size
             first += count
+
+    def _gather_boxes(self, parameters: Sequence[torch.Tensor]) -> Sequence[Sequence[Sequence[Box]]]:
+        """Return each rank's boxes of each parameter, as `boxes[rank][number]`."""
+        if isinstance(self._everyone, BoxPredictor):
+            return self._everyone.predict_boxes(parameters)
+        return self._everyone.gather_objects([list(list_own_views(parameter)) for parameter in parameters])
 
     def _call_on_owners(self, optimizer: torch.optim.Optimizer, found: _Adopted, method: str) -> None:
         """Gather the parameters to their owners, call the optimizer, and scatter the results, bucket by bucket.

@@ -30,6 +30,7 @@ from headway.errors import StateError
 from headway.extras.activation_checkpointing import checkpoint_activations
 from headway.forecasting.device.kernels import make_grouped_product
 from headway.planning._torch import TorchDispatchMode, is_fake, tree_leaves, unset_fake_temporarily
+from headway.planning.dry_run.boxes import Box, RankBoxes
 
 
 @contextmanager
@@ -115,7 +116,17 @@ class FakeCollectives(Collectives):
     """Collectives of a dry run, in which only one rank exists.
 
     All other ranks are assumed to send the same data as this rank. Tensors have no values and stay unchanged.
+
+    Attributes:
+        boxes: Boxes of tensors on each rank of the layout. None in a subgroup.
     """
+
+    boxes: RankBoxes | None = None
+
+    def predict_boxes(self, tensors: Sequence[torch.Tensor]) -> list[list[list[Box]]]:
+        """Return the boxes that each rank holds of each tensor, as `boxes[rank][number]`."""
+        assert self.boxes is not None
+        return [list(each) for each in zip(*map(self.boxes.list_boxes, tensors))]
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         """Return collectives over a group that contains only this rank.
@@ -294,6 +305,7 @@ def run_as_rank(
             machine = rank % machine_ranks, min(machine_ranks, num_ranks)
             here = ProcessRuntime(rank, num_ranks, *machine, CPU, torch.device("cpu"), owns_group=False)
             everyone = FakeCollectives(here) if peer_answers is None else FakeStageGroup(here, peer_answers)
+            everyone.boxes = RankBoxes(layout)
             strategy = build_strategy(everyone, options, layout, precision, computes_on=computes_on)
         spread_model(model, strategy, options, computes_on)
         try:

@@ -8,13 +8,14 @@ fifth repetition adds as much communication and computation as the fourth. The p
 extrapolated allocation events (`headway.forecasting.tracing.repeats`).
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -25,19 +26,21 @@ from headway.core.config.parallelism import PipelineOptions
 from headway.core.strategies.base import Strategy
 from headway.core.strategies.fully_sharded.dtensors import get_local_shard
 from headway.core.training.forecast_types import MakeOptimizer
-from headway.errors import StateError, UnsupportedError
+from headway.errors import HeadwayError, StateError, UnsupportedError
 from headway.forecasting.device.allocator import separate_unsure
 from headway.forecasting.device.devices import Device, find_device
 from headway.forecasting.device.kernels import substitute_kernels
 from headway.forecasting.tracing.fake import fill_model
 from headway.forecasting.tracing.repeats import TRACED, find_blocks, trace_repeated
 from headway.forecasting.tracing.step import choose_cuda_kernels, mark_model
+from headway.forecasting.tracing.tensors import iterate_plain_tensors
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.offload.placement.meta_model import init_empty_weights
-from headway.planning._torch import FakeTensorMode
+from headway.planning._torch import FakeTensorMode, tree_leaves
 from headway.planning.dry_run.drive import ContextParallelDriver, Forward, PipelineDriver, Step, StepDriver
 from headway.planning.dry_run.fake_group import AnswerNotReady, KeepRealTensors, PeerAnswers, run_as_rank
 from headway.planning.dry_run.meter import SHARED, ActivationMeter, MeteredCollective, PlanEvent, StepMeter, Volume
+from headway.planning.dry_run.updates import DryRunUpdates, StateBytes, measure_whole_states
 
 _SHARDED = frozenset({"shard", "cp", *SHARED.values()})
 """Axes along which `fully_shard` pads tensors, so that every rank allocates as many elements as the first."""
@@ -173,19 +176,6 @@ def count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 @dataclass(frozen=True)
-class StateBytes:
-    """Bytes of the optimizer state of one parameter.
-
-    Attributes:
-        per_element: Bytes per element of the parameter on a rank.
-        fixed: Bytes that do not depend on the parameter's size, such as those of a step count.
-    """
-
-    per_element: int
-    fixed: int
-
-
-@dataclass(frozen=True)
 class StepDryRun:
     """Measurements of the dry run of one rank: memory, communication and computation.
 
@@ -271,7 +261,8 @@ def dry_run_rank(
         drive = _make_driver(strategy, model, layout, options, step)
         modes: list[AbstractContextManager[Any]] = [substitute_kernels(device, precision), fake]
         modes.append(KeepRealTensors())  # type: ignore[no-untyped-call]
-        return run_update(model, layout, step, make_optimizer, precision, modes, drive, device)
+        updates = DryRunUpdates(None if layout.pp > 1 else strategy, options)
+        return run_update(model, layout, step, make_optimizer, precision, modes, drive, device, updates)
 
 
 def _make_driver(
@@ -291,6 +282,7 @@ def run_update(
     within: Iterable[AbstractContextManager[Any]] = (),
     drive: StepDriver | None = None,
     device: Device | None = None,
+    updates: DryRunUpdates | None = None,
 ) -> StepDryRun:
     """Run one update of a prepared model, and measure the update's memory, communication and computation.
 
@@ -305,8 +297,9 @@ def run_update(
         within: Context managers in which the update runs.
         drive: Driver of the layout's strategy, or None for a driver that only calls the model.
         device: Device whose kernels' scratch memory is counted, or None for a CPU.
+        updates: Updates of the layout's strategy, or None for optimizers that step on the parameters directly.
     """
-    device = device or find_device("cpu")
+    device, updates = device or find_device("cpu"), updates or DryRunUpdates()
     # Parameters of other pipeline stages are on the meta device.
     named = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.is_meta]
     buffers = count_storage_bytes(buffer for buffer in model.buffers() if not buffer.is_meta)
@@ -323,6 +316,7 @@ def run_update(
             stack.enter_context(mode)
         if make_optimizer is not None:
             optimizer = make_optimizer([parameter for _, parameter in named if parameter.requires_grad])
+            updates.adopt_optimizer(optimizer)
             if device.is_cuda:
                 choose_cuda_kernels(optimizer)
         forward = Forward(step, model, precision, saved)
@@ -343,11 +337,15 @@ def run_update(
                 exchange = MeteredCollective("backward", "all_reduce", "replicate", layout.replicate)
                 meter.volumes[exchange] = Volume(1, reduced, reduced)
             if optimizer is not None:
-                _step_optimizer(optimizer)
+                with _explain_update(optimizer):
+                    updates.step_optimizer(optimizer)
     gradients = count_storage_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-    states = tuple(_describe_state(parameter, optimizer) for _, parameter in named)
-    held = zip((get_local_shard(parameter).numel() for _, parameter in named), states)
-    state = sum(size * kept.per_element + kept.fixed for size, kept in held)
+    states = _describe_states([parameter for _, parameter in named], optimizer, make_optimizer, updates, layout)
+    rank = _get_rank()
+    state = sum(
+        _count_elements(parameter, kept, rank) * kept.per_element + kept.fixed * (kept.owner in (None, rank))
+        for (_, parameter), kept in zip(named, states)
+    )
     buckets = _count_ddp_bytes(model, layout) or 0  # DDP's buckets contain a second copy of all gradients
     return StepDryRun(
         pieces=cut,
@@ -365,9 +363,13 @@ def run_update(
     )
 
 
-def _step_optimizer(optimizer: torch.optim.Optimizer) -> None:
+@contextmanager
+def _explain_update(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Return a context that turns the errors of an optimizer's update into UnsupportedError."""
     try:
-        optimizer.step()
+        yield
+    except HeadwayError:
+        raise
     except Exception as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedError(
@@ -383,20 +385,77 @@ def _count_ddp_bytes(model: nn.Module, layout: Layout) -> int | None:
     return sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
 
 
-def _describe_state(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> StateBytes:
+def _describe_states(
+    parameters: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    make_optimizer: MakeOptimizer | None,
+    updates: DryRunUpdates,
+    layout: Layout,
+) -> tuple[StateBytes, ...]:
+    """Return the bytes of each parameter's optimizer state.
+
+    If one rank owns the state of a parameter, and it is another rank, the state is that of a separate update of full
+    parameters.
+
+    Args:
+        parameters: Parameters on this rank.
+        optimizer: Optimizer that has stepped, or None.
+        make_optimizer: Function that makes the optimizer, or None.
+        updates: Updates of the layout's strategy.
+        layout: Layout of the run.
+    """
+    if optimizer is None or make_optimizer is None:
+        return (StateBytes(0, 0),) * len(parameters)
+    owners, rank = updates.find_owners(optimizer, layout.num_ranks), _get_rank()
+    own = [optimizer.state.get(parameter, {}) for parameter in parameters]
+    is_complete = all(owner == rank for owner in owners.values())
+    with _explain_update(optimizer):
+        whole = own if is_complete else measure_whole_states(parameters, make_optimizer)
+    return tuple(
+        _describe_state(parameter.shape, full, owners[parameter])
+        if parameter in owners
+        else _describe_state(get_local_shard(parameter).shape, state)
+        for parameter, state, full in zip(parameters, own, whole)
+    )
+
+
+def _get_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _describe_state(shape: torch.Size, state: dict[str, Any], owner: int | None = None) -> StateBytes:
     """Return the bytes of a parameter's optimizer state.
 
-    State tensors of the same shape as the parameter's local shard are counted in bytes per element. All other state is
-    counted as a fixed number of bytes.
+    State tensors of the shape of the parameter are counted in bytes per element. All other state is counted as a fixed
+    number of bytes.
+
+    Args:
+        shape: Shape of the parameter's local shard, or of the full parameter if one rank owns the state.
+        state: State of the parameter.
+        owner: Rank that owns the state, or None.
     """
-    held = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-    tensors = [get_local_shard(value) for value in held.values() if isinstance(value, torch.Tensor)]
-    shape = get_local_shard(parameter).shape
-    alike = [tensor for tensor in tensors if tensor.shape == shape]
-    return StateBytes(
-        sum(tensor.element_size() for tensor in alike),
-        sum(tensor.nbytes for tensor in tensors if tensor.shape != shape),
-    )
+    per_element = fixed = 0
+    for leaf in tree_leaves(dict(state)):
+        if isinstance(leaf, torch.Tensor):
+            local = get_local_shard(leaf)
+            size = sum(part.nbytes for part in iterate_plain_tensors(local))  # of codes and scales, if it is quantized
+            is_alike = local.shape == shape and local.numel() > 0
+            per_element += size // local.numel() if is_alike else 0
+            fixed += size % local.numel() if is_alike else size
+    return StateBytes(per_element, fixed, owner)
+
+
+def _count_elements(parameter: torch.Tensor, state: StateBytes, rank: int) -> int:
+    """Return the number of a parameter's elements for which a rank has optimizer state.
+
+    Args:
+        parameter: Parameter or shard on the rank.
+        state: State of the parameter.
+        rank: Number of the rank.
+    """
+    if state.owner is None:
+        return get_local_shard(parameter).numel()
+    return parameter.numel() if state.owner == rank else 0
 
 
 def dry_run_stages(layout: Layout, dry_run_rank: Callable[[int, PeerAnswers], StepDryRun]) -> tuple[StepDryRun, ...]:

@@ -1,0 +1,74 @@
+"""Compute which parts of a sharded tensor each rank of a layout holds, without asking the ranks."""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch
+
+from headway.core.config.mesh import Layout
+from headway.core.weights.pieces import compute_ranges, is_dtensor, list_cuts
+from headway.planning.dry_run.meter import SHARED
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Rectangular part of a tensor: pair of (offsets in the full tensor, shape)."""
+
+
+def list_coordinates(layout: Layout) -> list[dict[str, int]]:
+    """Return the coordinates of each rank of a layout along the mesh axes, by the axis's name.
+
+    The result includes the joint axes in `SHARED`, along which FSDP shards in layouts with `cp` or `ep`.
+    """
+    found = []
+    for rank in range(layout.num_ranks):
+        place = layout.find_coordinates(rank)
+        for inner, joint in SHARED.items():
+            place[joint] = place["shard"]
+            for axis in inner:
+                place[joint] = place[joint] * getattr(layout, axis) + place[axis]
+        found.append(place)
+    return found
+
+
+class RankBoxes:
+    """Boxes (rectangular parts) of tensors on each rank of a layout.
+
+    Args:
+        layout: Layout of the run.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._coordinates: list[dict[str, int]] = []
+        self._known: dict[Any, list[list[Box]]] = {}
+
+    def list_boxes(self, tensor: torch.Tensor) -> list[list[Box]]:
+        """Return the boxes of a tensor that each rank holds. A plain tensor is one box on every rank."""
+        if not is_dtensor(tensor):
+            whole: Box = (0,) * tensor.ndim, tuple(tensor.shape)
+            return [[whole]] * self._layout.num_ranks
+        self._coordinates = self._coordinates or list_coordinates(self._layout)
+        mesh: Any = tensor.device_mesh
+        key = mesh.mesh_dim_names, tuple(tensor.shape), str(tensor.placements)
+        if key not in self._known:
+            cuts = list_cuts(tensor)
+            ranges = [
+                compute_ranges(length, [(factor, mesh.size(axis)) for axis, factor in each])
+                for length, each in zip(tensor.shape, cuts)
+            ]
+            by_place: dict[Any, list[Box]] = {}  # ranks with equal coordinates along the sharding axes share one list
+            found = []
+            for coordinates in self._coordinates:
+                place = tuple(tuple(coordinates[mesh.mesh_dim_names[axis]] for axis, _ in each) for each in cuts)
+                if place not in by_place:
+                    by_place[place] = _combine_ranges([state[at] for state, at in zip(ranges, place)])
+                found.append(by_place[place])
+            self._known[key] = found
+        return self._known[key]
+
+
+def _combine_ranges(along: Sequence[Sequence[tuple[int, int]]]) -> list[Box]:
+    """Return the boxes that are spanned by index ranges along each dim of a tensor."""
+    return [
+        (tuple(start for start, _ in runs), tuple(stop - start for start, stop in runs)) for runs in product(*along)
+    ]

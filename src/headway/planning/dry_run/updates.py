@@ -1,0 +1,196 @@
+"""Update parameters in a dry run as a run does: directly, on local shards, or by the ranks that own the parameters.
+
+Some optimizers read whole parameters. In a sharded layout, a run then gathers each parameter to its owner, which also
+keeps the parameter's optimizer state. A dry run calls the strategy's own code for this on tensors without values.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from headway.core.config.engines import EngineOptions
+from headway.core.config.mesh import Layout
+from headway.core.precision.mixed import Precision
+from headway.core.strategies.base import Strategy
+from headway.core.training.forecast_types import MakeOptimizer
+from headway.errors import StateError
+from headway.forecasting.tracing.fake import fill_model
+from headway.forecasting.tracing.reads import answer_reads
+from headway.layouts.whole_updates.kinds import TrialRefused, UpdateKind, find_known_class
+from headway.layouts.whole_updates.updates import choose_kind, choose_owners
+from headway.offload.placement.meta_model import init_empty_weights
+from headway.planning._torch import FakeTensorMode, disable_current_modes
+from headway.planning.dry_run.boxes import RankBoxes
+from headway.planning.dry_run.fake_group import run_as_rank
+from headway.planning.optimizers import MuonAndAdamW, Optimizer, list_parts, reads_elements
+
+_OWNED = (UpdateKind.OWNED, UpdateKind.TOGETHER)
+
+
+class DryRunUpdates:
+    """Updates of a strategy's optimizers in a dry run.
+
+    Args:
+        strategy: Strategy of the layout, or None for replicas, whose optimizers step on plain tensors.
+        options: Options of the engines.
+    """
+
+    def __init__(self, strategy: Strategy | None = None, options: EngineOptions | None = None) -> None:
+        self._strategy = strategy
+        self._options = options or EngineOptions()
+
+    def adopt_optimizer(self, optimizer: optim.Optimizer) -> None:
+        """Let the strategy check an optimizer, and decide how the optimizer updates parameters, as `prepare` does.
+
+        Raises:
+            UnsupportedError: If the optimizer cannot train a sharded model.
+        """
+        if self._strategy is None:
+            return
+        with disable_current_modes():  # Headway tries unknown optimizers on small tensors with values
+            for part in list_parts(optimizer):
+                self._strategy.check_optimizer(part)
+
+    def step_optimizer(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        """Make an update with an optimizer.
+
+        Args:
+            optimizer: Optimizer that `adopt_optimizer` has checked.
+            closure: Closure of the step, or None. Default: None.
+        """
+        for part in list_parts(optimizer):
+            with answer_reads(part):
+                if self._strategy is None:
+                    part.step(*([] if closure is None else [closure]))
+                else:
+                    self._strategy.step_optimizer(part, Precision(), closure)
+            closure = None  # the first part has called it
+        if isinstance(optimizer, MuonAndAdamW):
+            optimizer.collect_state()
+
+    def find_owners(self, optimizer: optim.Optimizer, num_ranks: int) -> dict[torch.Tensor, int]:
+        """Return the rank that owns each parameter, for the parameters that are updated by owners.
+
+        Args:
+            optimizer: Optimizer that `adopt_optimizer` has checked.
+            num_ranks: World size.
+        """
+        if self._strategy is None:
+            return {}
+        with disable_current_modes():
+            return find_owners(optimizer, self._options, num_ranks)
+
+
+def find_owners(optimizer: optim.Optimizer, options: EngineOptions, num_ranks: int) -> dict[torch.Tensor, int]:
+    """Return the rank that owns each parameter, for the parameters that are updated by owners in a sharded layout.
+
+    Args:
+        optimizer: Optimizer of the whole model or of shards.
+        options: Options of the engines.
+        num_ranks: World size.
+    """
+    wanted = None if options.sharding is None else options.sharding.whole_updates
+    found: dict[torch.Tensor, int] = {}
+    for part in list_parts(optimizer) if wanted is not False else ():
+        try:
+            kind = choose_kind(part, bool(wanted))
+        except TrialRefused:
+            continue
+        if kind in _OWNED:
+            parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+            found |= zip(parameters, choose_owners(kind, [each.shape for each in parameters], num_ranks))
+    return found
+
+
+def find_fullest_owner(
+    make: Callable[[], nn.Module],
+    optimizer: Optimizer,
+    make_optimizer: MakeOptimizer | None,
+    layout: Layout,
+    options: EngineOptions,
+    machine_ranks: int,
+    prepare: Callable[[nn.Module], object] | None = None,
+) -> int | None:
+    """Return the rank that needs the most memory for updates, or None if no parameter is updated by an owner.
+
+    An owner has the full parameter and its gradient twice: as received, and as given to the optimizer. It also needs a
+    message for each rank that has a part of the parameter.
+
+    Args:
+        make: Function that makes the model. It is called in a context in which parameters take no memory.
+        optimizer: Name of the optimizer, or the function that makes it.
+        make_optimizer: Function that makes the optimizer, or None for no update.
+        layout: Layout of the run.
+        options: Options of the engines.
+        machine_ranks: Ranks per machine.
+        prepare: Function that changes the model before training, or None. Default: None.
+    """
+    is_forced = options.sharding is not None and options.sharding.whole_updates is True
+    if make_optimizer is None or layout.is_replicas_only or layout.pp > 1:
+        return None
+    if not is_forced and (reads_elements(optimizer) or _is_known_direct(optimizer)):
+        return None
+    with init_empty_weights(include_buffers=True):
+        model = make()
+    fill_model(model, FakeTensorMode(allow_non_fake_inputs=True))
+    boxes, loads = RankBoxes(layout), [0] * layout.num_ranks
+    try:
+        if prepare is not None:
+            prepare(model)
+        with run_as_rank(model, layout, 0, machine_ranks, "no", options):
+            made = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+            owners = find_owners(made, options, layout.num_ranks)
+            for parameter, owner in owners.items():
+                # Boxes that do not span whole rows are copied once more, to make them contiguous.
+                num_sent = sum(
+                    prod(shape) * (1 if shape[1:] == parameter.shape[1:] else 2)
+                    for held in boxes.list_boxes(parameter)
+                    for _, shape in held
+                )
+                loads[owner] += (4 * parameter.numel() + num_sent) * parameter.dtype.itemsize
+    except StateError:
+        raise
+    except Exception:  # the trace of the step raises the same error, with an explanation
+        return None
+    return loads.index(max(loads)) if owners else None
+
+
+def _is_known_direct(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, type) and find_known_class(optimizer) in (UpdateKind.DIRECT, UpdateKind.LOCAL)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of the optimizer state of one parameter.
+
+    Attributes:
+        per_element: Bytes per element of the parameter on a rank, or per element of the full parameter if one rank owns
+            its state.
+        fixed: Bytes that do not depend on the parameter's size, such as those of a step count.
+        owner: Rank that owns the state of the full parameter. None if each rank has the state of its shard.
+    """
+
+    per_element: int
+    fixed: int
+    owner: int | None = None
+
+
+def measure_whole_states(parameters: Sequence[torch.Tensor], make_optimizer: MakeOptimizer) -> list[dict[str, Any]]:
+    """Return the optimizer state of each full parameter, as tensors without values.
+
+    Args:
+        parameters: Parameters or shards.
+        make_optimizer: Function that makes the optimizer.
+    """
+    with disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
+        whole = [nn.Parameter(torch.empty(each.shape, dtype=each.dtype), each.requires_grad) for each in parameters]
+        learning = [each for each in whole if each.requires_grad]
+        for each in learning:
+            each.grad = torch.empty_like(each)
+        optimizer = make_optimizer(learning)
+        DryRunUpdates().step_optimizer(optimizer)
+    return [optimizer.state.get(each, {}) for each in whole]
