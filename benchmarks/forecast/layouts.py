@@ -75,6 +75,12 @@ def _loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
 
 
+def _compute_loss(model: nn.Module, given: Any) -> torch.Tensor:
+    """Return the loss of a batch: a dict of a transformers model's arguments, or a pair of inputs and targets."""
+    loss: torch.Tensor = model(**given).loss if isinstance(given, dict) else _loss(model(given[0]), given[1])
+    return loss
+
+
 def _pairs(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.ones(size, 64, dtype=torch.long)
     return tokens, tokens.clone()
@@ -185,12 +191,12 @@ ROWS = (
 
 
 def forecast(model: str, setting: Setting, batch: int = BATCH) -> int:
-    """Bytes of tensors that a rank is said to take at most."""
+    """Return the forecast peak bytes of tensors on the rank that needs the most memory."""
     return predict(model, setting, batch).allocated
 
 
 def predict(model: str, setting: Setting, batch: int = BATCH) -> Forecast:
-    """The forecast for the rank that takes the most."""
+    """Return the forecast for the rank that needs the most memory."""
     case = MODELS[model]
     return headway.forecast(
         case.make, case.batch, batch_size=batch, loss=case.loss, device="cpu", precision=setting.precision,
@@ -216,9 +222,7 @@ def taken(model: str, setting: Setting, batch: int = BATCH) -> int:
         for _ in range(2 * setting.accumulation):
             given: Any = case.batch(batch)
             with accelerator.accumulate(prepared):
-                loss = prepared(**given).loss if isinstance(given, dict) else _loss(prepared(given[0]), given[1])
-                accelerator.backward(loss)
-                del loss
+                accelerator.backward(_compute_loss(prepared, given))
                 optimizer.step()
                 optimizer.zero_grad()
     in_use = most = own
@@ -231,25 +235,33 @@ def taken(model: str, setting: Setting, batch: int = BATCH) -> int:
     return most
 
 
-def taken_by_updates(model: str, setting: Setting, batch: int = BATCH) -> tuple[int, int]:
-    """Bytes of tensors at most in two optimizer steps, and those of the optimizer's state; each rank calls it.
+def measure_updates(model: str, setting: Setting, batch: int = BATCH) -> tuple[int, int]:
+    """Return the peak bytes of tensors in two optimizer steps on this rank, and the bytes of its optimizer state.
 
-    Only the steps are profiled, because the profiler does not record the buffers that gloo's threads free in a backward.
+    All ranks must call this function. Only the steps are profiled, because the profiler does not record the buffers that
+    gloo's threads free in a backward.
     """
-    case, ownership.BUCKET_BYTES = MODELS[model], setting.bucket_bytes
+    ownership.BUCKET_BYTES = setting.bucket_bytes
+    case = MODELS[model]
     accelerator = headway.Accelerator(cpu=True, strategy=setting.strategy, kwargs_handlers=setting.of(model))
-    prepared = accelerator.prepare(case.make())
+    made = case.make()
+    prepared = accelerator.prepare(skip_causal_mask(made) if hasattr(made, "set_attn_implementation") else made)
     make = resolve_optimizer(setting.optimizer)
     assert make is not None
     parts = list_parts(make(list(prepared.parameters())))
     optimizers = [accelerator.prepare(part) for part in parts]
     most = 0
     for _ in range(2):
-        inputs, targets = case.batch(batch)
+        given: Any = case.batch(batch)
         with accelerator.accumulate(prepared):
-            accelerator.backward(_loss(prepared(inputs), targets))
-            held = [*prepared.parameters(), *(each.grad for each in prepared.parameters() if each.grad is not None)]
-            held += [inputs, targets, *(tensor for part in parts for tensor in list_state(part))]
+            accelerator.backward(_compute_loss(prepared, given))
+            held = [
+                *prepared.parameters(),
+                *prepared.buffers(),
+                *(given.values() if isinstance(given, dict) else given),
+            ]
+            held += [each.grad for each in prepared.parameters() if each.grad is not None]
+            held += [tensor for part in parts for tensor in list_state(part)]
             with _paused_transfers():
                 most = max(most, profiled(lambda: [each.step() for each in optimizers], _bytes(held)))
             del held
@@ -261,9 +273,10 @@ def taken_by_updates(model: str, setting: Setting, batch: int = BATCH) -> tuple[
 
 @contextmanager
 def _paused_transfers() -> Iterator[None]:
-    """A context in which gloo's threads drop the buckets of owned updates before this thread does.
+    """Return a context in which gloo's threads release the buckets of owned updates before this thread does.
 
-    The profiler does not record what other threads free. A bucket that gloo's thread is the last to hold would count forever.
+    The profiler does not record what other threads free. If gloo's thread were the last to release a bucket, the bucket
+    would count forever. `PendingTransfer.wait` is replaced, because only a pause before its end gives gloo's thread time.
     """
     wait = PendingTransfer.wait
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.forecast.layouts import ROWS, Setting, compare, predict, taken_by_updates
+from benchmarks.forecast.layouts import ROWS, Setting, compare, measure_updates, predict
 from headway.layouts.whole_updates import ownership
 from tests.distributed.ranks import run_ranks
 
@@ -40,23 +40,26 @@ def test_averages_are_part_of_the_peak():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "strategy", "num_ranks", "bucket_bytes"),
+    ("model", "optimizer", "strategy", "num_ranks", "bucket_bytes"),
     [
-        ("muon", "fsdp", 2, 2 << 20),  # several buckets, of which up to three exist at a time
-        ("adafactor", "fsdp", 2, 64 << 20),
-        pytest.param("adafactor", "tp", 2, 64 << 20, marks=pytest.mark.slow),
-        pytest.param("adafactor", "fsdp+tp=2", 4, 64 << 20, marks=pytest.mark.slow),
-        pytest.param("muon", "hsdp=2", 4, 64 << 20, marks=pytest.mark.slow),
-        pytest.param("adafactor_transformers", "fsdp", 2, 64 << 20, marks=pytest.mark.slow),
+        ("GPT", "muon", "fsdp", 2, 2 << 20),  # several buckets, of which up to three exist at a time
+        ("GPT", "adafactor", "fsdp", 2, 64 << 20),
+        pytest.param("Llama", "muon", "fsdp", 2, 64 << 20, marks=pytest.mark.slow),
+        pytest.param("GPT", "adafactor", "tp", 2, 64 << 20, marks=pytest.mark.slow),
+        pytest.param("GPT", "adafactor", "fsdp+tp=2", 4, 64 << 20, marks=pytest.mark.slow),
+        pytest.param("GPT", "muon", "hsdp=2", 4, 64 << 20, marks=pytest.mark.slow),
+        pytest.param("GPT", "adafactor_transformers", "fsdp", 2, 64 << 20, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_updates_by_owners_take_what_they_take_on_real_ranks(optimizer, strategy, num_ranks, bucket_bytes, monkeypatch):
+def test_updates_by_owners_take_what_they_take_on_real_ranks(
+    model, optimizer, strategy, num_ranks, bucket_bytes, monkeypatch
+):
     """The buckets in which parameters go to their owners, and the state that each owner keeps."""
     setting = Setting(strategy, num_ranks, optimizer=optimizer, bucket_bytes=bucket_bytes)
     monkeypatch.setattr(ownership, "BUCKET_BYTES", bucket_bytes)
-    found = predict("GPT", setting)
-    peaks, states = zip(*run_ranks(taken_by_updates, num_ranks, "GPT", setting))
+    found = predict(model, setting)
+    peaks, states = zip(*run_ranks(measure_updates, num_ranks, model, setting))
     assert found.split["optimizer state"] in states
     if found.peak.endswith("update"):
         assert found.split["buckets"] > 0

@@ -104,8 +104,9 @@ def plan(
         strategy: Layout, such as "fsdp", "hsdp=8" or "fsdp+tp=8".
         num_ranks: World size of the run.
         step: Function from the model to the loss of one data shard's batch. It is called with tensors that have shapes
-            but no values. A transformers model builds no causal mask, as in a run without padding, unless the step is a
-            `BatchStep` whose inputs have position IDs. With None, the plan does not count communication, computation and activations.
+            but no values. A transformers model builds no causal mask, as in a run without padding, unless the step has a
+            method `inputs()` whose result has position IDs. With None, the plan does not count communication,
+            computation and activations.
         optimizer: Name of an optimizer, or a function that makes a torch optimizer from parameters. "none" plans
             without an update.
         precision: "no", "bf16" or "fp16", like the Accelerator's `mixed_precision`.

@@ -10,8 +10,8 @@ import torch
 from headway.common.text import format_bytes, format_columns, format_number
 from headway.core.config.mesh import Layout
 from headway.planning.dry_run.meter import MeteredCollective, PlanEvent, Volume
+from headway.planning.dry_run.states import StateBytes
 from headway.planning.dry_run.trial import RankGroups, StepDryRun, TensorShare
-from headway.planning.dry_run.updates import StateBytes
 
 NOT_COUNTED = "not counted"
 """Text in place of a number that was not counted."""

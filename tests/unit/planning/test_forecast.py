@@ -8,7 +8,7 @@ from torch import nn
 
 import headway
 from headway.core.config.activation_checkpointing import ActivationCheckpointing
-from headway.errors import ConfigError
+from headway.errors import ConfigError, UnsupportedError
 from headway.extras.activation_checkpointing import checkpoint_activations
 from headway.forecasting.device.devices import DEVICES, MIB, compute_allocator_limit, estimate_use, find_device
 
@@ -258,6 +258,24 @@ def test_a_loop_of_the_user_gets_the_loss_of_its_closure(options):
             assert optimizer.step(closure).shape == ()
 
     assert forecast(device="cpu", optimizer="muon", loop=loop, loss=None, **options).split["optimizer state"] > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "fsdp", "ranks": 2}])
+def test_an_optimizer_that_chooses_by_a_value_is_refused(options):
+    """LBFGS creates no state in a step in which it finds that it has converged."""
+
+    def loop(model, batches, optimizer):
+        for inputs, targets in batches:
+
+            def closure(inputs=inputs, targets=targets):
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    with pytest.raises(UnsupportedError, match="_local_scalar_dense"):
+        forecast(device="cpu", optimizer=lambda given: torch.optim.LBFGS(list(given)), loop=loop, loss=None, **options)
 
 
 class Odd(torch.optim.Optimizer):

@@ -62,7 +62,10 @@ _SPLIT = "fsdp::split_with_sizes_copy"
 _REDUCE = "c10d::_reduce_scatter_base_"
 _COPY = "aten::copy_"
 _EXCHANGE = "c10d::alltoall_base_"
-"""Operation that exchanges parameters and gradients between shards and the ranks that update whole parameters."""
+"""Operation that exchanges parameters and gradients between shards and the ranks that update whole parameters.
+
+Outside of updates, experts exchange tokens with it.
+"""
 _OF_SHARDS = {_GATHER: 1, _SPLIT: 0, _REDUCE: 2, _COPY: 0}
 """CUDA stream on which each of FSDP's operations allocates its results, by the operation's name."""
 _OF_ONE = "wait_for_unshard"
@@ -307,11 +310,11 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         for event in asked:
             self.events.append(event._replace(num_bytes=-event.num_bytes))
         if name in _OF_SHARDS or name == _EXCHANGE:
-            self._record_sharding(name, args, kwargs or {})
+            self._record_transfer(name, args, kwargs or {})
         return result
 
     def _mark_buckets(self, name: str, args: tuple[Any, ...]) -> None:
-        """Set the kind of the messages of an exchange to "buckets", and of tensors that are filled from messages.
+        """Set the kind of an exchange's messages, and of tensors that are filled from messages, to "buckets".
 
         Args:
             name: Name of the operation: the exchange, or a copy.
@@ -495,8 +498,15 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             and not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in tree_leaves(args))
         )
 
+    def _record_transfer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record an operation that may move parts of parameters or gradients between ranks or buffers."""
+        if self._is_updating and name in (_EXCHANGE, _COPY):
+            self._mark_buckets(name, args)
+        elif name in _OF_SHARDS:
+            self._record_sharding(name, args, kwargs)
+
     def _record_sharding(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record that parameters were gathered or gradients reduced, and on which stream.
+        """Record that FSDP has gathered a unit's parameters or reduced its gradients, and on which stream.
 
         The stream matters because CUDA's allocator has separate pools for each stream.
 
@@ -505,10 +515,6 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             args: Arguments of the operation.
             kwargs: Keyword arguments of the operation.
         """
-        if name == _EXCHANGE or (name == _COPY and self._is_updating):
-            if self._is_updating:  # outside of updates, experts exchange tokens
-                self._mark_buckets(name, args)
-            return
         if name in (_SPLIT, _COPY):
             if name == _SPLIT or any(frame.f_code.co_name == _OF_ONE for frame in islice(walk_stack(), _DEEPEST)):
                 self.mark_tensors(

@@ -8,10 +8,8 @@ import torch
 
 from headway.core.config.mesh import Layout
 from headway.core.weights.pieces import compute_ranges, is_dtensor, list_cuts
+from headway.layouts.whole_updates.transfers import Box
 from headway.planning.dry_run.meter import SHARED
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Rectangular part of a tensor: pair of (offsets in the full tensor, shape)."""
 
 
 def list_coordinates(layout: Layout) -> list[dict[str, int]]:
@@ -68,7 +66,7 @@ class RankBoxes:
 
 
 def _combine_ranges(along: Sequence[Sequence[tuple[int, int]]]) -> list[Box]:
-    """Return the boxes that are spanned by index ranges along each dim of a tensor."""
+    """Return the boxes that have one of the index ranges along each dim of a tensor."""
     return [
         (tuple(start for start, _ in runs), tuple(stop - start for start, stop in runs)) for runs in product(*along)
     ]

@@ -29,8 +29,9 @@ from headway.core.training.prepared.model import attach_engine
 from headway.errors import StateError
 from headway.extras.activation_checkpointing import checkpoint_activations
 from headway.forecasting.device.kernels import make_grouped_product
+from headway.layouts.whole_updates.transfers import Box
 from headway.planning._torch import TorchDispatchMode, is_fake, tree_leaves, unset_fake_temporarily
-from headway.planning.dry_run.boxes import Box, RankBoxes
+from headway.planning.dry_run.boxes import RankBoxes
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -33,14 +32,14 @@ from headway.forecasting.device.kernels import substitute_kernels
 from headway.forecasting.tracing.fake import fill_model
 from headway.forecasting.tracing.repeats import TRACED, find_blocks, trace_repeated
 from headway.forecasting.tracing.step import choose_cuda_kernels, mark_model
-from headway.forecasting.tracing.tensors import iterate_plain_tensors
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.offload.placement.meta_model import init_empty_weights
-from headway.planning._torch import FakeTensorMode, tree_leaves
+from headway.planning._torch import FakeTensorMode
 from headway.planning.dry_run.drive import ContextParallelDriver, Forward, PipelineDriver, Step, StepDriver
 from headway.planning.dry_run.fake_group import AnswerNotReady, KeepRealTensors, PeerAnswers, run_as_rank
 from headway.planning.dry_run.meter import SHARED, ActivationMeter, MeteredCollective, PlanEvent, StepMeter, Volume
-from headway.planning.dry_run.updates import DryRunUpdates, StateBytes, measure_whole_states
+from headway.planning.dry_run.states import StateBytes, count_state_bytes, describe_states
+from headway.planning.dry_run.updates import DryRunUpdates
 
 _SHARDED = frozenset({"shard", "cp", *SHARED.values()})
 """Axes along which `fully_shard` pads tensors, so that every rank allocates as many elements as the first."""
@@ -340,19 +339,18 @@ def run_update(
                 with _explain_update(optimizer):
                     updates.step_optimizer(optimizer)
     gradients = count_storage_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-    states = _describe_states([parameter for _, parameter in named], optimizer, make_optimizer, updates, layout)
-    rank = _get_rank()
-    state = sum(
-        _count_elements(parameter, kept, rank) * kept.per_element + kept.fixed * (kept.owner in (None, rank))
-        for (_, parameter), kept in zip(named, states)
-    )
+    parameters = [parameter for _, parameter in named]
+    states: tuple[StateBytes, ...] = (StateBytes(0, 0),) * len(parameters)
+    if optimizer is not None and make_optimizer is not None:
+        with _explain_update(optimizer):
+            states = describe_states(parameters, optimizer, make_optimizer, updates, layout.num_ranks)
     buckets = _count_ddp_bytes(model, layout) or 0  # DDP's buckets contain a second copy of all gradients
     return StepDryRun(
         pieces=cut,
         buffers=buffers,
         weights=weights,
         gradients=gradients,
-        optimizer_state=state,
+        optimizer_state=count_state_bytes(parameters, states),
         states=states,
         volumes=meter.volumes,
         flops=dict(meter.flops),
@@ -383,79 +381,6 @@ def _count_ddp_bytes(model: nn.Module, layout: Layout) -> int | None:
     if not layout.is_replicas_only or layout.replicate == 1:
         return None
     return sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
-
-
-def _describe_states(
-    parameters: Sequence[nn.Parameter],
-    optimizer: torch.optim.Optimizer | None,
-    make_optimizer: MakeOptimizer | None,
-    updates: DryRunUpdates,
-    layout: Layout,
-) -> tuple[StateBytes, ...]:
-    """Return the bytes of each parameter's optimizer state.
-
-    If one rank owns the state of a parameter, and it is another rank, the state is that of a separate update of full
-    parameters.
-
-    Args:
-        parameters: Parameters on this rank.
-        optimizer: Optimizer that has stepped, or None.
-        make_optimizer: Function that makes the optimizer, or None.
-        updates: Updates of the layout's strategy.
-        layout: Layout of the run.
-    """
-    if optimizer is None or make_optimizer is None:
-        return (StateBytes(0, 0),) * len(parameters)
-    owners, rank = updates.find_owners(optimizer, layout.num_ranks), _get_rank()
-    own = [optimizer.state.get(parameter, {}) for parameter in parameters]
-    is_complete = all(owner == rank for owner in owners.values())
-    with _explain_update(optimizer):
-        whole = own if is_complete else measure_whole_states(parameters, make_optimizer)
-    return tuple(
-        _describe_state(parameter.shape, full, owners[parameter])
-        if parameter in owners
-        else _describe_state(get_local_shard(parameter).shape, state)
-        for parameter, state, full in zip(parameters, own, whole)
-    )
-
-
-def _get_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _describe_state(shape: torch.Size, state: dict[str, Any], owner: int | None = None) -> StateBytes:
-    """Return the bytes of a parameter's optimizer state.
-
-    State tensors of the shape of the parameter are counted in bytes per element. All other state is counted as a fixed
-    number of bytes.
-
-    Args:
-        shape: Shape of the parameter's local shard, or of the full parameter if one rank owns the state.
-        state: State of the parameter.
-        owner: Rank that owns the state, or None.
-    """
-    per_element = fixed = 0
-    for leaf in tree_leaves(dict(state)):
-        if isinstance(leaf, torch.Tensor):
-            local = get_local_shard(leaf)
-            size = sum(part.nbytes for part in iterate_plain_tensors(local))  # of codes and scales, if it is quantized
-            is_alike = local.shape == shape and local.numel() > 0
-            per_element += size // local.numel() if is_alike else 0
-            fixed += size % local.numel() if is_alike else size
-    return StateBytes(per_element, fixed, owner)
-
-
-def _count_elements(parameter: torch.Tensor, state: StateBytes, rank: int) -> int:
-    """Return the number of a parameter's elements for which a rank has optimizer state.
-
-    Args:
-        parameter: Parameter or shard on the rank.
-        state: State of the parameter.
-        rank: Number of the rank.
-    """
-    if state.owner is None:
-        return get_local_shard(parameter).numel()
-    return parameter.numel() if state.owner == rank else 0
 
 
 def dry_run_stages(layout: Layout, dry_run_rank: Callable[[int, PeerAnswers], StepDryRun]) -> tuple[StepDryRun, ...]:

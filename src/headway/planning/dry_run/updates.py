@@ -4,8 +4,7 @@ Some optimizers read whole parameters. In a sharded layout, a run then gathers e
 keeps the parameter's optimizer state. A dry run calls the strategy's own code for this on tensors without values.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -35,7 +34,8 @@ class DryRunUpdates:
     """Updates of a strategy's optimizers in a dry run.
 
     Args:
-        strategy: Strategy of the layout, or None for replicas, whose optimizers step on plain tensors.
+        strategy: Strategy of the layout. None for replicas and pipeline stages, whose optimizers step on the parameters
+            directly.
         options: Options of the engines.
     """
 
@@ -161,36 +161,3 @@ def find_fullest_owner(
 
 def _is_known_direct(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, type) and find_known_class(optimizer) in (UpdateKind.DIRECT, UpdateKind.LOCAL)
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes of the optimizer state of one parameter.
-
-    Attributes:
-        per_element: Bytes per element of the parameter on a rank, or per element of the full parameter if one rank owns
-            its state.
-        fixed: Bytes that do not depend on the parameter's size, such as those of a step count.
-        owner: Rank that owns the state of the full parameter. None if each rank has the state of its shard.
-    """
-
-    per_element: int
-    fixed: int
-    owner: int | None = None
-
-
-def measure_whole_states(parameters: Sequence[torch.Tensor], make_optimizer: MakeOptimizer) -> list[dict[str, Any]]:
-    """Return the optimizer state of each full parameter, as tensors without values.
-
-    Args:
-        parameters: Parameters or shards.
-        make_optimizer: Function that makes the optimizer.
-    """
-    with disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
-        whole = [nn.Parameter(torch.empty(each.shape, dtype=each.dtype), each.requires_grad) for each in parameters]
-        learning = [each for each in whole if each.requires_grad]
-        for each in learning:
-            each.grad = torch.empty_like(each)
-        optimizer = make_optimizer(learning)
-        DryRunUpdates().step_optimizer(optimizer)
-    return [optimizer.state.get(each, {}) for each in whole]

@@ -1,0 +1,127 @@
+"""Measure how many bytes of optimizer state a dry run has for each parameter, and which rank has them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from headway.core.strategies.fully_sharded.dtensors import get_local_shard
+from headway.core.training.forecast_types import MakeOptimizer
+from headway.forecasting.tracing.tensors import iterate_plain_tensors
+from headway.planning._torch import FakeTensorMode, disable_current_modes, tree_leaves
+from headway.planning.dry_run.updates import DryRunUpdates
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of the optimizer state of one parameter.
+
+    Attributes:
+        per_element: Bytes per element of the parameter on a rank, or per element of the full parameter if one rank owns
+            its state.
+        fixed: Bytes that do not depend on the parameter's size, such as those of a step count.
+        owner: Rank that owns the state of the full parameter. None if each rank has the state of its shard.
+    """
+
+    per_element: int
+    fixed: int
+    owner: int | None = None
+
+
+def describe_states(
+    parameters: Sequence[torch.Tensor],
+    optimizer: optim.Optimizer,
+    make_optimizer: MakeOptimizer,
+    updates: DryRunUpdates,
+    num_ranks: int,
+) -> tuple[StateBytes, ...]:
+    """Return the bytes of each parameter's optimizer state.
+
+    If other ranks own parameters, this rank does not have their state. The bytes are then measured in a separate update
+    of full parameters.
+
+    Args:
+        parameters: Parameters on this rank.
+        optimizer: Optimizer that has stepped.
+        make_optimizer: Function that makes the optimizer.
+        updates: Updates that the optimizer has made.
+        num_ranks: World size.
+    """
+    owners, rank = updates.find_owners(optimizer, num_ranks), _get_rank()
+    if any(owner != rank for owner in owners.values()):
+        # Parameters without owner are measured, too, because this rank's shard of them can be empty.
+        whole = _measure_whole_states(parameters, make_optimizer)
+        return tuple(
+            _describe_state(parameter.shape, state, owners.get(parameter))
+            for parameter, state in zip(parameters, whole)
+        )
+    return tuple(
+        _describe_state(
+            parameter.shape if parameter in owners else get_local_shard(parameter).shape,
+            optimizer.state.get(parameter, {}),
+            owners.get(parameter),
+        )
+        for parameter in parameters
+    )
+
+
+def count_state_bytes(parameters: Sequence[torch.Tensor], states: Sequence[StateBytes]) -> int:
+    """Return the bytes of optimizer state on this rank.
+
+    Args:
+        parameters: Parameters on this rank.
+        states: Bytes of each parameter's optimizer state.
+    """
+    rank, found = _get_rank(), 0
+    for parameter, state in zip(parameters, states):
+        if state.owner is None:
+            found += get_local_shard(parameter).numel() * state.per_element + state.fixed
+        elif state.owner == rank:
+            found += parameter.numel() * state.per_element + state.fixed
+    return found
+
+
+def _get_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _describe_state(shape: torch.Size, state: dict[str, Any], owner: int | None) -> StateBytes:
+    """Return the bytes of a parameter's optimizer state.
+
+    State tensors of the shape of the parameter are counted in bytes per element. All other state is counted as a fixed
+    number of bytes.
+
+    Args:
+        shape: Shape of the parameter that the state belongs to: this rank's shard, or the full parameter.
+        state: State of the parameter.
+        owner: Rank that owns the state, or None.
+    """
+    per_element = fixed = 0
+    for leaf in tree_leaves(dict(state)):
+        if isinstance(leaf, torch.Tensor):
+            local = get_local_shard(leaf)
+            size = sum(part.nbytes for part in iterate_plain_tensors(local))  # of codes and scales, if it is quantized
+            is_alike = local.shape == shape and local.numel() > 0
+            per_element += size // local.numel() if is_alike else 0
+            fixed += size % local.numel() if is_alike else size
+    return StateBytes(per_element, fixed, owner)
+
+
+def _measure_whole_states(parameters: Sequence[torch.Tensor], make_optimizer: MakeOptimizer) -> list[dict[str, Any]]:
+    """Return the optimizer state of each full parameter, as tensors without values.
+
+    Args:
+        parameters: Parameters or shards.
+        make_optimizer: Function that makes the optimizer.
+    """
+    with disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
+        whole = [nn.Parameter(torch.empty(each.shape, dtype=each.dtype), each.requires_grad) for each in parameters]
+        learning = [each for each in whole if each.requires_grad]
+        for each in learning:
+            each.grad = torch.empty_like(each)
+        optimizer = make_optimizer(learning)
+        DryRunUpdates().step_optimizer(optimizer)
+    return [optimizer.state.get(each, {}) for each in whole]

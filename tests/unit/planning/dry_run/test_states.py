@@ -1,0 +1,27 @@
+"""Bytes of optimizer state in a plan, compared with those of torch's optimizers on one process."""
+
+import torch
+from torch import nn
+
+import headway
+
+
+class Model(nn.Module):
+    """Its large matrix is owned by rank 0, and rank 1 has an empty shard of its scalar bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.large = nn.Linear(64, 64, bias=False)
+        self.small = nn.ModuleList(nn.Linear(64, 24, bias=False) for _ in range(12))
+        self.scalar = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return self.large(x).sum() + sum(part(x).sum() for part in self.small) + self.scalar.sum()
+
+
+def test_shards_that_the_dry_run_rank_lacks_are_counted():
+    planned = headway.plan(Model, "fsdp", 2, step=lambda model: model(torch.zeros(8, 64)), optimizer="muon")
+    states = [planned.shares.get_share(rank).optimizer_state for rank in range(2)]
+    matrices = 4 * (64 * 64 + 12 * 64 * 24)  # one momentum of each
+    assert sum(states) == matrices + 2 * 4 + 2 * 4  # two moments of the scalar, and its step count on both ranks
+    assert states[1] > states[0]  # so the dry run was that of rank 1
