@@ -117,8 +117,10 @@ def find_fullest_owner(
 ) -> int | None:
     """Return the rank that needs the most memory for updates, or None if no parameter is updated by an owner.
 
-    An owner has the full parameter and its gradient twice: as received, and as given to the optimizer. It also needs a
-    message for each rank that has a part of the parameter.
+    The memory is estimated from all parameters that a rank owns, although they are gathered bucket by bucket. A rank with
+    more parameters has more optimizer state, and its buckets are at least as full. An owner has the full parameter and its
+    gradient twice: as received, and as given to the optimizer. It also needs a message for each rank that has a part of
+    the parameter.
 
     Args:
         make: Function that makes the model. It is called in a context in which parameters take no memory.
