@@ -20,12 +20,20 @@ class Cause:
     page: str
 
 
-def explain_parts(blame: Blame, parts: str) -> Cause:
+_WEIGHTED_BY_HAND = (
+    "divide the sum of the losses by this number on all ranks, accelerator.gather(count).sum(), and multiply it by "
+    "accelerator.num_processes and gradient_accumulation_steps"
+)
+"""Advice for a mean over a number other than rows, for Accelerate, whose `backward` takes no `weight`."""
+
+
+def explain_parts(blame: Blame, parts: str, *, is_accelerate: bool = False) -> Cause:
     """Return the cause of a difference between the whole batch on one process and the parts of the batch.
 
     Args:
         blame: First call that differs.
         parts: Unit into which the batch was divided: "rank" or "piece" (micro-batch).
+        is_accelerate: Whether the script uses Accelerate's API, so that the advice must use it, too. Default: False.
     """
     at = f" at {blame.line}" if blame.line else ""
     call = f"{blame.call}(){at}"
@@ -34,22 +42,30 @@ def explain_parts(blame: Blame, parts: str) -> Cause:
     texts = {
         "sum": (
             f"the loss is a sum over rows: {call}",
-            "let the loss be a mean, or pass reduction='sum' and weight= to accelerator.backward",
+            "let the loss be a mean over rows"
+            if is_accelerate
+            else "let the loss be a mean, or pass reduction='sum' and weight= to accelerator.backward",
             "accumulation.md",
         ),
         "tokens": (
             f"the loss is a mean over the counted tokens of one {parts}'s rows, not over all tokens: {call}",
-            "pass the number of counted tokens: accelerator.backward(loss, weight=count)",
+            _WEIGHTED_BY_HAND
+            if is_accelerate
+            else "pass the number of counted tokens: accelerator.backward(loss, weight=count)",
             "accumulation.md",
         ),
         "classes": (
             f"the loss is a weighted mean, divided by the class weights of one {parts}'s rows: {call} with weight=",
-            "pass the sum of these weights: accelerator.backward(loss, weight=class_weights[labels].sum())",
+            _WEIGHTED_BY_HAND
+            if is_accelerate
+            else "pass the sum of these weights: accelerator.backward(loss, weight=class_weights[labels].sum())",
             "accumulation.md",
         ),
         "count": (
             f"the loss is divided by a number of one {parts}'s rows, which is not the number of rows: {call}",
-            "pass this number to backward: accelerator.backward(loss, weight=count)",
+            _WEIGHTED_BY_HAND
+            if is_accelerate
+            else "pass this number to backward: accelerator.backward(loss, weight=count)",
             "accumulation.md",
         ),
         "number": (
@@ -62,7 +78,8 @@ def explain_parts(blame: Blame, parts: str) -> Cause:
         ),
         "norm": (
             f"BatchNorm{name} normalizes over the rows of one {parts} only{at}",
-            "convert the model before prepare(): torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or use GroupNorm",
+            "use GroupNorm, or on GPUs convert the model before prepare(): "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), which has no CPU kernel",
             "troubleshooting.md",
         ),
         "draw": (

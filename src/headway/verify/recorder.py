@@ -194,6 +194,7 @@ class RunRecorder:
             "loaded": [],
             "saved": [],
             "loaders": {},
+            "changed_data": {},
             "shard": [run.strategy.data_shard.index, run.strategy.data_shard.count],
             "strategy": run.strategy.name,
             "mixed_precision": run.mixed_precision,
@@ -326,6 +327,8 @@ class RunRecorder:
     def _watch_loader(self, loader: PreparedLoader, deliveries: Iterator[Any]) -> Iterator[Any]:
         """Yield a loader's batches to the script, and record each batch and how long the script waited for it."""
         self._note_loader(loader)
+        number = str(self._find_number(loader))
+        versions = _list_versions(loader.dataset)
         position = 0
         while True:
             before = self._hash_generators()
@@ -339,6 +342,11 @@ class RunRecorder:
                 return
             waited, busy = time.perf_counter() - start, time.thread_time() - busy
             after = self._hash_generators()
+            written = [
+                name for name, version in _list_versions(loader.dataset).items() if versions.get(name) != version
+            ]
+            if written:
+                self._facts["changed_data"].setdefault(number, written)
             self._num_fetched += 1
             rows = share.num_rows
             counts = share.valid_counts
@@ -857,6 +865,16 @@ def _list_generators(dataset: Any) -> list[str]:
     kinds = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
     found = getattr(dataset, "__dict__", {})
     return [f"{type(dataset).__name__}.{name}" for name, value in found.items() if isinstance(value, kinds)]
+
+
+def _list_versions(dataset: Any) -> dict[str, int]:
+    """Return how often each tensor among a dataset's attributes was changed in place, by names such as "Crops.images"."""
+    found = getattr(dataset, "__dict__", {})
+    return {
+        f"{type(dataset).__name__}.{name}": value._version
+        for name, value in found.items()
+        if isinstance(value, torch.Tensor) and not value.is_inference()
+    }
 
 
 def _read_resident() -> int:

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from headway.verify.blame import Blame
+from headway.verify.causes import explain_parts
 from headway.verify.proofs import PROOFS
 from headway.verify.proofs.repeats import sort_by_distance
 from headway.verify.verdict import RunSet
@@ -264,6 +266,55 @@ def test_workers_that_yield_the_whole_stream_fail(rows: list[str], workers: int,
     assert verdict.status == status, verdict
 
 
+@pytest.mark.parametrize(
+    ("indices", "workers", "status"),
+    [
+        ([0, 1, 2, 3], 2, "NOT CHECKED"),  # augmentation in workers
+        ([0, 1, 2, 3], 0, "FAIL"),  # nothing random explains the other contents
+        ([0, 1, 2, 9], 2, "FAIL"),
+    ],
+)
+def test_contents_that_workers_draw_are_no_alarm(indices: list[int], workers: int, status: str) -> None:
+    loader = {"dataset": "Images", "length": 16, "batch_size": 4, "workers": workers, "line": "train.py:5"}
+
+    def make(num_ranks: int, name: str, found: list[int]) -> Any:
+        record = make_record(num_ranks=num_ranks, noise=0.3 * (num_ranks - 1), facts={"loaders": {"0": loader}})
+        size = 4 // num_ranks
+        for rank, updates in enumerate(record.updates):
+            for each in updates.values():
+                rows = [f"{name} {rank * size + number}" for number in range(size)]
+                part = found[rank * size : (rank + 1) * size]
+                each.batches[:] = [{"loader": 0, "rows": rows, "loose": rows, "indices": part}]
+        return record
+
+    reference = make(1, "row", [0, 1, 2, 3])
+    runs = make_runs(first=reference, reference=reference, several=make(2, "other row", indices))
+    verdict = PROOFS["processes"](runs)
+    assert verdict.status == status, verdict
+    assert ("their contents vary (workers may draw random numbers)" in verdict.reason) == (status == "NOT CHECKED")
+    assert PROOFS["samples"](runs).status == ("PASS" if status == "NOT CHECKED" else "FAIL")
+
+
+@pytest.mark.parametrize("kind", ["tokens", "classes", "count"])
+def test_advice_for_accelerates_api_uses_that_api(kind: str) -> None:
+    blame = Blame(kind, "train.py:9 in main", "cross_entropy")
+    assert "backward(loss, weight=" in explain_parts(blame, "rank").advice
+    assert "backward" not in explain_parts(blame, "rank", is_accelerate=True).advice
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"), [("view", "transpose dimensions before"), ("softmax", "attention needs a causal mask")]
+)
+def test_a_leak_by_a_change_of_shape_has_its_own_advice(function: str, advice: str) -> None:
+    where = (
+        f"changing tokens from position 9 on changes the output of position 3: {function}() at train.py:41 in forward"
+    )
+    runs = make_runs(probed=make_record(facts={"leaks": [{"kind": "future", "leaks": True, "where": where}]}))
+    verdict = PROOFS["leaks"](runs)
+    assert verdict.status == "FAIL"
+    assert advice in verdict.advice
+
+
 # -------------------------------------------------------------------- repeats and resumes
 
 
@@ -324,6 +375,15 @@ def test_other_samples_after_a_resume_name_what_lacks_state(about: Any, batch: A
     assert runs.resumed is not None
     runs.resumed.facts[0]["loaders"] = {"0": loader}
     assert text in PROOFS["resume"](runs).reason
+
+
+def test_a_dataset_that_writes_into_its_own_tensor_is_named() -> None:
+    runs = make_resumed(changes={3: {"batches": [{"loader": 0, "rows": ["other"], "loose": ["other"]}]}})
+    runs.first.first[3].batches[0]["indices"] = runs.resumed.first[3].batches[0]["indices"] = [1]  # type: ignore[union-attr]
+    runs.first.facts[0]["changed_data"] = {"0": ["Images.images"]}
+    verdict = PROOFS["resume"](runs)
+    assert "writes into its own tensor Images.images" in verdict.reason
+    assert "change a copy" in verdict.advice
 
 
 def test_a_parameter_that_only_the_resumed_run_has_is_named() -> None:

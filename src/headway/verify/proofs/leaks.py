@@ -22,6 +22,8 @@ _ADVICE = {
     "steps": "take the statistic over earlier steps only, such as those of the known history",
     "copy": "compare logits[:, :-1] with tokens[:, 1:], or pass labels= to a model that shifts them",
 }
+_SHAPING = ("view", "reshape", "flatten", "unflatten", "permute", "contiguous")
+"""Names of torch functions that change the shape of a tensor without computing anything."""
 _STATISTICS = (
     "mean",
     "std",
@@ -58,11 +60,21 @@ def check_leaks(runs: RunSet) -> Verdict:
     if leaks:
         first = leaks[0]
         return Verdict(
-            KEY, TITLE, "FAIL", first["where"], tuple(each["where"] for each in leaks[1:]), _ADVICE[first["kind"]],
+            KEY, TITLE, "FAIL", first["where"], tuple(each["where"] for each in leaks[1:]), _find_advice(first),
             _PAGES.get(first["kind"], "verify.md#nothing-leaks"),
         )  # fmt: skip
     checked = [_WORDS[each["kind"]] for each in findings if each["kind"] in _WORDS]
     return Verdict(KEY, TITLE, "PASS", f"outputs do not depend on {', '.join(checked)}")
+
+
+def _find_advice(finding: dict[str, Any]) -> str:
+    """Return the advice for a leak: by the function that it names if this only changes shapes, else by its kind."""
+    function = finding["where"].rpartition("()")[0].rpartition(" ")[2]
+    if function in _SHAPING:
+        return (
+            f"{function}() puts values of one row or position into another: transpose dimensions before you merge them"
+        )
+    return _ADVICE[finding["kind"]]
 
 
 def _find_later_steps(first: RunRecord) -> list[dict[str, Any]]:

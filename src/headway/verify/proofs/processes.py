@@ -5,6 +5,7 @@ from typing import Any
 from headway.verify.blame import Blame, blame_parts
 from headway.verify.causes import explain_parts
 from headway.verify.compare import RunDifference, count_rows, count_samples, find_first_difference
+from headway.verify.proofs.samples import explain_other_contents
 from headway.verify.records import RunRecord, Update
 from headway.verify.verdict import RunSet, Verdict, describe_failure, join
 
@@ -118,7 +119,7 @@ def _judge_failure(key: str, title: str, reference: RunRecord, other: RunRecord,
     unlike = "differ between ranks" in reason or "are not alike" in reason
     blame = blame_ranks(reference, other, other.num_updates + 1) if unlike else None
     if blame is not None:
-        cause, advice, page = _find_lone_cause(other, blame, other.num_updates + 1) or _describe_blame(blame)
+        cause, advice, page = _find_lone_cause(other, blame, other.num_updates + 1) or _describe_blame(other, blame)
         return Verdict(key, title, "FAIL", cause, (reason,), advice, page)
     what = "hangs" if other.code is None or other.code == 70 else "fails"
     lines = tuple(line for line in other.output.splitlines()[-8:] if line.strip())
@@ -212,6 +213,15 @@ def _explain(
             key, title, "FAIL", f"{join(unlike)} has another value than on one process before the first update", (),
             "create weights before prepare(), from a seed that does not depend on the rank", "several_models.md",
         )  # fmt: skip
+    varying = None if _has_equal_samples(reference, other, update) else explain_other_contents(reference, other)
+    if varying is not None:
+        return Verdict(
+            key,
+            title,
+            "NOT CHECKED",
+            f"the samples are those of one process, but their contents vary ({varying}); the proof needs equal contents, for "
+            "example without augmentation",
+        )
     size = f"{difference.gradient:.2g} of their size, allowed is {found.tolerance.gradient:.1g}"
     details = [f"update {update}: gradients differ by {size}"]
     if not found.is_before_step:
@@ -313,7 +323,7 @@ def _find_cause(
         return _find_cause_of_step(reference, other, found)
     blame = blame_ranks(reference, other, update)
     if blame is not None:
-        return _find_lone_cause(other, blame, update) or _describe_blame(blame)
+        return _find_lone_cause(other, blame, update) or _describe_blame(other, blame)
     lines = _list_gradient_lines(other, update, is_early=True)
     if lines:
         return (
@@ -335,7 +345,8 @@ def _find_cause(
     if normalized:
         return (
             f"{normalized[0]} is a BatchNorm that normalizes over the rows of one rank only",
-            "convert the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before prepare()", "troubleshooting.md",
+            "use GroupNorm, or on GPUs convert the model before prepare(): "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), which has no CPU kernel", "troubleshooting.md",
         )  # fmt: skip
     lines = _list_gradient_lines(other, update)
     if lines:
@@ -364,8 +375,8 @@ def _find_cause(
     )  # fmt: skip
 
 
-def _describe_blame(blame: Blame) -> tuple[str, str, str]:
-    cause = explain_parts(blame, "rank")
+def _describe_blame(other: RunRecord, blame: Blame) -> tuple[str, str, str]:
+    cause = explain_parts(blame, "rank", is_accelerate=bool(other.fact.get("orders_apart")))
     return cause.reason, cause.advice, cause.page
 
 
@@ -381,7 +392,7 @@ def _find_cause_of_layout(reference: RunRecord, other: RunRecord, found: RunDiff
     blame = blame_ranks(reference, other, update) if found.is_before_step else None
     # Tensor, pipeline and context parallelism make other calls by design.
     if blame is not None and (blame.kind != "path" or other.fact.get("strategy") in ("fsdp", "hsdp")):
-        return _find_lone_cause(other, blame, update) or _describe_blame(blame)
+        return _find_lone_cause(other, blame, update) or _describe_blame(other, blame)
     lines = _list_gradient_lines(other, update)
     what = "changes gradients"
     if not found.is_before_step:
@@ -514,8 +525,10 @@ def _find_cause_of_step(reference: RunRecord, other: RunRecord, found: RunDiffer
         )
         return (
             f"the learning rate is {yours.rates[index]:.3g}, and {mine.rates[index]:.3g} on one process{where}",
-            "make the schedule tick once per update: scheduler_ticks='updates', and decide by values of all ranks "
-            "(accelerator.reduce)" if lines else "do not multiply the rate by the number of processes",
+            "let a scheduler tick once per update: scheduler_ticks='updates'; if the script sets the rate itself, count "
+            "updates, or the samples and values of all ranks (accelerator.reduce)"
+            if lines
+            else "do not multiply the rate by the number of processes",
             "schedules.md",
         )  # fmt: skip
     lines = _list_writers([mine, *(updates[update] for updates in other.updates if update in updates)])

@@ -155,6 +155,13 @@ def _explain_samples(first: RunRecord, resumed: RunRecord, update: int, where: s
             tuple(details),
             "give the stream a state_dict() and a load_state_dict() with its position", page,
         )  # fmt: skip
+    changed = [name for each in (first, resumed) for name in each.fact.get("changed_data", {}).get(str(number), ())]
+    if same and changed:
+        return _fail(
+            f"{reason}: the dataset{made} writes into its own tensor {changed[0]} while samples are fetched, and the resumed run "
+            "starts with the original", tuple(details),
+            "let __getitem__ change a copy, such as x = self.images[index].clone()", page,
+        )  # fmt: skip
     own = about.get("generators", [])
     is_known = bool(count_samples(resumed, update, "indices"))
     if (same and is_known) or (own and not is_known):
@@ -164,7 +171,8 @@ def _explain_samples(first: RunRecord, resumed: RunRecord, update: int, where: s
         by = f" in {about['workers']} workers, whose state is lost" if about.get("workers") else ""
         return _fail(
             f"{reason}: the contents of the samples{made} are made {what}{by}", tuple(details),
-            "draw from a generator that is seeded with the index of the sample, or from torch's global one", page,
+            "draw from a generator that is seeded with the index of the sample, or from torch's global one; if the dataset "
+            "already does so, let __getitem__ change copies only", page,
         )  # fmt: skip
     ended = first.first[update].batches[-1].get("epoch", 0) if first.first[update].batches else 0
     epoch = batches[-1].get("epoch", 0)

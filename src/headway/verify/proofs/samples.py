@@ -146,17 +146,12 @@ def _describe(reference: RunRecord, several: RunRecord, shared: list[int], total
         total: How often each sample occurs on all ranks in these updates, by the kind of fingerprint.
     """
     expected = _add_up(reference, shared, "rows")
-    drew = sorted(
-        {name for each in shared for batch in reference.first[each].batches for name in batch.get("drew", ())}
-    )
-    workers = max((each["workers"] for each in reference.fact.get("loaders", {}).values()), default=0)
-    same_indices = total["indices"] and _add_up(reference, shared, "indices") == total["indices"]
     lengths = _compare_lengths(reference, several)
-    if same_indices and not lengths:
-        num = sum(total["indices"].values())
-        if drew or workers:
-            how = f"fetching draws random numbers from {', '.join(drew)}" if drew else "workers may draw random numbers"
-            return Verdict(KEY, TITLE, "PASS", f"{num} samples, recognized by index: their contents vary ({how})")
+    if _has_same_indices(reference, several, shared) and not lengths:
+        varying = explain_other_contents(reference, several)
+        if varying is not None:
+            num = sum(total["indices"].values())
+            return Verdict(KEY, TITLE, "PASS", f"{num} samples, recognized by index: their contents vary ({varying})")
         return Verdict(
             KEY, TITLE, "FAIL", "the same indices have other contents than on one process",
             ("the dataset is not the same on every rank",),
@@ -200,6 +195,34 @@ def _describe(reference: RunRecord, several: RunRecord, shared: list[int], total
         f"of {sum(expected.values())} in {len(shared)} updates: {cause}{where}",
         tuple(details), advice, PAGE,
     )  # fmt: skip
+
+
+def _has_same_indices(reference: RunRecord, several: RunRecord, shared: list[int]) -> bool:
+    """Whether both runs are known to have trained on the same indices of the dataset in the updates `shared`."""
+    found = _add_up(several, shared, "indices")
+    return bool(found) and _add_up(reference, shared, "indices") == found
+
+
+def explain_other_contents(reference: RunRecord, several: RunRecord) -> str | None:
+    """Return why samples with the same indices may have other contents on several processes than on one.
+
+    Random draws while samples are fetched, such as augmentation, are a reason. Return None if the runs trained on other
+    indices, if the dataset of any rank has another length, or if no reason is known.
+
+    Args:
+        reference: Run on one process.
+        several: Run on several processes.
+    """
+    shared = [each for each in sorted(reference.first) if all(each in updates for updates in several.updates)]
+    if not _has_same_indices(reference, several, shared) or _compare_lengths(reference, several):
+        return None
+    drew = sorted(
+        {name for each in shared for batch in reference.first[each].batches for name in batch.get("drew", ())}
+    )
+    if drew:
+        return f"fetching draws random numbers from {', '.join(drew)}"
+    has_workers = any(each["workers"] for each in reference.fact.get("loaders", {}).values())
+    return "workers may draw random numbers" if has_workers else None
 
 
 def _compare_lengths(reference: RunRecord, several: RunRecord) -> list[str]:
