@@ -1,0 +1,37 @@
+"""Pauses of the garbage collector: the objects of an import are put into the oldest generation, frozen objects stay frozen."""
+
+import subprocess
+import sys
+
+import pytest
+
+_IMPORT = """
+import gc
+from headway.common.garbage import import_without_garbage_collection
+%s
+try:
+    with import_without_garbage_collection():
+        assert not gc.isenabled()
+        new = [[] for _ in range(5000)]  # seven times the number of allocations that start a collection
+        %s
+except KeyError:
+    pass
+oldest = {id(each) for each in gc.get_objects(generation=2)}
+print(gc.isenabled(), sum(id(each) in oldest for each in new), gc.get_freeze_count() > 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "within", "expected"),
+    [
+        ("", "", "True 5000 False"),
+        ("", "raise KeyError", "True 5000 False"),
+        ("gc.disable()", "", "False 0 False"),  # the program collects garbage itself
+        ("gc.freeze()", "", "True 0 True"),
+    ],
+    ids=["import", "failed import", "collector off", "frozen before"],
+)
+def test_objects_of_an_import_are_in_the_oldest_generation(before, within, expected):
+    script = _IMPORT % (before, within)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == expected
