@@ -32,10 +32,7 @@ def import_without_garbage_collection() -> Iterator[None]:
     """
     was_enabled = gc.isenabled()
     with pause_garbage_collection():
-        try:
-            yield
-        finally:
-            # Objects that the program has frozen stay frozen.
-            if was_enabled and not gc.get_freeze_count():
-                gc.freeze()
-                gc.unfreeze()  # puts the objects into the oldest generation, not back into their own
+        yield
+        if was_enabled and not gc.get_freeze_count():  # objects that the program has frozen stay frozen
+            gc.freeze()
+            gc.unfreeze()  # puts the objects into the oldest generation, not back into their own
