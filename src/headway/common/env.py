@@ -1,4 +1,7 @@
-"""Typed access to environment variables. No other module touches `os.environ`."""
+"""Typed access to environment variables, and the names of those between the launcher and its workers.
+
+No other module touches `os.environ`. Variables that are settings follow from the fields of `LaunchConfig`.
+"""
 
 import os
 from collections.abc import Iterator, Mapping

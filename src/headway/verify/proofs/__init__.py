@@ -1,4 +1,7 @@
-"""Proofs, the checks of `headway verify`: functions that take the records of all runs and return a `Verdict`."""
+"""Proofs, the checks of `headway verify`: functions that take the records of all runs and return a `Verdict`.
+
+`PROOFS` lists them by name, and so does `PROOFS` in `headway.cli.verify`, which imports no torch.
+"""
 
 from collections.abc import Callable
 

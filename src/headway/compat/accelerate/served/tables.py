@@ -1,8 +1,9 @@
-"""Tables of Accelerate's public names and module paths, with their location in Headway or an alternative.
+"""Parser of `names.txt`, the tables of Accelerate's public names, with their place in Headway or an alternative.
 
-`names.txt` contains the tables. A test in `tests/house` checks that together they cover every public name of Accelerate
-1.15. In most tables, several names follow a heading that applies to all of them, such as a module or a sentence. A
-placeholder such as `{megatron}` in a sentence is replaced by the entry with this name in the table "sentences".
+To serve another name, edit `names.txt`. A test in `tests/house` checks that together the tables cover every public
+name of Accelerate 1.15. In most tables, several names follow a heading that applies to all of them, such as a module
+or a sentence. A placeholder such as `{megatron}` in a sentence is replaced by the entry with this name in the table
+"sentences".
 """
 
 from pathlib import Path
