@@ -860,19 +860,29 @@ def _list_indices(indices: Any) -> list[int]:
     return plain if all(isinstance(each, int) for each in plain) else []
 
 
+def _list_attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) for each attribute of a dataset, with names such as "Crops.generator".
+
+    Attributes of the datasets that torch's `Subset`, `ConcatDataset` and `ChainDataset` wrap are included.
+    """
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        yield f"{type(dataset).__name__}.{name}", value
+    inner = [dataset.dataset] if isinstance(dataset, torch.utils.data.Subset) else getattr(dataset, "datasets", ())
+    for each in inner if isinstance(inner, list | tuple) else ():
+        yield from _list_attributes(each)
+
+
 def _list_generators(dataset: Any) -> list[str]:
     """Return the names of a dataset's attributes that are random number generators, such as "Crops.generator"."""
     kinds = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
-    found = getattr(dataset, "__dict__", {})
-    return [f"{type(dataset).__name__}.{name}" for name, value in found.items() if isinstance(value, kinds)]
+    return [name for name, value in _list_attributes(dataset) if isinstance(value, kinds)]
 
 
 def _list_versions(dataset: Any) -> dict[str, int]:
     """Return how often each tensor among a dataset's attributes was changed in place, by names such as "Crops.images"."""
-    found = getattr(dataset, "__dict__", {})
     return {
-        f"{type(dataset).__name__}.{name}": value._version
-        for name, value in found.items()
+        name: value._version
+        for name, value in _list_attributes(dataset)
         if isinstance(value, torch.Tensor) and not value.is_inference()
     }
 

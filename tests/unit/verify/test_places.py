@@ -10,6 +10,7 @@ from torch import nn
 from headway.verify.calls import CallTrace
 from headway.verify.draws import SharedDraws
 from headway.verify.probes import LeakProbe
+from headway.verify.recorder import _list_generators, _list_versions
 from headway.verify.watches import GraphSizes, OtherModules, RateWatch
 
 
@@ -170,3 +171,30 @@ def test_a_model_that_was_not_prepared_is_found() -> None:
     changed = [name for name, value in others.hash_all().items() if before[name] != value]
     assert len(changed) == 1
     assert "AveragedModel" in changed[0]
+
+
+class Images(torch.utils.data.Dataset[torch.Tensor]):
+    """Images whose contents a faulty `__getitem__` changes."""
+
+    def __init__(self) -> None:
+        self.images, self.generator = torch.zeros(4, 3), torch.Generator()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        image = self.images[index]
+        image += 1
+        return image
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_tensors_that_a_dataset_changes_and_its_generators_are_found(is_wrapped: bool) -> None:
+    images = Images()
+    dataset: Any = torch.utils.data.Subset(images, [0, 1]) if is_wrapped else images
+    dataset = torch.utils.data.ConcatDataset([dataset]) if is_wrapped else dataset
+    before = _list_versions(dataset)
+    dataset[0]
+    after = _list_versions(dataset)
+    assert [name for name in after if after[name] != before[name]] == ["Images.images"]
+    assert _list_generators(dataset) == ["Images.generator"]
