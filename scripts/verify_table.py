@@ -17,7 +17,7 @@ from pathlib import Path
 from headway.cli.options import make_setting_options
 from headway.cli.verify import PROOFS, make_options
 from headway.errors import HeadwayError
-from headway.verify.__main__ import read_options
+from headway.verify.command import read_options
 from headway.verify.proofs import PROOFS as FUNCTIONS
 from headway.verify.runs import ForkServer
 from headway.verify.session import VerifySession

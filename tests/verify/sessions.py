@@ -10,7 +10,7 @@ from typing import Any
 
 from headway.cli.options import make_setting_options
 from headway.cli.verify import make_options
-from headway.verify.__main__ import read_options
+from headway.verify.command import read_options
 from headway.verify.proofs import PROOFS
 from headway.verify.runs import ForkServer
 from headway.verify.session import VerifySession

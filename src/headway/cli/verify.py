@@ -3,9 +3,11 @@
 import json
 import os
 import shlex
-import subprocess
+import stat
 import sys
-from typing import Any
+import warnings
+import zipfile
+from typing import Any, NoReturn
 
 import click
 from click.shell_completion import CompletionItem
@@ -15,6 +17,7 @@ from headway.cli.options import (
     CONFIG_FILE,
     JSON,
     GroupedCommand,
+    GroupedOption,
     format_examples,
     make_option,
     make_setting_options,
@@ -22,7 +25,7 @@ from headway.cli.options import (
 )
 from headway.common import env
 from headway.core.config.launch import SETTINGS
-from headway.errors import ConfigError
+from headway.errors import ConfigError, HeadwayError
 
 PROOFS = ("repeat", "processes", "layout", "samples", "resume", "out_of_memory", "learning", "leaks", "memory", "data")
 """Names of all proofs (checks of a script) for `--only` and `--skip`, in the order of the printed table."""
@@ -31,7 +34,7 @@ _ABOUT = """Prove on SCRIPT itself that its training can be trusted, before the 
 
 The first updates of SCRIPT run several times in a scratch folder: on one process and on several, killed and resumed, with an
 out-of-memory error. Each line of the table is one proof: PASS, FAIL with the place and the likely cause, or NOT CHECKED with
-the reason. The exit code is 0 only if no proof failed.
+the reason. The exit code is 0 if no proof failed and at least one passed.
 """
 
 _EPILOG = format_examples(
@@ -42,10 +45,35 @@ _EPILOG = format_examples(
 )
 
 
-def _verify(**given: Any) -> None:
-    options = make_options(**given)
-    done = subprocess.run([sys.executable, "-m", "headway.verify", json.dumps(options)], check=False)
-    click.get_current_context().exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
+_REFUSED = {
+    "no_python": "verify reads what a Python script trains",
+    "max_restarts": "verify restarts no run, because a failure is a result",
+    "log_dir": "verify prints the last lines of a run that fails",
+    "tee": "verify prints the last lines of a run that fails",
+    "metrics_port": "verify runs the script several times, so that no port belongs to one run",
+}
+"""Flags of `headway launch` that verify refuses, each with the reason."""
+
+
+def _verify(**given: Any) -> NoReturn:
+    try:
+        options = make_options(**given)
+    except HeadwayError as error:
+        if given["as_json"]:
+            from headway.verify.table import format_error_json
+
+            click.echo(format_error_json(str(error)))
+        raise
+    except KeyboardInterrupt:
+        sys.exit(130)
+    _start(options)
+
+
+def _start(options: dict[str, Any]) -> NoReturn:
+    """Replace this process with the main process of verify, which then gets all signals, such as that of Ctrl-C."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "headway.verify", json.dumps(options)])
 
 
 def make_options(
@@ -79,7 +107,8 @@ def make_options(
         given: Values from the command line by setting name; None if a flag was not given.
 
     Raises:
-        ConfigError: If settings contradict each other, or the script does not exist.
+        ConfigError: If settings contradict each other, no proof is left to run, or the script does not exist or has a
+            syntax error.
     """
     # Imported here so that `--help` does not wait for these imports.
     from headway.launch import machine
@@ -91,19 +120,23 @@ def make_options(
     # Runs work in a scratch folder.
     script = script if is_module else os.path.abspath(script)
     program = Program(script, script_args, "module" if is_module else "script")
-    check_program(program)
+    check_program(program, can_be_other=False)
+    if not is_module:
+        _check_syntax(script)
     if device and device.lower() != "this":
         from headway.forecasting.device import devices
 
         devices.find_device(device)  # report an unknown name before anything runs
-    if typed.get("no_python"):
-        raise ConfigError("verify reads what a Python script trains; leave --no_python out")
+    for name, reason in _REFUSED.items():
+        if typed.get(name):
+            raise ConfigError(f"{reason}; leave {SETTINGS[name].flag} out")
     if typed.get("num_machines", 1) > 1:
         raise ConfigError("verify runs on one machine; leave --num_machines out")
     environment = env.copy_variables()
     here = machine.inspect_machine(environment)
     num_processes, is_on_cpu, notes = _choose_processes(typed, here)
     layout = [name for name in typed if SETTINGS[name].group == "Layout"]
+    proofs = _choose_proofs(only, skip, has_layout=bool(layout))
 
     def order(count: int, *, has_layout: bool = False, program: Program = program) -> dict[str, Any]:
         left_out = () if has_layout else layout
@@ -134,7 +167,7 @@ def make_options(
         "num_updates": updates,
         "time_limit": time_limit,
         "resume_args": shlex.split(resume_args or ""),
-        "proofs": _choose_proofs(only, skip),
+        "proofs": proofs,
         "notes": notes,
         "is_json": as_json,
     }
@@ -168,10 +201,51 @@ def _choose_processes(typed: dict[str, Any], here: Any) -> tuple[int, bool, list
     return chosen, is_on_cpu, notes
 
 
-def _choose_proofs(only: str | None, skip: str | None) -> list[str]:
+def _check_syntax(script: str) -> None:
+    """Raise a `ConfigError` if the script has a syntax error, which would otherwise be found only after torch's import.
+
+    A folder or an archive is not checked, because its `__main__.py` is rarely the file with the error.
+
+    Args:
+        script: Path of the script.
+    """
+    if not stat.S_ISREG(os.stat(script).st_mode) or zipfile.is_zipfile(script):
+        return
+    with open(script, "rb") as file:
+        source = file.read()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the runs of the script print them
+            compile(source, script, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        name = os.path.relpath(script)
+        where = f"{name}:{error.lineno}" if error.lineno else name
+        line = f"\n    {error.text.strip()}" if error.text else ""
+        raise ConfigError(f"the script has a syntax error at {where}: {error.msg}{line}") from None
+    except ValueError as error:  # null bytes, before Python 3.12
+        raise ConfigError(f"the script {os.path.relpath(script)} is not Python source: {error}") from None
+
+
+def _choose_proofs(only: str | None, skip: str | None, *, has_layout: bool) -> list[str]:
+    """Return the names of the proofs to run, in the order of the table.
+
+    Args:
+        only: Names of proofs to run, separated by commas. None: all.
+        skip: Names of proofs to leave out, separated by commas. None: none.
+        has_layout: Whether the command line selects a layout.
+
+    Raises:
+        ConfigError: If a name is unknown, or if no proof is left that can be checked.
+    """
     chosen = _split_words(only, "--only") or list(PROOFS)
     left_out = _split_words(skip, "--skip")
-    return [word for word in PROOFS if word in chosen and word not in left_out]
+    proofs = [word for word in PROOFS if word in chosen and word not in left_out]
+    if not proofs:
+        given = " ".join(f"{flag} {words}" for flag, words in (("--only", only), ("--skip", skip)) if words)
+        raise ConfigError(f"{given} leaves no proof to run; there are {', '.join(PROOFS)}")
+    if proofs == ["layout"] and not has_layout:
+        raise ConfigError("the proof 'layout' needs a layout to compare with: add one, such as --strategy fsdp")
+    return proofs
 
 
 def _split_words(text: str | None, flag: str) -> list[str]:
@@ -185,11 +259,25 @@ def _split_words(text: str | None, flag: str) -> list[str]:
     return words
 
 
+def _make_launch_options() -> list[click.Parameter]:
+    """Return the options of `headway launch`, without help for those that have no effect here."""
+    options = make_setting_options()
+    for option in options:
+        assert isinstance(option, GroupedOption)
+        setting = SETTINGS[str(option.name)]
+        option.hidden = setting.group == "Several machines" or setting.name in _REFUSED
+        if setting.name == "num_processes":
+            option.help = "Processes to compare with one.  [default: one per visible accelerator, at least 2]"
+        if setting.name == "run_as":
+            option.is_rare = False
+    return options
+
+
 command = GroupedCommand(
     "verify",
     callback=_verify,
     params=[
-        make_option("--only", "WORDS", "Proofs", f"Proofs to make, separated by commas: {', '.join(PROOFS)}."),
+        make_option("--only", "WORDS", "Proofs", f"Proofs to run, separated by commas: {', '.join(PROOFS)}."),
         make_option("--skip", "WORDS", "Proofs", "Proofs to leave out, separated by commas."),
         make_option(
             "--updates", "N", "Proofs", "Updates of each run.  [default: 6]", click.IntRange(3, 100), default=6
@@ -215,7 +303,7 @@ command = GroupedCommand(
             "Arguments to add to those of SCRIPT when it is started again, such as '--resume_from_checkpoint latest'.",
         ),
         JSON,
-        *make_setting_options(),
+        *_make_launch_options(),
         CONFIG_FILE,
         click.Argument(["script"], metavar="SCRIPT", type=click.Path()),
         click.Argument(

@@ -50,22 +50,24 @@ def execute_plan(plan: LaunchPlan, environment: Mapping[str, str], *, is_quiet: 
         raise LaunchError(f"{path} could not be started: {error.strerror or error}") from error
 
 
-def check_program(program: Program) -> None:
+def check_program(program: Program, *, can_be_other: bool = True) -> None:
     """Raise an error if the script or module does not exist, or if Python cannot run it.
 
     Args:
         program: Program to check. A program that is neither script nor module is not checked.
+        can_be_other: Whether the command could also run a program that is not Python. An error then suggests
+            --no_python. Default: True.
 
     Raises:
         ConfigError: If the script or module does not exist, cannot be read, or cannot be run by Python.
     """
     if program.kind == "script":
-        _check_script(program.target)
+        _check_script(program.target, can_be_other)
     elif program.kind == "module":
         _check_module(program.target)
 
 
-def _check_script(target: str) -> None:
+def _check_script(target: str, can_be_other: bool) -> None:
     try:
         is_folder = os.path.isdir(target)
         if not is_folder and stat.S_ISREG(os.stat(target).st_mode):  # opening a pipe would block for a writer
@@ -73,7 +75,7 @@ def _check_script(target: str) -> None:
                 pass
     except FileNotFoundError:
         raise ConfigError(
-            f"there is no script {target!r} (looked in {Path.cwd()}); {_find_near_names(target)}"
+            f"there is no script {target!r} (looked in {Path.cwd()}); {_find_near_names(target, can_be_other)}"
         ) from None
     except (OSError, ValueError) as error:
         shown = target if len(target) <= 80 else f"{target[:60]}... ({len(target)} characters)"
@@ -94,14 +96,19 @@ def _suggest_remedy(error: Exception) -> str:
     return "give the path of a Python file"
 
 
-def _find_near_names(target: str) -> str:
-    """Return advice for a script that does not exist: a similar file name, or else other ways to name a program."""
+def _find_near_names(target: str, can_be_other: bool) -> str:
+    """Return advice for a script that does not exist: a similar file name, or else other ways to name a program.
+
+    Args:
+        target: Path that does not exist.
+        can_be_other: Whether the command could also run a program that is not Python.
+    """
     from difflib import get_close_matches
 
     path = Path(target)
     for name in get_close_matches(path.name, _scripts_in(path.parent), n=1):
         return f"did you mean {path.with_name(name)}?"
-    return "give its path, or -m to run a module, or --no_python to run another program"
+    return "give its path, or -m to run a module" + (", or --no_python to run another program" if can_be_other else "")
 
 
 def _scripts_in(folder: Path) -> list[str]:

@@ -1,114 +1,30 @@
 """Main process of `headway verify`: reads options as JSON, runs the script, and prints the results of all checks.
 
-The command line starts this module in a separate process, so that `headway` itself does not import numpy.
+The command line starts this module in place of its own process, so that `headway` itself does not import numpy.
 """
 
 import json
 import signal
 import sys
-import time
-from typing import Any
-
-from headway.errors import HeadwayError
-from headway.verify.escapes import format_escapes
-from headway.verify.proofs import PROOFS
-from headway.verify.runs import LaunchOrder
-from headway.verify.session import Options, VerifySession
-from headway.verify.table import format_json, format_summary, format_table
-from headway.verify.verdict import Verdict, shorten_paths
-
-_DESCRIPTIONS = {
-    "first": "one process",
-    "repeat": "one process again, saved and killed",
-    "reference": "one process, with shared random numbers",
-    "reordered": "one process, rows in another order",
-    "several": "{n} processes",
-    "layout": "{n} processes, {layout}",
-    "several_unsplit": "{n} processes, as the script shares out its batches",
-    "resumed": "the killed run, resumed",
-    "resumed_on_several": "the killed run, resumed on {n} processes",
-    "replayed": "one process, out of memory once",
-    "probed": "one update, with changed batches",
-    "measured": "one process, measuring memory",
-    "forecast": "a forecast of memory",
-    "full": "a forecast of memory for the full run",
-}
 
 
 def main() -> None:
-    """Verify the script that the JSON options in `sys.argv[1]` describe. Exit with 0 only if no check failed."""
-    given: dict[str, Any] = json.loads(sys.argv[1])
+    """Verify the script that the JSON options in `sys.argv[1]` describe, and exit with the code of the result."""
+    signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    options = read_options(given)
-    is_json = given["is_json"]
     try:
-        sys.exit(_verify(options, is_json))
-    except HeadwayError as error:
-        print(f"headway: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        from headway.verify.command import run_command  # imports numpy, which Ctrl-C may interrupt
+
+        sys.exit(run_command(json.loads(sys.argv[1])))
     except KeyboardInterrupt:
+        print("headway: interrupted; all runs of the script have ended", file=sys.stderr)
         sys.exit(130)
 
 
-def read_options(given: dict[str, Any]) -> Options:
-    """Return the options of a verification, made from the parsed JSON that the command line passes."""
-    return Options(
-        orders={
-            name: LaunchOrder(
-                argv=tuple(order["argv"]),
-                variables=order["variables"],
-                program=tuple(order["program"]),
-                num_processes=order["num_processes"],
-            )
-            for name, order in given["orders"].items()
-        },
-        is_forked=given["is_forked"],
-        num_processes=given["num_processes"],
-        layout_name=given["layout_name"],
-        num_updates=given["num_updates"],
-        time_limit=given["time_limit"],
-        resume_args=tuple(given["resume_args"]),
-        proofs=tuple(given["proofs"]),
-        notes=tuple(given["notes"]),
-    )
-
-
-def _verify(options: Options, is_json: bool) -> int:
-    began = time.monotonic()
-    is_shown = not is_json and sys.stderr.isatty()
-
-    def say(name: str) -> None:
-        if is_shown:
-            text = _DESCRIPTIONS.get(name, name).format(n=options.num_processes, layout=options.layout_name)
-            print(f"headway: running {text} ...", file=sys.stderr)
-
-    for note in options.notes:
-        print(f"headway: {note}", file=sys.stderr)
-    with VerifySession(options, say) as session:
-        runs = session.run()
-        verdicts = [shorten_paths(PROOFS[word](runs)) for word in PROOFS if word in options.proofs]
-        seconds = time.monotonic() - began
-        if runs.first.fact.get("compiles"):
-            runs.notes.append("torch.compile is off in these runs, except when memory is measured")
-            print(f"headway: {runs.notes[-1]}", file=sys.stderr)
-        escapes = format_escapes(
-            [facts.get("escaped", []) for run in (runs.first, runs.several) if run for facts in run.facts]
-        )
-    if is_json:
-        about = {"seconds": round(seconds, 1), "updates": options.num_updates, "notes": runs.notes, "escaped": escapes}
-        print(format_json(verdicts, about))
-    else:
-        print(format_table(verdicts, has_color=sys.stdout.isatty()))
-        if escapes:
-            print("\nfiles that the script wrote outside of the scratch folder:")
-            for path in escapes:
-                print(f"  {path}")
-        print(f"\n{format_summary(verdicts, seconds)}")
-    return _choose_code(verdicts)
-
-
-def _choose_code(verdicts: list[Verdict]) -> int:
-    return 1 if any(each.status == "FAIL" for each in verdicts) else 0
+def _interrupt(*_: object) -> None:
+    # A second Ctrl-C must not interrupt the end of the runs, which takes less than a second.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

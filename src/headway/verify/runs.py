@@ -130,11 +130,13 @@ class ForkServer:
             stdout=subprocess.PIPE,
             env={**env.copy_variables(), "OMP_NUM_THREADS": "1", "HEADWAY_LOG_LEVEL": "warning"},
             text=True,
+            start_new_session=True,  # Ctrl-C in a terminal reaches only the main process, which ends the servers
         )
         self._lock = threading.Lock()
         self._num_runs = 0
         self._waiting: dict[int, Future[int]] = {}
         self._is_ready = threading.Event()
+        self._has_ended = False
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -145,6 +147,8 @@ class ForkServer:
                 self._is_ready.set()
                 continue
             self._waiting.pop(answer["id"]).set_result(answer["code"])
+        with self._lock:
+            self._has_ended = True
         self._is_ready.set()
         for each in list(self._waiting.values()):
             with contextlib.suppress(InvalidStateError):
@@ -160,9 +164,9 @@ class ForkServer:
             VerifyError: If the server has ended.
         """
         self._is_ready.wait()
-        if self._process.poll() is not None:
-            raise VerifyError(_SERVER_ENDED)
         with self._lock:
+            if self._has_ended:
+                raise VerifyError(_SERVER_ENDED)
             self._num_runs += 1
             key = self._num_runs
             done: Future[int] = Future()
@@ -185,12 +189,15 @@ class ForkServer:
     def close(self) -> None:
         """End the server and all of its runs."""
         assert self._process.stdin is not None
+        if not self._is_ready.is_set():
+            self._process.kill()  # it has no runs, and would notice the end of its input only after torch's import
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.wait()
 
 
 class RunningScript:

@@ -200,3 +200,4 @@ def _find_free_port() -> int:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # torch's exit handlers take a second, for which Ctrl-C would wait

@@ -76,6 +76,8 @@ class VerifySession:
         self._free = self._num_cores
         self._has_changed = threading.Condition()
         self._running: list[RunningScript] = []
+        self._has_ended = False
+        self._pool = ThreadPoolExecutor(8)
         # Each server has its own hash seed. Runs on different servers therefore iterate over sets of strings in
         # different orders, as two launches of a script do.
         self._owns_servers = servers is None
@@ -87,10 +89,14 @@ class VerifySession:
 
     def __exit__(self, *error: object) -> None:
         """End the runs that have not finished, and remove the scratch folder."""
-        for each in self._running:
+        with self._has_changed:
+            self._has_ended = True
+            self._has_changed.notify_all()
+        for each in list(self._running):
             each.end()
         for server in self._servers if self._owns_servers else ():
             server.close()
+        self._pool.shutdown(cancel_futures=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     @property
@@ -109,29 +115,25 @@ class VerifySession:
         """
         options = self._options
         needs_repeat = options.needs("repeat", "resume")
-        with ThreadPoolExecutor(8) as pool:
-            start = self._start_in(pool)
-            first_run = start(self._request("first"), 1)
-            if needs_repeat:
-                time.sleep(_CLOCK_STEP)
-            repeat_run = start(
-                replace(self._request("repeat"), saves_after=self._save_at, kills_after=self._kill_at, reverses_listings=True), 1
-            ) if needs_repeat else None  # fmt: skip
-            first = first_run.result()
-            self._check_first(first)
-            repeat = repeat_run.result() if repeat_run is not None else None
-            runs = RunSet(first, repeat, num_processes=options.num_processes, layout_name=options.layout_name)
-            runs.notes += [*options.notes]
-            self._run_others(runs, start)
+        first_run = self._start(self._request("first"), 1)
+        if needs_repeat:
+            time.sleep(_CLOCK_STEP)
+        repeat_run = self._start(
+            replace(self._request("repeat"), saves_after=self._save_at, kills_after=self._kill_at, reverses_listings=True), 1
+        ) if needs_repeat else None  # fmt: skip
+        first = first_run.result()
+        self._check_first(first)
+        repeat = repeat_run.result() if repeat_run is not None else None
+        runs = RunSet(first, repeat, num_processes=options.num_processes, layout_name=options.layout_name)
+        runs.notes += [*options.notes]
+        self._run_others(runs)
         return runs
 
-    def _run_others(self, runs: RunSet, start: Callable[..., "Future[RunRecord]"]) -> None:
+    def _run_others(self, runs: RunSet) -> None:
         """Make all runs except the first run and its repetition, and store their records in `runs`.
 
         Args:
             runs: Records of the first run and its repetition. The other records are added.
-            start: Function that takes a request and a number of processes, starts the run, and returns a future of its
-                record.
         """
         options, first, repeat = self._options, runs.first, runs.repeat
         is_seeded = repeat is None or repeat.fact.get("initial") == first.fact.get("initial")
@@ -147,40 +149,42 @@ class VerifySession:
         needs_order = compares or options.needs("resume", "out_of_memory")
         n = options.num_processes
         if compares:
-            waiting["several"] = start(replace(split, name="several"), n)
+            waiting["several"] = self._start(replace(split, name="several"), n)
             if options.layout_name:
-                waiting["layout"] = start(replace(split, name="layout"), n, order="layout")
+                waiting["layout"] = self._start(replace(split, name="layout"), n, order="layout")
         if draws or not is_seeded or base.shares_order:
             if compares:
-                waiting["reference"] = start(base, 1)
+                waiting["reference"] = self._start(base, 1)
         else:
             runs.reference = first
         if needs_order:
-            waiting["reordered"] = start(replace(base, name="reordered", reverses_rows=True), 1)
+            waiting["reordered"] = self._start(replace(base, name="reordered", reverses_rows=True), 1)
         if options.needs("resume") and repeat is not None and repeat.fact.get("saved"):
-            waiting["resumed"] = start(self._continue("resumed", repeat), 1, args=options.resume_args)
+            waiting["resumed"] = self._start(self._continue("resumed", repeat), 1, args=options.resume_args)
             if compares and not draws and is_seeded and not base.shares_order:
-                waiting["resumed_on_several"] = start(
+                waiting["resumed_on_several"] = self._start(
                     self._continue("resumed_on_several", repeat), n, args=options.resume_args
                 )
         if options.needs("out_of_memory") and first.fact.get("microbatching"):
-            waiting["replayed"] = start(replace(self._request("replayed"), fails_in=self._find_backward(first)), 1)
+            waiting["replayed"] = self._start(
+                replace(self._request("replayed"), fails_in=self._find_backward(first)), 1
+            )
         if options.needs("memory"):
-            waiting |= self._measure_memory(start)
+            waiting |= self._measure_memory()
         if options.needs("leaks", "learning"):
-            waiting["probed"] = start(
+            waiting["probed"] = self._start(
                 replace(base, name="probed", shares_draws=True, num_updates=1, probes_leaks=True), 1
             )
         for name, future in waiting.items():
             setattr(runs, name, future.result())
 
-    def _measure_memory(self, start: Callable[..., "Future[RunRecord]"]) -> "dict[str, Future[RunRecord]]":
+    def _measure_memory(self) -> "dict[str, Future[RunRecord]]":
         """Start the runs that measure and forecast the script's memory, and return the futures of their records."""
         measure = replace(self._request("measured"), num_updates=_MEASURED_UPDATES, measures_tensors=True)
-        waiting = {"measured": start(measure, 1)}
+        waiting = {"measured": self._start(measure, 1)}
         for name in ("forecast", "full"):
             if name in self._options.orders:
-                waiting[name] = start(replace(self._request(name), is_recorded=False), 1, order=name)
+                waiting[name] = self._start(replace(self._request(name), is_recorded=False), 1, order=name)
         return waiting
 
     # ---------------------------------------------------------------- single runs
@@ -213,42 +217,54 @@ class VerifySession:
         """
         return max(2, int(first.fact.get("num_backwards", 2)) // 2 + 1)
 
-    def _start_in(self, pool: ThreadPoolExecutor) -> Callable[..., "Future[RunRecord]"]:
-        """Return a function that submits a run to the thread pool and returns the future of the run's record.
+    def _start(
+        self, request: RunRequest, num_processes: int, *, order: str = "", args: tuple[str, ...] = ()
+    ) -> "Future[RunRecord]":
+        """Start a run as soon as enough CPU cores are free, and return the future of its record.
 
         Args:
-            pool: Thread pool in which runs wait for free CPU cores.
+            request: Options of the run.
+            num_processes: Number of processes of the run.
+            order: Key of the command that starts the run. Default: the one for this number of processes.
+            args: Arguments that are added to those of the script. Default: ().
         """
-
-        def start(
-            request: RunRequest, num_processes: int, *, order: str = "", args: tuple[str, ...] = ()
-        ) -> "Future[RunRecord]":
-            request = replace(request, folder=str(self._scratch / request.name), output=self._output(request.name))
-            chosen = self._options.orders[order or ("one" if num_processes == 1 else "several")]
-            return pool.submit(self._make_run, request, chosen.add_arguments(args))
-
-        return start
+        request = replace(request, folder=str(self._scratch / request.name), output=self._output(request.name))
+        chosen = self._options.orders[order or ("one" if num_processes == 1 else "several")]
+        return self._pool.submit(self._make_run, request, chosen.add_arguments(args))
 
     def _make_run(self, request: RunRequest, order: LaunchOrder) -> RunRecord:
         """Wait until enough CPU cores are free, run the script, and return the record of the run.
 
         A run needs one core per process, or all cores if there are fewer.
         """
-        options = self._options
         size = min(order.num_processes, self._num_cores)
         with self._has_changed:
-            self._has_changed.wait_for(lambda: self._free >= size)
+            self._has_changed.wait_for(lambda: self._has_ended or self._free >= size)
             self._free -= size
         try:
             self._say(request.name)
             server = self._servers[request.name not in _ON_FIRST_SERVER] if self._servers else None
-            running = RunningScript(order, request, 3 * options.time_limit + 20, server)
-            self._running.append(running)
+            running = self._launch(order, request, server)
             return running.wait()
         finally:
             with self._has_changed:
                 self._free += size
                 self._has_changed.notify_all()
+
+    def _launch(self, order: LaunchOrder, request: RunRequest, server: ForkServer | None) -> RunningScript:
+        """Start the processes of a run. If the session ends meanwhile, end them at once.
+
+        Raises:
+            VerifyError: If the session has ended.
+        """
+        if not self._has_ended:
+            running = RunningScript(order, request, 3 * self._options.time_limit + 20, server)
+            with self._has_changed:
+                self._running.append(running)
+                if not self._has_ended:
+                    return running
+            running.end()
+        raise VerifyError("the verification has ended")
 
     def _check_first(self, first: RunRecord) -> None:
         """Raise an error unless the script's run on one process succeeded, created an Accelerator and made updates.

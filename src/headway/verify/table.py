@@ -62,6 +62,15 @@ def format_json(verdicts: Sequence[Verdict], about: dict[str, Any]) -> str:
     return json.dumps({**about, "proofs": proofs}, indent=2)
 
 
+def format_error_json(error: str) -> str:
+    """Return the JSON text for a script that could not be verified. It has the keys of a result, without values.
+
+    Args:
+        error: Reason why the script could not be verified.
+    """
+    return format_json((), {"error": error, "seconds": None, "updates": None, "notes": [], "escaped": []})
+
+
 def format_summary(verdicts: Sequence[Verdict], seconds: float) -> str:
     """Return the last line of the output: how many proofs passed, failed or were not checked, and the duration.
 

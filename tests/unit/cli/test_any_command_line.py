@@ -36,7 +36,7 @@ def test_any_command_line(before, after, machine):
     patches = {
         "headway.launch.machine.inspect_machine": lambda environment: machine,
         "headway.launch.run.execute_plan": lambda plan, environment, is_quiet: plans.append(plan),
-        "headway.launch.run.check_program": lambda program: None,
+        "headway.launch.run.check_program": lambda program, **options: None,
         "headway.common.env.copy_variables": lambda: {"HEADWAY_HOME": "/nonexistent"},
     }
     result = _invoke([*before, "--", "train.py", *after], patches)
