@@ -1426,7 +1426,7 @@ class Accelerator(RankAware):
                 (default: 60).
 
         Returns:
-            The status of each proof. Its attribute `passed` is True if none failed.
+            The status of each proof. Its attribute `passed` is True if none failed and at least one passed.
 
         Raises:
             ConfigError: If an argument is invalid, or if this process is one of several.

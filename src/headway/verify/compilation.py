@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from headway.common import scope
+from headway.common.callsite import is_user_file, walk_stack
 from headway.verify.request import RunRequest
 
 
@@ -19,11 +20,13 @@ class EagerCalls:
     """Switch that lets compiled functions run without compilation in this process.
 
     Attributes:
-        is_used: Whether the process has called `torch.compile`.
+        is_used: Whether the script has asked for compilation. A library that only decorates functions with
+            `torch.compile` when it is imported, as torchao does, does not count.
     """
 
     def __init__(self) -> None:
         self.is_used = False
+        self._is_eager = False
         self._is_installed = False
 
     def install_for(self, request: RunRequest | None) -> None:
@@ -41,19 +44,32 @@ class EagerCalls:
 
         @wraps(original)
         def compile_nothing(*args: Any, **kwargs: Any) -> Any:
+            self.is_used = self.is_used or not _is_import_of_library()
             self._force()
             return original(*args, **kwargs)
 
         torch.compile = compile_nothing
         if "torch._dynamo" in sys.modules:  # the script has compiled a function before it created the Accelerator
+            self.is_used = True
             self._force()
 
     def _force(self) -> None:
         """Set torch's compiler stance "force_eager", in which compiled functions run without compilation."""
-        if not self.is_used:
+        if not self._is_eager:
             # Importing torch._dynamo takes more than a second, so scripts that compile nothing do not set the stance.
             torch.compiler.set_stance("force_eager")
-            self.is_used = True
+            self._is_eager = True
+
+
+def _is_import_of_library() -> bool:
+    """Whether `torch.compile` is called while a library is imported, and not by a line of the user's code."""
+    for frame in walk_stack():
+        name = frame.f_code.co_filename
+        if name.startswith("<frozen importlib"):
+            return True
+        if is_user_file(name):
+            return False
+    return False
 
 
 def run_eagerly() -> EagerCalls:

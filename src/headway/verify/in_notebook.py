@@ -22,6 +22,7 @@ from headway.core.training.run import Run
 from headway.errors import ConfigError
 from headway.launch import machine
 from headway.launch.plan import Program, make_plan
+from headway.verify.command import choose_code
 from headway.verify.proofs import PROOFS
 from headway.verify.runs import LaunchOrder
 from headway.verify.session import Options, VerifySession
@@ -43,8 +44,8 @@ class FunctionProofs:
 
     @property
     def passed(self) -> bool:
-        """Whether no proof failed."""
-        return all(each.status != "FAIL" for each in self.verdicts)
+        """Whether no proof failed and at least one passed."""
+        return choose_code(self.verdicts) == 0
 
     @property
     def statuses(self) -> dict[str, str]:
@@ -85,7 +86,7 @@ def verify_function(
         args: Positional arguments of the function.
         num_processes: Number of processes in each run that is compared with the run on one process. Default: 2.
         strategy: Additional layout, such as "fsdp", whose run is compared with the run on one process. Default: None.
-        only: Keys of the proofs to make, or None for all. Default: None.
+        only: Keys of the proofs to run, or None for all. Default: None.
         skip: Keys of the proofs to leave out. Default: ().
         updates: Number of updates of each run. Default: 6.
         time_limit: Number of seconds that each run may take. Default: 60.
@@ -105,7 +106,7 @@ def verify_function(
         raise ConfigError(f"accelerator.verify got args={args!r}; give a tuple of arguments: args=({args!r},)")
     if num_processes < 2:
         raise ConfigError(f"verify compares one process with several; num_processes={num_processes} must be at least 2")
-    chosen = _choose_proofs(only, skip)
+    chosen = _choose_proofs(only, skip, strategy)
     environment = env.copy_variables()
     here = machine.inspect_machine(environment)
     is_on_cpu = run.runtime.device.type == "cpu" or len(here.device_ids) < num_processes
@@ -149,19 +150,25 @@ def _check_setting(name: str, value: Any) -> Value:
     return Value(check_file_value(SETTINGS[name], value, origin), origin)
 
 
-def _choose_proofs(only: Sequence[str] | None, skip: Sequence[str]) -> tuple[str, ...]:
-    """Return the keys of the proofs to make, in the order of the table.
+def _choose_proofs(only: Sequence[str] | None, skip: Sequence[str], strategy: str | None) -> tuple[str, ...]:
+    """Return the keys of the proofs to run, in the order of the table.
 
     Args:
-        only: Keys of the proofs to make; None for all.
+        only: Keys of the proofs to run; None for all.
         skip: Keys of the proofs to leave out.
+        strategy: Layout that is compared with one process, or None.
 
     Raises:
-        ConfigError: If a key does not name a proof.
+        ConfigError: If a key does not name a proof, or if no proof is left that can be checked.
     """
     wanted = [only] if isinstance(only, str) else list(only or PROOFS)
     unwanted = [skip] if isinstance(skip, str) else list(skip)
     for word in (*wanted, *unwanted):
         if word not in PROOFS:
             raise ConfigError(f"{word!r} is not a proof; there are {', '.join(PROOFS)}")
-    return tuple(word for word in PROOFS if word in wanted and word not in unwanted)
+    proofs = tuple(word for word in PROOFS if word in wanted and word not in unwanted)
+    if not proofs:
+        raise ConfigError(f"only={only!r} and skip={skip!r} leave no proof to run; there are {', '.join(PROOFS)}")
+    if proofs == ("layout",) and not strategy:
+        raise ConfigError("the proof 'layout' needs a layout to compare with: add one, such as strategy='fsdp'")
+    return proofs

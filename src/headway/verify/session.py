@@ -14,7 +14,7 @@ from headway.verify.records import RunRecord
 from headway.verify.request import RunRequest
 from headway.verify.runs import ForkServer, LaunchOrder, RunningScript, VerifyError
 from headway.verify.stacks import describe_stuck, read_stacks
-from headway.verify.verdict import RunSet, describe_failure
+from headway.verify.verdict import RunSet, describe_failure, describe_load
 
 _SEED = 1234
 _CLOCK_STEP = 1.1
@@ -278,17 +278,23 @@ class VerifySession:
         tail = "\n".join(f"    {line}" for line in first.output.splitlines()[-25:]) or "    (it printed nothing)"
         where = describe_stuck(read_stacks(Path(first.request.folder), 1))
         where = f"; {where}" if where else ""
+        load, more = describe_load(), f"--time_limit {max(300, 2 * self._options.time_limit):.0f}"
+        busy = f"{load[0].upper()}{load[1:]}. Wait until it is idle, or set {more}. " if load else ""
         if first.code is None and not first.facts:
+            time_hint = busy or f"If it only needs more time, set {more}. "
             raise VerifyError(
-                f"the script created no Accelerator in {first.seconds:.0f} s{where}. If it only needs more time, set --time_limit "
-                "300. verify needs a script that trains with headway.Accelerator, with our Trainer, or under Accelerate's name "
+                f"the script created no Accelerator in {first.seconds:.0f} s{where}. {time_hint}"
+                "verify needs a script that trains with headway.Accelerator, with our Trainer, or under Accelerate's name "
                 f"(add --as accelerate) (docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
             )
         if first.code is None or first.code == 70:
+            without_step = self._describe_missing_step(first)
+            size_hint = f"{'Otherwise, give' if busy else 'Give'} it smaller data or a smaller model, or fewer updates (--updates 3)"
             raise VerifyError(
                 f"the script made {first.num_updates} of {self._options.num_updates} updates in {first.seconds:.0f} s on one "
-                f"process{where}. Give it smaller data or a smaller model, fewer updates (--updates 3), or more time (--time_limit "
-                f"300) (docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
+                f"process{where}. {busy}"
+                + (f"{without_step}. " if without_step else f"{size_hint}{'' if busy else f', or more time ({more})'} ")
+                + f"(docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
             )
         if first.code != 0:
             raise VerifyError(
@@ -302,8 +308,27 @@ class VerifySession:
                 f"(docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
             )
         if not first.first:
-            raise VerifyError(
-                "the script ended without an update. verify counts optimizer.step() of a prepared optimizer after "
-                f"accelerator.backward(); give arguments with which the script trains for at least {self._options.num_updates} "
-                f"updates (docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
+            why = self._describe_missing_step(first) or (
+                "verify counts optimizer.step() of a prepared optimizer after accelerator.backward(); give arguments with which "
+                f"the script trains for at least {self._options.num_updates} updates"
             )
+            raise VerifyError(
+                f"the script ended without an update. {why} "
+                f"(docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
+            )
+
+    def _describe_missing_step(self, first: RunRecord) -> str:
+        """Return what the script lacks if it computed gradients but made no update; else "".
+
+        Args:
+            first: Record of the run on one process.
+        """
+        num_backwards = int(first.fact.get("num_backwards", 0))
+        if not num_backwards or first.num_updates:
+            return ""
+        times = "once" if num_backwards == 1 else f"{num_backwards} times"
+        return (
+            f"It called accelerator.backward() {times}, but no optimizer.step() of a prepared optimizer followed: call step() on the "
+            "optimizer that accelerator.prepare() returned. If the script accumulates gradients, give it enough batches for an "
+            "update"
+        )

@@ -103,11 +103,23 @@ def describe_failure(record: RunRecord) -> str:
         what = (
             f"it made {record.num_updates} updates, then none for too long, and was ended after {record.seconds:.0f} s"
         )
-        return f"{what}; {where}" if where else what
+        load = describe_load()
+        return (
+            what
+            + (f"; {where}" if where else "")
+            + (f"; {load} (--time_limit gives each run more time)" if load else "")
+        )
     lines = [_RANK.sub("", line).strip() for line in record.output.splitlines() if line.strip()]
     errors = [line for line in lines if _looks_like_error(line)]
     text = errors[0] if errors else (lines or [f"exit code {record.code}"])[-1]
     return text if len(text) <= 300 else text[:297] + "..."
+
+
+def describe_load() -> str:
+    """Return a phrase about this machine's load if it has more running processes than CPU cores; else ""."""
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return f"this machine is busy: load average {load:.1f} on {cores} CPU cores" if load > cores else ""
 
 
 def _looks_like_error(line: str) -> bool:
