@@ -100,7 +100,7 @@ def make_options(
         only: Names of proofs to run, separated by commas. Default: all.
         skip: Names of proofs to leave out, separated by commas. Default: none.
         updates: Number of updates in each run. Default: 6.
-        time_limit: Time limit of each run in seconds. Default: 60.
+        time_limit: Number of seconds that each run may go without progress. Default: 60.
         device: Name of the device on which the full run will train, to forecast its memory. Default: no forecast.
         resume_args: Arguments to add to `script_args` when the script is started again after a kill. Default: none.
         as_json: Whether to print JSON. Default: False.
@@ -286,7 +286,7 @@ command = GroupedCommand(
             "--time_limit",
             "SECONDS",
             "Proofs",
-            "Time that each run may take.  [default: 60]",
+            "Seconds that each run may go without progress.  [default: 60]",
             click.FloatRange(1),
             default=60.0,
         ),
