@@ -11,7 +11,7 @@ import sys
 def main() -> None:
     """Verify the script that the JSON options in `sys.argv[1]` describe, and exit with the code of the result."""
     signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         from headway.verify.command import run_command  # imports numpy, which Ctrl-C may interrupt
 
@@ -22,9 +22,19 @@ def main() -> None:
 
 
 def _interrupt(*_: object) -> None:
-    # A second Ctrl-C must not interrupt the end of the runs, which takes less than a second.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _ignore_signals()
     raise KeyboardInterrupt
+
+
+def _terminate(*_: object) -> None:
+    _ignore_signals()
+    sys.exit(143)
+
+
+def _ignore_signals() -> None:
+    """Ignore further signals, which must not interrupt the end of the runs. The end takes less than a second."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

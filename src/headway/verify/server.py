@@ -61,7 +61,8 @@ def main() -> None:
     import headway.verify.recorder  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    answers.write(json.dumps({"is_ready": True}) + "\n")
+    with contextlib.suppress(OSError):  # the client has ended meanwhile, which the end of the input shows below
+        answers.write(json.dumps({"is_ready": True}) + "\n")
     runs: dict[int, ForkedRun] = {}
     is_open = True
     buffer = b""

@@ -63,7 +63,7 @@ class VerifySession:
     Args:
         options: Options of the verification.
         say: Function that is called with the name of each run that starts.
-        servers: Two servers that fork the runs. By default, two are started if runs are forked.
+        servers: Two servers that fork the runs. By default, `__enter__` starts two if runs are forked.
     """
 
     def __init__(
@@ -81,10 +81,20 @@ class VerifySession:
         # Each server has its own hash seed. Runs on different servers therefore iterate over sets of strings in
         # different orders, as two launches of a script do.
         self._owns_servers = servers is None
-        self._servers = list(servers or ()) or ([ForkServer(), ForkServer()] if options.is_forked else [])
+        self._servers = list(servers or ())
+        self._starting: list[Future[ForkServer]] = []
 
     def __enter__(self) -> "VerifySession":
-        """Return the session."""
+        """Start the servers if runs are forked, and return the session."""
+        try:
+            if self._owns_servers and self._options.is_forked:
+                for _ in range(2):
+                    # A signal interrupts only the main thread. A server that another thread starts is always known.
+                    self._starting.append(self._pool.submit(ForkServer))
+                self._servers = [each.result() for each in self._starting]
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -94,8 +104,8 @@ class VerifySession:
             self._has_changed.notify_all()
         for each in list(self._running):
             each.end()
-        for server in self._servers if self._owns_servers else ():
-            server.close()
+        for server in self._starting:
+            server.result().close()
         self._pool.shutdown(cancel_futures=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
