@@ -202,7 +202,7 @@ def _choose_processes(typed: dict[str, Any], here: Any) -> tuple[int, bool, list
 
 
 def _check_syntax(script: str) -> None:
-    """Raise a `ConfigError` if the script has a syntax error, which would otherwise be found only after torch's import.
+    """Raise a `ConfigError` if the script has a syntax error, which would else be found only after torch was imported.
 
     A folder or an archive is not checked, because its `__main__.py` is rarely the file with the error.
 
@@ -260,7 +260,7 @@ def _split_words(text: str | None, flag: str) -> list[str]:
 
 
 def _make_launch_options() -> list[click.Parameter]:
-    """Return the options of `headway launch`, without help for those that have no effect here."""
+    """Return the options of `headway launch`. Those that have no effect in `headway verify` get no help text."""
     options = make_setting_options()
     for option in options:
         assert isinstance(option, GroupedOption)

@@ -73,8 +73,8 @@ def forecast(
             object with a `loss` attribute.
         device: Name of a device, as listed in docs/forecast.md.
         budget: Bytes that the whole process may use, or text such as "24GiB". None for all memory of the device.
-        precision: "no", "bf16" or "fp16", applied by autocast. For a model in another dtype, return such a model from
-            `model_fn`.
+        precision: Autocast precision: "no", "bf16" or "fp16". If the parameters are not in float32, let `model_fn` return
+            a model that already has their dtype.
         recompute: Activation checkpointing: True, the options that `checkpoint_activations` accepts, or a function that
             is called with the model.
         accumulation: Micro-batches per update.
@@ -82,8 +82,8 @@ def forecast(
         loop: Loop that decides how long tensors live. With "plain", the variables of a hand-written loop, such as
             `outputs` and `loss`, live until they are assigned again, and gradients are cleared after the update.
             "zero_grad_before_backward" is like "plain", but gradients are cleared between forward and backward. With
-            "loss_function", a function computes the loss, and the outputs are freed when it returns. A function is
-            called as the loop itself, `loop(model, batches, optimizer)`. In that case, `loss` is not used.
+            "loss_function", a function computes the loss, and the outputs are freed when it returns. A function
+            replaces the loop: it is called as `loop(model, batches, optimizer)`, and `loss` is not used.
         lengths: Sequence length of each micro-batch, if lengths vary. `batch_fn(batch_size, length)` makes the batches,
             and all of their updates are traced. So the forecast includes the memory that torch's allocator loses
             between blocks of unequal sizes. A few dozen lengths sampled from a data set are enough. Empty if all
@@ -99,8 +99,8 @@ def forecast(
             TensorParallelOptions, DistributedDataParallelKwargs, ActivationCheckpointing,
             AutocastKwargs(half_residual=True).
         machine_ranks: Ranks per machine, for "hsdp".
-        averages: Number of `ExponentialMovingAverage`s that are kept on the device, in the parameters' dtype or
-            float32.
+        averages: Number of `ExponentialMovingAverage`s that are kept on the device. Each has the dtype of its parameter, but
+            at least float32.
 
     Raises:
         ConfigError: If an argument is wrong.

@@ -161,8 +161,8 @@ class ShardedEngine(StepEngine):
 class FakeRank:
     """Rank of a layout on which a step is traced for a forecast.
 
-    No other rank needs more memory. It is rank 0, because uneven sharding gives the last ranks smaller shards, or the
-    rank that needs the most memory for updates if the optimizer reads whole parameters.
+    No other rank needs more memory. If the optimizer reads whole parameters, this is the rank that needs the most memory
+    for updates. Otherwise it is rank 0, because uneven sharding gives the last ranks smaller shards.
 
     Attributes:
         text: Name of the layout as the user gave it.

@@ -32,7 +32,7 @@ def _terminate(*_: object) -> None:
 
 
 def _ignore_signals() -> None:
-    """Ignore further signals, which must not interrupt the end of the runs. The end takes less than a second."""
+    """Ignore further signals, so that they cannot interrupt the shutdown of the runs, which takes less than a second."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

@@ -153,7 +153,7 @@ class _PartComparison:
         return None
 
     def _has_uneven_divisor(self, call: Call, theirs: Sequence[Call]) -> bool:
-        """Whether a division's divisor is a scalar that is counted over the rows and differs between the parts.
+        """Whether a division divides by a count over the rows, such as a number of tokens, that differs between the parts.
 
         Args:
             call: Division on the whole batch.

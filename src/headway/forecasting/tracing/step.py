@@ -464,9 +464,9 @@ class LoopPhases(TorchFunctionMode):
 
 
 def _replace_step(optimizer: torch.optim.Optimizer, phases: LoopPhases, engine: StepEngine) -> None:
-    """Make `optimizer.step()` update the parameters through the engine, and report the update.
+    """Make `optimizer.step()` update the parameters through the engine, and report the update to `phases`.
 
-    The engine calls the optimizer's own step in turn, once or several times.
+    The engine itself calls the optimizer's original `step`, once or several times.
 
     Args:
         optimizer: Optimizer that the user's loop steps.

@@ -314,10 +314,10 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         return result
 
     def _mark_buckets(self, name: str, args: tuple[Any, ...]) -> None:
-        """Set the kind of an exchange's messages, and of tensors that are filled from messages, to "buckets".
+        """Mark tensors that an all-to-all operation sends or receives, and tensors copied from them, as "buckets".
 
         Args:
-            name: Name of the operation: the exchange, or a copy.
+            name: Name of the operation: all-to-all, or a copy.
             args: Arguments of the operation.
         """
         keys = [

@@ -74,7 +74,10 @@ class BoxPredictor(Protocol):
     """Interface of the collectives of a dry run, in which there are no other ranks to receive boxes from."""
 
     def predict_boxes(self, tensors: Sequence[torch.Tensor]) -> Sequence[Sequence[Sequence[Box]]]:
-        """Return the boxes that each rank of the run holds of each tensor, as `boxes[rank][number]`."""
+        """Return which parts of each tensor each rank will hold.
+
+        `boxes[rank][index]` lists the boxes of `tensors[index]` on a rank. A box is one index range per dim.
+        """
 
 
 def choose_kind(optimizer: torch.optim.Optimizer, is_forced: bool = False) -> UpdateKind:
@@ -98,10 +101,11 @@ def choose_owners(
     """Return the rank that owns each parameter of an optimizer.
 
     Args:
-        kind: `UpdateKind.OWNED`, or `UpdateKind.TOGETHER`, with which rank 0 owns all parameters.
+        kind: `UpdateKind.OWNED` or `UpdateKind.TOGETHER`. With the latter, rank 0 owns all parameters.
         shapes: Shapes of the full parameters.
         num_ranks: Number of ranks.
-        known: Owners that do not change, for the first parameters; None for a parameter without owner. Default: ().
+        known: Owners that were already chosen for the first parameters, and are kept. None for a parameter that has no
+            owner. Default: ().
     """
     if kind is UpdateKind.TOGETHER:
         return [0] * len(shapes)

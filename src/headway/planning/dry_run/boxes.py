@@ -13,7 +13,7 @@ from headway.planning.dry_run.meter import SHARED
 
 
 def list_coordinates(layout: Layout) -> list[dict[str, int]]:
-    """Return the coordinates of each rank of a layout along the mesh axes, by the axis's name.
+    """Return each rank's coordinates along the mesh axes of a layout: one dict per rank, with the names of axes as keys.
 
     The result includes the joint axes in `SHARED`, along which FSDP shards in layouts with `cp` or `ep`.
     """

@@ -125,7 +125,10 @@ class FakeCollectives(Collectives):
     boxes: RankBoxes | None = None
 
     def predict_boxes(self, tensors: Sequence[torch.Tensor]) -> list[list[list[Box]]]:
-        """Return the boxes that each rank holds of each tensor, as `boxes[rank][number]`."""
+        """Return which parts of each tensor each rank holds.
+
+        `boxes[rank][index]` lists the boxes of `tensors[index]` on a rank. A box is one index range per dim.
+        """
         assert self.boxes is not None
         return [list(each) for each in zip(*map(self.boxes.list_boxes, tensors))]
 

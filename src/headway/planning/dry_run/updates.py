@@ -31,7 +31,7 @@ _OWNED = (UpdateKind.OWNED, UpdateKind.TOGETHER)
 
 
 class DryRunUpdates:
-    """Updates of a strategy's optimizers in a dry run.
+    """Makes the optimizer updates of a dry run, through the strategy of the layout if there is one.
 
     Args:
         strategy: Strategy of the layout. None for replicas and pipeline stages, whose optimizers step on the parameters
@@ -115,17 +115,18 @@ def find_fullest_owner(
     machine_ranks: int,
     prepare: Callable[[nn.Module], object] | None = None,
 ) -> int | None:
-    """Return the rank that needs the most memory for updates, or None if no parameter is updated by an owner.
+    """Return the rank that needs the most memory for updates, or None if no parameter has an owner.
 
-    The memory is estimated from all parameters that a rank owns, although they are gathered bucket by bucket. A rank with
-    more parameters has more optimizer state, and its buckets are at least as full. An owner has the full parameter and its
-    gradient twice: as received, and as given to the optimizer. It also needs a message for each rank that has a part of
-    the parameter.
+    An owner is the one rank that updates a full parameter. The estimate assumes that a rank gathers all parameters that it
+    owns at once. In fact, it gathers them bucket by bucket. This does not change which rank needs the most memory, because
+    a rank that owns more parameters also has more optimizer state, and its buckets are at least as full. An owner has the
+    full parameter and its gradient twice: as received, and as given to the optimizer. It also has a receive buffer for
+    each rank that has a part of the parameter.
 
     Args:
         make: Function that makes the model. It is called in a context in which parameters take no memory.
-        optimizer: Name of the optimizer, or the function that makes it.
-        make_optimizer: Function that makes the optimizer, or None for no update.
+        optimizer: Name of the optimizer, or the user's function that makes it.
+        make_optimizer: Function that makes the optimizer that `optimizer` names, or None for no update.
         layout: Layout of the run.
         options: Options of the engines.
         machine_ranks: Ranks per machine.
