@@ -2,13 +2,14 @@
 
 A stage is a sequence of consecutive repeated blocks of the model. A module outside of the blocks (embedding, norm,
 head) is on the first stage if it precedes the blocks in the module tree. If it follows them, it is on the last stage.
+PEFT's prompt encoders are an exception: they follow the base model in the module tree, but run before its blocks.
 A parameter is on every stage whose modules contain it. So a head that is tied to an embedding is on both the first and
 the last stage. All stages hold the parameters that belong directly to modules that contain blocks.
 
 If several pipeline ranks hold a tensor, the first of them writes it into checkpoints.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -25,6 +26,9 @@ from headway.core.weights.pieces import ShardCutter, ShardPiece, TensorBox, Tens
 from headway.core.weights.shards import TensorSpec
 from headway.errors import ConfigError, PrepareError
 from headway.layouts.low_bit.states import export_state
+
+_PROMPTS = "prompt_encoder"
+"""Name of the container of prompt encoders in PEFT's models."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,7 @@ def _place_sides(
     loose: list[str] = []
     has_met_blocks = False
     inside: set[str] = set()
+    containers: set[str] = set()
     for name, module in model.named_modules():
         if id(module) in blocks:
             has_met_blocks = True
@@ -165,10 +170,17 @@ def _place_sides(
             own = {**module._parameters, **module._buffers}
             loose += [f"{name}.{key}".lstrip(".") for key, tensor in own.items() if tensor is not None]
             continue
+        if _is_bare_container(module):  # its children are called, and it is not
+            containers.add(name)
+            continue
         inside.add(name)
         if any(True for _ in module.parameters()):
-            found[name] = frozenset((num_stages - 1 if has_met_blocks else 0,))
-    for stage, wanted in ((0, options.first), (num_stages - 1, options.last)):
+            if hasattr(model, "peft_config") and name.startswith(f"{_PROMPTS}."):
+                found[name] = frozenset(range(num_stages))
+            else:
+                found[name] = frozenset((num_stages - 1 if has_met_blocks else 0,))
+    first, last = (_name_children(names, containers, found) for names in (options.first, options.last))
+    for stage, wanted in ((0, first), (num_stages - 1, last)):
         for name in wanted:
             if name not in found:
                 raise ConfigError(
@@ -176,9 +188,33 @@ def _place_sides(
                     f"of the blocks of {type(model).__name__} are {', '.join(found) or 'none'}"
                 )
     for name in found:
-        stages = {stage for stage, wanted in ((0, options.first), (num_stages - 1, options.last)) if name in wanted}
+        stages = {stage for stage, wanted in ((0, first), (num_stages - 1, last)) if name in wanted}
         found[name] = frozenset(stages) or found[name]
     return found, loose
+
+
+def _is_bare_container(module: torch.nn.Module) -> bool:
+    """Whether the module only contains other modules: it has neither a forward nor tensors of its own."""
+    return (
+        type(module).forward is torch.nn.Module.forward
+        and bool(module._modules)
+        and not (module._parameters or module._buffers)
+    )
+
+
+def _name_children(wanted: Iterable[str], containers: set[str], names: Iterable[str]) -> list[str]:
+    """Return the wanted names, with the name of each container replaced by the names of the modules in it.
+
+    Args:
+        wanted: Names from the user's options.
+        containers: Names of containers that have no forward.
+        names: Names of the modules outside of the blocks.
+    """
+    made: list[str] = []
+    for name in wanted:
+        inner = [each for each in names if each.startswith(f"{name}.")] if name in containers else []
+        made += inner or [name]
+    return made
 
 
 def _tensor(model: torch.nn.Module, name: str) -> torch.Tensor:

@@ -125,9 +125,21 @@ def _iterate_by_size(module: torch.nn.Module, least: int, is_root: bool = True) 
 
 
 def _find_ties(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
-    """Return the modules that use each tied parameter, by the parameter's ID."""
-    found = {key: [module for _, module, _ in holders] for key, (_, holders) in find_holders(model).items()}
-    return {key: modules for key, modules in found.items() if len(modules) > 1}
+    """Return the modules that use each tied parameter, by the parameter's ID.
+
+    If a module has several parents, its parameters are tied, too, and the parents are their users. VBLoRA's layers, for
+    example, share a module with the vector bank.
+    """
+    parents: dict[int, dict[int, torch.nn.Module]] = {}
+    for module in model.modules():
+        for child in module.children():
+            parents.setdefault(id(child), {})[id(module)] = module
+    shared = {key: list(found.values()) for key, found in parents.items() if len(found) > 1}
+    users = {
+        key: [user for _, module, _ in holders for user in shared.get(id(module), [module])]
+        for key, (_, holders) in find_holders(model).items()
+    }
+    return {key: modules for key, modules in users.items() if len(modules) > 1}
 
 
 def _iterate_untied(module: torch.nn.Module, tied: dict[int, list[torch.nn.Module]]) -> Iterator[torch.nn.Module]:
@@ -143,7 +155,9 @@ def _iterate_untied(module: torch.nn.Module, tied: dict[int, list[torch.nn.Modul
         yield module
         return
     for child in module.children():
-        yield from _iterate_untied(child, tied)
+        for part in _iterate_untied(child, tied):
+            if type(part).forward is not torch.nn.Module.forward:  # a container is never called, so nothing gathers it
+                yield part
 
 
 def _ignored(model: torch.nn.Module, wanted: tuple[object, ...]) -> set[torch.nn.Parameter]:
