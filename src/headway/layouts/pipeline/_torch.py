@@ -5,8 +5,11 @@ torch's schedules take a second to import. A test checks that all names exist.
 """
 
 from torch._subclasses.fake_tensor import is_fake as is_fake
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 # is_fake: a forecast on fake tensors has no values to compare. A public module for fake tensors would replace it.
+# is_traceable_wrapper_subclass: finds tensors that consist of other tensors, such as torchao's quantized weights. torch has no
+# public query.
 
 LAZY_NAMES = (
     # Compute a stage's gradients as torch's schedules expect: all at once, or separately for inputs and weights (zero bubble).

@@ -25,10 +25,11 @@ from headway.core.runtime.collectives.tree import Tree, find_batch_size
 from headway.core.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.core.strategies.fully_sharded import dtensors, fsdp_state
 from headway.core.strategies.fully_sharded.values import AwaitedValues, check_initializers, wrap_like
-from headway.core.strategies.parts import ReplacedParameters, ShardedModels, explain_ended_groups
+from headway.core.strategies.parts import ReplacedParameters, ShardedModels, check_adapters, explain_ended_groups
 from headway.core.strategies.replica import average_gradients
 from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.layouts.context.context_parallel import ContextParallel
+from headway.layouts.pipeline._torch import is_traceable_wrapper_subclass
 from headway.layouts.pipeline.plain_calls import PlainCalls
 from headway.layouts.pipeline.runner import (
     PipelineRunner,
@@ -198,6 +199,7 @@ class PipelineStrategy(Strategy):
     ) -> tuple[ModuleRouter, PipelineState]:
         num_ranks, rank = self._group.world_size, self._group.rank
         num_stages = num_ranks * self._options.num_per_rank
+        check_adapters(model, self.name)
         stages = find_stages(model, num_stages, self._options)  # raises before anything is changed
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.SyncBatchNorm | torch.nn.parallel.DistributedDataParallel):
@@ -249,7 +251,7 @@ class PipelineStrategy(Strategy):
                     if key not in made:
                         is_whole = self._spread is None and not tensor.is_meta  # `self._spread` moves only shards
                         if rank not in owners[key]:
-                            made[key] = wrap_like(tensor, torch.empty_like(tensor, device="meta"))
+                            made[key] = wrap_like(tensor, _make_empty(tensor))
                         elif is_whole and tensor.device != device:
                             made[key] = wrap_like(tensor, tensor.to(device))
                         else:
@@ -573,3 +575,13 @@ class PipelineStrategy(Strategy):
         self._aside.clear()
         self._replaced.forget_released()
         self._optimizers.clear()
+
+
+def _make_empty(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a meta tensor with the shape and dtype of a tensor that other ranks hold.
+
+    torchao's quantized tensors do not implement `empty_like`.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return torch.empty_like(tensor, device="meta")

@@ -7,12 +7,14 @@ names exist.
 import torch
 from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 # Why each name is used:
 #
 # - is_fake: a forecast on fake tensors has no values, so checks that need values are skipped. A public module for fake tensors
 #   would replace it.
 # - unset_fake_temporarily: a plan is tested with real values on a copy of a module, even while a forecast uses fake tensors.
+# - is_traceable_wrapper_subclass finds weights that torchao has quantized. torch has no public query.
 
 functional_collectives = torch.ops._c10d_functional
 """Collectives that return new tensors, so that `torch.compile` can trace them in compiled blocks.

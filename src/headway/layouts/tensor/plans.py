@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from headway.core.config.parallelism import STYLES, TensorParallelOptions, describe_unknown_style
+from headway.core.strategies.parts import list_adapter_types
 from headway.errors import ConfigError, PrepareError
 from headway.layouts.tensor import styles
 from headway.layouts.tensor.crossings import SplitAxis, SplitRNG
@@ -174,11 +175,27 @@ def read_plan(model: torch.nn.Module, axis: SplitAxis, options: TensorParallelOp
             else:
                 cuts.parameters[name] = _parameter_style(name, style)
     if not chosen:
+        _check_adapted(model)
         raise ConfigError(
             f"the plan of {type(model).__name__} names only modules that the model does not have: {', '.join(plan)}"
         )
     _check_nesting(cuts)
+    _check_prefixes(model)
     return cuts
+
+
+def _check_prefixes(model: torch.nn.Module) -> None:
+    """Raise an error if adapters give keys and values of all heads to attention layers.
+
+    Raises:
+        PrepareError: If the model has adapters of prefix tuning.
+    """
+    if found := list_adapter_types(model) & {"PREFIX_TUNING", "CARTRIDGE"}:
+        raise PrepareError(
+            f"{type(model).__name__} has adapters of the type {found.pop()}, which give keys and values of all heads to each "
+            "attention layer. But each rank computes only some heads, and tensor parallelism splits no adapters of this type. Use "
+            "prompt tuning or p-tuning, or one of the layouts fsdp, ddp, ep and pp"
+        )
 
 
 def is_match(pattern: str, name: str) -> bool:
@@ -241,12 +258,7 @@ def get_model_plan(model: torch.nn.Module) -> Mapping[str, Any]:
 
 def _own_plan(model: torch.nn.Module) -> Mapping[str, Any]:
     if not (plan := get_model_plan(model)):
-        adapted = (
-            (name, describe_misfit(module, Colwise())) for name, module in model.named_modules() if is_adapted(module)
-        )
-        name, reason = next(((name, reason) for name, reason in adapted if reason is not None), ("", None))
-        if reason is not None:
-            raise PrepareError(f"tensor parallelism cannot split {name!r} of {type(model).__name__}: {reason}")
+        _check_adapted(model)
         raise ConfigError(
             f"{type(model).__name__} has no tensor-parallel plan of its own, and its structure gives none that splits half of its "
             "matrices (linear layers that follow each other in attention and MLPs); give one by module names, as in "
@@ -259,6 +271,20 @@ def _own_plan(model: torch.nn.Module) -> Mapping[str, Any]:
             'TensorParallelOptions(plan={**model.tp_plan, name: "packed_colwise"})'
         )
     return plan
+
+
+def _check_adapted(model: torch.nn.Module) -> None:
+    """Raise an error if the model has adapters that tensor parallelism cannot split.
+
+    Raises:
+        PrepareError: If such adapters exist. The message names a layer that has them.
+    """
+    adapted = (
+        (name, describe_misfit(module, Colwise())) for name, module in model.named_modules() if is_adapted(module)
+    )
+    name, reason = next(((name, reason) for name, reason in adapted if reason is not None), ("", None))
+    if reason is not None:
+        raise PrepareError(f"tensor parallelism cannot split {name!r} of {type(model).__name__}: {reason}")
 
 
 def list_faults(plan: Mapping[str, Any]) -> list[str]:
@@ -323,6 +349,12 @@ def _add_sites(
 def _site(model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: SplitAxis) -> SplitModule:
     if style not in STYLES:
         raise ConfigError(describe_unknown_style(name, style))
+    if styles.is_quantized(module):
+        raise PrepareError(
+            f"tensor parallelism cannot split {name!r} ({type(module).__name__}), because its weight is quantized. For a quantized "
+            "base, use one of the layouts fsdp, ddp and pp. Or leave the layer out of the plan (TensorParallelOptions(plan={...})): "
+            "it stays whole"
+        )
     site = SplitModule(module, name, axis, styles.make_style(style, module))
     if (reason := site.style.describe_misfit(module, axis.size)) is not None:
         raise PrepareError(

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from headway.layouts.tensor import crossings
+from headway.layouts.tensor._torch import is_fake, is_traceable_wrapper_subclass
 from headway.layouts.tensor.crossings import SplitAxis
 
 SEQUENCE_DIM = 1
@@ -453,6 +454,15 @@ def num_outputs(module: torch.nn.Module) -> int:
 def num_inputs(module: torch.nn.Module) -> int:
     """Return the number of input features of a linear layer."""
     return int(module.nx if is_transposed(module) else module.in_features)  # type: ignore[arg-type]
+
+
+def is_quantized(module: torch.nn.Module) -> bool:
+    """Whether the weight of a layer is quantized, by bitsandbytes or torchao."""
+    weight = module._parameters.get("weight")
+    if weight is None or is_fake(weight) or isinstance(weight, DTensor):
+        return False
+    is_bitsandbytes = type(weight).__module__.partition(".")[0] == "bitsandbytes"
+    return is_bitsandbytes or is_traceable_wrapper_subclass(weight)
 
 
 def _linear_misfit(module: torch.nn.Module, size: str) -> str | None:
