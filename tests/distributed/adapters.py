@@ -70,7 +70,13 @@ METHODS: dict[str, Callable[[str], Any]] = {
     "DoRA": lambda model: peft.LoraConfig(r=4, lora_alpha=8, use_dora=True, **targets(model)),
     "VeRA": lambda model: peft.VeraConfig(r=4, **targets(model)),
     "IA3": lambda model: peft.IA3Config(**{**targets(model), **SCALED[model]}),
+    "AdaLoRA": lambda model: peft.AdaLoraConfig(init_r=4, target_r=2, total_step=100, **targets(model)),
+    "VBLoRA": lambda model: peft.VBLoRAConfig(
+        r=2, num_vectors=8, vector_length=8, init_vector_bank_bound=1.0, init_logits_std=0.5, **targets(model)
+    ),
     "prompt tuning": lambda model: peft.PromptTuningConfig(num_virtual_tokens=3, **task(model)),
+    "p-tuning": lambda model: peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, **task(model)),
+    "prefix tuning": lambda model: peft.PrefixTuningConfig(num_virtual_tokens=3, **task(model)),
 }
 DENSE = [name for name in METHODS if name != "LoRA of experts"]
 CELLS: dict[str, dict[str, list[str]]] = {
@@ -79,17 +85,22 @@ CELLS: dict[str, dict[str, list[str]]] = {
         for layout in ("one process", "ddp", "fsdp", "tp")
     },
     "fsdp+tp=2": {"llama": DENSE, "mixtral": ["LoRA of experts"]},
+    "pp": {"llama": DENSE, "mixtral": ["LoRA of experts"]},
     "ep": {"mixtral": list(METHODS)},
 }
 """Methods that are tested in each layout, by model."""
-LAYOUTS = {"one process": 1, "ddp": 2, "fsdp": 2, "tp": 2, "fsdp+tp=2": 4, "ep": 2}
+LAYOUTS = {"one process": 1, "ddp": 2, "fsdp": 2, "tp": 2, "fsdp+tp=2": 4, "pp": 2, "ep": 2}
 """Numbers of ranks by layout."""
-NOT_SPLIT = ("LoRA of experts", "DoRA", "VeRA", "IA3")
+NOT_SPLIT = ("LoRA of experts", "DoRA", "VeRA", "IA3", "VBLoRA", "prefix tuning")
 """Methods that tensor parallelism refuses."""
+HINTS = {"AdaLoRA": "Use LoRA (LoraConfig), or the layout ddp", "prefix tuning": "Use prompt tuning or p-tuning"}
+"""Alternatives that the errors suggest, for methods that have their own."""
+IN_PARTS = ("fsdp", "tp", "fsdp+tp=2", "pp", "ep")
+"""Layouts in which no rank has all adapters, which AdaLoRA's loss needs."""
 
 
 def is_refused(method: str, layout: str) -> bool:
-    return "tp" in layout and method in NOT_SPLIT
+    return ("tp" in layout and method in NOT_SPLIT) or (method == "AdaLoRA" and layout in IN_PARTS)
 
 
 def write_table() -> str:
@@ -125,7 +136,7 @@ def make_adapted(model: str, method: str, seed: int = 1, dtype: torch.dtype = to
 def disturb(model: nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if any(part in name for part in ("lora_B", "vera_lambda_b", "ia3_l")):
+            if any(part in name for part in ("lora_B", "lora_E", "vera_lambda_b", "ia3_l")):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
 
 
@@ -197,11 +208,13 @@ def prepare(accelerator: Accelerator, model: Any) -> tuple[Any, Any]:
 
 
 def read_whole(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's values of every parameter, with the parts of the ranks that share it."""
+    """Values of every parameter that is not on another stage of a pipeline, with the parts of the ranks that share it."""
     accelerator.strategy.free_gathered(model)
     found = {}
     for name, parameter in model.named_parameters():
         value: Any = parameter.detach()
+        if value.is_meta:
+            continue
         found[name] = (value.full_tensor() if is_dtensor(value) else value).cpu().clone()
     return found
 

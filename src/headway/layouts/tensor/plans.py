@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from headway.core.config.parallelism import STYLES, TensorParallelOptions, describe_unknown_style
-from headway.core.strategies.parts import list_adapter_types
+from headway.core.strategies.parts import check_adapters, list_adapter_types
 from headway.errors import ConfigError, PrepareError
 from headway.layouts.tensor import styles
 from headway.layouts.tensor.crossings import SplitAxis, SplitRNG
@@ -35,8 +35,8 @@ _VARIANTS = ("lora_magnitude_vector", "lora_variant", "lora_embedding_A")
 """Attributes of a LoRA layer that have entries only if the layer uses a variant that cannot be split, such as DoRA."""
 
 _WHOLE_ADAPTERS = (
-    "Use LoRA or rsLoRA, or one of the layouts fsdp, ddp and ep, which take any adapter. Or leave the layer out of the plan "
-    "(TensorParallelOptions(plan={...})): it stays whole"
+    "Use LoRA or rsLoRA, or one of the layouts fsdp, ddp, ep and pp, which do not split adapters. Or leave the layer out of the "
+    "plan (TensorParallelOptions(plan={...})): it stays whole"
 )
 _PROMPTS = ("prompt_encoder.", "word_embeddings.")
 """Prefixes of the names of parameters that PEFT's prompt tuning adds: the prompts, and an alias of the embeddings."""
@@ -152,6 +152,7 @@ def read_plan(model: torch.nn.Module, axis: SplitAxis, options: TensorParallelOp
         ConfigError: If there is no plan, a name matches nothing, a style is unknown, or the plan names a module twice.
         PrepareError: If a style does not fit its module.
     """
+    check_adapters(model, "tensor parallelism")
     modules = dict(model.named_modules())
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     plan = options.plan if options.plan is not None else _own_plan(model)
