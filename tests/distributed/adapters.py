@@ -93,7 +93,10 @@ LAYOUTS = {"one process": 1, "ddp": 2, "fsdp": 2, "tp": 2, "fsdp+tp=2": 4, "pp":
 """Numbers of ranks by layout."""
 NOT_SPLIT = ("LoRA of experts", "DoRA", "VeRA", "IA3", "VBLoRA", "prefix tuning")
 """Methods that tensor parallelism refuses."""
-HINTS = {"AdaLoRA": "Use LoRA (LoraConfig), or the layout ddp", "prefix tuning": "Use prompt tuning or p-tuning"}
+HINTS = {
+    "AdaLoRA": "Use LoRA (LoraConfig), or one of the layouts ddp, zero1 and zero2",
+    "prefix tuning": "Use prompt tuning or p-tuning",
+}
 """Alternatives that the errors suggest, for methods that have their own."""
 IN_PARTS = ("fsdp", "tp", "fsdp+tp=2", "pp", "ep")
 """Layouts in which no rank has all adapters, which AdaLoRA's loss needs."""

@@ -21,6 +21,7 @@ from headway.core.precision.mixed import Precision
 from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.base import Capabilities, Engine, Strategy, Transform
+from headway.core.strategies.parts import check_adapters
 from headway.core.strategies.placeholders import Placeholder
 from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
 from headway.layouts.deepspeed.config import DeepSpeedConfigReport, Facts, complete_config
@@ -102,7 +103,12 @@ class DeepSpeedStrategy(Strategy):
         """Apply the transforms to the model, and return a function that runs the forward of the DeepSpeed engine.
 
         The engine is created later, by `create_engine`. Return None if no parameter is trainable.
+
+        Raises:
+            PrepareError: If stage 3 would partition AdaLoRA adapters.
         """
+        if self._stage == 3:
+            check_adapters(model, "ZeRO stage 3")
         super().setup_model(model, transforms)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return None
