@@ -306,7 +306,8 @@ def check_adapters(model: torch.nn.Module, layout: str) -> None:
     if "ADALORA" in list_adapter_types(model):
         raise PrepareError(
             f"{type(model).__name__} has AdaLoRA adapters. After its forward, PEFT adds a penalty on the matrices of all adapters to "
-            f"the loss, but under {layout} each rank has only parts of them. Use LoRA (LoraConfig), or one of the layouts ddp, zero1 and zero2"
+            f"the loss, but under {layout} each rank has only parts of them. "
+            "Use LoRA (LoraConfig), or one of the layouts ddp, zero1 and zero2"
         )
 
 

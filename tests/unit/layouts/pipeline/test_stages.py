@@ -107,3 +107,12 @@ def test_a_sparse_gradient_of_what_a_stage_returns():
     pending = SimpleNamespace(whole=[whole], joined=[joined])
     PlainCalls._split_gradients(chunk, PipelineBatch({}, 1, []), pending, [torch.ones(2, 1)])
     assert chunk.gradients[0][0].to_dense().tolist() == [[1, 0, 0], [0, 0, 1]]
+
+
+def test_a_container_without_a_forward_is_placed_by_its_children():
+    model = GPT(num_blocks=3)
+    model.heads = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    sides = cut(2, model).sides
+    assert "heads" not in sides
+    assert sides["heads.a"] == sides["heads.b"] == {1}
+    assert cut(2, model, first=("heads",)).sides["heads.b"] == {0}
