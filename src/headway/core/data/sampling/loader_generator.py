@@ -35,6 +35,7 @@ class LoaderGenerator:
         self._is_private = is_private
         self._own: torch.Generator | None = None
         self._seen_seed: int | None = None
+        self._was_fresh = False
 
     @property
     def _generator(self) -> torch.Generator:
@@ -44,24 +45,25 @@ class LoaderGenerator:
             self._own = torch.Generator()
             self._own.set_state(seed.read_torch())
         self._seen_seed = torch.initial_seed()
+        self._was_fresh = _is_fresh()
         return self._own
 
     def _is_reseeded(self) -> bool:
-        """Whether the script has seeded torch since the last draw.
+        """Whether the script has seeded torch since the last access to this stream.
 
-        False after a state was loaded, because the loaded state takes precedence over a seed.
+        False after a state was loaded, because the loaded state takes precedence over a seed. A resume can seed torch,
+        too. So a generator from which nothing has been drawn is a sign of a new seed only if it was drawn from before.
         """
         if self._seen_seed is None:
             return False
-        number = torch.initial_seed()
-        fresh = torch.Generator().manual_seed(number).get_state()
-        return number != self._seen_seed or torch.equal(fresh, seed.read_torch())
+        return torch.initial_seed() != self._seen_seed or (not self._was_fresh and _is_fresh())
 
     def draw(self) -> int:
         """Draw and return a 64-bit seed, as torch's loader and sampler do."""
         drawn = _draw(self._generator)
         if not self.is_global:
             _draw(torch.default_generator)
+            self._was_fresh = False
         return drawn
 
     def encode_state(self) -> str:
@@ -177,6 +179,11 @@ def seed_generator(loader: DataLoader[Any], seed: int) -> None:
     generator: torch.Generator | None = loader.generator
     if generator is not None:
         generator.manual_seed(seed)
+
+
+def _is_fresh() -> bool:
+    """Whether nothing has been drawn from torch's global generator since it was seeded."""
+    return torch.equal(torch.Generator().manual_seed(torch.initial_seed()).get_state(), seed.read_torch())
 
 
 def _draw(generator: torch.Generator) -> int:

@@ -284,3 +284,22 @@ def test_ranks_whose_streams_agree_draw_from_them_and_others_take_rank_0s():
     assert list(other.draw(0)) == expected
     assert torch.equal(torch.get_rng_state(), own)
     assert not torch.equal(torch.rand(1), after)
+
+
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_a_loaded_order_goes_on_after_the_resume_has_seeded_torch(reads_first):
+    source = torch.Generator().manual_seed(3)
+    loaded = LoaderGenerator(is_private=True)
+    loaded.load_state(source.get_state())
+    torch.manual_seed(5)  # as a resume on another number of ranks does; training draws nothing
+    expected = [int(torch.empty((), dtype=torch.int64).random_(generator=source)) for _ in range(3)]
+    drawn = []
+    for _ in range(2):
+        if reads_first:
+            loaded.encode_state()  # the origin of the workers' base seed
+        drawn.append(loaded.draw())
+    assert drawn == expected[:2]
+    torch.manual_seed(5)  # by the script, between two passes
+    if reads_first:
+        loaded.encode_state()
+    assert loaded.draw() != expected[2]
