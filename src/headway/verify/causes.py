@@ -21,8 +21,8 @@ class Cause:
 
 
 _WEIGHTED_BY_HAND = (
-    "divide the sum of the losses by this number on all ranks, accelerator.gather(count).sum(), and multiply it by "
-    "accelerator.num_processes and gradient_accumulation_steps"
+    "divide the sum of the losses by this number, added over all ranks and micro-batches of the update "
+    "(accelerator.gather(count).sum()), and multiply it by accelerator.num_processes and gradient_accumulation_steps"
 )
 """Advice for a mean over a number other than rows, for Accelerate, whose `backward` takes no `weight`."""
 

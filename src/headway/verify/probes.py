@@ -294,7 +294,7 @@ class LeakProbe:
 
     def _add(self, kind: str, leaks: bool, where: str, place: str = "") -> None:
         at = f": {place}" if place else ""
-        self.findings.append({"kind": kind, "leaks": leaks, "where": where + at if leaks else ""})
+        self.findings.append({"kind": kind, "leaks": leaks, "where": where + at if leaks else "", "call": place})
 
     # ---------------------------------------------------------------- places
 

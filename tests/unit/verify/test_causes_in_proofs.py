@@ -306,10 +306,9 @@ def test_advice_for_accelerates_api_uses_that_api(kind: str) -> None:
     ("function", "advice"), [("view", "transpose dimensions before"), ("softmax", "attention needs a causal mask")]
 )
 def test_a_leak_by_a_change_of_shape_has_its_own_advice(function: str, advice: str) -> None:
-    where = (
-        f"changing tokens from position 9 on changes the output of position 3: {function}() at train.py:41 in forward"
-    )
-    runs = make_runs(probed=make_record(facts={"leaks": [{"kind": "future", "leaks": True, "where": where}]}))
+    call = f"{function}() at train.py:41 in forward"
+    finding = {"kind": "future", "leaks": True, "where": f"changing tokens changes outputs: {call}", "call": call}
+    runs = make_runs(probed=make_record(facts={"leaks": [finding]}))
     verdict = PROOFS["leaks"](runs)
     assert verdict.status == "FAIL"
     assert advice in verdict.advice

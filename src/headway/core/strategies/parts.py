@@ -286,6 +286,11 @@ def find_holders(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Parameter, 
     return found
 
 
+def is_container(module: torch.nn.Module) -> bool:
+    """Whether a module has no forward, such as a `ModuleList` or a `ParameterDict`: other modules use what it contains."""
+    return type(module).forward is torch.nn.Module.forward and "forward" not in vars(module)
+
+
 def list_adapter_types(model: torch.nn.Module) -> set[str]:
     """Return the types of a model's PEFT adapters, such as "LORA". The set is empty if the model has no adapters."""
     configs = getattr(model, "peft_config", None)

@@ -199,8 +199,8 @@ def fill_model(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor
 def explain_failure(error: Exception, last: str) -> UnsupportedError:
     """Return the error to raise after a failed trace. Its message has the operation, the user's line and the reason.
 
-    If torch refuses an operation because the trace has no values, the message says so. Any other exception may as well
-    be an error in the step that a real run would raise, too, such as a wrong shape or name.
+    If torch refuses an operation because the trace has no values, the message names this reason. A real run could raise
+    any other exception, too, for example because of a wrong shape or name.
 
     Args:
         error: Exception that ended the trace.

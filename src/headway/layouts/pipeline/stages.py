@@ -21,7 +21,7 @@ from headway.core.config.mesh import Layout
 from headway.core.config.parallelism import PipelineOptions
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.fully_sharded import dtensors
-from headway.core.strategies.parts import find_blocks
+from headway.core.strategies.parts import find_blocks, is_container
 from headway.core.weights.pieces import ShardCutter, ShardPiece, TensorBox, TensorSplit, is_dtensor
 from headway.core.weights.shards import TensorSpec
 from headway.errors import ConfigError, PrepareError
@@ -195,11 +195,7 @@ def _place_sides(
 
 def _is_bare_container(module: torch.nn.Module) -> bool:
     """Whether the module only contains other modules: it has neither a forward nor tensors of its own."""
-    return (
-        type(module).forward is torch.nn.Module.forward
-        and bool(module._modules)
-        and not (module._parameters or module._buffers)
-    )
+    return is_container(module) and bool(module._modules) and not (module._parameters or module._buffers)
 
 
 def _name_children(wanted: Iterable[str], containers: set[str], names: Iterable[str]) -> list[str]:

@@ -69,7 +69,7 @@ def check_leaks(runs: RunSet) -> Verdict:
 
 def _find_advice(finding: dict[str, Any]) -> str:
     """Return the advice for a leak: by the function that it names if this only changes shapes, else by its kind."""
-    function = finding["where"].rpartition("()")[0].rpartition(" ")[2]
+    function = finding.get("call", "").partition("(")[0]
     if function in _SHAPING:
         return (
             f"{function}() puts values of one row or position into another: transpose dimensions before you merge them"

@@ -32,7 +32,7 @@ from headway.core.config.float8 import Float8Options
 from headway.core.config.parallelism import ShardingOptions
 from headway.core.strategies._torch import BatchNormBase, is_traceable_wrapper_subclass
 from headway.core.strategies.fully_sharded import fsdp_state
-from headway.core.strategies.parts import check_adapters, find_blocks, find_holders, is_wanted
+from headway.core.strategies.parts import check_adapters, find_blocks, find_holders, is_container, is_wanted
 from headway.core.weights.pieces import is_dtensor
 from headway.core.weights.shards import get_dtype_name
 from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
@@ -103,9 +103,9 @@ def _named(model: torch.nn.Module, options: ShardingOptions) -> list[torch.nn.Mo
             )
     found = [(name, m) for name, m in model.named_modules() if m is not model and is_wanted(name, m, options.units)]
     for name, module in found:
-        if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
+        if is_container(module):
             raise ConfigError(
-                f"ShardingOptions(units=...) names {name!r}, a {type(module).__name__}, which is never called; name its submodules"
+                f"ShardingOptions(units=...) names {name!r}, a {type(module).__name__}, which is never called; name modules that are"
             )
     return [module for _, module in found]
 
@@ -120,22 +120,25 @@ def _iterate_by_size(module: torch.nn.Module, least: int, is_root: bool = True) 
         found += _iterate_by_size(child, least, is_root=False)
     yield from found
     taken = {id(p) for unit in found for p in unit.parameters()}
-    is_called = not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)
-    if not is_root and is_called and sum(p.numel() for p in module.parameters() if id(p) not in taken) >= least:
+    if (
+        not is_root
+        and not is_container(module)
+        and sum(p.numel() for p in module.parameters() if id(p) not in taken) >= least
+    ):
         yield module
 
 
 def _find_ties(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
     """Return the modules that use each tied parameter, by the parameter's ID.
 
-    If a module has several parents, its parameters are tied, too, and the parents are their users. VBLoRA's layers, for
-    example, share a module with the vector bank.
+    A container is never called, so the modules that contain it are the users of its parameters. VBLoRA's layers, for
+    example, share a `ParameterDict` with the vector bank.
     """
     parents: dict[int, dict[int, torch.nn.Module]] = {}
     for module in model.modules():
-        for child in module.children():
+        for child in filter(is_container, module.children()):
             parents.setdefault(id(child), {})[id(module)] = module
-    shared = {key: list(found.values()) for key, found in parents.items() if len(found) > 1}
+    shared = {key: list(found.values()) for key, found in parents.items()}
     users = {
         key: [user for _, module, _ in holders for user in shared.get(id(module), [module])]
         for key, (_, holders) in find_holders(model).items()
@@ -146,19 +149,19 @@ def _find_ties(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
 def _iterate_untied(module: torch.nn.Module, tied: dict[int, list[torch.nn.Module]]) -> Iterator[torch.nn.Module]:
     """Yield the largest modules within `module` that contain all users of their tied parameters.
 
+    Containers are not yielded, because they are never called, and FSDP gathers parameters when a module is called.
+
     Args:
         module: Module to divide. It is yielded itself if it contains all users of its tied parameters.
         tied: Modules that use each tied parameter, by the parameter's ID.
     """
     inside = {id(part) for part in module.modules()}
     shared = [key for part in module.modules() for p in part._parameters.values() if (key := id(p)) in tied]
-    if all(id(holder) in inside for key in shared for holder in tied[key]):
+    if not is_container(module) and all(id(holder) in inside for key in shared for holder in tied[key]):
         yield module
         return
     for child in module.children():
-        for part in _iterate_untied(child, tied):
-            if type(part).forward is not torch.nn.Module.forward:  # a container is never called, so nothing gathers it
-                yield part
+        yield from _iterate_untied(child, tied)
 
 
 def _ignored(model: torch.nn.Module, wanted: tuple[object, ...]) -> set[torch.nn.Parameter]:

@@ -68,6 +68,31 @@ def test_blocks_that_share_are_opened():
     assert names(inside, find_units(inside, ShardingOptions())) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
+class Adapted(nn.Module):
+    """Block that uses a container of parameters, which other blocks can use, too."""
+
+    def __init__(self, bank: nn.ParameterDict) -> None:
+        super().__init__()
+        self.layers, self.bank = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), bank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](x) * self.bank["scale"])
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_container_is_never_a_unit_and_those_who_contain_it_use_its_parameters(is_shared: bool):
+    banks = [nn.ParameterDict({"scale": torch.ones(4)}) for _ in range(3)]
+    model = Net()
+    model.blocks = nn.ModuleList(Adapted(banks[0] if is_shared else bank) for bank in banks)
+    found = names(model, find_units(model, ShardingOptions()))
+    layers = [f"blocks.{i}.layers.{j}" for i in range(3) for j in range(2)]
+    assert found == (layers if is_shared else ["blocks.0", "blocks.1", "blocks.2"])
+    by_size = names(model, find_units(model, ShardingOptions(min_num_params=4)))
+    assert not [name for name in by_size if name.endswith(("bank", "layers"))]
+    with pytest.raises(ConfigError, match=r"names 'blocks\.0\.bank', a ParameterDict, which is never called"):
+        find_units(model, ShardingOptions(units="blocks.0.bank"))
+
+
 def test_frozen_parameters_can_stay_whole():
     model = Net()
     model.tokens.requires_grad_(False)
