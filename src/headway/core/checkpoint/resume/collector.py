@@ -98,22 +98,23 @@ class StateCollector:
         about = self._describe_checkpoint(is_unfinished)
         finished_passes = progress.passes.count_finished()
         mark = progress.window_start if is_unfinished else None
+        start = mark if is_unfinished else before
         steps = self._local.steps() if mark is None else mark.local_steps
         run["pieces"] = objects.read_piece_size() if mark is None else mark.pieces
         run["local_steps"] = steps
         if not is_alone:
             run["exchange_orders"] = self._list_reduction_orders()
             self._local.add(collected, steps)
-        if before is not None and not is_unfinished:
-            run["epoch"] = about["epoch"] = before.epoch
-            finished_passes = before.over
+        if start is not None:
+            run["epoch"] = about["epoch"] = start.epoch
+            finished_passes = start.over
             made = [each.num_calls for each in objects.preparation.schedulers]
-            run["repeated_calls"] = [now - then for now, then in zip(made, before.num_calls)]
+            run["repeated_calls"] = [now - then for now, then in zip(made, start.num_calls)]
         if before is None:
             progress.note_saved_epoch(run["epoch"])
             if not is_alone:  # copies in memory are made after every update, and must not cause a warning
                 self._windows.note_save()
-        run["passes_over"] = progress.passes.state(finished_passes if run["epoch"] == progress.epoch else {})
+        run["passes_over"] = progress.passes.state(finished_passes if run["epoch"] <= progress.epoch else {})
         collected.state["run"] = run
         if is_alone:
             about = about | {"saved_by": [self._run.runtime.rank]}

@@ -50,6 +50,9 @@ class WindowSnapshot:
     Attributes:
         rng_states: RNG states, or None.
         loaders: State of each loader.
+        epoch: Epoch of the loop. A window that continues in the next epoch starts in the epoch before it.
+        over: Number of finished passes of that epoch, by the loaders' seeds.
+        num_calls: For each learning rate scheduler, the number of `step` calls without an update.
         local_steps: For each model, the number of steps made in its local SGD block. None if it is in no such block.
         pieces: State of automatic micro-batching: the limit on rows per micro-batch, and the search for it.
         changed: Copies of the buffers and extra state, which forward passes can change, or None.
@@ -57,6 +60,9 @@ class WindowSnapshot:
 
     rng_states: dict[str, Any] | None
     loaders: list[dict[str, Any]]
+    epoch: int
+    over: dict[int, int]
+    num_calls: list[int]
     local_steps: list[int | None]
     pieces: dict[str, int | None]
     changed: "Changed | None" = None

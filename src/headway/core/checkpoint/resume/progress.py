@@ -180,11 +180,11 @@ class LoopProgress:
     def _before_fetch(self, loader: PreparedLoader) -> None:
         # Usually each batch is trained on before the next one is requested.
         is_free = not self._events.in_hand or self._has_used(loader)
-        if is_free and self._windows.num_steps > 1:
-            self._note_window()
         if self._epoch_starts is not None:
             self.passes.note(loader)
             self._check_saved_epoch()
+        if is_free and self._windows.num_steps > 1:
+            self._note_window()
         share = loader.pass_position.share
         if share is NOTHING or share.is_last:  # a pass begins, or ends
             self.evaluations.note(loader)
@@ -224,8 +224,17 @@ class LoopProgress:
             rng_states = objects.read_rng_states()  # about 90 us
             changed = Changed() if before is None or before.changed is None else before.changed
             changed.note(objects.list_bare_models())
-        states = [each.run_state(is_brief=True) for each in objects.loaders]
-        self.window_start = WindowSnapshot(rng_states, states, self._local.steps(), objects.read_piece_size(), changed)
+        epoch = self.next_epoch()
+        self.window_start = WindowSnapshot(
+            rng_states=rng_states,
+            loaders=[each.run_state(is_brief=True) for each in objects.loaders],
+            epoch=epoch,
+            over=self.passes.count_finished() if self.counts_epochs and epoch == self.epoch else {},
+            num_calls=[each.num_calls for each in objects.preparation.schedulers],
+            local_steps=self._local.steps(),
+            pieces=objects.read_piece_size(),
+            changed=changed,
+        )
 
     # ---------------------------------------------------------------- after a load
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, ProjectConfiguration
+from headway import Accelerator, GradientAccumulationPlugin, ProjectConfiguration
 
 STEPS, NUM_BATCHES = 3, 9
 
@@ -86,3 +86,53 @@ def test_state_that_is_not_reset_to_the_window_start_is_reported(tmp_path, caplo
     caplog.clear()
     run.train(save_at={STEPS + 2: tmp_path / "two"})
     assert "but for registered objects, which are saved as they are now" in caplog.text
+
+
+class CrossingRun:
+    """Loop whose windows of three micro-batches go on in the next epoch, over one or two loaders of four batches."""
+
+    def __init__(self, folder, num_loaders):
+        torch.manual_seed(0)
+        plugin = GradientAccumulationPlugin(num_steps=STEPS, sync_with_dataloader=False)
+        project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+        self.accelerator = Accelerator(
+            cpu=True, gradient_accumulation_plugin=plugin, project_config=project, step_scheduler_with_optimizer=False
+        )
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        loaders = [DataLoader(TensorDataset(10.0 * i + torch.arange(4.0)), shuffle=True) for i in range(num_loaders)]
+        self.model, self.optimizer, self.schedule, *self.loaders = self.accelerator.prepare(
+            model, optimizer, schedule, *loaders
+        )
+
+    def train(self, save_at=0):
+        """Return (epoch, sample, number of updates, learning rate of the update) of each micro-batch; stop after a save.
+
+        The rate is 0.0 if the micro-batch did not end a window.
+        """
+        found = []
+        for epoch in self.accelerator.epochs(4):
+            for loader in self.loaders:
+                for (x,) in loader:
+                    with self.accelerator.accumulate(self.model):
+                        self.accelerator.backward(self.model(0.01 * x[:, None]).square().mean())
+                        self.optimizer.step()
+                        self.optimizer.zero_grad()
+                    rate = self.optimizer.param_groups[0]["lr"] if self.accelerator.sync_gradients else 0.0
+                    found.append((epoch, float(x), self.accelerator.num_updates, rate))
+                    if len(found) == save_at:
+                        self.accelerator.save_state()
+                        return found
+            self.schedule.step()
+        return found
+
+
+@pytest.mark.parametrize("num_loaders", [1, 2])
+@pytest.mark.parametrize("stop", [5, 8, 10, 11])
+def test_a_window_that_began_in_the_epoch_before_resumes_there(tmp_path, stop, num_loaders):
+    whole = CrossingRun(tmp_path, num_loaders).train()
+    assert CrossingRun(tmp_path, num_loaders).train(stop) == whole[:stop]
+    resumed = CrossingRun(tmp_path, num_loaders)
+    resumed.accelerator.resume("latest")
+    assert resumed.train() == whole[stop - stop % STEPS :]
