@@ -77,12 +77,18 @@ The statistics of a layer norm are in float32. A negative size means that the re
 _MATMUL = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_scaled_mm")
 """Names of the operations that use cuBLAS."""
 UNKNOWN_SCRATCH: dict[str, str] = {
-    "aten::convolution": "cuDNN's workspaces for convolutions are not counted: it takes what the algorithm it chooses wants",
-    "aten::convolution_backward": "cuDNN's workspaces for convolutions are not counted: it takes what the algorithm it chooses wants",
+    **dict.fromkeys(
+        ("aten::convolution", "aten::convolution_backward"),
+        "cuDNN's workspaces for convolutions are not counted, because cuDNN chooses its algorithms on the GPU; "
+        "the upper end of the range allows for them",
+    ),
     "aten::_scaled_dot_product_cudnn_attention_backward": (
         "cuDNN's workspace for attention's backward is assumed to be as large as FlashAttention's"
     ),
-    "aten::_cudnn_rnn": "what cuDNN keeps of recurrent layers is assumed: gates, cells and outputs of every step",
+    "aten::_cudnn_rnn": (
+        "the memory that cuDNN keeps for recurrent layers is assumed (gates, cells and outputs of every step); "
+        "the upper end of the range allows for twice as much"
+    ),
     "aten::_ctc_loss": "the workspace of the CTC loss is not counted",
     "aten::sort": "the workspace of sorting is not counted",
     **dict.fromkeys((f"aten::_fft_{name}" for name in ("r2c", "c2c", "c2r")), "cuFFT's workspaces are not counted"),
