@@ -13,8 +13,10 @@ from headway.errors import ConfigError, StateError
 from headway.planning.dry_run.meter import PlanEvent
 from headway.planning.outcome import Cost, Plan
 
-_IN_THE_WAY = frozenset({"tp", "cp", "ep", "pp"})
+_BLOCKING_AXES = frozenset({"tp", "cp", "ep", "pp"})
 """Axes whose communication blocks the computation. Communication along all other axes overlaps with computation."""
+_FINISHED = object()
+"""Marks the end of a rank's events in `simulate_stages`."""
 
 
 @dataclass
@@ -53,8 +55,8 @@ class StageTimeline:
     busy: float = 0.0
     num_done: int = 0
 
-    def replay_events(self, traffic: StageTraffic, seconds: Callable[[PlanEvent], float]) -> Iterator[bool]:
-        """Simulate all events of the rank. Yield True whenever the rank must wait for another rank.
+    def replay_events(self, traffic: StageTraffic, seconds: Callable[[PlanEvent], float]) -> Iterator[None]:
+        """Simulate all events of the rank. Yield whenever the rank must wait for another rank.
 
         Args:
             traffic: Messages and collectives of all simulated ranks.
@@ -70,13 +72,13 @@ class StageTimeline:
             elif event.kind == "recv":
                 arriving = traffic.sent[event.ranks[0], self.rank]
                 while not arriving:
-                    yield True
+                    yield
                 self.clock = max(self.clock, arriving.popleft())
             else:
                 come = traffic.met[event.ranks, num_met[event.ranks]]
                 come[self.rank] = self.clock
                 while not come.keys() >= traffic.ranks & set(event.ranks):
-                    yield True
+                    yield
                 num_met[event.ranks] += 1
                 self.clock = max(come.values()) + seconds(event)
             self.num_done += 1
@@ -96,7 +98,7 @@ def simulate_stages(lanes: Sequence[StageTimeline], seconds: Callable[[PlanEvent
     running = [lane.replay_events(traffic, seconds) for lane in lanes]
     while running:
         before = sum(lane.num_done for lane in lanes)
-        running = [run for run in running if next(run, False)]
+        running = [run for run in running if next(run, _FINISHED) is not _FINISHED]
         if running and sum(lane.num_done for lane in lanes) == before:
             raise StateError("the ranks of a pipeline wait for each other in the order of their sends and receives")
     return max(lane.clock for lane in lanes)
@@ -174,7 +176,7 @@ def compute_cost(plan: Plan, cluster: ClusterRates) -> Cost | None:
     for exchange, volume in plan.exchanges.items():
         seconds = exchange.sent(volume.num_bytes) / cluster.get_rate(exchange.axis, plan.layout)
         by_axis[exchange.axis] = by_axis.get(exchange.axis, 0.0) + seconds
-        if _IN_THE_WAY & set(exchange.axis.split("x")):
+        if _BLOCKING_AXES & set(exchange.axis.split("x")):
             waiting += seconds
         else:
             links[cluster.is_within_machine(exchange.axis, plan.layout)] += seconds

@@ -13,12 +13,12 @@ class AgentAction(Enum):
     An attempt is one start of all ranks. A restart begins the next attempt.
     """
 
-    GO_ON = "let the ranks run, or end well"
-    END_SAVED = "end a run whose ranks have saved, as they were asked to: no failure, and nothing is restarted"
-    END_ABORTED = "end a run that a rank has ended on purpose; nothing is restarted"
-    END_HANG = "end a run that hangs, the stopped ranks too"
-    END_ALONE = "end the ranks here, as the run has ended on another machine or lost it"
-    END_FAILED = "end the other ranks, as one has failed"
+    GO_ON = "let the ranks run, or end the run successfully if all have ended"
+    END_SAVED = "end the run successfully, because its ranks have saved the requested checkpoint; do not restart"
+    END_ABORTED = "end the run, because a rank has aborted it on purpose; do not restart"
+    END_HANG = "end a hanging run, including ranks that are suspended"
+    END_ALONE = "end this machine's ranks, because another machine has failed or is lost"
+    END_FAILED = "end all ranks, because one has failed"
 
 
 @dataclass(frozen=True)

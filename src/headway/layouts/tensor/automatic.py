@@ -164,7 +164,7 @@ class ModuleTrial:
         total: Any = 0.0 if bias is None else bias
         names = set[str]()
         for rank in range(self._size):
-            with self._as_rank(SplitAxis(None, None, rank, self._size), plan, divide, row):
+            with self._as_rank(SplitAxis(None, None, rank, self._size), plan, divide):
                 run = self._run(call, row, whole.outputs[row])
             if run is None or run.inputs.keys() != whole.inputs.keys() or not _is_close(run.out, whole.out):
                 return None
@@ -173,14 +173,13 @@ class ModuleTrial:
         return [name for name in names if name not in plan] if _is_close(total, whole.outputs[row]) else None
 
     @contextmanager
-    def _as_rank(self, axis: SplitAxis, plan: Mapping[str, str], divide: Iterable[str], row: str) -> Iterator[None]:
+    def _as_rank(self, axis: SplitAxis, plan: Mapping[str, str], divide: Iterable[str]) -> Iterator[None]:
         """Return a context in which the module's copy has the parameters and divided attributes of one rank.
 
         Args:
             axis: Rank and number of ranks to imitate.
             plan: Style of each submodule or parameter to split, by name.
             divide: Names of attributes, such as head counts, that are divided by the number of ranks.
-            row: Name of the rowwise matrix, whose outputs on all ranks are added.
         """
         before: list[tuple[dict[str, Any], str, Any]] = []
 

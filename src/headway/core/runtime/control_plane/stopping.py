@@ -201,8 +201,8 @@ class StopAgreement:
         while missing := [rank for rank, key in enumerate(keys) if not self._control.has(key)]:
             if time.monotonic() > deadline:
                 raise ControlPlaneError(
-                    f"this run is asked to stop ({self.reason}), but {name_ranks(missing)} has not answered for {POSTING:g} s: it "
-                    "is dead or stopped. Nothing is saved now; continue from the last checkpoint"
+                    f"the run was asked to stop ({self.reason}), but {name_ranks(missing)} did not answer within {POSTING:g} s. "
+                    "A rank that does not answer has died or is suspended. Nothing was saved; resume from the last checkpoint"
                 )
             time.sleep(0.005)
         posts = [self._control.get(key, timedelta(seconds=POSTING)).decode().split() for key in keys]
