@@ -69,8 +69,8 @@ OWN = _cells({
     2: ("fsdp", "tp", "cp", "pp", "ddp"), 3: ("fsdp", "ddp"), 1: ("ddp",),
 })  # fmt: skip
 MOE = _cells({
-    8: ("ddp=2+fsdp=2+ep=2", "fsdp+ep=4", "fsdp=2+ep=2+tp=2", "pp=2+fsdp=2+tp=2"),
-    4: ("ep", "fsdp+ep=2", "ddp=2+ep=2", "ep=2+tp=2", "cp=2+ep=2", "fsdp", "pp=2+fsdp", "pp=2+tp"),
+    8: ("ddp=2+fsdp=2+ep=2", "fsdp+ep=4", "fsdp=2+ep=2+tp=2", "pp=2+fsdp=2+tp=2", "pp=2+fsdp=2+ep=2"),
+    4: ("ep", "fsdp+ep=2", "ddp=2+ep=2", "ep=2+tp=2", "cp=2+ep=2", "fsdp", "pp=2+fsdp", "pp=2+tp", "pp=2+ep"),
     2: ("ep", "fsdp", "tp", "pp", "ddp"), 1: ("ddp",),
 })  # fmt: skip
 """Of a mixture of experts."""

@@ -26,7 +26,6 @@ def resolve_layout(resolved: Resolved, num_machines: int, num_local: int) -> Lay
     asked = mesh.parse_layout(text)
     try:
         found = asked.resolve(num_machines * num_local, num_local)
-        mesh.check_supported(found)
     except (ConfigError, UnsupportedError) as error:
         raise ConfigError(f"{error} ({resolved.origin('strategy')})") from None
     return found

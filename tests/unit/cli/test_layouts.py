@@ -173,10 +173,6 @@ WRONG = [
         "takes 4 ranks, but the run has 8; the nearest that fit 8: tp=8, ddp=2+tp=4",
     ),
     ("-n 8 --parallelism_config_sp_size 2", "Ulysses) is not supported"),
-    (
-        "-n 8 --strategy pp=2+fsdp=2+ep=2",
-        "cannot be combined with groups of experts (ep=2); on 8 ranks, use fsdp=4+ep=2 or",
-    ),
     ("-n 8 --strategy fsdp+cp=3", "takes 3 ranks at a time, but the run has 8; the nearest that fit 8: fsdp+cp=2"),
     (
         "-n 8 --strategy cp --parallelism_config_cp_comm_strategy ring",

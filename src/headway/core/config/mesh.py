@@ -21,12 +21,12 @@ This module does not import torch.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 from headway.common.untrusted import parse_whole_number, show_value
-from headway.errors import ConfigError, UnsupportedError
+from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -307,24 +307,6 @@ def parse_layout(text: str) -> ParsedLayout:
     if list(sizes.values()).count(None) - is_by_machine > 1:
         raise ConfigError(f"strategy {text!r} omits more than one size; give all but one, as in hsdp=8 or fsdp+tp=2")
     return ParsedLayout(text, sizes, is_by_machine)
-
-
-def check_supported(layout: Layout) -> None:
-    """Raise an error if no strategy supports the layout's combination of axes.
-
-    Raises:
-        UnsupportedError: If `layout` combines unsupported axes.
-    """
-    if layout.ep > 1 and layout.pp > 1:
-        # Ranks that exchange tokens would have to run the same micro-batches in the same order.
-        fits = (
-            replace(layout, pp=1, shard=layout.shard * layout.pp),
-            replace(layout, ep=1, shard=layout.shard * layout.ep),
-        )
-        raise UnsupportedError(
-            f"pipeline stages (pp={layout.pp}) cannot be combined with groups of experts (ep={layout.ep}); on {layout.num_ranks} "
-            f"ranks, use {' or '.join(format_sizes(each.sizes) for each in fits)}"
-        )
 
 
 def normalize_layout(text: str) -> str:

@@ -119,7 +119,6 @@ def _check_combination(layout: Layout, options: EngineOptions, number_format: st
     Raises:
         UnsupportedError: If the combination is not supported.
     """
-    mesh.check_supported(layout)
     if is_deferred:
         float8 = (options.float8 or Float8Options()) if number_format == "fp8" else None
         _check_replayed(layout, options.sharding or ShardingOptions(), float8)

@@ -19,7 +19,7 @@ run raises an error, so that the model does not compute a wrong result.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any
@@ -92,7 +92,9 @@ class ContextAxis(ModelAxis):
         super().__init__(options)
         sequences.check_options(options.tensor, options.layout.cp)
 
-    def split_model(self, model: torch.nn.Module, mesh: Any, ranks: Collectives) -> "ContextParallel":
+    def split_model(
+        self, model: torch.nn.Module, mesh: Any, ranks: Collectives, elsewhere: Container[int] = ()
+    ) -> "ContextParallel":
         """Register hooks that split the model's sequences, and return a callable that replaces the model.
 
         Args:

@@ -5,6 +5,10 @@ first micro-batch of each shape is run before the schedule, one stage after the 
 receive a description of its output or of its error, so a failure raises an error on all of them. The schedule then
 skips the forward of this micro-batch.
 
+Under expert parallelism, ranks that read different data exchange tokens in each mixture-of-experts layer. They must run
+the same number of micro-batches in the same order, so they agree on the number, and on those that run before the
+schedule.
+
 Pipeline ranks read identical data, and their RNG states must stay equal, although each stage draws a different number
 of values. So RNG states are restored after a batch. The states that any rank has used then advance by one draw on all
 ranks. The order of micro-batches in a stage depends on the schedule and on earlier batches. So each micro-batch starts
@@ -101,15 +105,23 @@ class PipelineRunner:
         route: Router of the model's calls.
         group: Collectives over the ranks of one pipeline.
         options: Options of the pipeline.
+        token_group: Collectives over the ranks that hold the same stages and exchange tokens with this rank's experts.
+            None without expert parallelism.
     """
 
     def __init__(
-        self, model: torch.nn.Module, route: ModuleRouter, group: Collectives, options: PipelineOptions
+        self,
+        model: torch.nn.Module,
+        route: ModuleRouter,
+        group: Collectives,
+        options: PipelineOptions,
+        token_group: Collectives | None = None,
     ) -> None:
         self.model = model
         self.route = route
         self.group = group
         self.options = options
+        self.token_group = token_group
         self.device = group.runtime.device
         self.num_stages = route.stages.num
         self.owners = [options.find_rank(stage, group.world_size) for stage in range(self.num_stages)]
@@ -161,6 +173,8 @@ class PipelineRunner:
         """
         wanted = self.options.choose_num_microbatches(self.group.world_size)
         num = next((number for number in range(min(wanted, num_rows), 0, -1) if self._supports_number(number)), 1)
+        if self.token_group is not None:
+            num = int(self.token_group.reduce_numbers([num], "min")[0])
         return [None] if num == 1 else [compute_slice_bounds(num_rows, num, index) for index in range(num)]
 
     def _supports_number(self, number: int) -> bool:
@@ -196,8 +210,9 @@ class PipelineRunner:
         keys = [(describe_call(piece), state) for piece in pieces]
         batch = PipelineBatch(self._make_stages(compute), len(pieces), keys)
         activations: list[list[StageActivation]] = []
+        is_new = self._find_new(keys)
         for number, key in enumerate(keys):
-            known = self._known.get(key)
+            known = None if is_new[number] else self._known.get(key)
             if known is None:
                 known = self._run_ahead(batch, number)
                 self._known.put(key, known)
@@ -209,6 +224,17 @@ class PipelineRunner:
             if stage:
                 chunk.arriving = {number: known[stage - 1] for number, known in enumerate(activations)}
         return batch
+
+    def _find_new(self, keys: Sequence[Any]) -> list[bool]:
+        """Return whether each micro-batch must run before the schedule, because the shapes of its tensors are unknown.
+
+        Args:
+            keys: Cache keys of the micro-batches.
+        """
+        found = [key not in self._known and key not in keys[:number] for number, key in enumerate(keys)]
+        if self.token_group is None:
+            return found
+        return [flag > 0 for flag in self.token_group.reduce_numbers(found, "max")]
 
     def _make_stages(self, compute: Compute) -> "dict[int, PipelineStage]":
         from headway.layouts.pipeline.stage import PipelineStage  # torch's schedules, which take a second to import

@@ -13,6 +13,7 @@ wait, and nothing is recorded.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,6 +180,7 @@ class PipelineStage(_PipelineStageBase):
         self.arriving: dict[int, StageActivation] = {}
         self.ahead: set[int] = set()
         self.weightless: set[int] = set()
+        self.silence: Callable[[], AbstractContextManager[Any]] | None = None
         self.inputs: dict[int, list[torch.Tensor]] = {}
         self.outputs: dict[int, list[torch.Tensor]] = {}
         self.activations: dict[int, StageActivation] = {}
@@ -310,10 +312,12 @@ class PipelineStage(_PipelineStageBase):
         grads = self.gradients.pop(bwd_chunk_id, None)
         del self.outputs[bwd_chunk_id]
         found: Sequence[torch.Tensor | None] = [None] * len(inputs)
-        is_used = bool(outputs) and bwd_chunk_id not in self.weightless
+        is_weightless = bwd_chunk_id in self.weightless
+        is_used = bool(outputs) and not (is_weightless and self.silence is None)
         if full_backward:
             if is_used:
-                found = self._backward(outputs, grads, inputs)
+                with self.silence() if is_weightless and self.silence is not None else nullcontext():
+                    found = self._backward(outputs, grads, inputs)
         elif is_used and any(tensor.requires_grad for tensor in inputs):
             found, groups = stage_backward_input(outputs, grads, inputs, iter(self._parameters()))
             self._halves[bwd_chunk_id] = lambda: stage_backward_weight(iter(self._parameters()), groups)

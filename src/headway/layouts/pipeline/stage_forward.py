@@ -56,6 +56,9 @@ class CallCache(Generic[Value]):
     def __len__(self) -> int:
         return len(self._of)
 
+    def __contains__(self, key: tuple[Signature, Any]) -> bool:
+        return key in self._of
+
     def get(self, key: tuple[Signature, Any]) -> Value | None:
         """Return the value of a key, or None if it is not in the cache."""
         value = self._of.pop(key, None)

@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+_SPLIT_SCHEDULES = ("zero_bubble", "zbv")
+"""Schedules that compute the gradients of inputs and of weights separately."""
+
 
 class PipelineStrategy(Strategy):
     """Strategy that splits a model into stages along the mesh axis `pp`, with replicas along the axis `replicate`.
@@ -56,6 +59,9 @@ class PipelineStrategy(Strategy):
         layout: Number of ranks along each axis.
         options: Options of the pipeline, such as its schedule.
         spread: Strategy that shards the parameters of a stage. None: they are not sharded. Default: None.
+
+    Raises:
+        UnsupportedError: If the schedule cannot be combined with expert parallelism.
     """
 
     name = "pp"
@@ -72,6 +78,11 @@ class PipelineStrategy(Strategy):
         self, collectives: Collectives, layout: Layout, options: PipelineOptions, spread: "MeshStrategy | None" = None
     ) -> None:
         super().__init__(collectives)
+        if layout.ep > 1 and options.schedule in _SPLIT_SCHEDULES:
+            raise UnsupportedError(
+                f"schedule={options.schedule!r} splits backward in two, but with ep={layout.ep} ranks exchange tokens' gradients in "
+                "the middle of a backward; use 'gpipe', '1f1b' or 'interleaved', or leave ep out"
+            )
         scope.own(tracebacks.ExceptionHook).add_note(dtensors.explain_error)
         self.layout = layout
         self.name = format_sizes(dict.fromkeys(layout.sizes))
@@ -80,6 +91,7 @@ class PipelineStrategy(Strategy):
         self._group = collectives.split(layout.list_groups("pp"))
         self.data_group = collectives.split(layout.data_groups)
         self._peers = self.data_group  # ranks along pp have optimizers of different stages
+        self._token_group = collectives.split(layout.list_groups("ep")) if layout.ep > 1 else None
         self.data_shard = ShardIndex(layout.find_data_index(collectives.rank), layout.num_data_shards)
         self.gradient_divisor = layout.num_data_shards * layout.cp
         self._replaced = ReplacedParameters(tuple)
@@ -169,7 +181,7 @@ class PipelineStrategy(Strategy):
         route.context = context
         if missing is not None:
             missing.fill(model, route.stages.blocks, state.list_elsewhere())
-        self._pipe = PipelineRunner(model, route, self._group, self._options)
+        self._pipe = PipelineRunner(model, route, self._group, self._options, self._token_group)
         self._calls = PlainCalls(self._pipe)
         route.whole = self._calls
         self._model = model
@@ -212,7 +224,7 @@ class PipelineStrategy(Strategy):
             raise UnsupportedError(
                 "a compiled model cannot be cut into stages; use TorchDynamoPlugin(use_regional_compilation=True)"
             )
-        is_split = self._options.schedule in ("zero_bubble", "zbv")
+        is_split = self._options.schedule in _SPLIT_SCHEDULES
         if is_split and any(getattr(block, "_compiled_call_impl", None) is not None for block in stages.blocks):
             raise UnsupportedError(
                 f"schedule={self._options.schedule!r} splits backward in two, which compiled blocks do not allow; use '1f1b' or "
@@ -411,12 +423,19 @@ class PipelineStrategy(Strategy):
             nothing = {n for n, weight in enumerate(task.weights) if not weight or not factor}
             for chunk in batch.chunks.values():
                 chunk.weightless = nothing
+                if self._token_group is not None:  # other ranks wait for the backward of their tokens
+                    chunk.silence = partial(self.silence_gradients, self._list_trained())
             pipe.run_schedule(batch, has_backward=True)
         advance_generators(pipe.group.reduce_numbers(told.flags, "max"), pipe.device)
         total = total.reshape(1)
         pipe.group.sum_in_place([total])
         with torch.no_grad():
             task.loss.copy_(total[0])
+
+    def _list_trained(self) -> list[torch.nn.Parameter]:
+        """Return the optimizers' parameters on this rank: shards, even while the model holds gathered parameters."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [parameter for group in groups for parameter in group["params"] if not parameter.is_meta]
 
     def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
         """Raise an error, because a pipeline allows only one backward in an accumulation window's last micro-batch.

@@ -12,7 +12,7 @@ summed after they have been sent back.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +43,9 @@ class ExpertAxis(ModelAxis):
     Each rank holds some experts of every mixture-of-experts layer.
     """
 
-    def split_model(self, model: torch.nn.Module, mesh: Any, ranks: Collectives) -> "SplitExperts":
+    def split_model(
+        self, model: torch.nn.Module, mesh: Any, ranks: Collectives, elsewhere: Container[int] = ()
+    ) -> "SplitExperts":
         """Keep only this rank's experts of each mixture-of-experts layer, in place.
 
         Return a handle of the changed modules.
@@ -52,12 +54,13 @@ class ExpertAxis(ModelAxis):
             model: Model with mixture-of-experts layers.
             mesh: DeviceMesh of the run, with an axis "ep".
             ranks: Collectives over all ranks of the run.
+            elsewhere: IDs of parameters and buffers that only other pipeline stages hold. They are not split.
 
         Raises:
             PrepareError: If the model has no experts that can be distributed, or if they cannot be divided evenly among
                 the ranks.
         """
-        return SplitExperts(distribute_experts(model, mesh, ranks.ledger))
+        return distribute_experts(model, mesh, ranks.ledger, elsewhere)
 
 
 class SplitExperts(SplitModel):
@@ -65,22 +68,42 @@ class SplitExperts(SplitModel):
 
     Args:
         distributed: Modules that hold experts.
+        calls: Hooks of these modules that exchange tokens.
     """
 
-    def __init__(self, distributed: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, distributed: Sequence[torch.nn.Module], calls: "Sequence[ExpertCall]") -> None:
         self.distributed = distributed
+        self._calls = calls
+
+    @contextmanager
+    def silence_gradients(self) -> Iterator[None]:
+        """Return a context in which backward sends only zero gradients to the experts of this rank's tokens.
+
+        The loss of a batch without valid items is 0/0. Its NaN gradients would otherwise reach the experts of all
+        ranks.
+        """
+        for call in self._calls:
+            call.is_silent = True
+        try:
+            yield
+        finally:
+            for call in self._calls:
+                call.is_silent = False
 
 
-def distribute_experts(model: torch.nn.Module, mesh: Any, ledger: CollectiveLedger) -> list[torch.nn.Module]:
+def distribute_experts(
+    model: torch.nn.Module, mesh: Any, ledger: CollectiveLedger, elsewhere: Container[int] = ()
+) -> SplitExperts:
     """Keep only this rank's experts in each mixture-of-experts layer, as DTensors sharded along the first dimension.
 
     Args:
         model: Model with equal values on all ranks.
         mesh: DeviceMesh of the run, with the axis "ep" and, under tensor parallelism, the axis "tp".
         ledger: Ledger of collectives, in which the all-to-alls of tokens are recorded with module names.
+        elsewhere: IDs of parameters that only other pipeline stages hold. Experts with such parameters do not change.
 
     Returns:
-        Modules that hold experts. Calling one is now a collective of all ranks of the "ep" axis.
+        Handle of this rank's modules that hold experts. Calling one is now a collective of all ranks of the "ep" axis.
 
     Raises:
         PrepareError: If the model has no experts with stacked parameters, or if they cannot be divided evenly. Also if
@@ -90,8 +113,10 @@ def distribute_experts(model: torch.nn.Module, mesh: Any, ledger: CollectiveLedg
     both = mesh["ep", "tp"] if "tp" in mesh.mesh_dim_names else None
     found = {name: module for name, module in model.named_modules() if _holds_experts(module)}
     _check(model, found, axis.size)
-    distributed = []
+    distributed, calls = [], []
     for name, module in found.items():
+        if any(id(parameter) in elsewhere for parameter in module.parameters()):
+            continue
         adapters = _list_adapters(model, name)
         for key, parameter in module._parameters.items():
             if parameter is not None:
@@ -107,7 +132,8 @@ def distribute_experts(model: torch.nn.Module, mesh: Any, ledger: CollectiveLedg
         module.register_forward_hook(call.after, prepend=True)  # before tensor parallelism sums its terms
         outer.register_forward_hook(local.after, always_call=True)
         distributed.append(outer)
-    return distributed
+        calls.append(call)
+    return SplitExperts(distributed, calls)
 
 
 def _list_adapters(model: torch.nn.Module, name: str) -> list[Any]:
@@ -245,6 +271,9 @@ class ExpertCall:
         axis: Mesh axis of expert parallelism.
         ledger: Ledger of collectives, in which the all-to-alls of tokens are recorded.
         operation: Name of these all-to-alls in the ledger.
+
+    Attributes:
+        is_silent: Whether backward replaces the gradients that this rank sends with zeros.
     """
 
     def __init__(self, axis: SplitAxis, ledger: CollectiveLedger, operation: str) -> None:
@@ -252,6 +281,7 @@ class ExpertCall:
         self._ledger = ledger
         self._operation = operation
         self._call: SentTokens | None = None
+        self.is_silent = False
 
     @contextmanager
     def _record_exchange(self) -> Iterator[None]:
@@ -327,6 +357,11 @@ class ExpertCall:
         self._call = None  # it would keep the call's tensors alive
         output = output[:0] if call.is_idle else output
         rows = exchange(output, self._axis, call.received, call.sent, 1 / self._axis.size, self._record_exchange)
+        if rows.requires_grad:
+            rows.register_hook(self._silence)  # type: ignore[no-untyped-call]
         home = rows.index_select(0, call.order.argsort()).view(*call.weights.shape, -1)
         total: torch.Tensor = (home * call.weights.unsqueeze(-1)).sum(1)
         return total.to(call.dtype)
+
+    def _silence(self, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(gradient) if self.is_silent else gradient

@@ -10,6 +10,7 @@ attention, or a trained activation function between two matrices. Its gradient t
 check, the parameter's values would diverge between ranks without any error.
 """
 
+from collections.abc import Container
 from contextlib import ExitStack
 from typing import Any
 
@@ -118,19 +119,23 @@ parallel = LazyModule("torch.distributed.tensor.parallel")
 class TensorAxis(ModelAxis):
     """Mesh axis "tp" for tensor parallelism, in which ranks hold shards of the same matrices."""
 
-    def split_model(self, model: torch.nn.Module, mesh: Any, ranks: Collectives) -> "TensorParallel":
+    def split_model(
+        self, model: torch.nn.Module, mesh: Any, ranks: Collectives, elsewhere: Container[int] = ()
+    ) -> "TensorParallel":
         """Split the model's matrices in place, and return a handle of the split model.
 
         Args:
             model: Model to split.
             mesh: DeviceMesh of the run, with an axis "tp".
             ranks: Collectives over all ranks of the run.
+            elsewhere: IDs of parameters and buffers that only other pipeline stages hold. They are not split.
 
         Raises:
             ConfigError: If the plan does not fit the model.
             PrepareError: If a module cannot be split as the plan requires.
         """
-        return TensorParallel(model, mesh["tp"], self.options.tensor, is_sharded=self.options.layout.num_shards > 1)
+        is_sharded = self.options.layout.num_shards > 1
+        return TensorParallel(model, mesh["tp"], self.options.tensor, is_sharded, elsewhere)
 
 
 class TensorParallel(SplitModel):
@@ -141,6 +146,7 @@ class TensorParallel(SplitModel):
         mesh: One-dimensional DeviceMesh of the ranks.
         options: Plan and options of tensor parallelism.
         is_sharded: Whether parameters are also sharded along their first dimension afterwards.
+        elsewhere: IDs of parameters and buffers that only other pipeline stages hold. They are not split.
 
     Raises:
         ConfigError: If the plan does not fit the model.
@@ -148,7 +154,12 @@ class TensorParallel(SplitModel):
     """
 
     def __init__(
-        self, model: torch.nn.Module, mesh: Any, options: TensorParallelOptions, is_sharded: bool = False
+        self,
+        model: torch.nn.Module,
+        mesh: Any,
+        options: TensorParallelOptions,
+        is_sharded: bool = False,
+        elsewhere: Container[int] = (),
     ) -> None:
         self.axis = SplitAxis.of(mesh)
         self._rng_states = SplitRNG(self.axis)
@@ -170,8 +181,8 @@ class TensorParallel(SplitModel):
         # All checks are done. The model changes from here on.
         calls.divide_counts(model, cuts, self.axis.size, options)
         foreign = self._apply_foreign(model, cuts)
-        _place_parameters(model, where, self.axis)
-        self._hook(model, cuts, stack, foreign, head)
+        _place_parameters(model, where, self.axis, elsewhere)
+        self._hook(model, cuts, stack, foreign, head, elsewhere)
         self._has_head = head is not None
         self.resume()
 
@@ -229,12 +240,15 @@ class TensorParallel(SplitModel):
         stack: SequenceRegion,
         foreign: set[torch.nn.Module],
         head: SplitModule | None,
+        elsewhere: Container[int],
     ) -> None:
         partial = {site.module for site in cuts.sites.values() if site.style.is_partial}
         partial |= {model.get_submodule(name) for name in stack.partial}
-        sites = {site.module: site for site in cuts.sites.values()}
-        for absent in [module for module in sites if any(p.is_meta for p in module.parameters())]:
-            del sites[absent]  # on another stage of a pipeline
+        sites = {
+            site.module: site
+            for site in cuts.sites.values()
+            if not any(id(parameter) in elsewhere for parameter in site.module.parameters())
+        }
         gathered = {model.get_submodule(name) for name in stack.gathered}
         blocks = {model.get_submodule(name): (name, names) for names in stack.stacks for name in names}
         rng_states = None if blocks else self._rng_states
@@ -411,9 +425,9 @@ def _make_tied_site(
     return SplitModule(module, name, axis, style)
 
 
-def _place_parameters(model: torch.nn.Module, where: Where, axis: SplitAxis) -> None:
+def _place_parameters(model: torch.nn.Module, where: Where, axis: SplitAxis, elsewhere: Container[int]) -> None:
     for parameter, owners in find_holders(model).values():
-        if isinstance(parameter, tensor.DTensor) or parameter.is_meta:
+        if isinstance(parameter, tensor.DTensor) or id(parameter) in elsewhere:
             continue  # converted by a torch style, or on another stage of a pipeline
         placed = place_parameter(parameter, where.get(id(parameter)), axis)
         for _, module, key in owners:

@@ -5,7 +5,7 @@ context and "ep" for expert parallelism. It imports only the axes that a layout 
 `headway.layouts`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +65,10 @@ class SplitModel:
             PrepareError: On all ranks, if such gradients differ between ranks.
         """
 
+    def silence_gradients(self) -> AbstractContextManager[Any]:
+        """Return a context in which backward sends only zero gradients to other ranks of the axis."""
+        return nullcontext()
+
     def end_forward(self) -> None:
         """Restore the modules after a pipeline stage has ended their forward early."""
 
@@ -82,16 +86,19 @@ class ModelAxis:
     def __init__(self, options: AxisOptions) -> None:
         self.options = options
 
-    def split_model(self, model: torch.nn.Module, mesh: Any, ranks: Collectives) -> SplitModel:
+    def split_model(
+        self, model: torch.nn.Module, mesh: Any, ranks: Collectives, elsewhere: Container[int] = ()
+    ) -> SplitModel:
         """Split a model in place.
 
         Args:
             model: Model on the meta device, or with equal values on all ranks.
             mesh: torch's device mesh, with axes named as in the layout.
             ranks: Collectives over all ranks of the run.
+            elsewhere: IDs of parameters and buffers that only other pipeline stages hold. They are not split.
 
         Raises:
             ConfigError: If the options do not fit the model.
             PrepareError: If the model cannot be split.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define split_model(model, mesh, ranks)")
+        raise NotImplementedError(f"{type(self).__name__} must define split_model(model, mesh, ranks, elsewhere)")

@@ -330,7 +330,7 @@ class MeshStrategy(Strategy):
         model = made.model
         missing = self.await_values(model, self._expected) if self.layout.pp == 1 else None
         for axis in self._axes:
-            made.splits.append(axis.split_model(model, self.mesh, self._all))
+            made.splits.append(axis.split_model(model, self.mesh, self._all, elsewhere))
         distributed = [module for split in made.splits for module in split.distributed]
         super().setup_model(model, transforms)
         if not self.is_sharded:
@@ -499,12 +499,14 @@ class MeshStrategy(Strategy):
 
         The context puts hooks on the gathered parameters that autograd sees, because hooks on FSDP's shards would
         never run. Distributed experts get no hook, because their gradients also include those of other ranks'
-        tokens.
+        tokens. Instead, this rank sends zero gradients to the experts that have processed its tokens.
         """
         with ExitStack() as stack:
             stack.enter_context(super().silence_gradients(parameters))
-            for model in self._models:
-                for record in fsdp_state.iterate_records(model):
+            for each in self._prepared:
+                for split in each.splits:
+                    stack.enter_context(split.silence_gradients())
+                for record in fsdp_state.iterate_records(each.model):
                     whole = fsdp_state.get_gathered_parameter(record)
                     is_distributed = "ep" in record.sharded_param.device_mesh.mesh_dim_names
                     if whole is not None and whole.requires_grad and not is_distributed:
