@@ -27,8 +27,8 @@ from headway import (
     TorchDynamoPlugin,
 )
 from tests.distributed import cut_models
-from tests.distributed.layouts import MODELS, VOCABULARY, Task, prepared
-from tests.distributed.pipelines import as_function
+from tests.distributed.layouts import MODELS, VOCABULARY, Task, train_prepared
+from tests.distributed.pipelines import train_with_forward_backward
 
 FEATURES: dict[str, Callable[[], Any]] = {}
 WIDTH = 512
@@ -201,16 +201,16 @@ RANKS: dict[str, Callable[[], Any]] = {
     "ddp, 2": lambda: replicas_or_shards("ddp"),
     "fsdp, 2": lambda: replicas_or_shards("fsdp"),
     "hsdp=2, 4": lambda: replicas_or_shards("hsdp=2"),
-    "fsdp in bf16, 2": lambda: prepared(Task("gpt", precision="bf16"), "fsdp"),
-    "fsdp with weights in host memory, 2": lambda: prepared(
+    "fsdp in bf16, 2": lambda: train_prepared(Task("gpt", precision="bf16"), "fsdp"),
+    "fsdp with weights in host memory, 2": lambda: train_prepared(
         Task("gpt", handlers=(ShardingOptions(cpu_offload=True),)), "fsdp"
     ),
-    "tp, 2": lambda: prepared(TENSOR, "tp"),
-    "fsdp+tp=2, 4": lambda: prepared(TENSOR, "fsdp+tp=2"),
+    "tp, 2": lambda: train_prepared(TENSOR, "tp"),
+    "fsdp+tp=2, 4": lambda: train_prepared(TENSOR, "fsdp+tp=2"),
     "cp, torch's ring, 2": sequences_in_parts,
-    "pp, 2": lambda: prepared(Task("gpt", updates=4), "pp"),
-    "pp, 1f1b, 2": lambda: as_function(SCHEDULE, "pp"),
-    "ddp=2+pp=2, 4": lambda: prepared(Task("gpt", updates=4), "ddp=2+pp=2"),
+    "pp, 2": lambda: train_prepared(Task("gpt", updates=4), "pp"),
+    "pp, 1f1b, 2": lambda: train_with_forward_backward(SCHEDULE, "pp"),
+    "ddp=2+pp=2, 4": lambda: train_prepared(Task("gpt", updates=4), "ddp=2+pp=2"),
 }
 """By layout and number of ranks; the models of tests/distributed."""
 for each, run in RANKS.items():

@@ -1,4 +1,4 @@
-"""Models with PEFT's adapters and their training, by hand on one process and prepared in any layout."""
+"""Models with PEFT adapters, trained by plain PyTorch on one process and by Headway in any layout."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from tests.devices import ON_CPU
 VOCABULARY, LENGTH, ROWS = 32, 8, 8
 NUM_UPDATES = 20
 CLOSE = 1e-5
-"""Models are float64; their norms and rotary embeddings round to float32."""
+"""Absolute tolerance. The models are float64, but their norms and rotary embeddings round to float32."""
 
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -28,7 +28,7 @@ SCALED: dict[str, dict[str, list[str]]] = {
     "mixtral": {"feedforward_modules": []},
     "bert": {"target_modules": ["key", "value", "output.dense"], "feedforward_modules": ["output.dense"]},
 }
-"""Modules of IA3: those whose input it scales and, for BERT, all of them."""
+"""Modules that IA3 scales. "feedforward_modules" scale their input; for BERT, "target_modules" lists all scaled modules."""
 
 
 def llama() -> Any:
@@ -46,7 +46,7 @@ def mixtral() -> Any:
         initializer_range=0.3, pad_token_id=None, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model: Any = transformers.MixtralForCausalLM(config)
-    model.set_experts_implementation("eager")  # grouped products exist in float32 only
+    model.set_experts_implementation("eager")  # grouped matrix products of experts exist only in float32
     return model
 
 
@@ -61,22 +61,31 @@ def bert() -> Any:
 MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "mixtral": mixtral, "bert": bert}
 
 METHODS: dict[str, Callable[[str], Any]] = {
-    "LoRA": lambda model: peft.LoraConfig(r=4, lora_alpha=8, **targets(model)),
-    "rsLoRA": lambda model: peft.LoraConfig(r=4, lora_alpha=8, use_rslora=True, **targets(model)),
-    "LoRA with modules_to_save": lambda model: peft.LoraConfig(r=4, modules_to_save=["lm_head"], **targets(model)),
+    "LoRA": lambda model: peft.LoraConfig(r=4, lora_alpha=8, **make_target_options(model)),
+    "rsLoRA": lambda model: peft.LoraConfig(r=4, lora_alpha=8, use_rslora=True, **make_target_options(model)),
+    "LoRA with modules_to_save": lambda model: peft.LoraConfig(
+        r=4, modules_to_save=["lm_head"], **make_target_options(model)
+    ),
     "LoRA of experts": lambda model: peft.LoraConfig(
-        r=2, lora_alpha=4, target_modules=ATTENTION, target_parameters=EXPERTS, **task(model)
+        r=2, lora_alpha=4, target_modules=ATTENTION, target_parameters=EXPERTS, **make_task_options(model)
     ),
-    "DoRA": lambda model: peft.LoraConfig(r=4, lora_alpha=8, use_dora=True, **targets(model)),
-    "VeRA": lambda model: peft.VeraConfig(r=4, **targets(model)),
-    "IA3": lambda model: peft.IA3Config(**{**targets(model), **SCALED[model]}),
-    "AdaLoRA": lambda model: peft.AdaLoraConfig(init_r=4, target_r=2, total_step=100, **targets(model)),
+    "DoRA": lambda model: peft.LoraConfig(r=4, lora_alpha=8, use_dora=True, **make_target_options(model)),
+    "VeRA": lambda model: peft.VeraConfig(r=4, **make_target_options(model)),
+    "IA3": lambda model: peft.IA3Config(**{**make_target_options(model), **SCALED[model]}),
+    "AdaLoRA": lambda model: peft.AdaLoraConfig(init_r=4, target_r=2, total_step=100, **make_target_options(model)),
     "VBLoRA": lambda model: peft.VBLoRAConfig(
-        r=2, num_vectors=8, vector_length=8, init_vector_bank_bound=1.0, init_logits_std=0.5, **targets(model)
+        r=2,
+        num_vectors=8,
+        vector_length=8,
+        init_vector_bank_bound=1.0,
+        init_logits_std=0.5,
+        **make_target_options(model),
     ),
-    "prompt tuning": lambda model: peft.PromptTuningConfig(num_virtual_tokens=3, **task(model)),
-    "p-tuning": lambda model: peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, **task(model)),
-    "prefix tuning": lambda model: peft.PrefixTuningConfig(num_virtual_tokens=3, **task(model)),
+    "prompt tuning": lambda model: peft.PromptTuningConfig(num_virtual_tokens=3, **make_task_options(model)),
+    "p-tuning": lambda model: peft.PromptEncoderConfig(
+        num_virtual_tokens=3, encoder_hidden_size=8, **make_task_options(model)
+    ),
+    "prefix tuning": lambda model: peft.PrefixTuningConfig(num_virtual_tokens=3, **make_task_options(model)),
 }
 DENSE = [name for name in METHODS if name != "LoRA of experts"]
 CELLS: dict[str, dict[str, list[str]]] = {
@@ -88,18 +97,18 @@ CELLS: dict[str, dict[str, list[str]]] = {
     "pp": {"llama": DENSE, "mixtral": ["LoRA of experts"]},
     "ep": {"mixtral": list(METHODS)},
 }
-"""Methods that are tested in each layout, by model."""
+"""Methods tested in each layout, by model."""
 LAYOUTS = {"one process": 1, "ddp": 2, "fsdp": 2, "tp": 2, "fsdp+tp=2": 4, "pp": 2, "ep": 2}
-"""Numbers of ranks by layout."""
+"""Number of ranks of each layout."""
 NOT_SPLIT = ("LoRA of experts", "DoRA", "VeRA", "IA3", "VBLoRA", "prefix tuning")
-"""Methods that tensor parallelism refuses."""
+"""Methods that tensor parallelism rejects."""
 HINTS = {
     "AdaLoRA": "Use LoRA (LoraConfig), or one of the layouts ddp, zero1 and zero2",
     "prefix tuning": "Use prompt tuning or p-tuning",
 }
-"""Alternatives that the errors suggest, for methods that have their own."""
+"""Alternative that the error suggests, for methods with their own suggestion."""
 IN_PARTS = ("fsdp", "tp", "fsdp+tp=2", "pp", "ep")
-"""Layouts in which no rank has all adapters, which AdaLoRA's loss needs."""
+"""Layouts in which no rank holds all adapters. AdaLoRA's loss needs all of them."""
 
 
 def is_refused(method: str, layout: str) -> bool:
@@ -107,19 +116,19 @@ def is_refused(method: str, layout: str) -> bool:
 
 
 def write_table() -> str:
-    """The table of docs/adapters.md."""
+    """Return the Markdown table of docs/adapters.md."""
     rows = [["method", *LAYOUTS], ["---"] * (1 + len(LAYOUTS))]
     for method in METHODS:
         rows.append([method, *("error" if is_refused(method, layout) else "equal" for layout in LAYOUTS)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def task(model: str) -> dict[str, Any]:
+def make_task_options(model: str) -> dict[str, Any]:
     return {"task_type": "SEQ_CLS" if model == "bert" else "CAUSAL_LM"}
 
 
-def targets(model: str) -> dict[str, Any]:
-    return {"target_modules": TARGETS[model], **task(model)}
+def make_target_options(model: str) -> dict[str, Any]:
+    return {"target_modules": TARGETS[model], **make_task_options(model)}
 
 
 def make_base(model: str, dtype: torch.dtype = torch.float64) -> Any:
@@ -128,22 +137,22 @@ def make_base(model: str, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def make_adapted(model: str, method: str, seed: int = 1, dtype: torch.dtype = torch.float64) -> Any:
-    """A frozen base that is always the same, and adapters that change its outputs from the start."""
+    """Return a frozen base, the same on each call, with adapters that change its outputs from the start."""
     base = make_base(model, dtype)
     torch.manual_seed(seed)
     adapted = peft.get_peft_model(base, METHODS[method](model))
-    disturb(adapted)
+    randomize_adapters(adapted)
     return adapted
 
 
-def disturb(model: nn.Module) -> None:
+def randomize_adapters(model: nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if any(part in name for part in ("lora_B", "lora_E", "vera_lambda_b", "ia3_l")):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
 
 
-def list_trained(model: nn.Module) -> list[nn.Parameter]:
+def list_trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -151,7 +160,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def draw(number: int) -> torch.Tensor:
+def draw_rows(number: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(number))
 
 
@@ -162,19 +171,19 @@ def compute_loss(model: Any, rows: torch.Tensor) -> torch.Tensor:
 
 def read_logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model.eval()(input_ids=draw(99)).logits  # type: ignore[no-any-return]
+        return model.eval()(input_ids=draw_rows(99)).logits  # type: ignore[no-any-return]
 
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
-def by_hand(
+def train_by_hand(
     model: Any, optimizer: Any = None, updates: Sequence[int] = range(NUM_UPDATES), loss_of: Loss = compute_loss
 ) -> list[float]:
-    """Plain PyTorch and PEFT on one process."""
-    optimizer, losses = optimizer or make_optimizer(list_trained(model)), []
+    """Train with plain PyTorch and PEFT on one process, and return the loss of each update."""
+    optimizer, losses = optimizer or make_optimizer(list_trainable(model)), []
     for number in updates:
-        loss = loss_of(model, draw(number))
+        loss = loss_of(model, draw_rows(number))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
@@ -189,10 +198,10 @@ def train(
     updates: Sequence[int] = range(NUM_UPDATES),
     loss_of: Loss = compute_loss,
 ) -> list[float]:
-    """The loss over all rows of each update, which the ranks share."""
+    """Train on this rank's rows, and return the mean loss of each update over the rows of all ranks."""
     shard, losses = accelerator.strategy.data_shard, []
     for number in updates:
-        rows = draw(number)[shard.index :: shard.count]
+        rows = draw_rows(number)[shard.index :: shard.count]
         loss = loss_of(model, rows)
         accelerator.backward(loss, weight=len(rows))
         optimizer.step()
@@ -201,17 +210,17 @@ def train(
     return losses
 
 
-def start(layout: str, **options: Any) -> Accelerator:
+def make_accelerator(layout: str, **options: Any) -> Accelerator:
     return Accelerator(cpu=ON_CPU, strategy=None if layout == "one process" else layout, **options)
 
 
 def prepare(accelerator: Accelerator, model: Any) -> tuple[Any, Any]:
-    model, optimizer = accelerator.prepare(model, make_optimizer(list_trained(model)))
+    model, optimizer = accelerator.prepare(model, make_optimizer(list_trainable(model)))
     return model, optimizer
 
 
-def read_whole(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Values of every parameter that is not on another stage of a pipeline, with the parts of the ranks that share it."""
+def gather_parameters(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the whole value of each parameter, gathered over the ranks. Parameters of other pipeline stages are left out."""
     accelerator.strategy.free_gathered(model)
     found = {}
     for name, parameter in model.named_parameters():
@@ -223,7 +232,7 @@ def read_whole(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Te
 
 
 def find_differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the parameters that differ."""
+    """Return the names of the parameters that are missing on one side or differ by more than `CLOSE`."""
     if found.keys() != wanted.keys():
         return sorted(found.keys() ^ wanted.keys())
     return [name for name, value in found.items() if float((value - wanted[name].detach()).abs().max()) > CLOSE]
@@ -231,26 +240,26 @@ def find_differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Ten
 
 @dataclass(frozen=True)
 class Reference:
-    """A run by hand.
+    """Result of a training run in plain PyTorch.
 
     Attributes:
         losses: Loss of each update.
-        begun: Parameters before the run.
-        ended: Parameters after it.
-        trained: Names of the parameters that learn.
+        initial: Parameters before the run.
+        final: Parameters after the run.
+        trained: Names of the trainable parameters.
     """
 
     losses: list[float]
-    begun: dict[str, torch.Tensor]
-    ended: dict[str, torch.Tensor]
+    initial: dict[str, torch.Tensor]
+    final: dict[str, torch.Tensor]
     trained: set[str]
 
 
 @cache
-def run_by_hand(model: str, method: str) -> Reference:
+def compute_reference(model: str, method: str) -> Reference:
     plain = make_adapted(model, method)
-    begun = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
-    losses = by_hand(plain)
-    ended = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    initial = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
+    losses = train_by_hand(plain)
+    final = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     trained = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
-    return Reference(losses=losses, begun=begun, ended=ended, trained=trained)
+    return Reference(losses=losses, initial=initial, final=final, trained=trained)

@@ -1,4 +1,4 @@
-"""Small models for the tests of tensor parallelism, and the plans that cut them."""
+"""Small models for tests of tensor parallelism, and a plan that splits one of them."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim, self.dropout = width // num_heads, dropout
         self.q, self.k, self.v, self.out = (
-            # The gradient of k's bias is zero but for rounding, which AdamW would make steps of.
+            # The gradient of k's bias is zero except for rounding errors, and AdamW would turn these into full steps.
             nn.Linear(width, width, bias=name != "k")
             for name in ("q", "k", "v", "out")
         )
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The head is the embedding, as a module or as a function; 37 tokens divide by no number of ranks."""
+    """Small GPT whose head can be tied to its embedding. No tested number of ranks divides its vocabulary of 37 tokens."""
 
     def __init__(
         self, vocabulary: int = 37, width: int = 16, num_heads: int = 4, num_blocks: int = 2, dropout: float = 0.0,
@@ -70,7 +70,7 @@ class GPT(nn.Module):
 
 
 def llama(**changes: Any) -> nn.Module:
-    """A transformers Llama of random weights: four heads, two of keys."""
+    """Return a transformers Llama with random weights, four query heads and two key-value heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     chosen = {
@@ -81,7 +81,7 @@ def llama(**changes: Any) -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """A transformers Mixtral of four experts, which are called one after the other: their grouped product knows no float64."""
+    """Return a transformers Mixtral with four experts. They run one by one, because grouped matrix products exist only in float32."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -94,7 +94,7 @@ def mixtral() -> nn.Module:
     return model
 
 
-def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Of either kind of model."""
+def compute_logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a model that returns a tensor or a transformers output."""
     found = model(tokens)
     return getattr(found, "logits", found)

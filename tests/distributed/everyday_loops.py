@@ -1,4 +1,4 @@
-"""Everyday loops over several loaders, whose ranks are killed at an update and started again."""
+"""Everyday training loops over several loaders. Their ranks can be killed at an update and started again."""
 
 import json
 import os
@@ -28,12 +28,12 @@ class Numbers(Dataset):
 
 
 class Training:
-    """A model that notes the samples of each update, and is killed at one.
+    """Training run that logs the samples of each update and can kill its ranks at one update.
 
     Args:
         folder: Folder of the log and the checkpoints.
         stop: Update at which all ranks are killed, or None.
-        is_saved: Whether they are killed right after the save of that update. Otherwise it is right before.
+        is_saved: Whether the ranks are killed right after the save of that update, instead of right before it.
     """
 
     def __init__(self, folder, stop, is_saved):
@@ -96,7 +96,7 @@ def zip_loaders(training):
             training.save()
 
 
-def zip_a_shorter_loader_again(training):
+def zip_a_repeated_shorter_loader(training):
     long, short = training.prepare(Numbers(0, 56), Numbers(100, 24))
     for _ in training.accelerator.epochs(2):
         for pair in zip(long, cycle_loader(short)):
@@ -124,7 +124,7 @@ def alternate(training):
         for one, other in zip(first, second):
             training.update(one)
             training.update(other)
-            training.save()  # not between the two: `other` has been read
+            training.save()  # saving between the two updates would lose `other`, which has been read already
 
 
 def evaluate_in_mid_epoch(training):
@@ -153,7 +153,7 @@ def follow_a_curriculum(training):
 
 
 def change_the_loader(training):
-    """A curriculum by hand: another loader from update 6 on."""
+    """Switch to another loader at update 6, as a hand-written curriculum does."""
     easy, hard = training.prepare(Numbers(0, 80), Numbers(100, 80))
     for epoch in training.accelerator.epochs(2):
         if epoch == 0:
@@ -170,7 +170,7 @@ LOOPS = {
     each.__name__: each
     for each in (
         zip_loaders,
-        zip_a_shorter_loader_again,
+        zip_a_repeated_shorter_loader,
         take_turns,
         alternate,
         evaluate_in_mid_epoch,

@@ -1,4 +1,4 @@
-"""Script that trains on shards with workers, saves often, and appends the records of each update to a log.
+"""Script that trains on shards with workers, saves every third update, and appends each update's record numbers to a log.
 
 Arguments: pattern of the shards, folder of the run, number of workers, global batch size.
 """
@@ -17,12 +17,12 @@ EPOCHS = 2
 
 
 def collate_ids(samples):
-    """Return the numbers of the records as a column."""
+    """Return the record numbers as a column of shape (batch, 1)."""
     return torch.tensor([[float(sample["id"])] for sample in samples])
 
 
 def main(pattern: str, folder: str, num_workers: int, batch: int) -> None:
-    """Train for two epochs, from the last checkpoint on."""
+    """Train for two epochs, starting from the last checkpoint."""
     project = ProjectConfiguration(project_dir=f"{folder}/run", automatic_checkpoint_naming=True, total_limit=3)
     accelerator = Accelerator(cpu=True, project_config=project)
     dataset = ShardedDataset(

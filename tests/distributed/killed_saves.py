@@ -1,8 +1,8 @@
-"""Saves that are killed at a chosen system call; run as a script: `killed_saves.py FOLDER VARIANT...`, prints JSON.
+"""Kill checkpoint saves at a chosen system call. Run as `killed_saves.py FOLDER VARIANT...`; prints JSON.
 
-Each attempt is a fork of this process, which has torch loaded; strace attaches to it and sends SIGKILL at the n-th
-call of one kind. Afterwards a checkpoint must load and verify, and be the old or the new one, whole; and the next save
-must leave nothing behind but checkpoints. The sweep of a kind ends where a save survives.
+Each attempt runs in a fork of this process, which has imported torch. strace attaches to the fork and sends SIGKILL at
+the n-th call of one kind. Afterwards, the newest checkpoint must load and verify, and hold only the old or only the new
+values. The next save must leave only checkpoints in the folder. The sweep over n ends once a save survives.
 """
 
 import contextlib
@@ -42,17 +42,17 @@ VARIANTS = {
     "threads": {"world_size": 1, "is_blocking": True, "same_name": True, "has_threads": True},
     "threads behind": {"world_size": 1, "is_blocking": False, "same_name": False, "has_threads": True},
 }
-"""`has_threads`: files are written by several threads, as large ones are."""
+"""Saves to test. `has_threads`: several threads write each file, as they do for large files."""
 
 
-def state(value: int) -> CollectedState:
+def make_state(value: int) -> CollectedState:
     tensors = {f"model/0/{i}": torch.full((1000,), float(value)) for i in range(3)}
     tensors["optimizer/0/0/exp_avg"] = torch.full((3000,), float(value))
     return CollectedState(tensors, {}, {"value": value})
 
 
 def choose_writer(variant: dict) -> None:
-    """Let several threads write even small files, or one thread, in this process."""
+    """Make several threads write even small files in this process, or one thread write all files."""
     parallel_writer._LARGE = 0 if variant.get("has_threads") else 2**40
 
 
@@ -61,12 +61,12 @@ def save(root: Path, value: int, variant: dict) -> None:
     saver = Saver(runtime, Collectives(runtime))
     final = root / ("checkpoint_1" if variant["same_name"] else f"checkpoint_{value}")
     choose_writer(variant)
-    saver.save(final, state(value), {"value": value}, SavePolicy(1, (), True, variant["is_blocking"]))
+    saver.save(final, make_state(value), {"value": value}, SavePolicy(1, (), True, variant["is_blocking"]))
     saver.wait()
 
 
-def found_value(root: Path) -> int:
-    """The value of the newest checkpoint, which must be whole."""
+def read_newest_value(root: Path) -> int:
+    """Return the value in the newest checkpoint. Fail unless the checkpoint is complete and consistent."""
     newest = folders.list_committed(root)[0]
     manifest = verify_checkpoint(newest)
     values = {t.unique().item() for _, t in read_tensors(newest, manifest)}
@@ -76,8 +76,8 @@ def found_value(root: Path) -> int:
     return int(value)
 
 
-def child(root: Path, variant: dict, rank: int, port: int, gate: int, go: int) -> None:
-    """Never returns: what follows in the caller is the parent's."""
+def run_rank(root: Path, variant: dict, rank: int, port: int, gate: int, go: int) -> None:
+    """Save on one rank and exit the forked process. Never returns to the parent's code."""
     world = variant["world_size"]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")  # fmt: skip
@@ -97,31 +97,31 @@ def child(root: Path, variant: dict, rank: int, port: int, gate: int, go: int) -
         os._exit(code)
 
 
-def attempt(root: Path, variant: dict, victim: int, call: str, when: int) -> bool:
-    """One save with a kill; True where it was survived."""
+def save_with_kill(root: Path, variant: dict, victim: int, call: str, when: int) -> bool:
+    """Save once, with a kill at the n-th call on one rank. Return whether all ranks survived."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # A rank waits in a read, not stopped: the other one's group may still want an answer from its threads.
+    # A rank waits in a read instead of being stopped, because the other rank may need answers from its threads.
     gate_out, gate_in = os.pipe()
     go_out, go_in = os.pipe()
     pids = []
     for rank in range(variant["world_size"]):
         pid = os.fork()
         if pid == 0:
-            child(root, variant, rank, port, gate_in, go_out)
+            run_rank(root, variant, rank, port, gate_in, go_out)
         pids.append(pid)
     for _ in pids:
         os.read(gate_out, 1)
     tracer = subprocess.Popen(
         ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"trace={call}", "-e", f"inject={call}:signal=SIGKILL:when={when}",
          "-p", str(pids[victim])], stderr=subprocess.PIPE, text=True)  # fmt: skip
-    wait_traced(pids[victim])
+    wait_for_tracer(pids[victim])
     os.write(go_in, b"g" * len(pids))
     for end in (gate_out, gate_in, go_out, go_in):
         os.close(end)
     codes = [os.waitpid(pids.pop(victim), 0)[1]]
-    if codes[0] != 0:  # the launcher's agent ends the others; here a moment later, so that they may go on a little
+    if codes[0] != 0:  # a launcher would kill the other ranks a moment later
         time.sleep(0.05)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -130,7 +130,7 @@ def attempt(root: Path, variant: dict, victim: int, call: str, when: int) -> boo
     return all(code == 0 for code in codes)
 
 
-def wait_traced(pid: int) -> None:
+def wait_for_tracer(pid: int) -> None:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -141,19 +141,19 @@ def wait_traced(pid: int) -> None:
     raise RuntimeError("strace did not attach")
 
 
-def sweep(folder: Path, name: str) -> dict:
-    variant, told = VARIANTS[name], {"kills": 0, "old": 0, "new": 0}
+def sweep_kills(folder: Path, name: str) -> dict:
+    variant, counts = VARIANTS[name], {"kills": 0, "old": 0, "new": 0}
     for victim, call in itertools.product(range(variant["world_size"]), CALLS):
         for when in itertools.count(1):
             root = folder / "root"
             shutil.rmtree(root, ignore_errors=True)
             root.mkdir(parents=True)
             save(root, 1, {**variant, "is_blocking": True})
-            has_survived = attempt(root, variant, victim, call, when)
-            value = found_value(root)
+            has_survived = save_with_kill(root, variant, victim, call, when)
+            value = read_newest_value(root)
             assert value in ((2,) if has_survived else (1, 2)), (name, call, when, value)
             save(root, 3, variant)
-            assert found_value(root) == 3
+            assert read_newest_value(root) == 3
             left = sorted(path.name for path in root.iterdir())
             assert left == ["checkpoint_1" if variant["same_name"] else "checkpoint_3", "latest"], (
                 name,
@@ -163,12 +163,12 @@ def sweep(folder: Path, name: str) -> dict:
             )
             if has_survived:
                 break
-            told["kills"] += 1
-            told["old" if value == 1 else "new"] += 1
-    return told
+            counts["kills"] += 1
+            counts["old" if value == 1 else "new"] += 1
+    return counts
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    # The saves of this process itself are those of a world of one.
-    print(json.dumps({name: sweep(Path(sys.argv[1]) / name.replace(" ", "-"), name) for name in sys.argv[2:]}))
+    # This process makes the first and the third save with a world size of 1.
+    print(json.dumps({name: sweep_kills(Path(sys.argv[1]) / name.replace(" ", "-"), name) for name in sys.argv[2:]}))

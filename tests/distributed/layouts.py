@@ -1,4 +1,4 @@
-"""Models, the hand-written loop and the prepared one, which tests of layouts compare."""
+"""Models, a hand-written training loop and a prepared one. Tests of layouts compare the two loops."""
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A small GPT, its head tied to its embedding."""
+    """Small GPT whose head is tied to its embedding by default."""
 
     def __init__(self, width: int = 16, num_blocks: int = 2, tied: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def gpt() -> nn.Module:
 
 
 def gpt_frozen() -> nn.Module:
-    """One whole block frozen, and a part of another."""
+    """Return a GPT with one frozen block, one partly frozen block and frozen positions."""
     model = GPT(num_blocks=3, tied=False)
     model.blocks[0].requires_grad_(False)
     model.blocks[1].up.requires_grad_(False)  # type: ignore[union-attr]
@@ -86,7 +86,7 @@ def llama(tied: bool = False) -> nn.Module:
 
 
 def gemma() -> nn.Module:
-    """Its embedding is tied to the head, and scaled by a buffer."""
+    """Return a small Gemma 3. Its embedding is tied to the head and scaled by a buffer."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     sizes = {
@@ -119,16 +119,19 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass(frozen=True)
 class Task:
-    """One training run, alike by hand and prepared.
+    """Training run that the hand-written loop and the prepared loop both execute.
 
     Attributes:
-        model: of `MODELS`.
-        optimizer: "adamw" in two groups, "fused" (the same), or "sgd".
-        steps: micro-batches per update.
-        window: rows per update.
-        seed_by_rank: each rank builds the model from a seed of its own.
-        handlers: for the Accelerator.
-        options: of the Accelerator.
+        model: Key of `MODELS`.
+        optimizer: "adamw" in two groups, "fused" (the same with fused=True), or "sgd".
+        updates: Number of updates.
+        steps: Micro-batches per update.
+        window: Rows per update.
+        clip: Maximum gradient norm.
+        precision: `mixed_precision` of the Accelerator.
+        seed_by_rank: Whether each rank builds the model from its own seed.
+        handlers: `kwargs_handlers` of the Accelerator.
+        options: Further arguments of the Accelerator.
     """
 
     model: str = "gpt"
@@ -143,13 +146,13 @@ class Task:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def build(task: Task, rank: int = 0) -> nn.Module:
+def build_model(task: Task, rank: int = 0) -> nn.Module:
     torch.manual_seed(rank if task.seed_by_rank else 0)
     return MODELS[task.model]()
 
 
-def optimizer_of(task: Task, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW in two groups, as it is written by hand: matrices decay, vectors do not."""
+def make_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    """Return SGD, or AdamW in two groups: matrices have weight decay, vectors have none."""
     learning = [p for p in model.parameters() if p.requires_grad]
     if task.optimizer == "sgd":
         return torch.optim.SGD(learning, lr=0.1, momentum=0.9)
@@ -160,8 +163,8 @@ def optimizer_of(task: Task, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=5e-3, **({"fused": True} if task.optimizer == "fused" else {}))
 
 
-def rows() -> tuple[torch.Tensor, torch.Tensor]:
-    """Ragged text: each row's targets end somewhere else."""
+def make_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and targets of shape (ROWS, LENGTH). Targets of each row end at a random position, followed by padding."""
     chooser = torch.Generator().manual_seed(3)
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=chooser)
     targets = ids.roll(-1, 1)
@@ -169,7 +172,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, targets.masked_fill(torch.arange(LENGTH) >= lengths, PADDING)
 
 
-def sum_of_losses(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def sum_losses(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     out = model(ids)
     logits = out if isinstance(out, torch.Tensor) else out.logits
     return functional.cross_entropy(
@@ -177,8 +180,8 @@ def sum_of_losses(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) ->
     )
 
 
-def windows(size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    ids, targets = rows()
+def iterate_windows(size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    ids, targets = make_rows()
     while True:
         for start in range(0, ROWS, size):
             yield ids[start : start + size], targets[start : start + size]
@@ -187,39 +190,39 @@ def windows(size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 Curve = dict[str, Any]
 
 
-def by_hand(task: Task) -> Curve:
-    """Plain PyTorch on one process, whole windows at once."""
-    model = build(task)
-    optimizer = optimizer_of(task, model)
+def train_by_hand(task: Task) -> Curve:
+    """Train with plain PyTorch on one process, with each window as one batch."""
+    model = build_model(task)
+    optimizer = make_optimizer(task, model)
     losses, norms = [], []
-    for (ids, targets), _ in zip(windows(task.window), range(task.updates)):
-        loss = sum_of_losses(model, ids, targets) / (targets != PADDING).sum()
+    for (ids, targets), _ in zip(iterate_windows(task.window), range(task.updates)):
+        loss = sum_losses(model, ids, targets) / (targets != PADDING).sum()
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), task.clip).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return {"losses": losses, "norms": norms, "weights": whole_weights(model)}
+    return {"losses": losses, "norms": norms, "weights": gather_weights(model)}
 
 
-def prepared(task: Task, layout: str) -> Curve:
-    """The same through the Accelerator; each window in as many micro-batches as the ranks and steps make of it."""
+def train_prepared(task: Task, layout: str) -> Curve:
+    """Train with the Accelerator, with each window split into micro-batches over the ranks and steps."""
     accelerator = Accelerator(
         cpu=ON_CPU, strategy=layout, gradient_accumulation_steps=task.steps, mixed_precision=task.precision,
         dataloader_config=DataLoaderConfiguration(even_batches=False), kwargs_handlers=list(task.handlers), **task.options,
     )  # fmt: skip
-    model = build(task, accelerator.process_index)
-    optimizer = optimizer_of(task, model)
+    model = build_model(task, accelerator.process_index)
+    optimizer = make_optimizer(task, model)
     per_step = task.window // (task.steps * accelerator.strategy.data_shard.count)
-    loader = DataLoader(TensorDataset(*rows()), batch_size=per_step)
+    loader = DataLoader(TensorDataset(*make_rows()), batch_size=per_step)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    curve = run(accelerator, task, model, optimizer, loader)
-    curve["weights"] = whole_weights(model)
+    curve = run_loop(accelerator, task, model, optimizer, loader)
+    curve["weights"] = gather_weights(model)
     accelerator.end_training()
     return curve
 
 
-def run(accelerator: Accelerator, task: Task, model: nn.Module, optimizer: Any, loader: Any) -> Curve:
+def run_loop(accelerator: Accelerator, task: Task, model: nn.Module, optimizer: Any, loader: Any) -> Curve:
     losses: list[float] = []
     norms: list[float] = []
     total = weight = 0.0
@@ -227,11 +230,11 @@ def run(accelerator: Accelerator, task: Task, model: nn.Module, optimizer: Any, 
         for ids, targets in loader:
             if len(losses) == task.updates:
                 break
-            if loader.mask is not None:  # what only fills a batch up
+            if loader.mask is not None:  # mask the rows that only fill a batch up
                 targets = targets.masked_fill(~loader.mask[:, None], PADDING)
             with accelerator.accumulate(model):
                 num_tokens = int((targets != PADDING).sum())
-                loss = sum_of_losses(model, ids, targets)
+                loss = sum_losses(model, ids, targets)
                 accelerator.backward(loss, weight=num_tokens, reduction="sum")
                 total, weight = total + loss.item(), weight + num_tokens
                 if accelerator.sync_gradients:
@@ -243,7 +246,7 @@ def run(accelerator: Accelerator, task: Task, model: nn.Module, optimizer: Any, 
     return {"losses": losses, "norms": norms}
 
 
-def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def gather_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     whole = {}
     for name, tensor in model.state_dict().items():
         tensor = gather_whole(tensor.detach())
@@ -251,42 +254,47 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return whole
 
 
-def difference(one: Curve, other: Curve) -> dict[str, float]:
-    """The largest difference of losses and norms, and of weights."""
+def measure_differences(one: Curve, other: Curve) -> dict[str, float]:
+    """Return the largest differences of the losses, the norms and the weights."""
     assert one["weights"].keys() == other["weights"].keys()
     found = {kind: max(abs(a - b) for a, b in zip(one[kind], other[kind], strict=True)) for kind in ("losses", "norms")}
     found["weights"] = max(float((one["weights"][n] - w).abs().max()) for n, w in other["weights"].items())
     return found
 
 
-def start(**options: Any) -> Accelerator:
+def start_fsdp(**options: Any) -> Accelerator:
     return Accelerator(cpu=ON_CPU, strategy="fsdp", **options)
 
 
-def text(seed: int = 1, rows: int = 2) -> torch.Tensor:
+def make_tokens(seed: int = 1, rows: int = 2) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
-def seeded(seed: int, make: Callable[[], Any]) -> Any:
+def build_seeded(seed: int, make: Callable[[], Any]) -> Any:
     torch.manual_seed(seed)
     return make()
 
 
-def squares(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+def mean_square(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     device = next(p.device for p in model.parameters() if not p.is_meta)
     return model(ids.to(device)).float().square().mean()  # type: ignore[no-any-return]
 
 
-def norm(accelerator: Accelerator, model: nn.Module) -> float:
+def measure_norm(accelerator: Accelerator, model: nn.Module) -> float:
     return float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
 
 
-def each(functions: Sequence[Callable[[], None]], only: str = "") -> list[str]:
-    """Call one after the other in one group of processes; what failed is told by name."""
+def run_each(functions: Sequence[Callable[[], None]], only: str = "") -> list[str]:
+    """Call functions in turn in one group of processes, and return the first failure with its function's name.
+
+    Args:
+        functions: Functions to call.
+        only: Substring of the names to call. Default: all.
+    """
     for function in functions:
         if only in function.__name__:
             try:
                 function()
-            except Exception as error:  # ranks may have parted: nothing comes after
+            except Exception as error:  # ranks may be out of step now, so nothing else can run
                 return [f"{function.__name__}: {error!r}\n{traceback.format_exc(limit=-3)}"]
     return []

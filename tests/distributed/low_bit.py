@@ -1,4 +1,4 @@
-"""Loops with optimizers that keep 8-bit and 4-bit states: by hand on one process, and prepared under any layout."""
+"""Training with optimizers that store 8-bit and 4-bit states, by plain PyTorch on one process and by Headway in any layout."""
 
 import io
 import warnings
@@ -12,14 +12,14 @@ from torch import nn
 from headway import Accelerator, TensorParallelOptions
 from headway.core.strategies.fully_sharded.dtensors import get_local_shard
 from headway.core.weights.pieces import iterate_inner_tensors
-from tests.distributed.layouts import seeded
+from tests.distributed.layouts import build_seeded
 
 UPDATES, SAVED_AT = 20, 10
 PLAN = {"up": "colwise", "down": "rowwise"}
 
 
 class Even(nn.Module):
-    """Matrices whose shards on two and on four ranks consist of whole blocks."""
+    """Model whose shards on two and on four ranks consist of whole quantization blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Even(nn.Module):
 
 
 class Odd(nn.Module):
-    """Sizes that divide neither into blocks nor into ranks, and a parameter of three values."""
+    """Model whose sizes are divisible neither by the block size nor by the ranks, with a parameter of three values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Odd(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {"even": Even, "odd": Odd}
 
 
-def of_torchao(name: str, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+def make_torchao_factory(name: str, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         from torchao import optim
 
@@ -56,7 +56,7 @@ def of_torchao(name: str, **options: Any) -> Callable[[nn.Module], torch.optim.O
     return make
 
 
-def of_bitsandbytes(name: str, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+def make_bitsandbytes_factory(name: str, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         from bitsandbytes import optim
 
@@ -68,16 +68,16 @@ def of_bitsandbytes(name: str, **options: Any) -> Callable[[nn.Module], torch.op
 
 MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
-    "torchao AdamW8bit": of_torchao("AdamW8bit"),
-    "torchao AdamW4bit": of_torchao("AdamW4bit"),
-    "torchao AdamWFp8": of_torchao("AdamWFp8"),
-    "torchao Adam4bit": of_torchao("Adam4bit", block_size=64),
-    "bitsandbytes AdamW8bit": of_bitsandbytes("AdamW8bit"),
-    "bitsandbytes PagedAdamW8bit": of_bitsandbytes("PagedAdamW8bit"),
-    "bitsandbytes AdamW": of_bitsandbytes("AdamW"),
-    "bitsandbytes Lion8bit": of_bitsandbytes("Lion8bit", lr=1e-3),
-    "bitsandbytes SGD8bit": of_bitsandbytes("SGD8bit", lr=3e-2, momentum=0.9),
-    "bitsandbytes AdEMAMix8bit": of_bitsandbytes("AdEMAMix8bit", alpha=2.0),
+    "torchao AdamW8bit": make_torchao_factory("AdamW8bit"),
+    "torchao AdamW4bit": make_torchao_factory("AdamW4bit"),
+    "torchao AdamWFp8": make_torchao_factory("AdamWFp8"),
+    "torchao Adam4bit": make_torchao_factory("Adam4bit", block_size=64),
+    "bitsandbytes AdamW8bit": make_bitsandbytes_factory("AdamW8bit"),
+    "bitsandbytes PagedAdamW8bit": make_bitsandbytes_factory("PagedAdamW8bit"),
+    "bitsandbytes AdamW": make_bitsandbytes_factory("AdamW"),
+    "bitsandbytes Lion8bit": make_bitsandbytes_factory("Lion8bit", lr=1e-3),
+    "bitsandbytes SGD8bit": make_bitsandbytes_factory("SGD8bit", lr=3e-2, momentum=0.9),
+    "bitsandbytes AdEMAMix8bit": make_bitsandbytes_factory("AdEMAMix8bit", alpha=2.0),
 }
 
 
@@ -88,7 +88,7 @@ def compute_loss(model: nn.Module, number: int) -> torch.Tensor:
 
 
 def skip_compiler() -> None:
-    """Run torchao's step eagerly in this process. Compiling it takes a minute and does not change the mechanism."""
+    """Run torchao's step eagerly in this process. Compiling takes a minute and is not under test."""
     torch.compile = lambda function, **settings: function
     warnings.simplefilter("ignore")
 
@@ -97,7 +97,7 @@ def run_by_hand(names: Sequence[str], model_name: str) -> dict[str, Any]:
     skip_compiler()
     found = {}
     for name in names:
-        model = seeded(0, MODELS[model_name])
+        model = build_seeded(0, MODELS[model_name])
         optimizer = MAKERS[name](model)
         losses = []
         for number in range(UPDATES):
@@ -112,13 +112,21 @@ def run_by_hand(names: Sequence[str], model_name: str) -> dict[str, Any]:
 
 
 def run_prepared(layout: str, names: Sequence[str], model_name: str, save: str = "", load: str = "") -> dict[str, Any]:
-    """Losses and bytes of the state on this rank by optimizer. Saved before an update, or loaded to continue there."""
+    """Train, and return each optimizer's losses and the bytes of this rank's state.
+
+    Args:
+        layout: Strategy of the Accelerator.
+        names: Keys of `MAKERS`.
+        model_name: Key of `MODELS`.
+        save: Folder of a checkpoint to write before update `SAVED_AT`. Default: none.
+        load: Folder of a checkpoint to continue from. Default: none.
+    """
     skip_compiler()
     found = {}
     for name in names:
         handlers = [TensorParallelOptions(plan=PLAN)] if "tp" in layout else []
         accelerator = Accelerator(cpu=True, strategy=layout, kwargs_handlers=handlers)
-        model = seeded(0, MODELS[model_name])
+        model = build_seeded(0, MODELS[model_name])
         model, optimizer = accelerator.prepare(model, MAKERS[name](model))
         if load:
             accelerator.load_state(str(Path(load, name)))
@@ -143,7 +151,7 @@ def sum_shards(model: nn.Module) -> float:
 
 
 def count_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of this rank's state. Tables that states share count once."""
+    """Return the bytes of this rank's state. A table that several states share counts once."""
     tensors = [
         get_local_shard(value)
         for state in optimizer.state.values()
@@ -155,21 +163,21 @@ def count_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def run_and_resume(layout: str, names: Sequence[str], model_name: str, folder: str) -> tuple[Any, Any]:
-    """Run with a save, and once more from the checkpoint on the same layout."""
+    """Train with a save, and again from the checkpoint in the same layout."""
     return run_prepared(layout, names, model_name, folder), run_prepared(layout, names, model_name, "", folder)
 
 
 def run_on_one_process(names: Sequence[str], model_name: str, folder: str) -> tuple[Any, Any]:
-    """Run by hand, and continue from the checkpoint of another layout."""
+    """Train by plain PyTorch, and by DDP from the checkpoint of another layout."""
     return run_by_hand(names, model_name), run_prepared("ddp", names, model_name, "", folder)
 
 
 def round_with_own_seeds(layout: str) -> list[float]:
-    """Sums of the shards after each update with stochastic rounding, from another RNG state on each rank."""
+    """Return the sum of this rank's shards after each update with stochastic rounding. Each rank has a different RNG state."""
     skip_compiler()
     accelerator = Accelerator(cpu=True, strategy=layout)
-    model = seeded(0, Even).bfloat16()
-    model, optimizer = accelerator.prepare(model, of_torchao("AdamW8bit", bf16_stochastic_round=True)(model))
+    model = build_seeded(0, Even).bfloat16()
+    model, optimizer = accelerator.prepare(model, make_torchao_factory("AdamW8bit", bf16_stochastic_round=True)(model))
     torch.manual_seed(accelerator.process_index)
     sums, before = [], torch.get_rng_state()
     for number in range(4):
@@ -184,12 +192,12 @@ def round_with_own_seeds(layout: str) -> list[float]:
 
 
 def override_embedding(layout: str) -> list[torch.dtype]:
-    """Dtypes of the first moments, if one matrix keeps its state in 32 bits."""
+    """Return the dtypes of the first moments if one matrix keeps its state in 32 bits."""
     from bitsandbytes.optim import AdamW8bit, GlobalOptimManager
 
     skip_compiler()
     accelerator = Accelerator(cpu=True, strategy=layout)
-    model = seeded(0, Even)
+    model = build_seeded(0, Even)
     GlobalOptimManager.get_instance().register_module_override(model.up, "weight", {"optim_bits": 32})
     model, optimizer = accelerator.prepare(model, AdamW8bit(model.parameters()))
     with accelerator.accumulate(model):
@@ -200,17 +208,17 @@ def override_embedding(layout: str) -> list[torch.dtype]:
 
 
 def load_state_of_one_process(layout: str) -> list[list[float]]:
-    """Losses after the native state of one process was loaded by `load_state_dict`, by optimizer; first those by hand."""
+    """Return losses of plain PyTorch and of Headway after `load_state_dict` of one process's native state, for each optimizer."""
     skip_compiler()
     found = []
     for name in ("torchao AdamW4bit", "bitsandbytes AdamW8bit"):
-        model = seeded(0, Even)
+        model = build_seeded(0, Even)
         plain = MAKERS[name](model)
         for number in range(3):
             compute_loss(model, number).backward()
             plain.step()
             plain.zero_grad()
-        copied = seeded(0, Even)
+        copied = build_seeded(0, Even)
         copied.load_state_dict(model.state_dict())
         accelerator = Accelerator(cpu=True, strategy=layout)
         ready, optimizer = accelerator.prepare(copied, MAKERS[name](copied))
@@ -237,7 +245,7 @@ def load_state_of_one_process(layout: str) -> list[list[float]]:
 
 
 def load_state_of_other_package(folder: str) -> str:
-    """Text of the error if torchao's AdamW8bit loads the state of bitsandbytes' optimizer of this name."""
+    """Return the error raised if torchao's AdamW8bit loads a checkpoint of bitsandbytes' AdamW8bit."""
     try:
         run_prepared("ddp", ["bitsandbytes AdamW8bit"], "even", folder)
         Path(folder, "bitsandbytes AdamW8bit").rename(Path(folder, "torchao AdamW8bit"))

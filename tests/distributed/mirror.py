@@ -1,4 +1,4 @@
-"""The example strategy, as if it were installed: its entry point beside it on the path."""
+"""Install the example strategy of examples/own_strategy for a test, by writing its entry point to a folder on the path."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "own_strategy"
 
 
 class MirroredReplicas(ReplicaStrategy):
-    """The same as the example, gradients travelling once a window: for batches that are run again."""
+    """Variant of the example that reduces gradients once per window, so that batches can run again."""
 
     def __init__(self, collectives: Collectives, text: str, options: EngineOptions) -> None:
         super().__init__(collectives, options.ddp)
@@ -32,7 +32,7 @@ class MirroredReplicas(ReplicaStrategy):
 
 
 def write_entry_points(folder: Path) -> Path:
-    """What pip would write of the package's pyproject.toml, and of one with the class above."""
+    """Write the entry points that pip would write for the example package and for the class above. Return the folder."""
     folder.mkdir(exist_ok=True)
     project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
     groups = project["entry-points"]
@@ -53,12 +53,12 @@ def write_package(folder: Path, name: str, groups: dict[str, dict[str, str]]) ->
     (about / "entry_points.txt").write_text("\n".join(lines))
 
 
-def install(folder: Path) -> None:
-    """Let this process find the packages."""
+def add_to_path(folder: Path) -> None:
+    """Add the packages' folders to `sys.path`."""
     sys.path += [path for path in (str(folder), str(FOLDER)) if path not in sys.path]
 
 
-def mirrored(folder: Path, strategy: str = "mirror", **options: Any) -> Accelerator:
-    """An Accelerator of pairs of ranks."""
-    install(folder)
+def make_mirrored_accelerator(folder: Path, strategy: str = "mirror", **options: Any) -> Accelerator:
+    """Return an Accelerator with the example strategy, in which pairs of ranks hold the same rows."""
+    add_to_path(folder)
     return Accelerator(cpu=True, strategy=strategy, **options)

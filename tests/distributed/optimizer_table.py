@@ -1,4 +1,4 @@
-"""The optimizers of `pytorch_optimizer` under each layout, compared with loops by hand: the rows of a generated page."""
+"""Compare the optimizers of `pytorch_optimizer` in each layout with plain PyTorch. Produces the rows of a generated page."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from headway import Accelerator, TensorParallelOptions
-from tests.distributed.layouts import GPT, seeded, squares, text
+from tests.distributed.layouts import GPT, build_seeded, make_tokens, mean_square
 from tests.distributed.ranks import RankFailed, run_ranks
 
 UPDATES = 20
@@ -26,7 +26,7 @@ MUONS = ("adago", "adamuon", "distributedmuon", "muon", "muonclip", "normuon")
 OPTIONS: dict[str, dict[str, Any]] = {"bsam": {"num_data": 100}, "ranger21": {"num_iterations": UPDATES}}
 EQUAL, CLOSE = 1e-5, 5e-2
 ROUNDING = 20
-"""Times that a difference may exceed the one that a change of the last bits of the initial weights makes on one process."""
+"""Allowed difference, as a multiple of the difference that changing the weights' last bits makes on one process."""
 _PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
@@ -41,7 +41,7 @@ def make_optimizer(name: str, model: torch.nn.Module) -> Any:
 
     kind: Any = pytorch_optimizer.load_optimizer(name)
     if name in ("adalomo", "adammini", "lomo"):
-        # Adam-mini's default learning rate of 1.0 makes this model diverge, which amplifies rounding without limit.
+        # With its default learning rate of 1.0, Adam-mini diverges on this model, which amplifies rounding without limit.
         return kind(model, **({"lr": 1e-3} if name == "adammini" else {}))
     if name == "magma":
         return kind(torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -54,13 +54,13 @@ def make_optimizer(name: str, model: torch.nn.Module) -> Any:
     return kind(list(model.parameters()), **OPTIONS.get(name, {}))
 
 
-def _call(optimizer: Any, name: str) -> None:
+def _call_if_present(optimizer: Any, name: str) -> None:
     if hasattr(optimizer, name):
         getattr(optimizer, name)()
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """Attention that can be differentiated twice, which torch's own on the CPU cannot."""
+    """Compute attention in a form that can be differentiated twice. torch's CPU attention cannot."""
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
     return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
@@ -71,14 +71,14 @@ def _train(
 ) -> list[float]:
     losses: list[float] = []
     if name in GRAPHS:
-        torch.nn.functional.scaled_dot_product_attention = _attend  # this process is for nothing else
-    _call(optimizer, "train")
+        torch.nn.functional.scaled_dot_product_attention = _attend  # safe, because this process runs only these rows
+    _call_if_present(optimizer, "train")
     for number in range(UPDATES):
 
         @torch.enable_grad()  # type: ignore[untyped-decorator]
-        def closure(ids: torch.Tensor = text(number)) -> torch.Tensor:
+        def closure(ids: torch.Tensor = make_tokens(number)) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = squares(model, ids)
+            loss = mean_square(model, ids)
             backward(loss, **({"create_graph": True} if name in GRAPHS else {}))
             return loss
 
@@ -86,8 +86,8 @@ def _train(
             losses.append(closure().item())
             optimizer.step(closure) if name in CLOSURES else optimizer.step()
             optimizer.zero_grad()
-    _call(optimizer, "eval")
-    losses.append(squares(model, text()).item())
+    _call_if_present(optimizer, "eval")
+    losses.append(mean_square(model, make_tokens()).item())
     return losses
 
 
@@ -96,7 +96,7 @@ def build_model() -> GPT:
 
 
 def _change_last_bits(model: torch.nn.Module) -> None:
-    """Multiply each weight by 1 or by 1 + 1e-7, which changes it by one unit in the last place."""
+    """Multiply each weight by 1 or by 1 + 1.2e-7, which changes it by at most one unit in the last place."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -104,13 +104,13 @@ def _change_last_bits(model: torch.nn.Module) -> None:
 
 
 def run_rows(names: Sequence[str], layout: str | None, log: str) -> None:
-    """Write each optimizer's losses, or the text of its error, as a line of a file.
+    """Append each optimizer's losses, or the text of its error, as a line of JSON to a file.
 
-    Without a layout, and for "changed", loops are by hand. "changed" starts from weights whose last bits differ.
+    Without a layout, and for "changed", the loops are plain PyTorch. "changed" starts from weights whose last bits differ.
     """
     warnings.simplefilter("ignore")
     for name in names:
-        model = seeded(0, build_model)
+        model = build_seeded(0, build_model)
         if layout == CHANGED:
             _change_last_bits(model)
         torch.manual_seed(0)
@@ -129,7 +129,7 @@ def run_rows(names: Sequence[str], layout: str | None, log: str) -> None:
             with Path(log).open("a") as file:
                 file.write(json.dumps([name, found]) + "\n")
         if isinstance(found, str) and layout not in (None, CHANGED):
-            return  # ranks may have parted: the next rows need other processes
+            return  # ranks may be out of step, so the next rows need new processes
 
 
 def _train_prepared(name: str, model: torch.nn.Module, layout: str) -> list[float]:
@@ -143,12 +143,12 @@ def _train_prepared(name: str, model: torch.nn.Module, layout: str) -> list[floa
 
 
 def run_layout(names: Sequence[str], layout: str | None, log: Path) -> dict[str, Any]:
-    """Run the rows on real ranks, and continue after a row that breaks their group.
+    """Run the rows on real ranks, and continue with new ranks after a row that breaks the process group.
 
     Args:
-        names: Optimizers to run, except those that the file already has.
-        layout: Strategy of the Accelerator; None or "changed" for loops by hand (see `run_rows`).
-        log: File that receives a line for each row.
+        names: Optimizers to run, except those already in the file.
+        layout: Strategy of the Accelerator, or None or "changed" for plain PyTorch (see `run_rows`).
+        log: File that receives one line per row.
     """
     log.touch()
     while rest := [name for name in names if name not in read_rows(log)]:
@@ -168,18 +168,18 @@ def read_rows(log: Path) -> dict[str, Any]:
 
 
 def measure_difference(expected: Sequence[float], found: Sequence[float]) -> float:
-    """Return the largest relative difference of two series of losses. Updates with a non-finite expected loss do not count."""
+    """Return the largest relative difference between two series of losses. Updates with a non-finite expected loss are skipped."""
     return max(abs(a - b) / max(abs(a), 1e-12) if math.isfinite(a) else 0.0 for a, b in zip(expected, found))
 
 
 def judge(expected: Any, changed: Any, found: Any) -> str:
-    """Return the table's cell for an optimizer under a layout.
+    """Return the table's cell for an optimizer in a layout.
 
     Args:
-        expected: Losses by hand and whether the optimizer drew random numbers, or the text of an error.
-        changed: The same from weights with other last bits. Newton-Schulz in bf16, signs and eigenvectors amplify rounding, by
-            amounts that differ between machines, so the tolerance comes from this run.
-        found: Losses under the layout, or the text of an error.
+        expected: Losses of plain PyTorch and whether the optimizer drew random numbers, or the text of an error.
+        changed: The same for weights whose last bits differ. Newton-Schulz in bf16, signs and eigenvectors amplify rounding by
+            amounts that differ between machines. The tolerance is therefore derived from this run.
+        found: Losses in the layout, or the text of an error.
     """
     if isinstance(expected, str):
         return "needs a loop of its own"
@@ -199,7 +199,7 @@ def judge(expected: Any, changed: Any, found: Any) -> str:
 
 
 def is_as_good(found: str, page: str) -> bool:
-    """Whether a cell that was measured on this machine agrees with the page's cell, which another machine may have measured."""
+    """Whether a cell measured on this machine agrees with the page's cell, which another machine may have measured."""
     agreeing = {"equal", "equal up to rounding", "draws random numbers"}
     if page.startswith("within"):
         return found in agreeing or (found.startswith("within") and float(found[7:]) <= 10 * float(page[7:]))

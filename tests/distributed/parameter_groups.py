@@ -1,4 +1,4 @@
-"""Training programs with parameter groups as people write them, each by hand in plain PyTorch and through the Accelerator."""
+"""Training programs with typical parameter groups, each run by plain PyTorch and by the Accelerator."""
 
 import copy
 import re
@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader
 from tests.distributed.cut_models import GPT as TiedGPT
 from tests.distributed.cut_models import GPT_PLAN, mixtral
 
-ROWS, WINDOW, STOP, FINDING = 160, 8, 10, 100
-"""Samples of an epoch, samples of an update, updates before the checkpoint, and updates of a learning rate finder."""
+ROWS, WINDOW, STOP, FINDER_UPDATES = 160, 8, 10, 100
+"""Samples per epoch, samples per update, updates before the checkpoint, and updates of a learning rate finder."""
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
-    """Sequences whose next number can be learned."""
+    """Sequences of nine numbers below 37 whose next number can be learned."""
 
     def __len__(self) -> int:
         return ROWS
@@ -30,7 +30,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
         return (index + (1 + index // 37) * torch.arange(9)) % 37
 
 
-def build(kind: str) -> nn.Module:
+def build_model(kind: str) -> nn.Module:
     """Return a small model in float64: "gpt", or "moe" for a mixture of experts."""
     torch.manual_seed(0)
     return (mixtral() if kind == "moe" else TiedGPT(tied=False)).double()
@@ -46,7 +46,7 @@ def compute_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def find_layer(name: str) -> int:
-    """Return the number of the block that a parameter belongs to: -1 before the blocks, 2 behind them."""
+    """Return the number of a parameter's block: -1 before the blocks, 2 after them."""
     block = re.search(r"(?:blocks|layers)\.(\d+)\.", name)
     if block:
         return int(block[1])
@@ -57,45 +57,51 @@ def is_in_first_block(name: str) -> bool:
     return find_layer(name) == 0
 
 
-def decays(name: str, parameter: torch.Tensor) -> bool:
-    """Whether a parameter has weight decay, as is usual: neither biases nor the weights of norms."""
+def should_decay(name: str, parameter: torch.Tensor) -> bool:
+    """Whether a parameter gets weight decay. Biases and the weights of norms get none, as is usual."""
     return not name.endswith("bias") and "norm" not in name and "before" not in name
 
 
-def select(model: nn.Module, chosen: Callable[[str], bool] = lambda name: True) -> list[tuple[str, nn.Parameter]]:
+def select_parameters(
+    model: nn.Module, chosen: Callable[[str], bool] = lambda name: True
+) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad and chosen(name)]
 
 
-def in_one_group(model: nn.Module) -> list[Optimizer]:
-    return [AdamW([p for _, p in select(model)], lr=0.01, weight_decay=0.1)]
+def make_single_group(model: nn.Module) -> list[Optimizer]:
+    return [AdamW([p for _, p in select_parameters(model)], lr=0.01, weight_decay=0.1)]
 
 
-def by_name(model: nn.Module) -> list[Optimizer]:
-    return [AdamW(select(model), lr=0.01, weight_decay=0.1)]
+def make_named_group(model: nn.Module) -> list[Optimizer]:
+    return [AdamW(select_parameters(model), lr=0.01, weight_decay=0.1)]
 
 
-def by_decay(model: nn.Module) -> list[Optimizer]:
-    named = select(model)
+def split_by_decay(model: nn.Module) -> list[Optimizer]:
+    named = select_parameters(model)
     groups = [
-        {"params": [p for name, p in named if decays(name, p)], "weight_decay": 0.1},
-        {"params": [p for name, p in named if not decays(name, p)], "weight_decay": 0.0},
+        {"params": [p for name, p in named if should_decay(name, p)], "weight_decay": 0.1},
+        {"params": [p for name, p in named if not should_decay(name, p)], "weight_decay": 0.0},
     ]
     return [AdamW(groups, lr=0.01)]
 
 
-def by_decay_reversed(model: nn.Module) -> list[Optimizer]:
+def split_by_decay_reversed(model: nn.Module) -> list[Optimizer]:
     groups = [
         {"params": each["params"][::-1], "weight_decay": each["weight_decay"]}
-        for each in reversed(by_decay(model)[0].param_groups)
+        for each in reversed(split_by_decay(model)[0].param_groups)
     ]
     return [AdamW(groups, lr=0.01)]
 
 
-def by_layer(model: nn.Module) -> list[Optimizer]:
-    """Layer-wise decay of the learning rate: each layer learns half as fast as the next one."""
+def split_by_layer(model: nn.Module) -> list[Optimizer]:
+    """Return AdamW with layer-wise learning rates: each layer's rate is half that of the next layer."""
     groups = [
         {
-            "params": [p for name, p in select(model) if find_layer(name) == layer and decays(name, p) == has_decay],
+            "params": [
+                p
+                for name, p in select_parameters(model)
+                if find_layer(name) == layer and should_decay(name, p) == has_decay
+            ],
             "lr": 0.01 * 0.5 ** (2 - layer),
             "weight_decay": 0.1 * has_decay / (layer + 2),
             "name": f"layer {layer}",
@@ -106,21 +112,24 @@ def by_layer(model: nn.Module) -> list[Optimizer]:
     return [AdamW([group for group in groups if group["params"]])]
 
 
-def without_first_block(model: nn.Module) -> list[Optimizer]:
-    return [AdamW([p for _, p in select(model, lambda name: not is_in_first_block(name))], lr=0.01)]
+def omit_first_block(model: nn.Module) -> list[Optimizer]:
+    return [AdamW([p for _, p in select_parameters(model, lambda name: not is_in_first_block(name))], lr=0.01)]
 
 
-def with_first_block_apart(model: nn.Module) -> list[Optimizer]:
-    (optimizer,) = without_first_block(model)
+def separate_first_block(model: nn.Module) -> list[Optimizer]:
+    (optimizer,) = omit_first_block(model)
     add_first_block(model, [optimizer])
     return [optimizer]
 
 
-def in_two_optimizers(model: nn.Module) -> list[Optimizer]:
-    """Muon for the matrices in the blocks, AdamW for the rest."""
-    matrices = [p for name, p in select(model) if p.ndim == 2 and 0 <= find_layer(name) < 2]
+def make_two_optimizers(model: nn.Module) -> list[Optimizer]:
+    """Return Muon for the matrices in the blocks and AdamW for the rest."""
+    matrices = [p for name, p in select_parameters(model) if p.ndim == 2 and 0 <= find_layer(name) < 2]
     chosen = set(map(id, matrices))
-    return [torch.optim.Muon(matrices, lr=0.02), AdamW([p for _, p in select(model) if id(p) not in chosen], lr=0.01)]
+    return [
+        torch.optim.Muon(matrices, lr=0.02),
+        AdamW([p for _, p in select_parameters(model) if id(p) not in chosen], lr=0.01),
+    ]
 
 
 # ---------------------------------------------------------------- events in mid-run
@@ -158,11 +167,11 @@ def clear_and_add(model: nn.Module, optimizers: Sequence[Any]) -> None:
 # ---------------------------------------------------------------- schedules
 
 
-def warm_up(optimizer: Any) -> Any:
+def make_warmup(optimizer: Any) -> Any:
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 6) * 0.97**step)
 
 
-def cosine(optimizer: Any) -> Any:
+def make_cosine(optimizer: Any) -> Any:
     return CosineAnnealingLR(optimizer, T_max=40)
 
 
@@ -176,11 +185,10 @@ class Program:
     Attributes:
         optimizers: Function that returns the optimizers of a model.
         schedules: For each optimizer, the function that returns its schedule. Default: no schedules.
-        events: By number of an update, the function to call before it.
+        events: Functions to call before an update, by the number of that update.
         starts_frozen: Whether the first block is frozen at the start.
         is_late: Whether optimizers are created after the model is prepared.
-        finds_rate: How the state is restored after updates with a rising learning rate, which come first: by "state
-            dicts" or by a "checkpoint". Default: none are made.
+        finds_rate: How the state is restored after a learning rate finder: "state dicts" or "checkpoint". Default: no finder.
     """
 
     optimizers: Callable[[nn.Module], list[Optimizer]]
@@ -192,40 +200,40 @@ class Program:
 
     @property
     def freezes(self) -> bool:
-        """Whether parameters are frozen after the model is prepared, which DDP must be told."""
+        """Whether parameters are frozen after the model is prepared. DDP then needs `find_unused_parameters`."""
         return freeze in self.events.values()
 
 
 PROGRAMS: dict[str, Program] = {
-    "one group": Program(in_one_group, (cosine,)),
-    "named": Program(by_name, (warm_up,)),
-    "decay": Program(by_decay, (warm_up,)),
-    "decay, late": Program(by_decay, (warm_up,), is_late=True),
-    "decay, reversed": Program(by_decay_reversed, (warm_up,)),
-    "layers": Program(by_layer, (cosine,)),
-    "layers, late": Program(by_layer, (cosine,), is_late=True),
-    "added": Program(without_first_block, (), {6: clear_and_add}),
-    "added uncleared": Program(without_first_block, (), {6: add_first_block}),
-    "unfrozen, added": Program(without_first_block, (), {6: unfreeze_and_add}, starts_frozen=True),
-    "unfrozen": Program(with_first_block_apart, (warm_up,), {6: unfreeze}, starts_frozen=True),
-    "unfrozen later": Program(with_first_block_apart, (warm_up,), {0: freeze, 6: unfreeze}),
+    "one group": Program(make_single_group, (make_cosine,)),
+    "named": Program(make_named_group, (make_warmup,)),
+    "decay": Program(split_by_decay, (make_warmup,)),
+    "decay, late": Program(split_by_decay, (make_warmup,), is_late=True),
+    "decay, reversed": Program(split_by_decay_reversed, (make_warmup,)),
+    "layers": Program(split_by_layer, (make_cosine,)),
+    "layers, late": Program(split_by_layer, (make_cosine,), is_late=True),
+    "added": Program(omit_first_block, (), {6: clear_and_add}),
+    "added uncleared": Program(omit_first_block, (), {6: add_first_block}),
+    "unfrozen, added": Program(omit_first_block, (), {6: unfreeze_and_add}, starts_frozen=True),
+    "unfrozen": Program(separate_first_block, (make_warmup,), {6: unfreeze}, starts_frozen=True),
+    "unfrozen later": Program(separate_first_block, (make_warmup,), {0: freeze, 6: unfreeze}),
     "unfrozen, all in": Program(lambda m: [AdamW(m.parameters(), lr=0.01)], (), {6: unfreeze}, starts_frozen=True),
-    "frozen": Program(by_decay, (), {6: freeze}),
-    "frozen for a while": Program(by_decay, (), {4: freeze, 13: unfreeze}),
-    "two optimizers": Program(in_two_optimizers, (warm_up, cosine)),
-    "two optimizers, late": Program(in_two_optimizers, (warm_up, cosine), is_late=True),
-    "finder": Program(by_layer, (warm_up,), finds_rate="state dicts"),
-    "finder, checkpoint": Program(by_layer, (warm_up,), finds_rate="checkpoint"),
+    "frozen": Program(split_by_decay, (), {6: freeze}),
+    "frozen for a while": Program(split_by_decay, (), {4: freeze, 13: unfreeze}),
+    "two optimizers": Program(make_two_optimizers, (make_warmup, make_cosine)),
+    "two optimizers, late": Program(make_two_optimizers, (make_warmup, make_cosine), is_late=True),
+    "finder": Program(split_by_layer, (make_warmup,), finds_rate="state dicts"),
+    "finder, checkpoint": Program(split_by_layer, (make_warmup,), finds_rate="checkpoint"),
 }
 
 
-def rates(optimizers: Sequence[Any]) -> list[float]:
+def get_rates(optimizers: Sequence[Any]) -> list[float]:
     return [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
 
 
 @dataclass
-class Found:
-    """Losses and learning rates of the updates, the differences that the load reports, and all warnings."""
+class Results:
+    """Losses and learning rates of the updates, differences that the load reports, and warnings."""
 
     losses: list[float] = field(default_factory=list)
     rates: list[list[float]] = field(default_factory=list)
@@ -234,29 +242,29 @@ class Found:
 
 
 def move_states(before: Optimizer, after: Optimizer) -> None:
-    """Give the parameters of a new optimizer the states that they have in another one."""
+    """Copy a parameter's state from one optimizer to another, for all parameters of the latter."""
     for group in after.param_groups:
         for parameter in group["params"]:
             after.state[parameter] = before.state[parameter]
 
 
-def run_by_hand(program: Program, kind: str, changed: Program | None = None) -> Found:
+def run_by_hand(program: Program, kind: str, changed: Program | None = None) -> Results:
     """Run a program in plain PyTorch on one process.
 
     Args:
         program: Program to run.
-        kind: Kind of the model.
-        changed: Program with other groups, which goes on after `STOP` updates. Default: none.
+        kind: Kind of model: "gpt" or "moe".
+        changed: Program with other groups that takes over after `STOP` updates. Default: none.
     """
-    model = build(kind)
+    model = build_model(kind)
     set_first_block(model, not program.starts_frozen)
     optimizers = program.optimizers(model)
     rows = Rows()
     batches = [torch.stack([rows[i] for i in range(n, n + WINDOW)]) for n in range(0, ROWS, WINDOW)]
-    found = Found()
+    found = Results()
     if program.finds_rate:
         kept = copy.deepcopy((model.state_dict(), [each.state_dict() for each in optimizers]))
-        for number in range(FINDING):
+        for number in range(FINDER_UPDATES):
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = 1e-5 * 1.1**number
@@ -277,7 +285,7 @@ def run_by_hand(program: Program, kind: str, changed: Program | None = None) -> 
                 schedule.step()
         if number in program.events:
             program.events[number](model, optimizers)
-        found.rates.append(rates(optimizers))
+        found.rates.append(get_rates(optimizers))
         loss = compute_loss(model, ids)
         loss.backward()
         nn.utils.clip_grad_norm_([p for o in optimizers for g in o.param_groups for p in g["params"]], 0.5)
@@ -292,13 +300,13 @@ def run_by_hand(program: Program, kind: str, changed: Program | None = None) -> 
 
 
 def find_rate(accelerator: Any, model: Any, optimizers: Sequence[Any], loader: Any, way: str, folder: str) -> None:
-    """Make updates with a rising learning rate, then restore the state from before."""
+    """Make updates with a rising learning rate, then restore the earlier state."""
     if way == "checkpoint":
         accelerator.save_state(folder)
     else:
         kept = copy.deepcopy((model.state_dict(), [each.state_dict() for each in optimizers]))
     number = 0
-    while number < FINDING:
+    while number < FINDER_UPDATES:
         for ids in loader:
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
@@ -319,15 +327,15 @@ def find_rate(accelerator: Any, model: Any, optimizers: Sequence[Any], loader: A
 
 def run_prepared(
     program: Program, kind: str, layout: str, folder: str, *, load: str = "", options: Mapping[str, Any] | None = None
-) -> Found:
-    """Run a program through the Accelerator until it is saved after `STOP` updates, or from there to its end.
+) -> Results:
+    """Run a program through the Accelerator: up to its checkpoint after `STOP` updates, or from a checkpoint to its end.
 
     Args:
         program: Program to run.
-        kind: Kind of the model.
-        layout: Layout in which it trains.
+        kind: Kind of model: "gpt" or "moe".
+        layout: Strategy of the Accelerator.
         folder: Folder of the checkpoint to save.
-        load: Folder of the checkpoint to resume from. Default: none, the program begins and is saved.
+        load: Folder of the checkpoint to resume from. Default: none; the program starts and saves a checkpoint.
         options: Arguments of `resume`.
     """
     from headway import Accelerator, DistributedDataParallelKwargs, TensorParallelOptions
@@ -336,9 +344,9 @@ def run_prepared(
     if layout == "ddp" and program.freezes:
         handlers.append(DistributedDataParallelKwargs(find_unused_parameters=True))
     accelerator = Accelerator(cpu=True, strategy=layout, scheduler_ticks="updates", kwargs_handlers=handlers)
-    found = Found()
+    found = Results()
     try:
-        model: Any = build(kind)
+        model: Any = build_model(kind)
         set_first_block(model, not program.starts_frozen)
         loader: Any = DataLoader(Rows(), batch_size=WINDOW // accelerator.strategy.data_shard.count)
         if program.is_late:
@@ -361,7 +369,7 @@ def run_prepared(
                 number = accelerator.num_updates - start
                 if number in program.events:
                     program.events[number](model, optimizers)
-                found.rates.append(rates(optimizers))
+                found.rates.append(get_rates(optimizers))
                 with accelerator.accumulate(model):
                     loss = compute_loss(model, ids)
                     accelerator.backward(loss)
@@ -383,8 +391,8 @@ def run_prepared(
         accelerator.free_memory()
 
 
-def check(found: Found, expected: Found, begin: int) -> None:
-    """Compare losses and learning rates from an update on with those of plain PyTorch."""
+def check_results(found: Results, expected: Results, begin: int) -> None:
+    """Compare the losses and learning rates of `STOP` updates, from update `begin`, with those of plain PyTorch."""
     there = slice(begin, begin + STOP)
     assert found.losses == pytest.approx(expected.losses[there], abs=1e-6)
     for own, other in zip(found.rates, expected.rates[there], strict=True):

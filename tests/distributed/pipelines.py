@@ -1,4 +1,4 @@
-"""What the tests of pipelines share: the loop through `forward_backward`, and a model of as many blocks as schedules need."""
+"""Helpers for tests of pipelines: an Accelerator, the gathered state, and a training loop through `forward_backward`."""
 
 from typing import Any
 
@@ -7,36 +7,36 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
 from tests.devices import ON_CPU
-from tests.distributed.layouts import PADDING, Curve, Task, build, optimizer_of, rows, sum_of_losses
+from tests.distributed.layouts import PADDING, Curve, Task, build_model, make_optimizer, make_rows, sum_losses
 
 
-def whole_state(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """On rank 0; nothing elsewhere."""
+def gather_state(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the whole state on rank 0, and an empty dict on other ranks."""
     return {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
 
 
-def accelerator_of(task: Task, layout: str) -> Accelerator:
+def make_accelerator(task: Task, layout: str) -> Accelerator:
     return Accelerator(
         cpu=ON_CPU, strategy=layout, gradient_accumulation_steps=task.steps, mixed_precision=task.precision,
         dataloader_config=DataLoaderConfiguration(even_batches=False), kwargs_handlers=list(task.handlers), **task.options,
     )  # fmt: skip
 
 
-def as_function(task: Task, layout: str) -> Curve:
-    """A run through `forward_backward`."""
-    accelerator = accelerator_of(task, layout)
-    model = build(task)
-    optimizer = optimizer_of(task, model)
+def train_with_forward_backward(task: Task, layout: str) -> Curve:
+    """Train through `forward_backward`."""
+    accelerator = make_accelerator(task, layout)
+    model = build_model(task)
+    optimizer = make_optimizer(task, model)
     per_step = task.window // (task.steps * accelerator.strategy.data_shard.count)
-    loader = DataLoader(TensorDataset(*rows()), batch_size=per_step)
+    loader = DataLoader(TensorDataset(*make_rows()), batch_size=per_step)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    curve = loop(accelerator, task, model, optimizer, loader)
-    curve["weights"] = whole_state(accelerator, model)
+    curve = run_loop(accelerator, task, model, optimizer, loader)
+    curve["weights"] = gather_state(accelerator, model)
     accelerator.end_training()
     return curve
 
 
-def loop(accelerator: Accelerator, task: Task, model: Any, optimizer: Any, loader: Any) -> Curve:
+def run_loop(accelerator: Accelerator, task: Task, model: Any, optimizer: Any, loader: Any) -> Curve:
     losses: list[float] = []
     norms: list[float] = []
     total = weight = 0.0
@@ -48,7 +48,7 @@ def loop(accelerator: Accelerator, task: Task, model: Any, optimizer: Any, loade
                 targets = targets.masked_fill(~loader.mask[:, None], PADDING)
             loss = accelerator.forward_backward(
                 (ids, targets),
-                lambda piece: sum_of_losses(model, *piece),
+                lambda piece: sum_losses(model, *piece),
                 weight=lambda piece: (piece[1] != PADDING).sum(),
                 reduction="sum",
             )

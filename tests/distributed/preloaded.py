@@ -1,8 +1,8 @@
-"""What ranks would import one by one: loaded once, in the server that is forked for each of them."""
+"""Modules that the fork server imports once, so that the ranks forked from it need not import them."""
 
 import gc
 
-import pytest  # noqa: F401 - the module of each test imports it
+import pytest  # noqa: F401 - every test module imports it
 import torch._dynamo
 import torch.distributed.device_mesh
 import torch.distributed.fsdp
@@ -13,10 +13,11 @@ import transformers
 
 import headway.accelerator  # noqa: F401
 
-# Four seconds of each rank that has such a model. They start CUDA where torch has it, which no fork can use then.
+# Importing these classes would take four seconds in each rank that uses them. With a CUDA build of torch, the imports
+# initialize CUDA, which a forked process cannot use.
 if torch.version.cuda is None:
     for name in ("Bert", "GPT2", "Llama", "Mixtral"):
         getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}PreTrainedModel")
 
 gc.collect()
-gc.freeze()  # a collection in a rank would copy the pages of all that is here
+gc.freeze()  # a garbage collection in a rank would otherwise copy all of the preloaded modules' pages

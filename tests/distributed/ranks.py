@@ -1,4 +1,4 @@
-"""Run a module-level function on several real processes and bring its results, or its first traceback, back."""
+"""Run a module-level function on several real processes, and return their results or raise their tracebacks."""
 
 import io
 import multiprocessing
@@ -18,7 +18,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _main(
+def _run_rank(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int, folder: str
 ) -> None:
     os.environ.update(
@@ -32,19 +32,19 @@ def _main(
         import torch
 
         torch.set_num_threads(1)
-        payload = _packed((True, function(*args)))
+        payload = _pack((True, function(*args)))
     except BaseException:
-        payload = _packed((False, traceback.format_exc()))
+        payload = _pack((False, traceback.format_exc()))
     out.with_suffix(".tmp").write_bytes(payload)
     out.with_suffix(".tmp").rename(out)
-    # A group left open would make the exit of one rank an error of the other.
+    # If a rank exited with its process group open, the other ranks would fail.
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _packed(result: tuple[bool, Any]) -> bytes:
+def _pack(result: tuple[bool, Any]) -> bytes:
     import torch
 
     buffer = io.BytesIO()
@@ -52,8 +52,8 @@ def _packed(result: tuple[bool, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _unpacked(path: Path) -> tuple[bool, Any]:
-    """A rank's result, its tensors on the CPU."""
+def _unpack(path: Path) -> tuple[bool, Any]:
+    """Read a rank's result, with its tensors on the CPU."""
     import torch
 
     found: tuple[bool, Any] = torch.load(path, map_location="cpu", weights_only=False)
@@ -65,14 +65,14 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, timeout: float = 120) -> list[Any]:
-    """Call `function(*args)` on each of `world_size` processes; return what each returned, by rank.
+    """Call `function(*args)` on each of `world_size` processes, and return the results by rank.
 
     Raises:
-        RankFailed: with the tracebacks of the ranks that raised, or the ranks that did not finish.
+        RankFailed: If a rank raises, dies or does not finish within `timeout` seconds.
     """
-    results = _run(function, world_size, args, timeout)
+    results = _start_ranks(function, world_size, args, timeout)
     if any("EADDRINUSE" in str(text) for is_fine, text in results.values() if not is_fine):
-        results = _run(function, world_size, args, timeout)  # another program took the port in between
+        results = _start_ranks(function, world_size, args, timeout)  # another program took the port in the meantime
     failures = [f"rank {rank}:\n{text}" for rank, (is_fine, text) in sorted(results.items()) if not is_fine]
     missing = [rank for rank in range(world_size) if rank not in results]
     if missing:
@@ -82,16 +82,16 @@ def run_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, tim
     return [results[rank][1] for rank in range(world_size)]
 
 
-def _run(
+def _start_ranks(
     function: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float
 ) -> dict[int, tuple[bool, Any]]:
-    # A server that has torch imported forks each rank in milliseconds, and is itself clean of threads and groups.
+    # A fork server that has imported torch starts each rank in milliseconds. It has no threads or process groups itself.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.preloaded"])
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         workers = [
-            context.Process(target=_main, args=(function, args, rank, world_size, port, folder))
+            context.Process(target=_run_rank, args=(function, args, rank, world_size, port, folder))
             for rank in range(world_size)
         ]
         for worker in workers:
@@ -104,12 +104,14 @@ def _collect(workers: list[Any], folder: Path, deadline: float) -> dict[int, tup
     results: dict[int, tuple[bool, Any]] = {}
     are_alive = True
     while len(results) < len(workers) and time.monotonic() < deadline and are_alive:
-        are_alive = any(worker.is_alive() for worker in workers)  # before their results are looked for, once more
+        are_alive = any(
+            worker.is_alive() for worker in workers
+        )  # checked before the files, so that a rank's last result is read
         for rank, worker in enumerate(workers):
             path = folder / f"rank{rank}"
             if rank not in results and path.exists():
-                results[rank] = _unpacked(path)
-                if not results[rank][0]:  # the others may wait for it for ever
+                results[rank] = _unpack(path)
+                if not results[rank][0]:  # the other ranks may wait for this rank forever
                     deadline = min(deadline, time.monotonic() + 5)
             elif rank not in results and not worker.is_alive() and not path.exists():
                 deadline = min(deadline, time.monotonic() + 5)

@@ -1,6 +1,6 @@
-"""Runs under Ray Train, in one session of Ray: `python ray_runs.py FOLDER`; test_ray.py starts it and reads what it prints.
+"""Run trainings under Ray Train in one Ray session: `python ray_runs.py FOLDER`. test_ray.py starts it and reads its output.
 
-Any further argument: the run with a kill alone.
+With any further argument, only the run with a kill is executed.
 """
 
 import json
@@ -18,7 +18,7 @@ from ray.train.torch import TorchTrainer
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def prepared(accelerator):
+def prepare_training(accelerator):
     model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     x = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
@@ -26,7 +26,7 @@ def prepared(accelerator):
     return accelerator.prepare(model, optimizer, loader)
 
 
-def step(accelerator, model, optimizer, x, y):
+def train_step(accelerator, model, optimizer, x, y):
     with accelerator.accumulate(model):
         loss = (model(x) - y).square().mean()
         accelerator.backward(loss)
@@ -35,65 +35,65 @@ def step(accelerator, model, optimizer, x, y):
     return loss.item()
 
 
-def tell(config, accelerator, **what):
-    """Of all attempts of a run, in one file for each rank."""
+def append_record(config, accelerator, **what):
+    """Append a record to this rank's file, which all attempts of a run share."""
     with Path(config["told"]).with_suffix(f".{accelerator.process_index}").open("a") as file:
         file.write(json.dumps(what) + "\n")
 
 
-def kill(config, accelerator):
-    """This worker, once."""
+def kill_once(config, accelerator):
+    """Kill rank 1 at the configured update, unless an earlier attempt has done so."""
     once = Path(config["told"]).with_suffix(".killed")
     if config["kill"] == accelerator.num_updates and accelerator.process_index == 1 and not once.exists():
         once.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def by_the_adapter(config):
-    """Two lines of Headway's adapter."""
+def train_with_adapter(config):
+    """Train with the functions of Headway's Ray adapter."""
     from headway import Accelerator, set_seed
     from headway.integrations import ray as adapter
 
     set_seed(3)
     accelerator = Accelerator(cpu=True, strategy=config["strategy"], project_config=adapter.project())
-    model, optimizer, loader = prepared(accelerator)
+    model, optimizer, loader = prepare_training(accelerator)
     adapter.resume(accelerator)
-    tell(config, accelerator, begun=accelerator.num_updates)
+    append_record(config, accelerator, begun=accelerator.num_updates)
     for epoch in accelerator.epochs(config["epochs"]):
         for x, y in loader:
-            loss = step(accelerator, model, optimizer, x, y)
-            tell(config, accelerator, update=accelerator.num_updates, loss=loss.hex())
-            kill(config, accelerator)
+            loss = train_step(accelerator, model, optimizer, x, y)
+            append_record(config, accelerator, update=accelerator.num_updates, loss=loss.hex())
+            kill_once(config, accelerator)
             if accelerator.num_updates % 4 == 0:
                 saved = accelerator.save_state(blocking=accelerator.num_updates % 8 == 0)
                 adapter.report(accelerator, {"loss": torch.tensor(loss), "epoch": epoch}, saved)
     accelerator.end_training()
 
 
-def as_for_accelerate(config):
-    """What scripts do that were written for Accelerate: a temporary folder on each rank, and rank 0 reports its own."""
+def train_like_accelerate_script(config):
+    """Train as scripts written for Accelerate do: each rank saves into a temporary folder, and rank 0 reports its folder."""
     from headway import Accelerator, set_seed
 
     set_seed(3)
     accelerator = Accelerator(cpu=True, strategy=config["strategy"])
-    model, optimizer, loader = prepared(accelerator)
+    model, optimizer, loader = prepare_training(accelerator)
     begin = 0
     if (checkpoint := ray.train.get_checkpoint()) is not None:
         with checkpoint.as_directory() as folder:
             accelerator.load_state(folder)
         begin = accelerator.num_updates // len(loader)
-    tell(config, accelerator, begun=accelerator.num_updates)
+    append_record(config, accelerator, begun=accelerator.num_updates)
     for epoch in range(begin, config["epochs"]):
         for x, y in loader:
-            loss = step(accelerator, model, optimizer, x, y)
-            tell(config, accelerator, update=accelerator.num_updates, loss=loss.hex())
+            loss = train_step(accelerator, model, optimizer, x, y)
+            append_record(config, accelerator, update=accelerator.num_updates, loss=loss.hex())
         with tempfile.TemporaryDirectory() as folder:
             accelerator.save_state(folder)
             reported = Checkpoint.from_directory(folder) if accelerator.is_main_process else None
             ray.train.report({"epoch": epoch, "loss": loss}, checkpoint=reported)
 
 
-def fit(folder, name, function, kill=0, epochs=3, filesystem=None, strategy="fsdp"):
+def run_trainer(folder, name, function, kill=0, epochs=3, filesystem=None, strategy="fsdp"):
     told = folder / f"{name}.json"
     trainer = TorchTrainer(
         function,
@@ -122,17 +122,19 @@ def main():
     folder = Path(sys.argv[1])
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
     if len(sys.argv) < 3:
-        fit(folder, "whole", by_the_adapter)
-    fit(folder, "killed", by_the_adapter, kill=7)
+        run_trainer(folder, "whole", train_with_adapter)
+    run_trainer(folder, "killed", train_with_adapter, kill=7)
     if len(sys.argv) > 2:
         return
-    fit(folder, "script", as_for_accelerate, epochs=1)
-    fit(folder, "script", as_for_accelerate, epochs=2)  # started again under its name
+    run_trainer(folder, "script", train_like_accelerate_script, epochs=1)
+    run_trainer(
+        folder, "script", train_like_accelerate_script, epochs=2
+    )  # the same name again, so that this run resumes
     store = folder / "store"
     store.mkdir()
     distant = pyarrow.fs.SubTreeFileSystem(str(store), pyarrow.fs.LocalFileSystem())
-    fit(folder, "distant", by_the_adapter, epochs=1, filesystem=distant, strategy="ddp")
-    fit(folder, "distant", by_the_adapter, epochs=2, filesystem=distant, strategy="ddp")
+    run_trainer(folder, "distant", train_with_adapter, epochs=1, filesystem=distant, strategy="ddp")
+    run_trainer(folder, "distant", train_with_adapter, epochs=2, filesystem=distant, strategy="ddp")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A process that has the heavy packages imported and forks itself for each rank of each script: a run costs no start-up.
+"""Process that imports the heavy packages once and forks itself for each rank of each script, which saves start-up time.
 
-`Stage` is the tests' side of it. What a script prints goes into `log<rank>` of its folder.
+Tests use the class `Stage`. Each rank's output goes to `log<rank>` in its folder.
 """
 
 import gc
@@ -27,12 +27,12 @@ GRACE_S = 4.0
 
 
 class Stage:
-    """Runs scripts one after the other.
+    """Runs scripts one after another.
 
     Args:
-        preloaded: modules that are imported before the first one.
-        variables: for the environment.
-        grace_s: how long ranks may go on after one of them failed, or after all of them wrote their evidence.
+        preloaded: Modules to import before the first script.
+        variables: Further environment variables.
+        grace_s: Seconds that ranks may continue after one has failed, or after all have written their evidence.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Stage:
         }  # fmt: skip
         root = Path(__file__).parents[2]
         environment.update(variables or {})
-        # The root goes last: a script's own folder holds what it imports.
+        # The repository root goes last, because a script's own folder must come first for its imports.
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(root)]))
         for name in ("HEADWAY_RUN", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
             environment.pop(name, None)
@@ -60,10 +60,15 @@ class Stage:
     def run(
         self, script: Path, *args: str, folder: Path, world_size: int, is_deadly: bool = False, timeout_s: float = 120,
     ) -> list[int | None]:  # fmt: skip
-        """Run it on so many processes with `folder` as the current one; returns each rank's exit code, None: did not end.
+        """Run a script on `world_size` processes in a new `folder`. Return each rank's exit code, None if the rank did not end.
 
         Args:
-            is_deadly: each rank is ended by SIGKILL in its fifth update.
+            script: Path of the script.
+            args: Command-line arguments.
+            folder: Working directory, which must not exist.
+            world_size: Number of ranks.
+            is_deadly: Whether each rank is killed by SIGKILL in its fifth update.
+            timeout_s: Seconds after which ranks are killed.
         """
         folder.mkdir(parents=True)
         job = {"script": str(script), "args": args, "folder": str(folder), "world_size": world_size,
@@ -82,8 +87,8 @@ class Stage:
         self._process.wait(60)
 
 
-def _become(rank: int, job: dict[str, Any]) -> None:
-    """This process, just forked, becomes one rank of the script."""
+def _run_rank(rank: int, job: dict[str, Any]) -> None:
+    """Turn this forked process into one rank of the script. Never returns."""
     world_size, folder = job["world_size"], Path(job["folder"])
     out = os.open(folder / f"log{rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(out, 1)
@@ -112,12 +117,12 @@ def _become(rank: int, job: dict[str, Any]) -> None:
         os._exit(code)
 
 
-def _carry_out(job: dict[str, Any]) -> list[int | None]:
+def _run_job(job: dict[str, Any]) -> list[int | None]:
     pids = []
     for rank in range(job["world_size"]):
         pid = os.fork()
         if pid == 0:
-            _become(rank, job)
+            _run_rank(rank, job)
         pids.append(pid)
     codes: list[int | None] = [None] * len(pids)
     evidence = [Path(job["folder"], "evidence", f"rank{rank}.json") for rank in range(len(pids))]
@@ -144,9 +149,9 @@ def _serve() -> None:
 
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # a rank that collects garbage would copy every page of what was imported
+    gc.freeze()  # a garbage collection in a rank would otherwise copy every page of the imported modules
     for line in sys.stdin:
-        print(json.dumps(_carry_out(json.loads(line))), flush=True)
+        print(json.dumps(_run_job(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

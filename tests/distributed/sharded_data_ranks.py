@@ -1,4 +1,4 @@
-"""Functions of ranks that read a `ShardedDataset` through a prepared loader."""
+"""Functions for ranks that read a `ShardedDataset` through a prepared loader."""
 
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,23 @@ Chunk = dict[str, Any]
 
 
 def collate_ids(samples: list[dict[str, Any]]) -> torch.Tensor:
-    """Return the numbers of the records of a batch."""
+    """Return the record numbers of a batch."""
     return torch.tensor([int(sample["id"]) for sample in samples])
 
 
 def read_chunks(
     pattern: str, options: dict[str, Any], chunks: list[Chunk]
 ) -> list[tuple[list[list[int]], dict[str, Any]]]:
-    """Read parts of epochs one after another on the ranks of this world, each from a state on.
+    """Read parts of epochs one after another on this world's ranks, each starting from a given state.
 
     Args:
         pattern: Shards to read.
         options: Options of the dataset.
-        chunks: Parts to read: "state" to start from (None: from the start), number of "steps" (None: to the end),
-            "workers", "batch" size over all ranks, "epoch".
+        chunks: Parts to read, with these keys: "state" to start from (None for the beginning), number of "steps" (None for
+            all), number of "workers", "batch" size over all ranks, and "epoch".
 
     Returns:
-        For each part, the numbers of the records in each of this rank's batches, and the state after it.
+        For each part, the record numbers in each of this rank's batches, and the state after it.
     """
     results = []
     for chunk in chunks:
@@ -57,7 +57,7 @@ def read_chunks(
 
 
 def read_passes(pattern: str, options: dict[str, Any], num_workers: int) -> list[list[int]]:
-    """Return the numbers of the records of three epochs on this rank, read by persistent workers."""
+    """Return this rank's record numbers of three epochs. With `num_workers` above 0, persistent workers read them."""
     accelerator = Accelerator(cpu=True)
     loader = torch.utils.data.DataLoader(
         ShardedDataset(pattern, **options), batch_size=4, num_workers=num_workers, collate_fn=collate_ids,
@@ -67,11 +67,13 @@ def read_passes(pattern: str, options: dict[str, Any], num_workers: int) -> list
     return [[int(number) for batch in loader for number in batch[: loader.num_valid]] for _ in range(3)]
 
 
-def read_on_host(places: list[str], options: dict[str, Any], folder: str, batch: int) -> tuple[list[list[int]], int]:
-    """Read an epoch on a rank with a cache folder of its own, as if each rank were another machine.
+def read_with_own_cache(
+    places: list[str], options: dict[str, Any], folder: str, batch: int
+) -> tuple[list[list[int]], int]:
+    """Read an epoch on a rank with its own cache folder, as if each rank were on another machine.
 
     Returns:
-        The numbers of the records in each of this rank's batches, and the number of blocks that it has fetched.
+        The record numbers in each of this rank's batches, and the number of blocks that the rank fetched.
     """
     accelerator = Accelerator(cpu=True)
     cache = Path(folder, f"host-{accelerator.process_index}")

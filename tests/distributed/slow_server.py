@@ -1,4 +1,4 @@
-"""HTTP server of files with range requests that answers 429 or 503, waits, or breaks off, as a test asks."""
+"""HTTP file server with range requests that can answer 429 or 503, stall, or close the connection early."""
 
 import re
 import threading
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Fault = Callable[["Handler", int], bool]
-"""Function of (handler, number of the request) that may answer instead of the file. It returns whether it has done so."""
+"""Function of (handler, request number) that may answer instead of the file server. Returns whether it has answered."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -43,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(206, part, total)
 
     def answer(self, status: int, data: bytes = b"", headers: dict[str, str] | None = None) -> None:
-        """Send an answer."""
+        """Send an HTTP response with the given status, body and headers, and close the connection."""
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
@@ -55,12 +55,12 @@ class Handler(BaseHTTPRequestHandler):
 
     @property
     def is_for_data(self) -> bool:
-        """Whether the request asks for more than the first byte, which asks for the size."""
+        """Whether the request is for data. The client requests only the first byte to find out the file's size."""
         return self.headers.get("Range") != "bytes=0-0"
 
 
 class SlowServer(ThreadingHTTPServer):
-    """Server of the files in a folder, on a free port. Use it as a context manager.
+    """HTTP server for the files in a folder, on a free port. Use it as a context manager.
 
     Args:
         folder: Folder of the files.
@@ -82,7 +82,7 @@ class SlowServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that have gone."""
+        """Ignore clients that disconnected."""
 
     def __enter__(self) -> "SlowServer":
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
@@ -94,7 +94,7 @@ class SlowServer(ThreadingHTTPServer):
 
 
 def fail_with(status: int, headers: dict[str, str] | None = None, every: int = 2) -> Fault:
-    """Return a fault: all but one of `every` requests for data are answered by this status."""
+    """Return a fault that answers data requests with `status`, except for one in every `every` requests."""
 
     def fault(handler: Handler, number: int) -> bool:
         if not handler.is_for_data or number % every == 0:
@@ -106,7 +106,7 @@ def fail_with(status: int, headers: dict[str, str] | None = None, every: int = 2
 
 
 def break_off(handler: Handler, number: int) -> bool:
-    """Send half of an answer for every second request for data, then close the connection."""
+    """Send half of a response to every second request and close the connection, if the request is for data."""
     if not handler.is_for_data or number % 2:
         return False
     handler.send_response(206)
@@ -118,7 +118,7 @@ def break_off(handler: Handler, number: int) -> bool:
 
 
 def hang(seconds: float) -> Fault:
-    """Return a fault: every second request for data is not answered for some seconds."""
+    """Return a fault that delays every second request by `seconds`, if the request is for data."""
 
     def fault(handler: Handler, number: int) -> bool:
         if handler.is_for_data and number % 2:

@@ -1,4 +1,4 @@
-"""Functions of ranks that train on shards of a server that stalls."""
+"""Functions for ranks that train on shards from a server that stalls."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +12,7 @@ COUNT = 24
 
 
 def collate_values(samples: list[dict[str, float]]) -> torch.Tensor:
-    """Return the values of the records as a column."""
+    """Return the values of the records as a column of shape (batch, 1)."""
     return torch.tensor([[sample["value"]] for sample in samples])
 
 
@@ -31,7 +31,7 @@ def make_parts(
 
 
 def train_alone(url: str, cache: str) -> list[float]:
-    """Return the weights after each update of plain PyTorch with batches of four."""
+    """Return the weight after each update of plain PyTorch with batches of four."""
     dataset, _ = make_parts(url, cache, 10.0, 0)
     model = torch.nn.Linear(1, 1)
     torch.nn.init.ones_(model.weight)
@@ -48,13 +48,11 @@ def train_alone(url: str, cache: str) -> list[float]:
 
 
 def train_while_one_waits(url: str, folder: str, num_workers: int, stall_limit: float = 60.0) -> list[float]:
-    """Return the weights after each update of two ranks. Only rank 1 reads from the server, which stalls once `go`
-    exists.
-    """
+    """Return the weight after each batch on two ranks. Only rank 1 reads from the server, which stalls once the file `go` exists."""
     accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=3))])
     dataset, loader = make_parts(url, f"{folder}/rank{accelerator.process_index}", stall_limit, num_workers)
     if accelerator.process_index == 0:
-        list(dataset)  # fills this rank's folder of copies
+        list(dataset)  # fills this rank's cache folder
     accelerator.wait_for_everyone()
     Path(folder, "go").touch()
     model = torch.nn.Linear(1, 1)

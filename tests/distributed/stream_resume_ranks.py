@@ -1,4 +1,4 @@
-"""Rank functions that read streams of `datasets`, stop, and continue on another number of ranks and workers."""
+"""Functions for ranks that read Hugging Face `datasets` streams, stop, and continue with other numbers of ranks and workers."""
 
 import itertools
 
@@ -27,15 +27,15 @@ def make_stream(kind, num_shards):
 
 
 def read(case, batch_size, num_workers, state, num_batches, is_registered=False):
-    """Return this rank's valid rows of each batch and the state after them, or the error.
+    """Read batches and return this rank's valid rows, the state after them, and the rows of a second epoch, or the error.
 
     Args:
         case: Kind of stream, number of shards, and arguments of DataLoaderConfiguration.
         batch_size: Samples per rank and batch.
         num_workers: Workers of the loader.
-        state: Position from which to continue; None for the start.
-        num_batches: Number of batches to read; None for all.
-        is_registered: Whether the stream is registered for checkpointing, and its state is part of the position.
+        state: Position from which to continue, or None for the start.
+        num_batches: Number of batches to read, or None for all. Only then is a second epoch read.
+        is_registered: Whether the stream is registered for checkpointing, so that its state is part of the position.
     """
     kind, num_shards, config = case
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))

@@ -1,4 +1,4 @@
-"""Under Accelerate's name a signal ends the process, and what the script has saved itself is the newest checkpoint."""
+"""Scripts that run `--as accelerate`: SIGTERM ends the process, and the script's own save is the newest checkpoint."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ data = TensorDataset(torch.randn(32, 2, generator=torch.Generator().manual_seed(
 model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2, shuffle=True))
 begun, folders = 0, sorted(Path("run/checkpoints").glob("checkpoint_*")) if Path("run/checkpoints").exists() else []
 if folders:
-    begun = json.loads((folders[-1] / "mine.json").read_text())["step"] + 1  # what the script needs to start from it
+    begun = json.loads((folders[-1] / "mine.json").read_text())["step"] + 1  # the step to resume from
     accelerator.load_state(str(folders[-1]))
 batches = accelerator.skip_first_batches(loader, begun) if begun else loader
 for step, (x,) in enumerate(batches, begun):
@@ -41,7 +41,7 @@ for step, (x,) in enumerate(batches, begun):
 """
 
 
-def ran(folder, *args, **variables):
+def run_script(folder, *args, **variables):
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "headway", "launch", "--as", "accelerate", "-n", "1", "--cpu", "train.py", *args]
@@ -51,21 +51,21 @@ def ran(folder, *args, **variables):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc").exists(), reason="signals as on Linux")
-def test_the_script_starts_again_from_what_it_has_saved(tmp_path):
-    _, whole, _ = ran(tmp_path / "whole")
+@pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux signals")
+def test_script_resumes_from_its_own_save_after_sigterm(tmp_path):
+    _, whole, _ = run_script(tmp_path / "whole")
     assert len(whole) == 16
-    code, first, said = ran(tmp_path / "cut", "once")
+    code, first, said = run_script(tmp_path / "cut", "once")
     assert code in (-signal.SIGTERM, 128 + signal.SIGTERM), said
     assert sorted(path.name for path in (tmp_path / "cut/run/checkpoints").glob("checkpoint_*")) == ["checkpoint_0"]
-    code, rest, said = ran(tmp_path / "cut", "once")
+    code, rest, said = run_script(tmp_path / "cut", "once")
     assert code == 0, said
     assert {**first, **rest} == whole
     assert min(map(int, rest)) == 4
 
 
 @pytest.mark.slow
-def test_who_wants_it_saved_says_so(tmp_path):
-    code, _, said = ran(tmp_path / "cut", "once", HEADWAY_PREEMPTION="1")
+def test_preemption_setting_saves_before_exit(tmp_path):
+    code, _, said = run_script(tmp_path / "cut", "once", HEADWAY_PREEMPTION="1")
     assert code == 75, said
     assert (tmp_path / "cut/run/checkpoints/checkpoint_1").is_dir()

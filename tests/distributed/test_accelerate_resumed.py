@@ -1,4 +1,4 @@
-"""Under Accelerate's name: a script that skips what it has done, and says which epoch it is in, goes on as if it had not stopped."""
+"""Scripts that run `--as accelerate` and skip the batches they have read: resumed training matches an uninterrupted run."""
 
 import itertools
 import os
@@ -35,7 +35,7 @@ class Stream(IterableDataset):
         return (torch.tensor([float(i)]) for i in torch.randperm(ROWS, generator=self.generator).tolist())
 
 
-def loader_of(kind):
+def make_loader(kind):
     if kind == "stream":
         return DataLoader(Stream(), batch_size=SIZE)
     if kind == "its own generator":
@@ -48,20 +48,30 @@ def loader_of(kind):
 
 
 def run(folder, saved_at, is_resumed, kind, is_seedable, says_epoch, dispatches):
-    """What was read with each micro-batch, the weight after it."""
+    """Train and return the samples of each micro-batch over all ranks, with the weight after it.
+
+    Args:
+        folder: Folder of the checkpoint.
+        saved_at: Number of micro-batches before the save.
+        is_resumed: Whether to start from the checkpoint instead of saving it.
+        kind: Kind of loader, see `make_loader`.
+        is_seedable: `use_seedable_sampler` of the configuration.
+        says_epoch: Whether the script calls `set_epoch`.
+        dispatches: Whether rank 0 reads the batches of all ranks.
+    """
     AcceleratorState._reset_state(reset_partial_state=False)
     set_seed(3)
     config = DataLoaderConfiguration(use_seedable_sampler=is_seedable, dispatch_batches=dispatches or None)
     accelerator = AccelerateAccelerator(cpu=True, dataloader_config=config)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of(kind))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, make_loader(kind))
     per_epoch = -(-ROWS // (SIZE * accelerator.num_processes))
     begun, skipped = 0, 0
     if is_resumed:
         accelerator.load_state(folder)
         begun, skipped = divmod(saved_at, per_epoch)
-    told = []
+    records = []
     for epoch in range(begun, EPOCHS):
         active = accelerator.skip_first_batches(loader, skipped) if skipped and epoch == begun else loader
         if says_epoch:
@@ -71,14 +81,14 @@ def run(folder, saved_at, is_resumed, kind, is_seedable, says_epoch, dispatches)
                 accelerator.backward(torch.nn.functional.dropout(model(x), 0.3).mean())
                 optimizer.step()
                 optimizer.zero_grad()
-            told.append((accelerator.gather(x).flatten().tolist(), model.weight.item()))
-            if len(told) == saved_at and not is_resumed:
+            records.append((accelerator.gather(x).flatten().tolist(), model.weight.item()))
+            if len(records) == saved_at and not is_resumed:
                 accelerator.save_state(folder)
-    return told
+    return records
 
 
-def whole_and_resumed(root, kind, dispatches):
-    """Whether the two are one, for each moment of the save (an epoch's last batch among them) and each way to go on."""
+def compare_resumed_runs(root, kind, dispatches):
+    """Return whether resumed runs match uninterrupted ones, for several save positions, samplers and epoch settings."""
     last = -(-ROWS // (SIZE * int(os.environ["WORLD_SIZE"])))
     found = {}
     for each in itertools.product((2, last, last + 3), (False, True), (False, True)):
@@ -89,13 +99,19 @@ def whole_and_resumed(root, kind, dispatches):
 
 
 KINDS = [(1, "workers that draw", False), (2, "shuffled", False), (2, "stream", False), (2, "shuffled", True)]
-MORE = [(1, "shuffled", False), (1, "stream", False), (1, "its own generator", False), (2, "its own generator", False)]
+MATRIX_KINDS = [
+    (1, "shuffled", False),
+    (1, "stream", False),
+    (1, "its own generator", False),
+    (2, "its own generator", False),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_ranks", "kind", "dispatches"), [*KINDS, *(pytest.param(*each, marks=pytest.mark.matrix) for each in MORE)]
+    ("num_ranks", "kind", "dispatches"),
+    [*KINDS, *(pytest.param(*each, marks=pytest.mark.matrix) for each in MATRIX_KINDS)],
 )
-def test_it_goes_on_with_the_next_batch(num_ranks, kind, dispatches, tmp_path):
-    for found in run_ranks(whole_and_resumed, num_ranks, str(tmp_path), kind, dispatches):
+def test_resumed_run_matches_uninterrupted_run(num_ranks, kind, dispatches, tmp_path):
+    for found in run_ranks(compare_resumed_runs, num_ranks, str(tmp_path), kind, dispatches):
         assert [each for each, is_equal in found.items() if not is_equal] == []

@@ -1,6 +1,6 @@
-"""Windows over two processes: gradients are those of the whole batch, whoever computed which part.
+"""Accumulation windows on two processes: gradients equal those of the whole batch, however the ranks split it.
 
-All scenarios run in one pair of processes; each is a test of its own.
+All scenarios run in one pair of processes. Each scenario is reported as a separate test.
 """
 
 import copy
@@ -34,7 +34,7 @@ class Rows(IterableDataset):
 
 
 class Groups(Sampler[list[int]]):
-    """Ragged batches of the given sizes."""
+    """Sampler of consecutive batches with the given sizes."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
@@ -49,26 +49,26 @@ class Groups(Sampler[list[int]]):
             start += size
 
 
-def data(num_rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def make_data(num_rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_rows, 3, generator=generator), torch.randn(num_rows, 1, generator=generator)
 
 
-def net(seed: int = 0) -> nn.Module:
+def make_net(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
 
 
-def grads(model: nn.Module) -> list[torch.Tensor]:
+def copy_gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
-def whole(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
-    """The gradient of the mean over all rows, by plain PyTorch."""
+def compute_gradients(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    """Return the gradient of the mean loss over all rows, computed by plain PyTorch."""
     model = copy.deepcopy(model)
     model.zero_grad()
     mse_loss(model(x), y).backward()
-    return grads(model)
+    return copy_gradients(model)
 
 
 def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
@@ -78,8 +78,17 @@ def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 
 def check_epoch(loader: DataLoader, edges: list[int], x: torch.Tensor, y: torch.Tensor, steps: int, even: bool) -> None:
-    """One epoch: the gradients read when each window's last backward has returned are final."""
-    model = net()
+    """Train one epoch, and check the gradients right after each window's last backward pass.
+
+    Args:
+        loader: Loader of the rows.
+        edges: Row numbers at which windows begin, and the number of rows.
+        x: Inputs of all rows.
+        y: Targets of all rows.
+        steps: Micro-batches per window.
+        even: `even_batches` of the configuration.
+    """
+    model = make_net()
     bare = copy.deepcopy(model)
     accelerator = Accelerator(
         cpu=ON_CPU, gradient_accumulation_steps=steps, dataloader_config=DataLoaderConfiguration(even_batches=even)
@@ -91,15 +100,15 @@ def check_epoch(loader: DataLoader, edges: list[int], x: torch.Tensor, y: torch.
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(inputs), targets))
             if accelerator.sync_gradients:
-                found.append(grads(model))
+                found.append(copy_gradients(model))
             optimizer.step()
             optimizer.zero_grad()
     assert len(found) == len(edges) - 1 == accelerator.num_updates
     for start, stop, gradient in zip(edges, edges[1:], found):
-        assert_equal(gradient, whole(bare, x[start:stop], y[start:stop]))
+        assert_equal(gradient, compute_gradients(bare, x[start:stop], y[start:stop]))
 
 
-def cut(num_rows: int, size: int) -> list[int]:
+def list_edges(num_rows: int, size: int) -> list[int]:
     return [*range(0, num_rows, size), num_rows]
 
 
@@ -111,16 +120,16 @@ def map_style() -> None:
         (16, 4, 1, True), (16, 1, 8, True), (24, 2, 4, True), (20, 4, 2, True), (21, 4, 2, False), (19, 3, 4, False),
         (1, 4, 3, False), (17, 8, 1, False),
     ]:  # fmt: skip
-        x, y = data(num_rows)
+        x, y = make_data(num_rows)
         loader = DataLoader(TensorDataset(x, y), batch_size=batch_size)
-        check_epoch(loader, cut(num_rows, 2 * batch_size * steps), x, y, steps, even)
+        check_epoch(loader, list_edges(num_rows, 2 * batch_size * steps), x, y, steps, even)
 
 
 def streams() -> None:
     for num_rows, batch_size, steps, even in [(19, 3, 2, False), (16, 2, 3, True), (12, 4, 1, True)]:
-        x, y = data(num_rows)
+        x, y = make_data(num_rows)
         loader = DataLoader(Rows(x, y), batch_size=batch_size)
-        check_epoch(loader, cut(num_rows, 2 * batch_size * steps), x, y, steps, even)
+        check_epoch(loader, list_edges(num_rows, 2 * batch_size * steps), x, y, steps, even)
 
 
 def ragged_batches() -> None:
@@ -128,13 +137,13 @@ def ragged_batches() -> None:
         draw = random.Random(seed)
         sizes = [draw.randint(1, 6) for _ in range(draw.randint(1, 11))]
         steps = draw.randint(1, 3)
-        x, y = data(sum(sizes), seed)
+        x, y = make_data(sum(sizes), seed)
         edges = [sum(sizes[:n]) for n in [*range(0, len(sizes), 2 * steps), len(sizes)]]
         check_epoch(DataLoader(TensorDataset(x, y), batch_sampler=Groups(sizes)), edges, x, y, steps, even=False)
 
 
 def explicit_weights() -> None:
-    """Random counts of items, zero among them (whose mean is NaN), as means and as sums."""
+    """Check random item counts, including zero (for which a mean loss is NaN), with mean and sum reduction."""
     for seed in range(12):
         draw = random.Random(seed)
         steps, reduction = draw.randint(1, 3), draw.choice(["mean", "sum"])
@@ -155,24 +164,24 @@ def explicit_weights() -> None:
 
 
 def padded_tail() -> None:
-    """even_batches=True: a rank of repeats only weighs nothing; the mask leaves repeats out of a mixed batch."""
-    x, y = data(12)
+    """Check even_batches=True: a batch of only repeats has weight 0, and the mask excludes repeats from a mixed batch."""
+    x, y = make_data(12)
     check_epoch(DataLoader(TensorDataset(x, y), batch_size=4), [0, 12], x, y, 2, even=True)
-    x, y = data(11)
-    bare = net()
+    x, y = make_data(11)
+    bare = make_net()
     accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=2)
     model, loader = accelerator.prepare(copy.deepcopy(bare), DataLoader(TensorDataset(x, y), batch_size=4))
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             losses = (model(inputs) - targets).square()[loader.mask]
             accelerator.backward(losses.sum(), weight=len(losses), reduction="sum")
-    assert_equal(grads(model), whole(bare, x, y))
+    assert_equal(copy_gradients(model), compute_gradients(bare, x, y))
 
 
-def windows_of_their_own() -> None:
-    x, y = data(12)
-    d, g = net(1), net(2)
-    wanted_d, wanted_g = whole(d, x, y), whole(g, x[4:], y[4:])
+def separate_windows_of_two_models() -> None:
+    x, y = make_data(12)
+    d, g = make_net(1), make_net(2)
+    wanted_d, wanted_g = compute_gradients(d, x, y), compute_gradients(g, x[4:], y[4:])
     accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=3)
     d, g, loader = accelerator.prepare(d, g, DataLoader(TensorDataset(x, y), batch_size=2))
     for step, (inputs, targets) in enumerate(loader):
@@ -181,16 +190,16 @@ def windows_of_their_own() -> None:
         if step:
             with accelerator.accumulate(g):
                 accelerator.backward(mse_loss(g(inputs), targets))
-    assert_equal(grads(d), wanted_d)
-    assert_equal(grads(g), wanted_g)
+    assert_equal(copy_gradients(d), wanted_d)
+    assert_equal(copy_gradients(g), wanted_g)
 
 
 def two_losses() -> None:
-    """Over one forward, and over a forward each; in windows of one and of three micro-batches."""
-    x, y = data(12)
+    """Check two losses from one forward pass and from two, in windows of one and of three micro-batches."""
+    x, y = make_data(12)
     for is_one_forward in (True, False):
         for batch_size in (6, 2):
-            bare = net()
+            bare = make_net()
             reference = copy.deepcopy(bare)
             (mse_loss(reference(x), y) + 0.5 * reference(x).square().mean()).backward()
             accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=3)
@@ -201,13 +210,13 @@ def two_losses() -> None:
                     accelerator.backward(mse_loss(outputs, targets), retain_graph=is_one_forward)
                     again = outputs if is_one_forward else model(inputs)
                     accelerator.backward(0.5 * again.square().mean())
-            assert_equal(grads(model), grads(reference))
+            assert_equal(copy_gradients(model), copy_gradients(reference))
 
 
 def evaluation_inside_training() -> None:
-    """It breaks off, and the last look is rank 0's alone."""
-    x, y = data(20)
-    bare = net()
+    """Check that an evaluation loop that breaks early, and a forward pass on rank 0 only, leave the gradients right."""
+    x, y = make_data(20)
+    bare = make_net()
     accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=8)
     model, loader, evaluation = accelerator.prepare(
         copy.deepcopy(bare),
@@ -224,18 +233,18 @@ def evaluation_inside_training() -> None:
                 model(x.to(DEVICE))
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(inputs), targets))
-    assert_equal(grads(model), whole(bare, x, y))
+    assert_equal(copy_gradients(model), compute_gradients(bare, x, y))
 
 
-def nothing_weighs() -> None:
+def windows_without_weight() -> None:
     accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=2)
-    model = net()
+    model = make_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(2):
         with accelerator.accumulate(model):
-            accelerator.backward(model(data(2)[0].to(DEVICE))[:0].mean(), weight=0)
+            accelerator.backward(model(make_data(2)[0].to(DEVICE))[:0].mean(), weight=0)
             optimizer.step()
             optimizer.zero_grad()
     assert accelerator.optimizer_step_was_skipped
@@ -244,8 +253,8 @@ def nothing_weighs() -> None:
 
 
 def skipped_with_continue() -> None:
-    x, y = data(18)
-    bare = net()
+    x, y = make_data(18)
+    bare = make_net()
     kept = torch.cat([torch.arange(0, 6), torch.arange(12, 18)])
     accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=4)
     model, loader = accelerator.prepare(copy.deepcopy(bare), DataLoader(TensorDataset(x, y), batch_size=3))
@@ -254,13 +263,13 @@ def skipped_with_continue() -> None:
             if step == 1:
                 continue
             accelerator.backward(mse_loss(model(inputs), targets))
-    assert_equal(grads(model), whole(bare, x[kept], y[kept]))
+    assert_equal(copy_gradients(model), compute_gradients(bare, x[kept], y[kept]))
 
 
-def by_hand() -> None:
-    """backward outside accumulate: no_sync and division by hand; then explicit weights that differ between ranks."""
-    x, y = data(12)
-    bare = net()
+def backward_outside_accumulate() -> None:
+    """Check backward outside `accumulate`, with `no_sync` and a division by hand, and with weights that differ between ranks."""
+    x, y = make_data(12)
+    bare = make_net()
     accelerator = Accelerator(cpu=ON_CPU)
     model, loader = accelerator.prepare(copy.deepcopy(bare), DataLoader(TensorDataset(x, y), batch_size=2))
     for step, (inputs, targets) in enumerate(loader):
@@ -270,19 +279,19 @@ def by_hand() -> None:
             assert len({float(v) for v in accelerator.gather(model[0].bias.grad.sum())}) == 2
         else:
             accelerator.backward(mse_loss(model(inputs), targets) / 3)
-    assert_equal(grads(model), whole(bare, x, y))
+    assert_equal(copy_gradients(model), compute_gradients(bare, x, y))
     for reduction in ("mean", "sum"):
         model.zero_grad()
         piece = slice(0, 5) if accelerator.is_main_process else slice(5, 12)
         loss = mse_loss(model(x[piece].to(DEVICE)), y[piece].to(DEVICE), reduction=reduction)
         accelerator.backward(loss, weight=len(x[piece]), reduction=reduction)
-        assert_equal(grads(model), whole(bare, x, y))
+        assert_equal(copy_gradients(model), compute_gradients(bare, x, y))
 
 
-def own_clipping() -> None:
-    x, y = data(14)
-    bare = net()
-    wanted = whole(bare, x, y)
+def clipping_by_hand() -> None:
+    x, y = make_data(14)
+    bare = make_net()
+    wanted = compute_gradients(bare, x, y)
     norm = torch.stack([g.norm() for g in wanted]).norm()
     accelerator = Accelerator(
         cpu=ON_CPU, gradient_accumulation_steps=5, dataloader_config=DataLoaderConfiguration(even_batches=False)
@@ -292,11 +301,11 @@ def own_clipping() -> None:
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(inputs), targets))
     torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), norm / 3), norm, check_device=False)
-    assert_equal(grads(model), [g / 3 for g in wanted])
+    assert_equal(copy_gradients(model), [g / 3 for g in wanted])
 
 
 def overflow_on_one_rank() -> None:
-    """Both ranks skip, the schedule waits, and the true norm is returned."""
+    """Check that both ranks skip the update, the schedule does not advance, and the norm is the true one."""
     accelerator = Accelerator(
         cpu=ON_CPU, mixed_precision="fp16", gradient_accumulation_steps=2,
         kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
@@ -310,7 +319,7 @@ def overflow_on_one_rank() -> None:
     for number in range(6):
         with accelerator.accumulate(model):
             is_bad = number == 2 and not accelerator.is_main_process
-            # Sums of 1 + 3 items with gradients 1 and 3: a mean of (1 + 3 * 3) / 4.
+            # One item with gradient 1 and three items with gradient 3: the mean is (1 + 3 * 3) / 4.
             count = 1 + 2 * accelerator.process_index
             loss = model(torch.full((1, 1), float(count), device=DEVICE)).float().mean() * (
                 float("inf") if is_bad else 1.0
@@ -330,7 +339,7 @@ def overflow_on_one_rank() -> None:
 
 
 def settings_and_means() -> None:
-    x, y = data(32)
+    x, y = make_data(32)
     accelerator = Accelerator(cpu=ON_CPU, global_batch_size=24)
     accelerator.prepare(DataLoader(TensorDataset(x, y), batch_size=4))
     assert accelerator.gradient_accumulation_steps == 3
@@ -346,10 +355,10 @@ def settings_and_means() -> None:
         accelerator.backward(torch.tensor(1.0))
 
 
-def the_plain_recipe() -> None:
-    """ConstantDivision: the mean over ranks of what each divided by its steps, whatever the micro-batches weigh."""
-    x, y = data(10)
-    bare = net()
+def constant_division() -> None:
+    """Check `ConstantDivision`: each loss is divided by the number of steps and averaged over ranks, whatever its weight."""
+    x, y = make_data(10)
+    bare = make_net()
     pieces = [[slice(0, 4), slice(8, 10)], [slice(4, 8), slice(9, 10)]]
     reference = copy.deepcopy(bare)
     for piece in pieces[0] + pieces[1]:
@@ -360,18 +369,18 @@ def the_plain_recipe() -> None:
         with accelerator.accumulate(model):
             loss = mse_loss(model(x[piece].to(DEVICE)), y[piece].to(DEVICE))
             accelerator.backward(loss, weight=len(x[piece]))
-    assert_equal(grads(model), grads(reference))
+    assert_equal(copy_gradients(model), copy_gradients(reference))
 
 
 SCENARIOS = [
-    map_style, streams, ragged_batches, explicit_weights, padded_tail, windows_of_their_own, two_losses,
-    evaluation_inside_training, nothing_weighs, skipped_with_continue, by_hand, own_clipping, overflow_on_one_rank,
-    settings_and_means, the_plain_recipe,
+    map_style, streams, ragged_batches, explicit_weights, padded_tail, separate_windows_of_two_models, two_losses,
+    evaluation_inside_training, windows_without_weight, skipped_with_continue, backward_outside_accumulate,
+    clipping_by_hand, overflow_on_one_rank, settings_and_means, constant_division,
 ]  # fmt: skip
 
 
-def play() -> dict[str, str]:
-    """What went wrong in each scenario."""
+def run_scenarios() -> dict[str, str]:
+    """Run each scenario, and return the tracebacks of those that failed, by name."""
     found = {}
     for scenario in SCENARIOS:
         try:
@@ -383,11 +392,11 @@ def play() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def failures() -> list[dict[str, str]]:
-    return run_ranks(play, 2)
+    return run_ranks(run_scenarios, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
-def test_on_two_processes(name: str, failures: list[dict[str, Any]]) -> None:
-    told = [f"rank {rank}: {found[name]}" for rank, found in enumerate(failures) if name in found]
-    assert not told, "\n".join(told)
+def test_scenario_on_two_processes(name: str, failures: list[dict[str, Any]]) -> None:
+    reports = [f"rank {rank}: {found[name]}" for rank, found in enumerate(failures) if name in found]
+    assert not reports, "\n".join(reports)

@@ -1,4 +1,4 @@
-"""Adapters beside a frozen base: PEFT's methods in every layout, checkpoints without the base, and bases of four and eight bits."""
+"""Adapters on a frozen base: PEFT's methods in every layout, checkpoints without the base, and quantized bases."""
 
 import io
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from headway.core.weights.pieces import is_dtensor
 from headway.core.weights.shards import get_raw_bytes
 from headway.errors import CheckpointError, PrepareError, UnsupportedError
 from tests.devices import ON_CPU
-from tests.distributed.layouts import seeded, text, whole_weights
+from tests.distributed.layouts import build_seeded, gather_weights, make_tokens
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_pretrained import pairs_of_heads
+from tests.distributed.test_pretrained import make_two_head_llama
 
 peft = pytest.importorskip("peft")
 from tests.distributed import adapters  # noqa: E402 - needs PEFT
@@ -26,11 +26,11 @@ from tests.distributed import adapters  # noqa: E402 - needs PEFT
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
 
 
-def adapted(base: int = 0) -> Any:
-    return with_adapters(seeded(base, lambda: pairs_of_heads(True)))
+def make_adapted(base: int = 0) -> Any:
+    return add_adapters(build_seeded(base, lambda: make_two_head_llama(True)))
 
 
-def with_adapters(model: Any) -> Any:
+def add_adapters(model: Any) -> Any:
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=EVERY))
     torch.manual_seed(2)
     for name, parameter in model.named_parameters():
@@ -39,14 +39,14 @@ def with_adapters(model: Any) -> Any:
     return model
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
 
 
-def updates(accelerator: Accelerator, model: nn.Module, optimizer: Any, numbers: range) -> list[float]:
+def run_updates(accelerator: Accelerator, model: nn.Module, optimizer: Any, numbers: range) -> list[float]:
     shard, norms = accelerator.strategy.data_shard, []
     for number in numbers:
-        rows = text(number, 4)[shard.index :: shard.count]
+        rows = make_tokens(number, 4)[shard.index :: shard.count]
         accelerator.backward(model(rows).logits.square().mean(), weight=len(rows))
         norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
@@ -54,49 +54,51 @@ def updates(accelerator: Accelerator, model: nn.Module, optimizer: Any, numbers:
     return norms
 
 
-def by_hand(num_updates: int, make: Callable[[], Any] = adapted) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_by_hand(
+    num_updates: int, make: Callable[[], Any] = make_adapted
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     model, norms = make(), []
-    optimizer = optimizer_of(model)
+    optimizer = make_optimizer(model)
     for number in range(num_updates):
-        model(text(number, 4)).logits.square().mean().backward()
+        model(make_tokens(number, 4)).logits.square().mean().backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
     return norms, model.state_dict()
 
 
-def lora(layout: str) -> bool:
+def check_lora(layout: str) -> bool:
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
-    model = adapted()
-    model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    norms = updates(accelerator, model, optimizer, range(4))
-    wanted, weights = by_hand(4)
+    model = make_adapted()
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
+    norms = run_updates(accelerator, model, optimizer, range(4))
+    wanted, weights = train_by_hand(4)
     assert norms == pytest.approx(wanted, abs=1e-6)
-    for name, value in whole_weights(model).items():
+    for name, value in gather_weights(model).items():
         torch.testing.assert_close(value, weights[name], atol=1e-6, rtol=1e-5, msg=name)
     base = model.get_parameter("base_model.model.model.layers.0.mlp.up_proj.base_layer.weight")
     return is_dtensor(base) and base.to_local().numel() < base.numel()
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp=2", "fsdp+tp=2"])
-def test_lora_is_that_of_one_process(layout):
-    for is_cut in run_ranks(lora, 4 if "+" in layout else 2, layout):
+def test_lora_matches_one_process(layout):
+    for is_cut in run_ranks(check_lora, 4 if "+" in layout else 2, layout):
         assert is_cut == (layout != "ddp")
 
 
-def onto_shards(folder: str, layout: str) -> None:
-    """A base on the meta device, read before or after its adapters came; these begin as PEFT says."""
+def load_base_into_shards(folder: str, layout: str) -> None:
+    """Check a base on the meta device, loaded before or after the adapters are added. New adapters start as PEFT defines."""
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
     for is_first in (True, False):
         with torch.device("meta"):
-            model: Any = pairs_of_heads(True)
+            model: Any = make_two_head_llama(True)
         if is_first:
             accelerator.load_weights(model, folder)
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=EVERY))
         if not is_first:
             accelerator.load_weights(model.get_base_model(), folder)
-        found = whole_weights(accelerator.prepare(model))
-        wanted = adapted().state_dict()
+        found = gather_weights(accelerator.prepare(model))
+        wanted = make_adapted().state_dict()
         for name, value in found.items():
             if "lora_B" in name:
                 assert not value.any(), name
@@ -108,59 +110,59 @@ def onto_shards(folder: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp=2"])
-def test_a_base_is_read_straight_into_shards_beside_new_adapters(tmp_path, layout):
-    seeded(0, lambda: pairs_of_heads(True)).save_pretrained(tmp_path)
-    run_ranks(onto_shards, 2, str(tmp_path), layout)
+def test_base_is_loaded_into_shards_with_new_adapters(tmp_path, layout):
+    build_seeded(0, lambda: make_two_head_llama(True)).save_pretrained(tmp_path)
+    run_ranks(load_base_into_shards, 2, str(tmp_path), layout)
 
 
 # -------------------------------------------------------------------- checkpoints without the base
 
 
-def half(folder: str, layout: str) -> None:
+def save_after_two_updates(folder: str, layout: str) -> None:
     project = ProjectConfiguration(folder, save_frozen=False)
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout, project_config=project)
-    model = adapted()
-    model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    updates(accelerator, model, optimizer, range(2))
+    model = make_adapted()
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
+    run_updates(accelerator, model, optimizer, range(2))
     accelerator.save_state(Path(folder, "half"))
-    accelerator.save_state(Path(folder, "again"))  # digests that are known
+    accelerator.save_state(Path(folder, "again"))  # with digests that the first save has computed
 
 
-def rest(folder: str, layout: str) -> None:
+def resume_after_two_updates(folder: str, layout: str) -> None:
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
-    model = adapted(base=5)
-    model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    before = whole_weights(model)
+    model = make_adapted(base=5)
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
+    before = gather_weights(model)
     with pytest.raises(CheckpointError, match=r"16 of 21 are others here.*embed_tokens.*Build the model on the base"):
         accelerator.load_state(Path(folder, "half"))
-    assert all(torch.equal(value, before[name]) for name, value in whole_weights(model).items())
+    assert all(torch.equal(value, before[name]) for name, value in gather_weights(model).items())
     accelerator.free_memory()
-    model = adapted()
-    with torch.no_grad():  # one element of the base
+    model = make_adapted()
+    with torch.no_grad():  # change one element of the base
         model.get_parameter("base_model.model.model.norm.weight")[3] += 1e-6
-    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
     with pytest.raises(CheckpointError, match=r"1 of 21 are others here.*norm.weight"):
         accelerator.load_state(Path(folder, "half"))
     accelerator.free_memory()
-    model = adapted()
+    model = make_adapted()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora" in name:
                 parameter.zero_()
-    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
     accelerator.load_state(Path(folder, "again"))
-    norms = updates(accelerator, model, optimizer, range(2, 4))
-    assert norms == pytest.approx(by_hand(4)[0][2:], abs=1e-6)
+    norms = run_updates(accelerator, model, optimizer, range(2, 4))
+    assert norms == pytest.approx(train_by_hand(4)[0][2:], abs=1e-6)
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("ddp", "fsdp"), ("fsdp", "tp=2"), ("tp=2", "ddp")])
-def test_a_checkpoint_names_its_base_and_every_layout_takes_it_up(tmp_path, saved, loaded):
-    run_ranks(half, 2, str(tmp_path), saved)
-    run_ranks(rest, 2, str(tmp_path), loaded)
+def test_adapter_checkpoint_requires_its_base_and_loads_in_other_layouts(tmp_path, saved, loaded):
+    run_ranks(save_after_two_updates, 2, str(tmp_path), saved)
+    run_ranks(resume_after_two_updates, 2, str(tmp_path), loaded)
 
 
-def large(folder: str) -> tuple[int, int]:
-    """The adapter's bytes, and the checkpoint's."""
+def measure_checkpoint(folder: str) -> tuple[int, int]:
+    """Return the size of the adapter and of the checkpoint, in bytes."""
     project = ProjectConfiguration(folder, save_frozen=False)
     accelerator = Accelerator(cpu=ON_CPU, strategy="fsdp", project_config=project)
     base = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(8)))
@@ -172,17 +174,17 @@ def large(folder: str) -> tuple[int, int]:
     return size, sum(file.stat().st_size for file in Path(folder, "state").rglob("*") if file.is_file())
 
 
-def test_its_size_is_the_adapters(tmp_path):
-    for adapter, checkpoint in run_ranks(large, 2, str(tmp_path)):
+def test_checkpoint_is_as_small_as_its_adapters(tmp_path):
+    for adapter, checkpoint in run_ranks(measure_checkpoint, 2, str(tmp_path)):
         assert adapter < checkpoint <= 1.1 * adapter, (adapter, checkpoint)
 
 
-# -------------------------------------------------------------------- merged on their way out
+# -------------------------------------------------------------------- merged adapters
 
 
-def with_more(kind: str) -> Any:
-    """An embedding and a tied head that are adapted, or a head that is trained whole, in bf16."""
-    model: Any = seeded(0, lambda: pairs_of_heads(kind == "tied")).bfloat16()
+def make_variant(kind: str) -> Any:
+    """Return a bf16 model: "plain", "tied" (adapted embedding tied to the head), or "head" (a fully trained head)."""
+    model: Any = build_seeded(0, lambda: make_two_head_llama(kind == "tied")).bfloat16()
     targets = [*EVERY, *(["embed_tokens"] if kind == "tied" else [])]
     more: dict[str, Any] = {"modules_to_save": ["lm_head"], "use_dora": True} if kind == "head" else {}
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **more))
@@ -193,12 +195,12 @@ def with_more(kind: str) -> Any:
     return model
 
 
-def merged(layout: str) -> None:
+def check_merged(layout: str) -> None:
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
     for kind in ("plain",) if layout == "tp=2" else ("plain", "tied", "head"):
-        wanted = with_more(kind).merge_and_unload().state_dict()
-        model = accelerator.prepare(with_more(kind))
-        before = whole_weights(model)
+        wanted = make_variant(kind).merge_and_unload().state_dict()
+        model = accelerator.prepare(make_variant(kind))
+        before = gather_weights(model)
         stream = accelerator.stream_weights(model, "6KiB", merge_adapters=True)
         found = {name: tensor.clone() for bucket in stream for name, tensor in bucket}
         tied = {"lm_head.weight"} if kind == "tied" else set()
@@ -206,7 +208,7 @@ def merged(layout: str) -> None:
         for name, value in found.items():
             same = torch.equal(value, wanted[name]) if accelerator.is_main_process else value.is_meta
             assert same, (layout, kind, name)
-        after = whole_weights(model)
+        after = gather_weights(model)
         assert all(each.is_meta or torch.equal(each, before[name]) for name, each in after.items())
         accelerator.free_memory()
     if layout == "ddp":
@@ -215,45 +217,47 @@ def merged(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp=2", "pp=2"])
-def test_merged_adapters_are_those_that_peft_merges(layout):
-    run_ranks(merged, 2, layout, timeout=400)
+def test_merged_adapters_equal_those_of_peft(layout):
+    run_ranks(check_merged, 2, layout, timeout=400)
 
 
-def streamed(kind: str, folder: str) -> None:
-    """What `save_model` writes, packed weights and their scales included."""
+def check_streamed(kind: str, folder: str) -> None:
+    """Check that a weight stream yields what `save_model` writes, including packed weights and their scales."""
     accelerator = Accelerator(cpu=ON_CPU, strategy="fsdp")
-    model = accelerator.prepare(on_base(kind))
+    model = accelerator.prepare(make_quantized(kind))
     accelerator.save_model(model, folder)
     found = {name: each.clone() for bucket in accelerator.stream_weights(model, "6KiB") for name, each in bucket}
     wanted = {name: stored.tensor() for name, stored in open_checkpoint(folder).tensors.items()}
-    assert found.keys() == wanted.keys() == on_base(kind).state_dict().keys() - {"base_model.model.lm_head.weight"}
+    assert (
+        found.keys() == wanted.keys() == make_quantized(kind).state_dict().keys() - {"base_model.model.lm_head.weight"}
+    )
     assert any("nf4" in name or "SCB" in name for name in found)
     for name, each in found.items() if accelerator.is_main_process else ():
         assert torch.equal(get_raw_bytes(each), get_raw_bytes(wanted[name])), (
             name
-        )  # read as floats, some packed ones are no numbers
+        )  # some packed values are NaN if read as floats
     with pytest.raises(UnsupportedError, match="on quantized bases, leave it out"):
         accelerator.stream_weights(model, merge_adapters=True)
 
 
 @pytest.mark.parametrize("kind", ["bitsandbytes, nf4", "bitsandbytes, int8"])
-def test_quantized_bases_are_streamed_as_they_are_saved(tmp_path, kind):
+def test_streamed_quantized_bases_equal_saved_ones(tmp_path, kind):
     pytest.importorskip("bitsandbytes")
-    run_ranks(streamed, 2, kind, str(tmp_path), timeout=400)
+    run_ranks(check_streamed, 2, kind, str(tmp_path), timeout=400)
 
 
 # -------------------------------------------------------------------- quantized bases
 
 
-def on_base(kind: str) -> Any:
-    """LoRA on a quantized base; NF4 is stored as float32, as FSDP wants it."""
+def make_quantized(kind: str) -> Any:
+    """Return a model with LoRA on a quantized base. NF4 values are stored as float32, which FSDP requires."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = seeded(0, lambda: pairs_of_heads(True, **sizes))
+    model = build_seeded(0, lambda: make_two_head_llama(True, **sizes))
     if kind == "torchao, int8":
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
         quantize_(model.model.layers, Int8WeightOnlyConfig())
-        return with_adapters(model)
+        return add_adapters(model)
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
     for module in list(model.model.layers.modules()):
@@ -267,19 +271,19 @@ def on_base(kind: str) -> Any:
                 )
                 made.load_state_dict(child.state_dict())
                 setattr(module, name, made.to("cpu"))
-    return with_adapters(model)
+    return add_adapters(model)
 
 
-def quantized(kind: str, layout: str) -> tuple[bool, bool]:
+def check_quantized(kind: str, layout: str) -> tuple[bool, bool]:
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
-    model = on_base(kind)
-    with torch.no_grad():  # rank 0's adapters and norms reach all
+    model = make_quantized(kind)
+    with torch.no_grad():  # other ranks must receive the adapters and norms of rank 0
         for parameter in model.parameters():
             if parameter.is_floating_point() and "int8" not in kind and accelerator.process_index:
                 parameter.zero_()
-    model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    norms = updates(accelerator, model, optimizer, range(4))
-    assert norms == pytest.approx(by_hand(4, partial(on_base, kind))[0], abs=1e-6)
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
+    norms = run_updates(accelerator, model, optimizer, range(4))
+    assert norms == pytest.approx(train_by_hand(4, partial(make_quantized, kind))[0], abs=1e-6)
     number = 1 if layout == "pp" and accelerator.process_index else 0  # a block of this stage
     base = model.get_parameter(f"base_model.model.model.layers.{number}.mlp.up_proj.base_layer.weight")
     return is_dtensor(base) and base.to_local().numel() < base.numel(), base.numel() == 128 * 256 // 8
@@ -287,21 +291,21 @@ def quantized(kind: str, layout: str) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "pp"])
 @pytest.mark.parametrize("kind", ["bitsandbytes, nf4", "bitsandbytes, int8", "torchao, int8"])
-def test_lora_on_a_quantized_base_is_that_of_one_process(kind, layout):
+def test_lora_on_a_quantized_base_matches_one_process(kind, layout):
     pytest.importorskip(kind.partition(",")[0])
-    for is_cut, is_packed in run_ranks(quantized, 2, kind, layout):
+    for is_cut, is_packed in run_ranks(check_quantized, 2, kind, layout):
         assert is_packed == ("nf4" in kind)
         assert is_cut == (layout == "fsdp" and "nf4" in kind)
 
 
 def refuse_quantized(kind: str) -> None:
-    """No rank computes with a part of packed values, whatever layers the plan names."""
+    """Check that tensor parallelism rejects a quantized base, whatever layers the plan names."""
     for plan in (None, {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}):
         options = TensorParallelOptions(plan=plan)
         accelerator = Accelerator(cpu=ON_CPU, strategy="tp", kwargs_handlers=[options])
         match = r"_proj' .*because its weight is quantized.*one of the layouts fsdp, ddp and pp"
         with pytest.raises(PrepareError, match=match):
-            accelerator.prepare(on_base(kind))
+            accelerator.prepare(make_quantized(kind))
         accelerator.end_training()
 
 
@@ -318,11 +322,11 @@ Cell = tuple[str, str]
 
 
 def train_cells(layout: str, wanted: bytes) -> dict[Cell, dict[str, torch.Tensor] | str]:
-    """For each model and method the adapters after twenty updates on this rank, or the error of `prepare`."""
+    """Return this rank's adapters after twenty updates for each model and method, or the error of `prepare`."""
     results: dict[Cell, dict[str, torch.Tensor] | str] = {}
     references: dict[Cell, adapters.Reference] = torch.load(io.BytesIO(wanted), weights_only=False)
     for cell, reference in references.items():
-        accelerator = adapters.start(layout)
+        accelerator = adapters.make_accelerator(layout)
         try:
             model, optimizer = adapters.prepare(accelerator, adapters.make_adapted(*cell))
         except PrepareError as error:
@@ -331,15 +335,15 @@ def train_cells(layout: str, wanted: bytes) -> dict[Cell, dict[str, torch.Tensor
             continue
         losses = adapters.train(accelerator, model, optimizer)
         assert losses == pytest.approx(reference.losses, abs=adapters.CLOSE), (layout, cell)
-        found = adapters.read_whole(accelerator, model)
-        ended = {name: value for name, value in reference.ended.items() if layout != "pp" or name in found}
-        assert not adapters.find_differences(found, ended), (layout, cell)
+        found = adapters.gather_parameters(accelerator, model)
+        final = {name: value for name, value in reference.final.items() if layout != "pp" or name in found}
+        assert not adapters.find_differences(found, final), (layout, cell)
         for name, value in found.items():
-            if "ranknum" in name:  # AdaLoRA's divisors, which are trainable, but hardly change
+            if "ranknum" in name:  # AdaLoRA's rank numbers are trainable, but hardly change
                 continue
-            moved = float((value - reference.begun[name]).abs().max())
+            moved = float((value - reference.initial[name]).abs().max())
             assert moved > 100 * adapters.CLOSE if name in reference.trained else moved == 0, (layout, cell, name)
-        results[cell] = {name: found[name] for name in ended if name in reference.trained}
+        results[cell] = {name: found[name] for name in final if name in reference.trained}
         accelerator.free_memory()
     return results
 
@@ -348,23 +352,23 @@ def train_cells(layout: str, wanted: bytes) -> dict[Cell, dict[str, torch.Tensor
     ("layout", "only"),
     [("ep", "LoRA of experts"), *(pytest.param(each, None, marks=pytest.mark.matrix) for each in adapters.LAYOUTS)],
 )
-def test_adapters_are_those_of_one_process_and_equal_on_all_ranks(layout, only):
+def test_adapters_match_one_process_and_are_equal_on_all_ranks(layout, only):
     cells = [(model, method) for model, methods in adapters.CELLS[layout].items() for method in methods]
-    wanted = {cell: adapters.run_by_hand(*cell) for cell in cells if only in (None, cell[1])}
+    wanted = {cell: adapters.compute_reference(*cell) for cell in cells if only in (None, cell[1])}
     packed = io.BytesIO()
     torch.save(wanted, packed)
     results = run_ranks(train_cells, adapters.LAYOUTS[layout], layout, packed.getvalue(), timeout=280)
     for cell in wanted:
         first = results[0][cell]
         assert isinstance(first, str) == adapters.is_refused(cell[1], layout), (cell, first)
-        if not isinstance(first, str):  # the stages of a pipeline have different adapters
+        if not isinstance(first, str):  # pipeline stages hold different adapters
             assert {name for result in results for name in result[cell]} == wanted[cell].trained
         for result in results[1:]:
             if isinstance(first, str):
                 assert result[cell] == first
                 hint = adapters.HINTS.get(cell[1], "Use LoRA or rsLoRA, or one of the layouts fsdp, ddp, ep and pp")
                 assert hint in first
-            else:  # bit by bit: parts are put together over the ranks, copies are this rank's own
+            else:  # exactly equal: gathered shards are the same on all ranks, and copies must not differ
                 assert layout == "pp" or result[cell].keys() == first.keys()
                 assert all(torch.equal(value, first[name]) for name, value in result[cell].items() if name in first)
 
@@ -373,14 +377,14 @@ def test_adapters_are_those_of_one_process_and_equal_on_all_ranks(layout, only):
 
 
 def save_and_open(layout: str, folder: str, model: str, method: str) -> None:
-    """`save_pretrained` on all ranks gives the file that a plain model opens, and so does a prepared one."""
-    accelerator = adapters.start(layout)
+    """Check that a plain and a prepared model can load the file that `save_pretrained` writes on all ranks."""
+    accelerator = adapters.make_accelerator(layout)
     prepared, optimizer = adapters.prepare(accelerator, adapters.make_adapted(model, method))
     adapters.train(accelerator, prepared, optimizer, range(4))
     prepared.save_pretrained(folder, is_main_process=accelerator.is_main_process)
     accelerator.wait_for_everyone()
     plain = adapters.make_adapted(model, method)
-    adapters.by_hand(plain, updates=range(4))
+    adapters.train_by_hand(plain, updates=range(4))
     wanted = adapters.read_logits(plain)
     opened = peft.PeftModel.from_pretrained(adapters.make_base(model), folder)
     torch.testing.assert_close(adapters.read_logits(opened), wanted, atol=adapters.CLOSE, rtol=0)
@@ -391,7 +395,7 @@ def save_and_open(layout: str, folder: str, model: str, method: str) -> None:
     accelerator.free_memory()
 
 
-def make_two(method: str = "LoRA") -> Any:
+def make_model_with_two_adapters(method: str = "LoRA") -> Any:
     model = adapters.make_adapted("llama", method)
     torch.manual_seed(5)
     model.add_adapter("other", adapters.METHODS[method]("llama"))
@@ -402,12 +406,12 @@ def list_lora(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for name, parameter in model.named_parameters() if "lora_" in name]
 
 
-def switch(layout: str, folder: str) -> None:
-    """Two adapters learn by turns; each is saved under its name."""
+def switch_adapters(layout: str, folder: str) -> None:
+    """Train two adapters in alternation, and check that each is saved under its name."""
     options = [DistributedDataParallelKwargs(find_unused_parameters=True)] if layout == "ddp" else []
-    accelerator = adapters.start(layout, kwargs_handlers=options)
-    plain, model = make_two(), make_two()
-    if layout == "ddp":  # which reduces what learns when it is prepared
+    accelerator = adapters.make_accelerator(layout, kwargs_handlers=options)
+    plain, model = make_model_with_two_adapters(), make_model_with_two_adapters()
+    if layout == "ddp":  # DDP reduces only parameters that are trainable in `prepare`
         for parameter in list_lora(model):
             parameter.requires_grad_(True)
     by_hand = adapters.make_optimizer(list_lora(plain))
@@ -416,9 +420,9 @@ def switch(layout: str, folder: str) -> None:
         plain.set_adapter(name)
         model.set_adapter(name)
         updates = [2 * number, 2 * number + 1]
-        wanted = adapters.by_hand(plain, by_hand, updates)
+        wanted = adapters.train_by_hand(plain, by_hand, updates)
         assert adapters.train(accelerator, model, optimizer, updates) == pytest.approx(wanted, abs=adapters.CLOSE)
-    assert not adapters.find_differences(adapters.read_whole(accelerator, model), dict(plain.named_parameters()))
+    assert not adapters.find_differences(adapters.gather_parameters(accelerator, model), dict(plain.named_parameters()))
     model.save_pretrained(folder, is_main_process=accelerator.is_main_process)
     accelerator.wait_for_everyone()
     opened = peft.PeftModel.from_pretrained(adapters.make_base("llama"), Path(folder, "other"))
@@ -428,38 +432,38 @@ def switch(layout: str, folder: str) -> None:
 
 
 def compare_with_base(model: Any, rows: torch.Tensor) -> torch.Tensor:
-    """A loss that needs the model without its adapters, as DPO's does."""
+    """Return a loss that also needs the outputs without adapters, as DPO's loss does."""
     with torch.no_grad(), model.disable_adapter():
         reference = model(input_ids=rows).logits
     out = model(input_ids=rows, labels=rows)
     return out.loss + 0.1 * (out.logits - reference).square().mean()  # type: ignore[no-any-return]
 
 
-def disable(layout: str) -> None:
-    accelerator = adapters.start(layout)
+def disable_adapters(layout: str) -> None:
+    accelerator = adapters.make_accelerator(layout)
     plain = adapters.make_adapted("llama", "LoRA")
     model, optimizer = adapters.prepare(accelerator, adapters.make_adapted("llama", "LoRA"))
-    wanted = adapters.by_hand(plain, updates=range(4), loss_of=compare_with_base)
+    wanted = adapters.train_by_hand(plain, updates=range(4), loss_of=compare_with_base)
     losses = adapters.train(accelerator, model, optimizer, range(4), compare_with_base)
     assert losses == pytest.approx(wanted, abs=adapters.CLOSE)
     accelerator.free_memory()
 
 
 def train_on_half(layout: str) -> None:
-    """A frozen base in bf16 with adapters in float32, which PEFT makes of it."""
-    accelerator = adapters.start(layout)
+    """Train a frozen bf16 base with float32 adapters, which PEFT creates for such a base."""
+    accelerator = adapters.make_accelerator(layout)
     plain, model = (adapters.make_adapted("llama", "LoRA", dtype=torch.bfloat16) for _ in range(2))
-    wanted = adapters.by_hand(plain, updates=range(4))
+    wanted = adapters.train_by_hand(plain, updates=range(4))
     model, optimizer = adapters.prepare(accelerator, model)
     losses = adapters.train(accelerator, model, optimizer, range(4))
     assert losses == pytest.approx(wanted, abs=1e-2)
-    assert {parameter.dtype for parameter in adapters.list_trained(model)} == {torch.float32}
+    assert {parameter.dtype for parameter in adapters.list_trainable(model)} == {torch.float32}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32, torch.bfloat16}
     accelerator.free_memory()
 
 
-def recompute(layout: str, is_reentrant: bool) -> None:
-    accelerator = adapters.start(layout)
+def recompute_activations(layout: str, is_reentrant: bool) -> None:
+    accelerator = adapters.make_accelerator(layout)
 
     def make() -> Any:
         base = adapters.make_base("llama")
@@ -468,7 +472,7 @@ def recompute(layout: str, is_reentrant: bool) -> None:
         torch.manual_seed(1)
         return peft.get_peft_model(base, adapters.METHODS["LoRA"]("llama"))
 
-    wanted = adapters.by_hand(make(), updates=range(3))
+    wanted = adapters.train_by_hand(make(), updates=range(3))
     model, optimizer = adapters.prepare(accelerator, make())
     losses = adapters.train(accelerator, model, optimizer, range(3))
     assert losses == pytest.approx(wanted, abs=adapters.CLOSE)
@@ -476,8 +480,8 @@ def recompute(layout: str, is_reentrant: bool) -> None:
 
 
 def refuse_changes(layout: str) -> None:
-    """What cannot be done on shards is an error that names what can."""
-    accelerator = adapters.start(layout)
+    """Check that operations impossible on shards raise errors that name an alternative."""
+    accelerator = adapters.make_accelerator(layout)
     model, optimizer = adapters.prepare(accelerator, adapters.make_adapted("llama", "LoRA"))
     config = adapters.METHODS["LoRA"]("llama")
     with pytest.raises(UnsupportedError, match=r"add_adapter.*Add all adapters before prepare"):
@@ -490,11 +494,11 @@ def refuse_changes(layout: str) -> None:
     base = accelerator.prepare(adapters.make_base("llama"))
     with pytest.raises(UnsupportedError, match=r"get_peft_model.*before prepare"):
         peft.get_peft_model(base, config)
-    if "tp" in layout:  # below, a whole adapter would meet split activations
+    if "tp" in layout:  # otherwise, the following part would combine a whole adapter with split activations
         accelerator.free_memory()
         return
     adapters.train(accelerator, model, optimizer, range(1))
-    layer = model.base_model.model.model.layers[0].self_attn.q_proj  # in the way of PEFT's own
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj  # add an adapter without PEFT's `add_adapter`
     layer.lora_A["other"] = nn.Linear(16, 2, bias=False, dtype=torch.float64)
     layer.lora_B["other"] = nn.Linear(2, 16, bias=False, dtype=torch.float64)
     layer.lora_dropout["other"], layer.scaling["other"] = nn.Identity(), 1.0
@@ -506,37 +510,37 @@ def refuse_changes(layout: str) -> None:
 
 
 def add_to_replicas() -> None:
-    """DDP: what is added after `prepare` is an error, until it is prepared anew."""
-    accelerator = adapters.start("ddp")
+    """Check that under DDP, adapters added after `prepare` raise an error until the model is prepared again."""
+    accelerator = adapters.make_accelerator("ddp")
     model, _ = adapters.prepare(accelerator, adapters.make_adapted("llama", "LoRA"))
     model.add_adapter("other", adapters.METHODS["LoRA"]("llama"))
     model.set_adapter("other")
-    late = accelerator.prepare(adapters.make_optimizer(adapters.list_trained(model)))
+    late = accelerator.prepare(adapters.make_optimizer(adapters.list_trainable(model)))
     with pytest.raises(PrepareError, match=r"Add layers and adapters before prepare"):
         adapters.train(accelerator, model, late, range(1))
     accelerator.free_memory()
     model.zero_grad()
     model, optimizer = adapters.prepare(accelerator, model)
-    plain = make_two()
+    plain = make_model_with_two_adapters()
     with torch.no_grad():
         for parameter, own in zip(model.parameters(), plain.parameters(), strict=True):
             own.copy_(parameter)
     plain.set_adapter("other")
     losses = adapters.train(accelerator, model, optimizer, range(3))
-    assert losses == pytest.approx(adapters.by_hand(plain, updates=range(3)), abs=adapters.CLOSE)
+    assert losses == pytest.approx(adapters.train_by_hand(plain, updates=range(3)), abs=adapters.CLOSE)
     merged = model.merge_and_unload()
     torch.testing.assert_close(adapters.read_logits(merged), adapters.read_logits(plain), atol=adapters.CLOSE, rtol=0)
     accelerator.free_memory()
 
 
-def use_as_peft_does(layout: str, folder: str) -> None:
+def check_documented_uses(layout: str, folder: str) -> None:
     for method in ("LoRA", *(() if "tp" in layout else ("DoRA", "LoRA with modules_to_save")), "prompt tuning"):
         save_and_open(layout, f"{folder}/{method}", "llama", method)
-    switch(layout, f"{folder}/two")
-    disable(layout)
+    switch_adapters(layout, f"{folder}/two")
+    disable_adapters(layout)
     train_on_half(layout)
-    recompute(layout, is_reentrant=False)
-    recompute(layout, is_reentrant=True)
+    recompute_activations(layout, is_reentrant=False)
+    recompute_activations(layout, is_reentrant=True)
     if layout == "ddp":
         add_to_replicas()
     else:
@@ -547,13 +551,13 @@ def use_as_peft_does(layout: str, folder: str) -> None:
     "layout",
     [pytest.param("fsdp", marks=pytest.mark.slow), *(pytest.param(n, marks=pytest.mark.matrix) for n in ("ddp", "tp"))],
 )
-def test_a_prepared_model_is_used_as_peft_documents_it(tmp_path, layout):
-    run_ranks(use_as_peft_does, 2, layout, str(tmp_path), timeout=280)
+def test_prepared_model_works_as_peft_documents(tmp_path, layout):
+    run_ranks(check_documented_uses, 2, layout, str(tmp_path), timeout=280)
 
 
-def save_experts(folder: str) -> None:
+def save_and_merge_experts(folder: str) -> None:
     save_and_open("ep", folder, "mixtral", "LoRA of experts")
-    accelerator = adapters.start("ep")
+    accelerator = adapters.make_accelerator("ep")
     wanted = adapters.make_adapted("mixtral", "LoRA of experts").merge_and_unload().state_dict()
     model = accelerator.prepare(adapters.make_adapted("mixtral", "LoRA of experts"))
     stream = accelerator.stream_weights(model, "6KiB", merge_adapters=True)
@@ -565,21 +569,21 @@ def save_experts(folder: str) -> None:
 
 @pytest.mark.matrix
 def test_adapters_of_distributed_experts_are_saved_opened_and_merged(tmp_path):
-    run_ranks(save_experts, 2, str(tmp_path), timeout=280)
+    run_ranks(save_and_merge_experts, 2, str(tmp_path), timeout=280)
 
 
 def resume(saved: str, loaded: str, folder: str, model: str, method: str) -> None:
     project = ProjectConfiguration(folder, save_frozen=False)
-    accelerator = adapters.start(saved, project_config=project)
+    accelerator = adapters.make_accelerator(saved, project_config=project)
     prepared, optimizer = adapters.prepare(accelerator, adapters.make_adapted(model, method))
     adapters.train(accelerator, prepared, optimizer, range(3))
     accelerator.save_state(Path(folder, "state"))
     accelerator.end_training()
-    accelerator = adapters.start(loaded)
+    accelerator = adapters.make_accelerator(loaded)
     prepared, optimizer = adapters.prepare(accelerator, adapters.make_adapted(model, method, seed=7))
     accelerator.load_state(Path(folder, "state"))
     losses = adapters.train(accelerator, prepared, optimizer, range(3, 6))
-    wanted = adapters.by_hand(adapters.make_adapted(model, method), updates=range(6))
+    wanted = adapters.train_by_hand(adapters.make_adapted(model, method), updates=range(6))
     assert losses == pytest.approx(wanted[3:], abs=adapters.CLOSE)
     accelerator.free_memory()
 
@@ -592,10 +596,10 @@ def resume_each(folder: str) -> None:
 
 
 @pytest.mark.matrix
-def test_adapters_are_resumed_in_another_layout(tmp_path):
+def test_adapters_resume_in_another_layout(tmp_path):
     run_ranks(resume_each, 2, str(tmp_path), timeout=280)
 
 
-def test_the_page_shows_the_table():
+def test_docs_page_contains_the_generated_table():
     page = Path(__file__).parents[2] / "docs" / "adapters.md"
     assert adapters.write_table() in page.read_text()

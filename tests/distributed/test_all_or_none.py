@@ -1,4 +1,4 @@
-"""A load that one rank cannot take up changes nothing on any rank; a save that one rank cannot make is refused on all."""
+"""A load or save that fails on one rank fails on all ranks: a failed load changes nothing, a failed save leaves nothing behind."""
 
 import tempfile
 from pathlib import Path
@@ -11,8 +11,8 @@ from headway.errors import CheckpointError
 from tests.distributed.ranks import run_ranks
 
 
-class Fussy:
-    """Takes no state up on one rank."""
+class FailingState:
+    """Object whose `load_state_dict` raises on rank 1."""
 
     def __init__(self, rank, value):
         self.rank, self.value = rank, value
@@ -26,35 +26,35 @@ class Fussy:
         self.value = state["value"]
 
 
-def load(folder):
+def load_failing_state(folder):
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    fussy = Fussy(accelerator.process_index, 1)
-    accelerator.register_for_checkpointing(fussy)
+    failing = FailingState(accelerator.process_index, 1)
+    accelerator.register_for_checkpointing(failing)
     accelerator.save_state(folder)
     with torch.no_grad():
         model.weight.fill_(7)
-    optimizer.param_groups[0]["lr"], fussy.value = 0.5, 2
+    optimizer.param_groups[0]["lr"], failing.value = 0.5, 2
     try:
         accelerator.load_state(folder)
     except CheckpointError as error:
-        return str(error), model.weight.tolist(), optimizer.param_groups[0]["lr"], fussy.value
+        return str(error), model.weight.tolist(), optimizer.param_groups[0]["lr"], failing.value
     return None
 
 
 @pytest.mark.slow
-def test_a_load_that_fails_on_one_rank_is_undone_on_all():
+def test_load_that_fails_on_one_rank_changes_nothing_on_any_rank():
     with tempfile.TemporaryDirectory() as folder:
-        for told, weight, rate, value in run_ranks(load, 2, f"{folder}/mine"):
-            assert "rank 1: ValueError: not on this rank" in told
-            assert "nothing was changed" in told
+        for message, weight, rate, value in run_ranks(load_failing_state, 2, f"{folder}/mine"):
+            assert "rank 1: ValueError: not on this rank" in message
+            assert "nothing was changed" in message
             assert (weight, rate, value) == ([[7.0, 7.0]], 0.5, 2)
 
 
-def hook_fails(folder):
+def save_with_failing_hook(folder):
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.nn.Linear(2, 1))
 
@@ -72,17 +72,17 @@ def hook_fails(folder):
     return None
 
 
-def test_a_hook_that_raises_on_one_rank_is_told_on_all_and_later_saves_go_on():
+def test_save_hook_error_on_one_rank_is_raised_on_all_and_later_saves_succeed():
     with tempfile.TemporaryDirectory() as folder:
-        told = run_ranks(hook_fails, 2, f"{folder}/mine")
-        assert all("rank 1: KeyError" in each for each in told)
+        messages = run_ranks(save_with_failing_hook, 2, f"{folder}/mine")
+        assert all("rank 1: KeyError" in message for message in messages)
         assert sorted(path.name for path in Path(folder).iterdir()) == ["latest", "mine"]
 
 
-def one_cannot_be_saved(folder):
+def save_unsupported_state(folder):
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.nn.Linear(2, 1))
-    odd = Fussy(0, object() if accelerator.process_index == 1 else 1)
+    odd = FailingState(0, object() if accelerator.process_index == 1 else 1)
     accelerator.register_for_checkpointing(odd)
     try:
         accelerator.save_state(folder)
@@ -93,9 +93,9 @@ def one_cannot_be_saved(folder):
     return None
 
 
-def test_a_state_that_one_rank_cannot_save_is_told_on_all():
+def test_unsupported_state_on_one_rank_is_an_error_on_all():
     with tempfile.TemporaryDirectory() as folder:
-        first, second = run_ranks(one_cannot_be_saved, 2, f"{folder}/mine")
+        first, second = run_ranks(save_unsupported_state, 2, f"{folder}/mine")
         assert "rank 1: CheckpointError: custom/0.value is a builtins.object" in first
         assert second.startswith("custom/0.value is a builtins.object")
         assert sorted(path.name for path in Path(folder).iterdir()) == ["latest", "mine"]

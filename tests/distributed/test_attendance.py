@@ -1,4 +1,4 @@
-"""What tells a save that it is alone: everything that the other ranks may go on to, and what they may have been through before."""
+"""A save called on one rank only: what the other ranks may do next, and how Headway recognizes that they do not take part."""
 
 import time
 from pathlib import Path
@@ -16,44 +16,50 @@ from tests.distributed.test_launch import launch
 from tests.distributed.test_saves_of_one_rank import Training
 
 
-def nothing_in_between(training, folder):
-    """The others come to another save at once: it is taken for the same."""
+def call_next_save_at_once(training, folder):
+    """Other ranks reach a second save at once. It counts as the same save."""
     if training.accelerator.is_main_process:
         training.accelerator.save_state(f"{folder}/one")
     training.accelerator.save_state(f"{folder}/two")
     training.accelerator.wait_for_everyone()
 
 
-def a_barrier_of_torch(training, folder):
+def wait_at_torch_barrier(training, folder):
     if training.accelerator.is_main_process:
         training.accelerator.save_state(f"{folder}/one")
     dist.barrier()
 
 
-def first_the_main_process(training, folder):
+def use_main_process_first(training, folder):
     with training.accelerator.main_process_first():
         if training.accelerator.is_main_process:
             training.accelerator.save_state(f"{folder}/one")
 
 
-def a_random_condition(training, folder):
-    """Nothing in the source tells that it is false elsewhere."""
+def use_opaque_condition(training, folder):
+    """Call the save under a condition whose source does not show that it differs between ranks."""
     if Path(folder, "is_first").exists() == training.accelerator.is_main_process:
         training.accelerator.save_state(f"{folder}/one")
     training.train(4)
 
 
-def at_the_end_of_the_script(training, folder):
+def save_at_end_of_script(training, folder):
     training.train(4)
     if training.accelerator.is_main_process:
         training.accelerator.save_state(f"{folder}/one")
 
 
-WAYS = [nothing_in_between, a_barrier_of_torch, first_the_main_process, a_random_condition, at_the_end_of_the_script]
+WAYS = [
+    call_next_save_at_once,
+    wait_at_torch_barrier,
+    use_main_process_first,
+    use_opaque_condition,
+    save_at_end_of_script,
+]
 
 
-def go_past(root):
-    """Each way on its own, the end of the script last; what was said, and what can be loaded."""
+def run_all_ways(root):
+    """Run each way in turn, with the end of the script last. Return the names of valid checkpoints, and the losses."""
     training, saved = Training(), []
     for way in WAYS:
         folder = Path(root, way.__name__)
@@ -69,14 +75,14 @@ def go_past(root):
     return saved, training.losses
 
 
-def test_a_rank_that_goes_past_says_so(tmp_path):
-    (first, losses), (_, others) = run_ranks(go_past, 2, str(tmp_path))
+def test_save_on_one_rank_completes_when_others_go_on(tmp_path):
+    (first, losses), (_, others) = run_ranks(run_all_ways, 2, str(tmp_path))
     assert first == ["one", "two", "one", "one", "one", "one"]
     assert len(losses) == len(others) > 4
 
 
-def from_another_line():
-    """Nothing makes rank 0 wait in its forward: it has gone on when rank 1 comes to it, at a line where it was never before."""
+def call_model_at_different_lines():
+    """Call the model at another line on rank 1, after rank 0 has gone on. Nothing makes rank 0 wait in its forward pass."""
     accelerator = Accelerator(cpu=True)
     check = RankConditionalCallCheck(process.current(), "deepspeed")
     for number in range(3):
@@ -90,12 +96,12 @@ def from_another_line():
     return True
 
 
-def test_a_forward_from_another_line_is_the_same_forward():
-    assert run_ranks(from_another_line, 2) == [True, True]
+def test_forward_at_another_line_counts_as_the_same_forward():
+    assert run_ranks(call_model_at_different_lines, 2) == [True, True]
 
 
-def after_a_failed_attempt(root):
-    """One rank has begun an exchange that the other never came to."""
+def save_after_failed_attempt(root):
+    """Save after one rank has begun a collective that the other never reached."""
     training = Training()
 
     @find_executable_batch_size(starting_batch_size=2)
@@ -108,11 +114,11 @@ def after_a_failed_attempt(root):
     return "saved_by" in verify_checkpoint(training.accelerator.save_state(f"{root}/all")).about
 
 
-def test_ranks_that_have_left_an_exchange_still_save_together(tmp_path):
-    assert run_ranks(after_a_failed_attempt, 2, str(tmp_path)) == [False, False]
+def test_ranks_save_together_after_an_abandoned_collective(tmp_path):
+    assert run_ranks(save_after_failed_attempt, 2, str(tmp_path)) == [False, False]
 
 
-UNSEEN = """
+SCRIPT = """
 import time
 from headway import Accelerator
 accelerator = Accelerator(cpu=True)
@@ -124,8 +130,8 @@ while True:
 
 
 @pytest.mark.slow
-def test_where_the_others_say_nothing(tmp_path):
-    ran = launch(tmp_path, UNSEEN, "-n", "2", "--cpu", "--timeout", "4")
-    assert ran.returncode != 0
-    assert "save_state was called on rank 0 only, at train.py:6: call it on every rank" in ran.stderr
-    assert "this run hangs: rank 1 of 2 is missing from save_state" in ran.stderr
+def test_save_on_one_rank_is_reported_if_other_ranks_never_reach_a_call(tmp_path):
+    result = launch(tmp_path, SCRIPT, "-n", "2", "--cpu", "--timeout", "4")
+    assert result.returncode != 0
+    assert "save_state was called on rank 0 only, at train.py:6: call it on every rank" in result.stderr
+    assert "this run hangs: rank 1 of 2 is missing from save_state" in result.stderr

@@ -1,4 +1,4 @@
-"""find_executable_batch_size on real processes: out of memory on any rank, anywhere, gives all the same next size."""
+"""`find_executable_batch_size` on real processes: an out-of-memory error on any rank gives all ranks the same next size."""
 
 import resource
 import time
@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_launch import launch, told
+from tests.distributed.test_launch import launch, read_reports
 
 START, FITS = 16, 8
 
 
-class Fails(torch.autograd.Function):
-    """Passes its input on, and runs out of memory on its way back where told to."""
+class FailingBackward(torch.autograd.Function):
+    """Identity function whose backward pass runs out of memory if `when` is true."""
 
     @staticmethod
     def forward(ctx, inputs, when):
@@ -32,14 +32,14 @@ class Fails(torch.autograd.Function):
         return gradient, None
 
 
-def accelerated(timeout=60):
+def make_accelerator(timeout=60):
     from headway import Accelerator, InitProcessGroupKwargs
 
     return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))])
 
 
 def train(accelerator, batch_size, fail_at, num_updates=5):
-    """A few updates of a model with dropout; `fail_at(place, update)` says whether this rank fails there now."""
+    """Make a few updates of a model with dropout. `fail_at(place, update)` says whether this rank fails there."""
 
     def check(place, update=0):
         if fail_at(place, update):
@@ -56,15 +56,15 @@ def train(accelerator, batch_size, fail_at, num_updates=5):
     for update, (x, y) in enumerate(loader):
         check("forward", update)
         out = model(x)
-        loss = nn.functional.mse_loss(Fails.apply(out, fail_at("backward", update)), y)
-        if fail_at("late backward", update):  # when most gradients are there already
+        loss = nn.functional.mse_loss(FailingBackward.apply(out, fail_at("backward", update)), y)
+        if fail_at("late backward", update):  # most gradients are complete at that point
             model[0].weight.register_hook(lambda gradient: check("late backward", update))
         accelerator.backward(loss)
         check("step", update)
         optimizer.step()
         optimizer.zero_grad()
         check("own", update)
-        total = accelerator.reduce(loss.detach())  # a collective of the user's own
+        total = accelerator.reduce(loss.detach())  # a collective of the user's code
         dist.all_reduce(total)
         if update + 1 == num_updates:
             break
@@ -74,15 +74,15 @@ def train(accelerator, batch_size, fail_at, num_updates=5):
 
 PLACES = [("build", 0), ("prepared", 0), ("forward", 0), ("backward", 0), ("late backward", 0), ("step", 0), ("own", 0),
           ("forward", 1), ("backward", 2), ("backward", 4), ("own", 4), ("end", 0)]  # fmt: skip
-AT_A_VOTE = {("forward", 0), ("backward", 0), ("late backward", 0)}
-"""Where the peer is surely in no collective, but hears of the failure from the vote."""
+VOTE_PLACES = {("forward", 0), ("backward", 0), ("late backward", 0)}
+"""Places at which the other rank is in no collective, and learns of the failure from a vote."""
 
 
-def every_place(places, failing):
-    """For each place: sizes tried, errors seen inside the function, weights at the end, and seconds."""
+def fail_at_each_place(places, failing):
+    """Return for each place the sizes tried, the errors seen inside the function, the final weights, and the seconds taken."""
     import headway
 
-    accelerator = accelerated()
+    accelerator = make_accelerator()
     rank = accelerator.process_index
     out = []
     for place, update in places:
@@ -109,31 +109,31 @@ def every_place(places, failing):
 
 
 @pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)], ids=str)
-def test_out_of_memory_anywhere_ends_in_the_same_size_and_weights_on_all_ranks(failing):
+def test_out_of_memory_at_any_place_gives_all_ranks_the_same_size_and_weights(failing):
     places = PLACES if failing == (0,) else PLACES[3:9:2]
-    ranks = run_ranks(every_place, 2, places, failing, timeout=120)
+    ranks = run_ranks(fail_at_each_place, 2, places, failing, timeout=120)
     plain = ranks[0][1]
     assert torch.equal(plain, ranks[1][1])
     for rank, (found, _) in enumerate(ranks):
         for place, (tried, seen, weights, seconds) in zip(places, found):
             assert tried == [START, FITS], place
-            assert torch.equal(weights, plain), f"{place}: not what a run with the final size from the start gives"
-            assert seconds < 60, f"{place}: rank {rank} sat out the timeout"
+            assert torch.equal(weights, plain), f"{place}: differs from a run that starts with the final size"
+            assert seconds < 60, f"{place}: rank {rank} waited for the timeout"
             if rank in failing:
                 assert seen == ["OutOfMemoryError"], place
-            elif place in AT_A_VOTE:
+            elif place in VOTE_PLACES:
                 assert seen == ["PeerOutOfMemory"], place
 
 
-def what_remains():
-    """Cases of one pair of processes, one after the other."""
+def check_other_cases():
+    """Run several cases one after another in one pair of processes, and return their results by name."""
     import headway
     from headway.errors import PrepareError, StateError
 
-    accelerator = accelerated()
+    accelerator = make_accelerator()
     rank, out = accelerator.process_index, {}
 
-    # Objects from outside belong to the group that ended: forgotten, and a step with them refused.
+    # Objects prepared outside the function belong to the old group. Headway forgets them and rejects a step with them.
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -156,13 +156,13 @@ def what_remains():
         out["outside"] = str(error)
     accelerator.free_memory()
 
-    # Ranks that ask for different sizes are told so.
+    # Ranks that start with different sizes get an error.
     try:
         headway.find_executable_batch_size(lambda batch_size: None, starting_batch_size=4 + rank)()
     except StateError as error:
         out["unequal"] = str(error)
 
-    # The largest that fits on every rank.
+    # The search must return the largest size that fits on every rank.
     sizes = []
 
     @headway.find_executable_batch_size(starting_batch_size=4, search="largest")
@@ -178,8 +178,8 @@ def what_remains():
     return out
 
 
-def test_what_remains():
-    first, second = run_ranks(what_remains, 2, timeout=120)
+def test_outside_objects_unequal_sizes_and_largest_size():
+    first, second = run_ranks(check_other_cases, 2, timeout=120)
     for out in (first, second):
         assert "belong to no prepared model" in out["outside"]
         assert "batch sizes from 4 to 5" in out["unequal"]
@@ -190,13 +190,13 @@ def test_what_remains():
 ROW = 3 * 2**20
 
 
-def really_out_of_memory():
-    """Real allocation failures of rank 1 alone, under a limit of its address space."""
+def fail_to_allocate():
+    """Cause real allocation failures on rank 1 only, by limiting its address space."""
     import psutil
 
     import headway
 
-    accelerator = accelerated()
+    accelerator = make_accelerator()
     process, tried = psutil.Process(), []
 
     class Wide(nn.Module):
@@ -233,16 +233,16 @@ def really_out_of_memory():
 
 
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS"), reason="needs RLIMIT_AS")
-def test_a_real_allocation_failure_of_one_rank():
-    assert run_ranks(really_out_of_memory, 2) == [[16, 2], [16, 2]]
+def test_real_allocation_failure_on_one_rank():
+    assert run_ranks(fail_to_allocate, 2) == [[16, 2], [16, 2]]
 
 
-def twenty_one_cycles():
+def fail_twenty_one_times():
     import psutil
 
     import headway
 
-    accelerator = accelerated()
+    accelerator = make_accelerator()
     process, held = psutil.Process(), []
 
     @headway.find_executable_batch_size(starting_batch_size=22, reduce_batch_size_fn=lambda size: size - 1)
@@ -266,12 +266,12 @@ def twenty_one_cycles():
 
 
 @pytest.mark.slow
-def test_memory_files_and_threads_are_flat_over_twenty_one_failures():
-    for held in run_ranks(twenty_one_cycles, 2, timeout=240):
+def test_memory_files_and_threads_do_not_grow_over_twenty_one_failures():
+    for held in run_ranks(fail_twenty_one_times, 2, timeout=240):
         assert len(held) == 22
         memory, files, threads = zip(*held)
         assert max(memory[3:]) - memory[2] < 40, f"{memory} MiB; each attempt held over 100"
-        assert max(files[11:]) <= max(files[:11]), files  # the first attempts open what stays open
+        assert max(files[11:]) <= max(files[:11]), files  # the first attempts open files that stay open
         assert max(threads[11:]) <= max(threads[:11]), threads
 
 
@@ -298,8 +298,8 @@ def inner(batch_size):
     finally:
         if batch_size == 4:
             groups.append(time.monotonic() - began)
-            time.sleep(3)  # now rank 1 has waited for longer than the timeout, for a rank that is in no collective
-    time.sleep(6)  # what is left of the old group must not look like a hang
+            time.sleep(3)  # rank 1 has now waited longer than the timeout for a rank that is in no collective
+    time.sleep(6)  # the remains of the old group must not look like a hang
     dist.all_reduce(total)
     return total.item()
 
@@ -310,12 +310,12 @@ accelerator.end_training()
 
 
 @pytest.mark.slow
-def test_the_timeout_ends_the_wait_in_a_group_that_the_script_holds(tmp_path):
+def test_timeout_ends_the_wait_in_a_group_that_the_script_keeps(tmp_path):
     ran = launch(tmp_path, HELD_GROUP, "--cpu", "-n", "2")
     assert ran.returncode == 0, ran.stderr
-    ranks = told(ran)
+    ranks = read_reports(ran)
     assert [(each["tried"], each["result"], each["is_new"]) for each in ranks] == [([4, 2], 4.0, True)] * 2
-    assert ranks[0]["waited"][0] > 3.5, "rank 1's connections closed, so this was no test of the timeout"
+    assert ranks[0]["waited"][0] > 3.5, "rank 1's connections closed early, so the timeout was not tested"
     assert ranks[1]["waited"] == []
 
 
@@ -323,8 +323,8 @@ class Arguments:
     batch_size = 64
 
 
-def memory_utility():
-    """The block of the documents, with only the import changed; one sample more than 16 is too much for rank 1."""
+def run_documented_example():
+    """Run the example of Accelerate's documentation with only its import changed. Rank 1 cannot hold more than 16 samples."""
     from headway import Accelerator, find_executable_batch_size, set_seed
 
     num_epochs, used = 2, []
@@ -400,16 +400,16 @@ def memory_utility():
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_the_documents_block(num_processes):
-    ranks = run_ranks(memory_utility, num_processes)
+def test_documented_example_of_accelerate(num_processes):
+    ranks = run_ranks(run_documented_example, num_processes)
     for ((total_batch_size, num_seen, weights),) in ranks:
         assert total_batch_size == 16 * num_processes
         assert num_seen == 64
         assert torch.equal(weights, ranks[0][0][2])
 
 
-def on_a_device(place, failing=1):
-    """A gloo in the GPU's place, and its kernel: it waits until this rank itself aborts the group, as NCCL's does."""
+def fail_on_simulated_gpu(place, failing=1):
+    """Fail with gloo in place of NCCL, and a simulated kernel that waits until this rank aborts the group, as NCCL's does."""
     import threading
 
     from torch._C._distributed_c10d import ProcessGroupGloo
@@ -425,13 +425,13 @@ def on_a_device(place, failing=1):
     rank, aborted, tried, freed = accelerator.process_index, [], [], threading.Event()
     abort = group.abort_groups
 
-    def noted():
+    def record_abort():
         if dist.is_initialized():
             aborted.append((time.monotonic(), threading.current_thread() is threading.main_thread()))
         abort()
         freed.set()
 
-    group.abort_groups = noted
+    group.abort_groups = record_abort
 
     @headway.find_executable_batch_size(starting_batch_size=START)
     def inner(batch_size):
@@ -441,7 +441,7 @@ def on_a_device(place, failing=1):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         if batch_size > FITS and place == "kernel":
             if not freed.wait(90):
-                raise AssertionError("nobody aborted the group of the rank that stands in a kernel")
+                raise AssertionError("the group of the rank that waits in a kernel was not aborted")
             raise RuntimeError("NCCL communicator was aborted on rank 0.")
         return accelerator.gather(torch.ones(1) * batch_size)
 
@@ -454,9 +454,9 @@ def on_a_device(place, failing=1):
 @pytest.mark.parametrize(
     ("place", "failing"), [("kernel", 1), pytest.param("kernel", 0, marks=pytest.mark.matrix), ("handshake", 1)]
 )
-def test_on_a_device_all_ranks_abort_at_once(place, failing):
-    """Without a launcher, where a rank other than 0 looks for the control plane when it first needs it."""
-    ranks = run_ranks(on_a_device, 2, place, failing, timeout=150)
+def test_all_ranks_abort_at_once_on_a_gpu(place, failing):
+    """Without a launcher, ranks other than 0 connect to the control plane only when they first need it."""
+    ranks = run_ranks(fail_on_simulated_gpu, 2, place, failing, timeout=150)
     for tried, total, aborted, seconds in ranks:
         assert (tried, total) == ([START, FITS], [FITS, FITS])
         assert [is_main for _, is_main in aborted] == [False]
@@ -464,12 +464,12 @@ def test_on_a_device_all_ranks_abort_at_once(place, failing):
     assert abs(ranks[0][2][0][0] - ranks[1][2][0][0]) < 2
 
 
-def test_on_a_device_under_the_launcher(tmp_path):
-    """Where an agent watches, nothing of the ranks' own has opened a way to the control plane before the failure."""
+def test_rank_aborts_on_a_gpu_under_the_launcher(tmp_path):
+    """Under the launcher, the ranks have not connected to the control plane before the failure."""
     body = (
         f"import sys\nsys.path.append({str(Path(__file__).parents[2])!r})\n"
-        "from tests.distributed.test_batch_size import on_a_device\n"
-        "tried, _, aborted, seconds = on_a_device('kernel')\n"
+        "from tests.distributed.test_batch_size import fail_on_simulated_gpu\n"
+        "tried, _, aborted, seconds = fail_on_simulated_gpu('kernel')\n"
         "print('tried', tried, [is_main for _, is_main in aborted], seconds < 60, flush=True)\n"
     )
     ran = launch(tmp_path, body, "-n", "2", "--cpu")

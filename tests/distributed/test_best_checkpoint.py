@@ -1,4 +1,4 @@
-"""The best checkpoint and early stopping on several processes."""
+"""`keep_best` and early stopping on several processes."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from tests.distributed.test_own_disks import Machine
 METRICS = [0.5, 0.2, 0.4, 0.3]
 
 
-def train(folder, layout):
+def prepare_training(folder, layout):
     set_seed(1)
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=1, keep_best="min")
     accelerator = Accelerator(cpu=True, project_config=project, strategy=layout)
@@ -31,8 +31,8 @@ def read_weights(accelerator, model):
     return [tensor.tolist() for tensor in found.values()]
 
 
-def best(root, layout):
-    accelerator, model, optimizer, loader = train(f"{root}/run", layout)
+def stop_and_restore_best(root, layout):
+    accelerator, model, optimizer, loader = prepare_training(f"{root}/run", layout)
     stopping = EarlyStopping(patience=2)
     accelerator.register_for_checkpointing(stopping)
     saved = []
@@ -53,8 +53,8 @@ def best(root, layout):
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_all_ranks_stop_and_go_back_to_the_best(tmp_path, layout):
-    first, second = run_ranks(best, 2, str(tmp_path), layout)
+def test_all_ranks_stop_and_restore_the_best_checkpoint(tmp_path, layout):
+    first, second = run_ranks(stop_and_restore_best, 2, str(tmp_path), layout)
     assert first == ("checkpoint_1", 4, True, False, 0)
     assert second[:2] == first[:2]
     assert sorted(path.name for path in Path(tmp_path, "run/checkpoints").glob("checkpoint_*")) == [
@@ -62,8 +62,8 @@ def test_all_ranks_stop_and_go_back_to_the_best(tmp_path, layout):
     ]  # fmt: skip
 
 
-def disagree():
-    """Updates with values that differ between the ranks, and with values that do not."""
+def update_with_different_values():
+    """Update early stopping with values that are equal on all ranks, and with values that differ."""
     Accelerator(cpu=True)
     rank = int(os.environ["RANK"])
     texts = []
@@ -80,15 +80,15 @@ def disagree():
     return quiet, same.best, decisions, own.best, ill.update(float("nan") if rank else 1.0), ill.best, texts
 
 
-def test_ranks_agree_whatever_they_are_given():
-    first, second = run_ranks(disagree, 2)
+def test_ranks_decide_alike_on_different_values():
+    first, second = run_ranks(update_with_different_values, 2)
     assert first[:-1] == second[:-1] == ([], 0.1, [False, False, True], 2.5, True, None)
     text, other = first[-1]  # one warning per object
     assert "different values on the ranks (4, 1) and uses their mean" in text
     assert "(1, nan)" in other
 
 
-def own_disks(root):
+def restore_with_own_disks(root):
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     machine = Machine(root, keep_best="max")
     for metric in (0.3, 0.9, 0.5):
@@ -98,10 +98,10 @@ def own_disks(root):
         shutil.rmtree(machine.disk)
     again = Machine(root, keep_best="max")
     restored = again.accelerator.resume("best")
-    return restored.folder.name, again.held()
+    return restored.folder.name, again.list_checkpoints()
 
 
-def test_an_empty_disk_gets_the_best_one(tmp_path):
-    first, second = run_ranks(own_disks, 2, str(tmp_path))
+def test_rank_with_an_empty_disk_receives_the_best_checkpoint(tmp_path):
+    first, second = run_ranks(restore_with_own_disks, 2, str(tmp_path))
     assert first == ("checkpoint_1", ["checkpoint_2", "checkpoint_1", "checkpoint_0"][::-1])
     assert second == ("checkpoint_1", ["checkpoint_1"])

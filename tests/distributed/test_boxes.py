@@ -1,4 +1,4 @@
-"""Sharded checkpoints by torch's own DTensors, without a strategy: every layout read into every other, memory, refusals."""
+"""Sharded checkpoints of torch's own DTensors, without a strategy: loading in every other layout, memory use, and errors."""
 
 import math
 import threading
@@ -31,7 +31,7 @@ BLOCKING = SavePolicy()
 
 
 class Net(torch.nn.Module):
-    """Uneven sizes, dims smaller than the number of ranks, a tied weight, a buffer, a frozen parameter."""
+    """Model with uneven sizes, dims smaller than the number of ranks, a tied weight, a buffer and a frozen parameter."""
 
     def __init__(self):
         super().__init__()
@@ -46,13 +46,13 @@ class Net(torch.nn.Module):
         self.register_buffer("count", torch.zeros(3))
 
 
-def values(shape, salt):
-    """Each place of a tensor has a value of its own."""
+def make_values(shape, salt):
+    """Return a tensor of distinct values."""
     return torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 1000.0 * salt
 
 
-def spread(model, layout, world_size):
-    """torch's own ways to cut a model."""
+def shard_model(model, layout, world_size):
+    """Shard a model with torch's own functions."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -79,7 +79,7 @@ def spread(model, layout, world_size):
         parallel(mesh["tp"])
         fully_shard(model, mesh=mesh["shard"])
         assert isinstance(model.first.weight.placements[0], _StridedShard)
-    elif layout == "packed":  # as plans for a gate and an up projection in one matrix cut it: two boxes a rank
+    elif layout == "packed":  # like plans for a matrix that packs a gate and an up projection: two boxes per rank
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
         whole, rank = model.first.weight.data, mesh.get_rank()
         halves = [half.chunk(world_size) for half in whole.chunk(2)]
@@ -94,16 +94,16 @@ def is_cut(tensor):
     return hasattr(tensor, "full_tensor")
 
 
-def put(tensor, wanted):
-    """Let a tensor, cut or not, hold this rank's part of the values; by torch's own arithmetic of placements."""
+def fill(tensor, wanted):
+    """Copy this rank's part of `wanted` into a tensor, which may be sharded."""
     from headway.core.weights.pieces import list_own_boxes
 
     for offsets, memory in list_own_boxes(tensor.detach()):
         memory.copy_(wanted[tuple(slice(start, start + size) for start, size in zip(offsets, memory.shape))])
 
 
-def part_of(tensor, wanted):
-    """The values that belong on this rank."""
+def get_own_part(tensor, wanted):
+    """Return the part of `wanted` that belongs on this rank, computed with torch's placements."""
     if not is_cut(tensor):
         return wanted
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -118,41 +118,43 @@ def part_of(tensor, wanted):
     placements = [Replicate() if isinstance(each, _StridedShard) else each for each in tensor.placements]
     local = distribute_tensor(wanted, tensor.device_mesh, placements, src_data_rank=None).to_local()
     for axis, each in enumerate(tensor.placements):
-        if isinstance(each, _StridedShard):  # cut along the other axis already: FSDP cuts what a rank has
+        if isinstance(
+            each, _StridedShard
+        ):  # already split along the other axis, and FSDP splits what remains on a rank
             parts = local.chunk(tensor.device_mesh.size(axis), each.dim)
             coordinate = tensor.device_mesh.get_coordinate()[axis]
             local = parts[coordinate] if coordinate < len(parts) else parts[0][:0]
     return local
 
 
-def numbered(model):
-    """A model's tensors, each with a number; tied names have one."""
+def number_tensors(model):
+    """Return a model's tensors with distinct numbers. Tied names share one number."""
     named = model.state_dict()
     order = {name: number for number, name in enumerate(named)} | {"head.weight": list(named).index("embedding.weight")}
     return [(order[name], tensor) for name, tensor in named.items()]
 
 
-def made(layout, world_size, salt):
-    """A model and its optimizer with a state, spread in that way; salt 0: another state, to be replaced."""
+def make_parts(layout, world_size, salt):
+    """Return a sharded model, its optimizer and their `StatefulObjects`. With salt 0, there is no optimizer state."""
     model = Net()
-    spread(model, layout, world_size)
+    shard_model(model, layout, world_size)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learning, foreach=False)
     if salt:
-        for number, tensor in numbered(model):
-            put(tensor, values(tensor.shape, number + salt))
+        for number, tensor in number_tensors(model):
+            fill(tensor, make_values(tensor.shape, number + salt))
         for number, parameter in enumerate(learning):
             state = {
                 "step": torch.tensor(3.0),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-            put(state["exp_avg"], values(parameter.shape, number + salt + 100))
-            put(state["exp_avg_sq"], values(parameter.shape, number + salt + 200))
+            fill(state["exp_avg"], make_values(parameter.shape, number + salt + 100))
+            fill(state["exp_avg_sq"], make_values(parameter.shape, number + salt + 200))
             optimizer.state[parameter] = {key: value.detach() for key, value in state.items()}
     registered = Average(model.first.weight.detach().clone())
     if salt:
-        put(registered.value, values(registered.value.shape, salt + 300))
+        fill(registered.value, make_values(registered.value.shape, salt + 300))
     else:
         registered.value.zero_()
     return (
@@ -163,7 +165,7 @@ def made(layout, world_size, salt):
 
 
 class Average:
-    """An object of the user's that keeps a tensor which is cut as a parameter is."""
+    """Registered object with a tensor that is sharded like a parameter."""
 
     def __init__(self, value):
         self.value = value
@@ -176,25 +178,25 @@ class Average:
         self.value = state["value"]
 
 
-def check(model, optimizer, salt):
-    """Does this rank hold its part of what was saved, placed as its parameters are?"""
-    for number, tensor in numbered(model):
-        wanted = part_of(tensor, values(tensor.shape, number + salt))
+def check_restored(model, optimizer, salt):
+    """Check that this rank holds its part of the saved values, sharded like its parameters."""
+    for number, tensor in number_tensors(model):
+        wanted = get_own_part(tensor, make_values(tensor.shape, number + salt))
         assert torch.equal(tensor.to_local() if is_cut(tensor) else tensor, wanted), number
     for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
         state = optimizer.state[parameter]
         assert state["step"].item() == 3
         for key, more in (("exp_avg", 100), ("exp_avg_sq", 200)):
             assert is_cut(state[key]) == is_cut(parameter)
-            wanted = part_of(parameter, values(parameter.shape, number + salt + more))
+            wanted = get_own_part(parameter, make_values(parameter.shape, number + salt + more))
             assert torch.equal(state[key].to_local() if is_cut(parameter) else state[key], wanted), (number, key)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # torch's own arithmetic takes the state
+    optimizer.step()  # torch must accept the loaded state
 
 
-def door():
+def make_saver_and_reader():
     from headway import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -203,41 +205,41 @@ def door():
 
 
 def save_all(folder):
-    saver, _, world_size = door()
+    saver, _, world_size = make_saver_and_reader()
     for layout in LAYOUTS[world_size]:
-        model, _, parts = made(layout, world_size, 1)
+        model, _, parts = make_parts(layout, world_size, 1)
         saver.save(Path(folder, f"{layout}-blocking"), collect_state(parts), {}, BLOCKING)
         saver.save(Path(folder, layout), collect_state(parts), {}, SavePolicy(is_blocking=False))
         with torch.no_grad():
-            for parameter in model.parameters():  # the loop goes on while that is written
+            for parameter in model.parameters():  # the training loop changes the weights during the write
                 parameter.zero_()
         saver.wait()
 
 
 def load_all(folder):
-    _, reader, world_size = door()
+    _, reader, world_size = make_saver_and_reader()
     count = 0
     for source in sorted(path for path in Path(folder).iterdir() if path.is_dir()):
         for layout in LAYOUTS[world_size]:
-            model, optimizer, parts = made(layout, world_size, 0)
+            model, optimizer, parts = make_parts(layout, world_size, 0)
             _, found = reader.read(source, TargetLayout(parts))
             assert find_misfits(parts, found) == []
             restore_objects(parts, found, None, lambda failure: [failure] if failure else [])
-            check(model, optimizer, 1)
+            check_restored(model, optimizer, 1)
             average = parts.others["custom"][0].value
-            wanted = part_of(model.first.weight, values(average.shape, 301))
+            wanted = get_own_part(model.first.weight, make_values(average.shape, 301))
             assert torch.equal(average.to_local() if is_cut(average) else average, wanted)
             count += 1
     return count
 
 
 @pytest.mark.slow
-def test_every_layout_is_read_into_every_other(tmp_path):
+def test_every_layout_loads_in_every_other(tmp_path):
     run_ranks(save_all, 4, str(tmp_path))
     for layout in LAYOUTS[4]:
         blocking, behind = (read_manifest(tmp_path / name) for name in (f"{layout}-blocking", layout))
         assert blocking.tensors == behind.tensors
-        assert blocking.files == behind.files  # the same bytes, by their hashes
+        assert blocking.files == behind.files  # compares hashes of the bytes
         has_grids = any(isinstance(entry.chunks, ChunkGrid) for entry in behind.tensors.values())
         assert has_grids == (layout not in ("whole", "packed")), layout
         assert behind.aliases == {"model/0/head.weight": "model/0/embedding.weight"}
@@ -245,7 +247,7 @@ def test_every_layout_is_read_into_every_other(tmp_path):
     for entry in read_manifest(tmp_path / "hsdp").tensors.values():
         for chunk in entry.chunks:
             written[int(chunk.file[-17:-12])] += 4 * math.prod(chunk.shape)
-    assert max(written) < 1.5 * min(written), written  # copies share the work
+    assert max(written) < 1.5 * min(written), written  # ranks with copies share the writing
     for world_size in (4, 3, 2, 1):
         found = run_ranks(load_all, world_size, str(tmp_path))
         assert set(found) == {12 * len(LAYOUTS[world_size])}
@@ -254,8 +256,8 @@ def test_every_layout_is_read_into_every_other(tmp_path):
 # -------------------------------------------------------------------- memory
 
 
-class Anonymous:
-    """The most anonymous memory of this process in a block, as a thread sees it; mapped files are none of it."""
+class AnonymousMemoryPeak:
+    """Context manager that measures the peak growth of this process's anonymous memory in bytes. Mapped files do not count."""
 
     def __enter__(self):
         self._is_on, self.most, self._first = True, 0, self._now()
@@ -282,17 +284,17 @@ ROWS = 4096
 MB = 2**20
 
 
-def peaks(folder, layouts):
-    """What saving and loading two matrices of 64 MB and an optimizer's two states take of memory."""
+def measure_peaks(folder, layouts):
+    """Return the peak memory of saving and of loading two matrices of 64 MB and an optimizer state, for each layout."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    saver, reader, world_size = door()
+    saver, reader, world_size = make_saver_and_reader()
     found = []
     for number, dim in enumerate(layouts):
         mesh = init_device_mesh("cpu", (world_size,))
         model = torch.nn.Module()
-        whole = values((ROWS, ROWS), 0)
+        whole = make_values((ROWS, ROWS), 0)
         for name in "ab":
             model.register_parameter(
                 name, torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None))
@@ -302,11 +304,11 @@ def peaks(folder, layouts):
         for parameter in model.parameters():
             optimizer.state[parameter] = {"momentum_buffer": torch.ones_like(parameter).detach()}
         parts = StatefulObjects([model], [optimizer], {}, lambda each: each.state_dict().items())
-        with Anonymous() as saving:
+        with AnonymousMemoryPeak() as saving:
             saver.save(Path(folder, str(number)), collect_state(parts), {}, BLOCKING)
-        loading = Anonymous()
+        loading = AnonymousMemoryPeak()
         if number:
-            with loading:  # what was saved by rows is read by columns, and the other way round
+            with loading:  # sharded along the other dim than the saved tensors
                 _, read = reader.read(Path(folder, str(number - 1)), TargetLayout(parts))
                 restore_objects(parts, read, None, lambda failure: [failure] if failure else [])
             local = model.a.to_local()
@@ -318,25 +320,25 @@ def peaks(folder, layouts):
     return found
 
 
-def test_no_rank_holds_more_than_its_part_and_a_buffer(tmp_path):
+def test_no_rank_needs_more_memory_than_its_part_and_a_buffer(tmp_path):
     part = 2 * ROWS * ROWS * 4 // 2  # of one kind of tensors, on one of two ranks
-    for rank, (first, second, third) in enumerate(run_ranks(peaks, 2, str(tmp_path), (0, 1, 0))):
+    for rank, (first, second, third) in enumerate(run_ranks(measure_peaks, 2, str(tmp_path), (0, 1, 0))):
         for saved, loaded in (first, second, third):
             assert saved < 24 * MB, (rank, saved)
-            # The optimizer's new state beside its old one; weights go where they are, without a copy of them.
+            # The new optimizer state exists beside the old one. Weights are loaded in place.
             assert loaded < part + 24 * MB, (rank, loaded)
-        assert second[1] > part / 2  # the meter works
+        assert second[1] > part / 2  # shows that the measurement works
 
 
-# -------------------------------------------------------------------- refusals
+# -------------------------------------------------------------------- errors
 
 
-def misuse(folder, what):
-    saver, _, world_size = door()
+def save_wrongly(folder, what):
+    saver, _, world_size = make_saver_and_reader()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Shard
 
-    model, _, parts = made("fsdp", world_size, 1)
+    model, _, parts = make_parts("fsdp", world_size, 1)
     if what == "alone":
         if saver._runtime.rank == 0:
             saver.save(Path(folder, "a"), collect_state(parts), {}, SavePolicy(is_alone=True))
@@ -353,27 +355,27 @@ def misuse(folder, what):
     if what == "differing":
         saver.save(Path(folder, "a"), collect_state(parts), {}, BLOCKING)
     if what == "own disks":
-        saver._find_share = partial(own_disk, saver._runtime.rank)
+        saver._find_share = partial(report_own_disk, saver._runtime.rank)
         saver.save(Path(folder, "a"), collect_state(parts), {}, BLOCKING)
     return
 
 
-def own_disk(rank, *_):
+def report_own_disk(rank, *_):
     from headway.core.checkpoint.saving.writer import DiskShare
 
     return DiskShare(0, 1, True, is_own_disk=True)
 
 
-def refused(folder, what):
+def get_save_error(folder, what):
     try:
-        misuse(folder, what)
+        save_wrongly(folder, what)
     except CheckpointError as error:
         return str(error)
     return None
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "expected"),
     [
         ("alone", "Call save_state on every rank"),
         ("partial", "not reduced yet"),
@@ -381,17 +383,17 @@ def refused(folder, what):
         ("own disks", "storage that all machines share"),
     ],
 )
-def test_what_cannot_be_saved_is_refused(tmp_path, what, told):
-    found = run_ranks(refused, 2, str(tmp_path), what)
-    assert told in found[0]
-    assert what == "alone" or told in found[1]
+def test_unsupported_saves_raise_errors(tmp_path, what, expected):
+    found = run_ranks(get_save_error, 2, str(tmp_path), what)
+    assert expected in found[0]
+    assert what == "alone" or expected in found[1]
     assert not any(path.name == "a" for path in tmp_path.iterdir())
 
 
-def damaged(folder):
-    """One byte of one rank's shard is another one: every rank refuses, and nothing has changed."""
-    saver, reader, world_size = door()
-    _, _, parts = made("fsdp", world_size, 1)
+def load_damaged_shard(folder):
+    """Load after one byte of one rank's shard has changed, and return the errors."""
+    saver, reader, world_size = make_saver_and_reader()
+    _, _, parts = make_parts("fsdp", world_size, 1)
     path = Path(folder, "checkpoint_1")
     saver.save(path, collect_state(parts), {}, BLOCKING)
     shard = path / "optimizer-00001.safetensors"
@@ -411,8 +413,8 @@ def damaged(folder):
     return [*messages, *reasons]
 
 
-def test_a_damaged_shard_is_refused_by_all(tmp_path):
-    for messages in run_ranks(damaged, 2, str(tmp_path)):
+def test_all_ranks_reject_a_damaged_shard(tmp_path):
+    for messages in run_ranks(load_damaged_shard, 2, str(tmp_path)):
         assert len(messages) == 2
         for message in messages:
             assert "optimizer-00001.safetensors is damaged" in message

@@ -1,4 +1,4 @@
-"""A run that goes on with other data or other rates than it was saved with is refused, unless that is meant."""
+"""Resuming with other data or another learning rate schedule raises an error, unless the script allows the change."""
 
 import logging
 
@@ -12,15 +12,15 @@ from headway.errors import CheckpointError
 from tests.distributed.ranks import run_ranks
 
 STEPS = 40
-"""The updates after which the rate is 0."""
+"""Number of updates after which the learning rate is 0."""
 
 
-def falling(count):
-    """The rate's function in a script that counts as so many processes would."""
+def make_linear_decay(count):
+    """Return a linear decay, as a script writes it that expects `count` processes."""
     return lambda tick: max(0.0, 1 - tick / (STEPS * count))
 
 
-class Lines(logging.Handler):
+class CapturedWarnings(logging.Handler):
     def __init__(self):
         super().__init__(logging.WARNING)
         self.lines = []
@@ -31,16 +31,29 @@ class Lines(logging.Handler):
 
 
 def train(folder, *, rows=36, chosen=None, count=None, stop_after=None, updates=7, changed=(), **options):
-    """(samples read, rate of each update, what was warned of), or the error of the resume and whether the weights stayed."""
+    """Train, and return the samples read, the rate of each update and the warnings. If resuming fails, return the error.
+
+    The error comes with whether the weights are unchanged.
+
+    Args:
+        folder: Folder of the run.
+        rows: Number of samples.
+        chosen: Number of samples that a subset sampler selects. Default: all.
+        count: Number of processes that the schedule assumes, or -1 for a cosine schedule. Default: the true number.
+        stop_after: Update after which to save and stop. Default: none.
+        updates: Update after which to stop without a save.
+        changed: `changed` of `resume`.
+        options: Further arguments of the Accelerator.
+    """
     set_seed(7)
-    told = Lines()
+    warned = CapturedWarnings()
     accelerator = Accelerator(
         cpu=True, project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True), **options
     )
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     count = accelerator.num_processes if count is None else count
-    schedule = CosineAnnealingLR(optimizer, count) if count < 0 else LambdaLR(optimizer, falling(count))
+    schedule = CosineAnnealingLR(optimizer, count) if count < 0 else LambdaLR(optimizer, make_linear_decay(count))
     data = TensorDataset(torch.arange(float(rows))[:, None])
     sampler = None if chosen is None else SubsetRandomSampler(range(chosen))
     loader = DataLoader(data, batch_size=6 // accelerator.num_processes, shuffle=sampler is None, sampler=sampler)
@@ -63,74 +76,78 @@ def train(folder, *, rows=36, chosen=None, count=None, stop_after=None, updates=
             seen += accelerator.gather_for_metrics(x).flatten().int().tolist()
             if accelerator.num_updates == stop_after:
                 accelerator.save_state()
-                return seen, rates, told.lines
+                return seen, rates, warned.lines
             if accelerator.num_updates == updates:
-                return seen, rates, told.lines
-    return seen, rates, told.lines
+                return seen, rates, warned.lines
+    return seen, rates, warned.lines
 
 
-def trained(folder, settings):
+def train_with_settings(folder, settings):
     return train(folder, **settings)
 
 
 @pytest.mark.parametrize("stop_after", [2, pytest.param(6, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(("before", "after"), [({}, {"rows": 48}), ({}, {"rows": 9}), ({"chosen": 30}, {"chosen": 24})])
-def test_data_of_another_length_are_refused_with_both_lengths(before, after, stop_after, tmp_path):
-    run_ranks(trained, 2, str(tmp_path), {**before, "stop_after": stop_after})
+def test_resume_with_data_of_another_length_names_both_lengths(before, after, stop_after, tmp_path):
+    run_ranks(train_with_settings, 2, str(tmp_path), {**before, "stop_after": stop_after})
     lengths = [(each.get("chosen") or each.get("rows", 36)) for each in (before, after)]
-    for error, has_stayed in run_ranks(trained, 2, str(tmp_path), after):
+    for error, has_stayed in run_ranks(train_with_settings, 2, str(tmp_path), after):
         assert f"had {lengths[0]} samples when the checkpoint was saved, and has {lengths[1]}" in error
         assert "changed='data'" in error
         assert has_stayed
 
 
-def test_data_that_are_others_on_purpose_begin_their_epoch_anew(tmp_path):
-    run_ranks(trained, 2, str(tmp_path), {"stop_after": 8, "updates": 9})
-    for seen, rates, told in run_ranks(trained, 2, str(tmp_path), {"rows": 48, "changed": "data", "updates": 16}):
-        assert sorted(seen) == list(range(48))  # of the second epoch, of which two updates were made
+def test_changed_data_restarts_its_epoch(tmp_path):
+    run_ranks(train_with_settings, 2, str(tmp_path), {"stop_after": 8, "updates": 9})
+    for seen, rates, warned in run_ranks(
+        train_with_settings, 2, str(tmp_path), {"rows": 48, "changed": "data", "updates": 16}
+    ):
+        assert sorted(seen) == list(range(48))  # the second epoch, of which two updates had been made
         assert rates[0] == 1 - 8 / STEPS
-        assert told == []
+        assert warned == []
 
 
-def test_lengths_are_told_where_nothing_depends_on_them(tmp_path):
-    """Under Accelerate's name a script says itself where it goes on; that its data are others is a warning there."""
-    run_ranks(trained, 1, str(tmp_path), {"stop_after": 2})
-    ((seen, _, told),) = run_ranks(trained, 1, str(tmp_path), {"rows": 48, "changed": None, "updates": 3})
+def test_changed_length_is_a_warning_with_changed_none(tmp_path):
+    """With Accelerate's rules (`changed=None`), the script itself skips batches, so other data only causes a warning."""
+    run_ranks(train_with_settings, 1, str(tmp_path), {"stop_after": 2})
+    ((seen, _, warned),) = run_ranks(train_with_settings, 1, str(tmp_path), {"rows": 48, "changed": None, "updates": 3})
     assert len(seen) == 6
-    assert [line.partition(" (tests/")[0] for line in told] == [
+    assert [line.partition(" (tests/")[0] for line in warned] == [
         "loader 1 (TensorDataset): 36 -> 48 samples",
         "loader 0 (TensorDataset) had 36 samples when the checkpoint was saved, and has 48",
     ]
 
 
-def test_a_rate_that_jumps_with_the_number_of_processes_is_refused(tmp_path):
-    (_, rates, told), _ = run_ranks(trained, 2, str(tmp_path), {"stop_after": 4})
+def test_rate_that_depends_on_the_number_of_processes_is_an_error(tmp_path):
+    (_, rates, warned), _ = run_ranks(train_with_settings, 2, str(tmp_path), {"stop_after": 4})
     assert rates == pytest.approx([1 - update / STEPS for update in range(4)])
-    assert told == []  # of a correct script there is nothing to say
-    ((error, has_stayed),) = run_ranks(trained, 1, str(tmp_path), {})
+    assert warned == []  # a correct script causes no warning
+    ((error, has_stayed),) = run_ranks(train_with_settings, 1, str(tmp_path), {})
     assert "its learning rate at tick 8 was 0.9, and is 0.8" in error
     assert "Compute it with the former number, 2" in error
     assert "scheduler_ticks='updates'" in error
     assert has_stayed
     for remedy in ({"count": 2}, {"count": 1, "scheduler_ticks": "updates"}):
-        ((_, rates, told),) = run_ranks(trained, 1, str(tmp_path), remedy)
+        ((_, rates, warned),) = run_ranks(train_with_settings, 1, str(tmp_path), remedy)
         assert rates == pytest.approx([1 - update / STEPS for update in range(4, 7)]), remedy
-        assert told == []
-    ((_, rates, _),) = run_ranks(trained, 1, str(tmp_path), {"changed": ["schedule"]})
+        assert warned == []
+    ((_, rates, _),) = run_ranks(train_with_settings, 1, str(tmp_path), {"changed": ["schedule"]})
     assert rates[1:] == pytest.approx([0.75, 0.7])
 
 
-def test_a_function_that_is_another_one_on_as_many_processes_is_meant_and_told(tmp_path):
-    run_ranks(trained, 2, str(tmp_path), {"stop_after": 4})
-    for rank, (_, rates, told) in enumerate(run_ranks(trained, 2, str(tmp_path), {"count": 4})):
+def test_changed_schedule_on_as_many_processes_is_a_warning(tmp_path):
+    run_ranks(train_with_settings, 2, str(tmp_path), {"stop_after": 4})
+    for rank, (_, rates, warned) in enumerate(run_ranks(train_with_settings, 2, str(tmp_path), {"count": 4})):
         assert rates[1:] == pytest.approx([1 - 10 / 160, 1 - 12 / 160])
         line = "schedule 0 (LambdaLR): its learning rate at tick 8 was 0.9, and is 0.95"
-        assert [each.partition(" (tests/")[0] for each in told] == ([] if rank else [f"[rank 0] {line}"])
+        assert [each.partition(" (tests/")[0] for each in warned] == ([] if rank else [f"[rank 0] {line}"])
 
 
-def test_a_schedule_that_counts_otherwise_is_refused(tmp_path):
-    run_ranks(trained, 2, str(tmp_path), {"count": -1, "stop_after": 2})
-    for error, has_stayed in run_ranks(trained, 2, str(tmp_path), {"count": -1, "scheduler_ticks": "updates"}):
+def test_schedule_with_other_ticks_is_an_error(tmp_path):
+    run_ranks(train_with_settings, 2, str(tmp_path), {"count": -1, "stop_after": 2})
+    for error, has_stayed in run_ranks(
+        train_with_settings, 2, str(tmp_path), {"count": -1, "scheduler_ticks": "updates"}
+    ):
         assert (
             "schedule 0 (CosineAnnealingLR) counted ticks by the rule 'per process' when it was saved, and counts them by 'updates'"
             in error
@@ -138,8 +155,8 @@ def test_a_schedule_that_counts_otherwise_is_refused(tmp_path):
         assert has_stayed
 
 
-def with_trainer(folder, rows, stop_after, **settings):
-    """(update, rate, updates in all) of each update, and the rows of each batch."""
+def train_with_trainer(folder, rows, stop_after, **settings):
+    """Train with the Trainer, and return (update, rate, maximum updates) of each update and the rows of each batch."""
     from headway import Trainer, TrainerCallback, TrainingArguments
 
     class Net(torch.nn.Module):
@@ -158,9 +175,9 @@ def with_trainer(folder, rows, stop_after, **settings):
 
         def on_log(self, args, state, control, logs, **kwargs):
             if "loss" in logs:
-                told.append((state.global_step, round(logs["learning_rate"], 6), state.max_steps))
+                warned.append((state.global_step, round(logs["learning_rate"], 6), state.max_steps))
 
-    told, seen = [], []
+    warned, seen = [], []
     data = [{"x": torch.ones(6) * number, "labels": torch.tensor(1.0)} for number in range(rows)]
     arguments = TrainingArguments(
         folder, per_device_train_batch_size=4, num_train_epochs=2, logging_steps=1, learning_rate=1.0,
@@ -170,23 +187,23 @@ def with_trainer(folder, rows, stop_after, **settings):
         Trainer(Net(), arguments, train_dataset=data, callbacks=[Teller()]).train()
     except CheckpointError as error:
         return str(error), seen
-    return told, seen
+    return warned, seen
 
 
-def test_a_trainer_on_other_processes_has_the_same_rates(tmp_path):
-    run_ranks(with_trainer, 2, str(tmp_path), 40, 4)
-    ((told, _),) = run_ranks(with_trainer, 1, str(tmp_path), 40, None)
-    assert told == [(update, round(1 - (update - 1) / 10, 6), 10) for update in range(5, 11)]
+def test_trainer_keeps_its_rates_on_another_number_of_processes(tmp_path):
+    run_ranks(train_with_trainer, 2, str(tmp_path), 40, 4)
+    ((warned, _),) = run_ranks(train_with_trainer, 1, str(tmp_path), 40, None)
+    assert warned == [(update, round(1 - (update - 1) / 10, 6), 10) for update in range(5, 11)]
 
 
-def test_a_trainer_takes_other_data_where_it_is_told_so(tmp_path):
-    run_ranks(with_trainer_twice, 1, str(tmp_path))
+def test_trainer_accepts_other_data_with_ignore_data_skip(tmp_path):
+    run_ranks(resume_trainer_with_other_data, 1, str(tmp_path))
 
 
-def with_trainer_twice(folder):
-    with_trainer(folder, 40, 4)
-    error, _ = with_trainer(folder, 24, None)
+def resume_trainer_with_other_data(folder):
+    train_with_trainer(folder, 40, 4)
+    error, _ = train_with_trainer(folder, 24, None)
     assert "had 40 samples when the checkpoint was saved, and has 24" in error
-    told, seen = with_trainer(folder, 24, None, ignore_data_skip=True)
-    assert seen == [4] * 8  # an epoch of its six batches, and what is left of the updates
-    assert [update for update, _, _ in told] == list(range(5, 13))
+    warned, seen = train_with_trainer(folder, 24, None, ignore_data_skip=True)
+    assert seen == [4] * 8  # an epoch of six batches, and the remaining two updates
+    assert [update for update, _, _ in warned] == list(range(5, 13))

@@ -1,4 +1,4 @@
-"""Activation checkpointing under DDP and with transformers' models: gradients equal bit for bit, on every rank."""
+"""Activation checkpointing under DDP and with transformers models: gradients are exactly equal on every rank."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ class Block(torch.nn.Module):
         return x + self.drop(self.narrow(torch.relu(self.wide(self.norm(x)))))
 
 
-def stack():
+def make_stack():
     return torch.nn.Sequential(torch.nn.Sequential(*[Block() for _ in range(4)]), torch.nn.Linear(16, 1))
 
 
 def train(make, batch, kind=None, ddp=None, precision="no", handlers=()):
-    """Two windows of three micro-batches; the gradients of both, and the weights."""
+    """Train two windows of three micro-batches, and return the gradients of both and the weights."""
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=3, mixed_precision=precision,
         kwargs_handlers=[DistributedDataParallelKwargs(**(ddp or {})), *handlers],
@@ -32,7 +32,7 @@ def train(make, batch, kind=None, ddp=None, precision="no", handlers=()):
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
-    if kind is not None:  # after DDP has wrapped it; `handlers` do it before
+    if kind is not None:  # after DDP has wrapped the model; `handlers` apply it before
         accelerator.checkpoint_activations(model, **kind)
     torch.manual_seed(1 + accelerator.process_index)
     found = []
@@ -48,11 +48,11 @@ def train(make, batch, kind=None, ddp=None, precision="no", handlers=()):
     return found
 
 
-def rows(model):
+def compute_row_loss(model):
     return model(torch.randn(4, 16)).square().mean()
 
 
-def same(one, other):
+def are_equal(one, other):
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
@@ -72,30 +72,38 @@ def bert():
     return BertForSequenceClassification(config)
 
 
-def tokens(model):
+def compute_token_loss(model):
     ids = torch.randint(0, 64, (2, 12))
     labels = ids if type(model).__name__.startswith("Llama") else ids[:, 0] % 2
     return model(input_ids=ids, labels=labels).loss
 
 
 TABLE = {
-    "all blocks": (stack, rows, {"kind": {}}),
-    "every second": (stack, rows, {"kind": {"every": 2}}),
-    "keep_matmul": (stack, rows, {"kind": {"policy": "keep_matmul"}}),
-    "before DDP": (stack, rows, {"handlers": (ActivationCheckpointing(),)}),
-    "bf16": (stack, rows, {"kind": {}, "precision": "bf16"}),
-    "static graph": (stack, rows, {"kind": {}, "ddp": {"static_graph": True}}),
-    "find unused": (stack, rows, {"kind": {}, "ddp": {"find_unused_parameters": True}}),
-    "llama": (llama, tokens, {"kind": {}}),
-    "llama, every second, keep_attention": (llama, tokens, {"kind": {"every": 2, "policy": "keep_attention"}}),
-    "llama, its layers by name": (llama, tokens, {"kind": {"blocks": ["LlamaDecoderLayer"]}}),
-    "bert before DDP, keep_matmul": (bert, tokens, {"handlers": (ActivationCheckpointing(policy="keep_matmul"),)}),
-    "bert in bf16": (bert, tokens, {"kind": {}, "precision": "bf16"}),
+    "all blocks": (make_stack, compute_row_loss, {"kind": {}}),
+    "every second": (make_stack, compute_row_loss, {"kind": {"every": 2}}),
+    "keep_matmul": (make_stack, compute_row_loss, {"kind": {"policy": "keep_matmul"}}),
+    "before DDP": (make_stack, compute_row_loss, {"handlers": (ActivationCheckpointing(),)}),
+    "bf16": (make_stack, compute_row_loss, {"kind": {}, "precision": "bf16"}),
+    "static graph": (make_stack, compute_row_loss, {"kind": {}, "ddp": {"static_graph": True}}),
+    "find unused": (make_stack, compute_row_loss, {"kind": {}, "ddp": {"find_unused_parameters": True}}),
+    "llama": (llama, compute_token_loss, {"kind": {}}),
+    "llama, every second, keep_attention": (
+        llama,
+        compute_token_loss,
+        {"kind": {"every": 2, "policy": "keep_attention"}},
+    ),
+    "llama, its layers by name": (llama, compute_token_loss, {"kind": {"blocks": ["LlamaDecoderLayer"]}}),
+    "bert before DDP, keep_matmul": (
+        bert,
+        compute_token_loss,
+        {"handlers": (ActivationCheckpointing(policy="keep_matmul"),)},
+    ),
+    "bert in bf16": (bert, compute_token_loss, {"kind": {}, "precision": "bf16"}),
 }
 
 
-def compare():
-    """For each row: are gradients and weights those of the run without checkpointing?"""
+def compare_all():
+    """Return for each row of `TABLE` whether gradients and weights equal those without checkpointing."""
     torch.use_deterministic_algorithms(True)
     plain, found = {}, {}
     for name, (make, batch, options) in TABLE.items():
@@ -103,43 +111,43 @@ def compare():
         key = (make, str(bare))
         if key not in plain:
             plain[key] = train(make, batch, **bare)
-        found[name] = same(plain[key], train(make, batch, **options))
-    other = train(stack, lambda model: rows(model) * 2, {})
-    found["can fail"] = not same(plain[stack, "{}"], other)
+        found[name] = are_equal(plain[key], train(make, batch, **options))
+    other = train(make_stack, lambda model: compute_row_loss(model) * 2, {})
+    found["can fail"] = not are_equal(plain[make_stack, "{}"], other)
     return found
 
 
 @pytest.fixture(scope="module")
 def results():
-    return run_ranks(compare, 2)
+    return run_ranks(compare_all, 2)
 
 
 @pytest.mark.parametrize("name", [*TABLE, "can fail"])
-def test_equal_bit_for_bit_on_both_ranks(results, name):
+def test_gradients_are_equal_bit_for_bit_on_both_ranks(results, name):
     assert [rank[name] for rank in results] == [True, True]
 
 
-def switched():
-    """What transformers' own switch says, with `every`, offloading on a CPU, and undone."""
+def read_transformers_flags():
+    """Return transformers' `gradient_checkpointing` flags with `every`, with offloading on a CPU, and after `keep_activations`."""
     accelerator = Accelerator(cpu=True)
     model = llama()
     layers = model.model.layers
-    said = []
+    flags = []
     for kind in ({}, {"every": 2}, {"policy": "keep_all", "offload": True}):
         accelerator.checkpoint_activations(model, **kind)
-        said.append([layer.gradient_checkpointing for layer in layers])
+        flags.append([layer.gradient_checkpointing for layer in layers])
     accelerator.checkpoint_activations(model)
     accelerator.keep_activations(model)
-    said.append([layer.gradient_checkpointing for layer in layers])
+    flags.append([layer.gradient_checkpointing for layer in layers])
     holder = torch.nn.ModuleDict({"text": llama(), "image": torch.nn.Sequential(Block(), Block())})
     accelerator.checkpoint_activations(holder)
-    said.append([layer.gradient_checkpointing for layer in holder["text"].model.layers])
-    said.append([type(block).__mro__[1].__name__ for block in holder["image"]])
-    return said
+    flags.append([layer.gradient_checkpointing for layer in holder["text"].model.layers])
+    flags.append([type(block).__mro__[1].__name__ for block in holder["image"]])
+    return flags
 
 
-def test_transformers_own_switch_is_used():
-    (said,) = run_ranks(switched, 1)
-    assert said == [
+def test_transformers_own_flag_is_used():
+    (flags,) = run_ranks(read_transformers_flags, 1)
+    assert flags == [
         [True] * 3, [True, False, True], [False] * 3, [False] * 3, [True] * 3, ["CheckpointedBlock"] * 2,
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A language model whose loss is computed in chunks, on real ranks, beside plain PyTorch with whole logits."""
+"""Language model with chunked loss on real ranks, compared with plain PyTorch and whole logits."""
 
 import pytest
 import torch
@@ -9,10 +9,10 @@ from tests.distributed.ranks import run_ranks
 
 pytest.importorskip("transformers")
 if not hasattr(torch.nn.functional, "linear_cross_entropy"):
-    pytest.skip("torch 2.13 brings linear_cross_entropy", allow_module_level=True)
+    pytest.skip("needs torch 2.13 with linear_cross_entropy", allow_module_level=True)
 
 
-def build():
+def build_model():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -20,17 +20,17 @@ def build():
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=101, use_cache=False)).train()
 
 
-def tokens(step, rank):
+def make_tokens(step, rank):
     return torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def train(strategy):
     accelerator = Accelerator(cpu=True, strategy=strategy)
-    model = chunk_loss(build())
+    model = chunk_loss(build_model())
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     losses = []
     for step in range(4):
-        ids = tokens(step, accelerator.process_index)
+        ids = make_tokens(step, accelerator.process_index)
         loss = model(input_ids=ids, labels=ids).loss
         accelerator.backward(loss)
         optimizer.step()
@@ -39,12 +39,14 @@ def train(strategy):
     return losses, accelerator.get_state_dict(model)
 
 
-def by_hand():
-    model = build()
+def train_by_hand():
+    model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for step in range(4):
-        loss = sum(model(input_ids=tokens(step, rank), labels=tokens(step, rank)).loss for rank in range(2)) / 2
+        loss = (
+            sum(model(input_ids=make_tokens(step, rank), labels=make_tokens(step, rank)).loss for rank in range(2)) / 2
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -53,8 +55,8 @@ def by_hand():
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), "fsdp"])
-def test_ranks_train_as_one_process_with_whole_logits(strategy):
-    expected, weights = by_hand()
+def test_ranks_match_one_process_with_whole_logits(strategy):
+    expected, weights = train_by_hand()
     for losses, state in run_ranks(train, 2, strategy)[:1]:
         assert losses == pytest.approx(expected, rel=1e-5)
         assert state.keys() == weights.keys()
@@ -62,12 +64,12 @@ def test_ranks_train_as_one_process_with_whole_logits(strategy):
             assert torch.allclose(value, weights[name], rtol=1e-4, atol=1e-5), name
 
 
-def refused():
+def check_split_head():
     accelerator = Accelerator(cpu=True, strategy="tp")
-    model = accelerator.prepare(chunk_loss(build()))
+    model = accelerator.prepare(chunk_loss(build_model()))
     with pytest.raises(UnsupportedError, match="leave chunk_loss out"):
-        model(input_ids=tokens(0, 0), labels=tokens(0, 0))
+        model(input_ids=make_tokens(0, 0), labels=make_tokens(0, 0))
 
 
-def test_a_head_that_is_cut_is_refused():
-    run_ranks(refused, 2)
+def test_split_head_is_an_error():
+    run_ranks(check_split_head, 2)

@@ -1,4 +1,4 @@
-"""The clock on two processes: a schedule traces the curve of the single-process loop, by whichever rule it was counted."""
+"""Learning rate schedules on two processes follow the curve of the single-process loop, for every rule of counting ticks."""
 
 import logging
 import traceback
@@ -14,8 +14,8 @@ from headway import Accelerator, DataLoaderConfiguration
 from tests.distributed.ranks import run_ranks
 
 
-class Lines(logging.Handler):
-    """Collects what is logged."""
+class CapturedLog(logging.Handler):
+    """Collects log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,8 +25,8 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def curve(num_rows: int = 20, length: int = 100, **options: Any) -> list[float]:
-    """The learning rate after each update of one epoch; it falls by 1 a tick from `length`."""
+def trace_rates(num_rows: int = 20, length: int = 100, **options: Any) -> list[float]:
+    """Return the learning rate after each update of one epoch. The rate starts at `length` and falls by 1 per tick."""
     accelerator = Accelerator(cpu=True, **options)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=float(length))
@@ -46,16 +46,16 @@ def curve(num_rows: int = 20, length: int = 100, **options: Any) -> list[float]:
 
 
 def per_process() -> None:
-    """20 rows in batches of 2: the single process makes 10 updates, two make 5 with two ticks each."""
-    assert curve() == [98, 96, 94, 92, 90]
-    assert curve(gradient_accumulation_steps=2) == [98, 96, 94]
+    """20 rows in batches of 2: a single process makes 10 updates, two processes make 5 with two ticks each."""
+    assert trace_rates() == [98, 96, 94, 92, 90]
+    assert trace_rates(gradient_accumulation_steps=2) == [98, 96, 94]
 
 
 def split_batches() -> None:
-    """The batch is the global one, so there are as many updates as on a single process."""
-    assert curve(split_batches=True) == [99, 98, 97, 96, 95, 94, 93, 92, 91, 90]
-    assert curve(split_batches=True, gradient_accumulation_steps=4) == [99, 98, 97]
-    assert curve(split_batches=True, gradient_accumulation_steps=4, adjust_scheduler_to_accumulation=True) == [
+    """The batch size is the global one, so there are as many updates as on a single process."""
+    assert trace_rates(split_batches=True) == [99, 98, 97, 96, 95, 94, 93, 92, 91, 90]
+    assert trace_rates(split_batches=True, gradient_accumulation_steps=4) == [99, 98, 97]
+    assert trace_rates(split_batches=True, gradient_accumulation_steps=4, adjust_scheduler_to_accumulation=True) == [
         96,
         92,
         90,
@@ -63,24 +63,24 @@ def split_batches() -> None:
 
 
 def micro_batches() -> None:
-    """Counted in the 10 micro-batches of the single process; the short last window ticks by its real length."""
-    assert curve(adjust_scheduler_to_accumulation=True) == [98, 96, 94, 92, 90]
-    assert curve(gradient_accumulation_steps=2, adjust_scheduler_to_accumulation=True) == [96, 92, 90]
+    """Ticks count the single process's 10 micro-batches. The short last window ticks by its real length."""
+    assert trace_rates(adjust_scheduler_to_accumulation=True) == [98, 96, 94, 92, 90]
+    assert trace_rates(gradient_accumulation_steps=2, adjust_scheduler_to_accumulation=True) == [96, 92, 90]
 
 
 def updates() -> None:
-    assert curve(scheduler_ticks="updates") == [99, 98, 97, 96, 95]
-    assert curve(scheduler_ticks="updates", gradient_accumulation_steps=2) == [99, 98, 97]
+    assert trace_rates(scheduler_ticks="updates") == [99, 98, 97, 96, 95]
+    assert trace_rates(scheduler_ticks="updates", gradient_accumulation_steps=2) == [99, 98, 97]
 
 
-def not_with_the_optimizer() -> None:
-    assert curve(step_scheduler_with_optimizer=False, gradient_accumulation_steps=2) == [98, 96, 95]
+def scheduler_independent_of_optimizer() -> None:
+    assert trace_rates(step_scheduler_with_optimizer=False, gradient_accumulation_steps=2) == [98, 96, 95]
 
 
 def ragged_tail() -> None:
-    """The rank without a batch of its own counts with the other."""
+    """The rank without data in the last batch makes as many ticks as the other rank."""
     options = {"dataloader_config": DataLoaderConfiguration(even_batches=False)}
-    assert curve(num_rows=18, **options) == [98, 96, 94, 92, 90]
+    assert trace_rates(num_rows=18, **options) == [98, 96, 94, 92, 90]
 
 
 class Triple:
@@ -91,12 +91,12 @@ class Triple:
         return 3
 
 
-def own_rule() -> None:
-    assert curve(scheduler_ticks=Triple()) == [97, 94, 91, 88, 85]
+def custom_rule() -> None:
+    assert trace_rates(scheduler_ticks=Triple()) == [97, 94, 91, 88, 85]
 
 
-def one_cycle_ends() -> None:
-    """Written for 9 single-process updates: two a step overshoot in the end, where it must stay."""
+def one_cycle_stays_at_its_end() -> None:
+    """A schedule for 9 single-process updates reaches its end with two ticks per update, and must stay there."""
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -111,7 +111,7 @@ def one_cycle_ends() -> None:
     assert seen == [2, 4, 6, 8, 8, 8]
 
 
-def plateau_is_patient() -> None:
+def plateau_counts_evaluations() -> None:
     """Patience counts evaluations, not processes."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = nn.Linear(1, 1)
@@ -127,7 +127,7 @@ def plateau_is_patient() -> None:
 
 
 def per_epoch() -> None:
-    """Stepped once an epoch, as each call is one tick without the optimizer's lead."""
+    """Stepped once per epoch with step_scheduler_with_optimizer=False, each call is one tick."""
     accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -139,15 +139,15 @@ def per_epoch() -> None:
     assert schedule.get_last_lr() == [0.5]
 
 
-def what_is_said() -> None:
-    """Rank 0 says the rule and the end once, and nothing else: a length that fits no whole number of epochs is no mistake."""
-    handler, logger = Lines(), logging.getLogger("headway")
+def log_messages() -> None:
+    """Rank 0 logs the rule and the end once. A length that is no whole number of epochs causes no warning."""
+    handler, logger = CapturedLog(), logging.getLogger("headway")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        curve(length=30)
-        curve(length=30)
-        curve(length=15)
+        trace_rates(length=30)
+        trace_rates(length=30)
+        trace_rates(length=15)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
@@ -158,13 +158,13 @@ def what_is_said() -> None:
 
 
 SCENARIOS = [
-    what_is_said, per_process, split_batches, micro_batches, updates, not_with_the_optimizer, ragged_tail, own_rule,
-    one_cycle_ends, plateau_is_patient, per_epoch,
+    log_messages, per_process, split_batches, micro_batches, updates, scheduler_independent_of_optimizer, ragged_tail, custom_rule,
+    one_cycle_stays_at_its_end, plateau_counts_evaluations, per_epoch,
 ]  # fmt: skip
 
 
-def play() -> dict[str, str]:
-    """What went wrong in each scenario."""
+def run_scenarios() -> dict[str, str]:
+    """Run each scenario, and return the tracebacks of those that failed, by name."""
     found = {}
     for scenario in SCENARIOS:
         try:
@@ -176,10 +176,10 @@ def play() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def failures() -> list[dict[str, str]]:
-    return run_ranks(play, 2)
+    return run_ranks(run_scenarios, 2)
 
 
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
-def test_on_two_processes(name: str, failures: list[dict[str, str]]) -> None:
-    told = [f"rank {rank}: {found[name]}" for rank, found in enumerate(failures) if name in found]
-    assert not told, "\n".join(told)
+def test_scenario_on_two_processes(name: str, failures: list[dict[str, str]]) -> None:
+    reports = [f"rank {rank}: {found[name]}" for rank, found in enumerate(failures) if name in found]
+    assert not reports, "\n".join(reports)

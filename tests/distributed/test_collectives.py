@@ -1,4 +1,4 @@
-"""Checked collectives on real ranks: what it joins, and that ranks which disagree all hear of it."""
+"""Checked collectives on real ranks: results for many kinds of input, and errors on all ranks if ranks disagree."""
 
 import collections
 import time
@@ -28,18 +28,18 @@ class Boxed:
     held: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
 
 
-def door():
+def make_accelerator():
     return Accelerator(cpu=True)
 
 
 # -------------------------------------------------------------------- gather
 
 
-def gather_many_kinds():
+def gather_many_types():
     from transformers import BatchEncoding
     from transformers.utils import ModelOutput
 
-    acc = door()
+    acc = make_accelerator()
     rank, mine = acc.process_index, torch.arange(acc.process_index + 1) + 10 * acc.process_index
     out = {"ragged": acc.gather(mine), "scalar": acc.gather(torch.tensor(rank))}
     out["empty here"] = acc.gather(torch.ones(0 if rank == 1 else 2, 3))
@@ -70,8 +70,8 @@ def gather_many_kinds():
     return out
 
 
-def test_gather_joins_whatever_it_is_given():
-    ranks = run_ranks(gather_many_kinds, 2)
+def test_gather_joins_every_supported_type():
+    ranks = run_ranks(gather_many_types, 2)
     for out in ranks:
         assert out["ragged"].tolist() == [0, 10, 11]
         assert out["scalar"].tolist() == [0, 1]
@@ -104,20 +104,20 @@ def test_gather_joins_whatever_it_is_given():
         assert out["output"][1].tolist() == joined
         assert out["dataclass"].tolist() == joined
         assert [t.tolist() for t in out["many"]] == [[i, i, i] for i in range(70)]
-    assert [out["output"][2] for out in ranks] == [1, 2]  # what was handed in is left as it was
+    assert [out["output"][2] for out in ranks] == [1, 2]  # the input is unchanged
 
 
 # -------------------------------------------------------------------- reduce, pad, broadcast, objects
 
 
 def reduce_pad_broadcast():
-    acc = door()
+    acc = make_accelerator()
     rank = acc.process_index
     x = torch.tensor([1.0, 2.0]) * (rank + 1)
     out = {op: acc.reduce(x, op).tolist() for op in ("sum", "mean", "max", "min")}
     out["scaled"] = acc.reduce(x, "sum", scale=0.5).tolist()
     out["scaled max"] = acc.reduce(x, "max", scale=2.0).tolist()
-    assert x.tolist() == [rank + 1.0, 2 * (rank + 1.0)]  # not in place
+    assert x.tolist() == [rank + 1.0, 2 * (rank + 1.0)]  # the reduction is not in place
     whole = acc.reduce(torch.tensor([1, 2]) + rank, "mean")
     out["mean of integers"] = (whole.dtype, whole.tolist())
     out["bf16"] = acc.reduce(x.bfloat16()).tolist()
@@ -174,8 +174,8 @@ def test_reductions_padding_and_objects():
         assert out["no weight"] != out["no weight"]
 
 
-class Counted(TorchDispatchMode):
-    """The most bytes that tensors which did not exist before hold at once, but for the handshake's rows and views."""
+class ClonePeak(TorchDispatchMode):
+    """Mode that measures the peak bytes of cloned tensors that exist at the same time."""
 
     def __init__(self):
         super().__init__()
@@ -193,8 +193,8 @@ class Counted(TorchDispatchMode):
         self.held -= num_bytes
 
 
-def a_model_of_many_kinds():
-    """Each rank begins with other values; all end with rank 0's."""
+def replicate_model_of_many_types():
+    """Prepare a model with other values on each rank. Return whether all ranks have rank 0's values, and peak bytes."""
     acc = Accelerator(cpu=True, microbatching="auto")
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     model.register_buffer("halves", torch.full((64, 64), acc.process_index, dtype=torch.bfloat16))
@@ -206,29 +206,29 @@ def a_model_of_many_kinds():
         for tensor in model.parameters():
             tensor.add_(acc.process_index)
     kept = [(id(tensor), tensor.stride()) for tensor in model.parameters()]
-    with Counted() as counted:
+    with ClonePeak() as counted:
         acc.prepare(model)
     assert [(id(tensor), tensor.stride()) for tensor in model.parameters()] == kept
     state = {name: acc.gather(tensor.flatten()[None]) for name, tensor in model.state_dict().items()}
-    told = {name: bool((rows == rows[0]).all()) for name, rows in state.items()}
+    are_alike = {name: bool((rows == rows[0]).all()) for name, rows in state.items()}
     try:
         acc.free_memory()
         acc.prepare(torch.nn.Linear(3, 3 + acc.process_index))
     except PrepareError as error:
-        return told, counted.most, str(error)
+        return are_alike, counted.most, str(error)
 
 
-def test_a_model_is_replicated_where_it_lies():
-    for told, most, error in run_ranks(a_model_of_many_kinds, 2):
-        assert all(told.values()), told
-        # What does not lie in order, one after the other (gloo's thread lets go of the last a moment later), of 120 kB.
+def test_model_is_replicated_in_place():
+    for are_alike, most, error in run_ranks(replicate_model_of_many_types, 2):
+        assert all(are_alike.values()), are_alike
+        # Of 120 kB, only non-contiguous tensors are copied, one after another. gloo's thread frees the last a moment later.
         assert most <= (64 * 64 + 8 * 8 * 9) * 4
         assert "ranks have built different models: weight of Linear" in error
         assert "(4, 3)" in error
 
 
-def memory_orders_that_differ():
-    """Rank 0's model came from a file, whose memory order `load_state_dict(assign=True)` keeps."""
+def replicate_other_memory_order():
+    """Prepare models whose memory formats differ between ranks, as with `load_state_dict(assign=True)` on rank 0 only."""
     acc = Accelerator(cpu=True, microbatching="auto")
     model = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3), torch.nn.Conv2d(8, 4, 3), torch.nn.Linear(5, 7))
     if acc.process_index == 0:
@@ -241,16 +241,16 @@ def memory_orders_that_differ():
     return [bool((each == each[0]).all()) for each in rows]
 
 
-def test_a_model_whose_memory_order_differs_between_ranks():
-    for alike in run_ranks(memory_orders_that_differ, 2):
+def test_models_with_different_memory_formats_are_replicated():
+    for alike in run_ranks(replicate_other_memory_order, 2):
         assert all(alike), alike
 
 
 # -------------------------------------------------------------------- disagreement
 
 
-def disagree():
-    acc = door()
+def call_differently():
+    acc = make_accelerator()
     rank, last = acc.process_index, acc.num_processes - 1
     odd = rank == last
     x = torch.ones(2, 3)
@@ -271,32 +271,32 @@ def disagree():
         "numbers": lambda: acc.collectives.gather_numbers([1.0] * (2 if odd else 3)),
         "objects": lambda: acc.collectives.gather_objects(1) if odd else acc.check_trigger(),
     }
-    heard, start = {}, time.monotonic()
+    errors, start = {}, time.monotonic()
     for name, case in cases.items():
         try:
             case()
-            heard[name] = None
+            errors[name] = None
         except CollectiveError as error:
-            heard[name] = str(error)
-    # The door still works after each of them.
+            errors[name] = str(error)
+    # Collectives still work after each error.
     assert acc.gather(torch.tensor([rank])).tolist() == list(range(acc.num_processes))
-    return heard, time.monotonic() - start
+    return errors, time.monotonic() - start
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_disagree_all_hear_of_it(world_size):
-    for heard, seconds in run_ranks(disagree, world_size):
-        assert seconds < 60  # nobody sat out the timeout
-        for name, message in heard.items():
+def test_all_ranks_get_an_error_if_calls_differ(world_size):
+    for errors, seconds in run_ranks(call_differently, world_size):
+        assert seconds < 60  # no rank waited for the timeout
+        for name, message in errors.items():
             assert message is not None, name
             for rank in range(world_size):
                 assert f"rank {rank}:" in message, name
             assert message.count("test_collectives.py:") == world_size, name
 
 
-def one_process():
+def check_one_process():
     x = torch.ones(2, 3)
-    acc = door()
+    acc = make_accelerator()
     assert acc.gather(x) is x
     assert acc.gather({"a": torch.tensor(4)})["a"].tolist() == [4]
     assert acc.reduce(x, "sum", scale=2.0).tolist() == [[2, 2, 2]] * 2
@@ -307,13 +307,13 @@ def one_process():
         acc.reduce(x, "avg")
 
 
-def test_one_process_gives_back_what_it_is_given():
+def test_one_process_returns_its_input():
     process.reset()
-    one_process()
+    check_one_process()
 
 
-def beside_a_group_of_the_scripts_own():
-    """torch's fake engine for a card, and nothing for the CPU: what `init_process_group("nccl")` leaves."""
+def use_gpu_only_group():
+    """Call collectives with a process group for GPUs only, as `init_process_group("nccl")` creates. Uses torch's fake backend."""
     from torch.testing._internal.distributed import fake_pg
 
     from headway import Accelerator
@@ -324,7 +324,7 @@ def beside_a_group_of_the_scripts_own():
     rank = accelerator.process_index
     gathered = accelerator.gather(torch.full((1 + rank,), rank))
     mean = accelerator.reduce(torch.tensor([float(rank)]), "mean")
-    (told,) = accelerator.collectives.broadcast(torch.tensor([rank + 5]), src=1).tolist()
+    (received,) = accelerator.collectives.broadcast(torch.tensor([rank + 5]), src=1).tolist()
     padded = accelerator.pad_across_processes(torch.ones(2 + rank)).tolist()
     words = accelerator.collectives.gather_objects(f"rank {rank}")
     word = accelerator.collectives.broadcast_object(f"rank {rank}", src=1)
@@ -332,22 +332,22 @@ def beside_a_group_of_the_scripts_own():
     accelerator.collectives.sum_in_place([flags])
     accelerator.wait_for_everyone()
     accelerator.end_training()
-    return gathered.tolist(), mean.tolist(), told, padded, words, word, flags.tolist(), dist.is_initialized()
+    return gathered.tolist(), mean.tolist(), received, padded, words, word, flags.tolist(), dist.is_initialized()
 
 
-def test_a_group_that_carries_no_cpu_tensors_gets_one_beside_it():
-    for rank, found in enumerate(run_ranks(beside_a_group_of_the_scripts_own, 2)):
+def test_cpu_tensors_get_a_group_beside_a_gpu_only_one():
+    for rank, found in enumerate(run_ranks(use_gpu_only_group, 2)):
         assert found[:3] == ([0, 1, 1], [0.5], 6)
         assert found[3] == ([1.0, 1.0, 0.0], [1.0, 1.0, 1.0])[rank]
         assert found[4:] == (["rank 0", "rank 1"], "rank 1", [3.0], True)
 
 
-def several_in_one_launch():
-    """gloo's own coalesced sum; that it is not used by itself is stubbed, as it would copy."""
+def sum_coalesced():
+    """Sum tensors with gloo's coalesced operation. Headway does not choose it for gloo, so `can_coalesce` is stubbed."""
     from headway.core.runtime import group
 
     group.can_coalesce = lambda group, device: True
-    acc = door()
+    acc = make_accelerator()
     found = [torch.full((size,), float(acc.process_index + size)) for size in (1, 5, 300)]
     whole = torch.full((2,), acc.process_index)
     acc.collectives.sum_in_place([*found, whole])
@@ -355,7 +355,7 @@ def several_in_one_launch():
     return [tensor.tolist() for tensor in found], whole.tolist()
 
 
-def test_tensors_that_are_launched_together_are_summed_each():
-    for found, whole in run_ranks(several_in_one_launch, 2):
+def test_coalesced_tensors_are_summed_one_by_one():
+    for found, whole in run_ranks(sum_coalesced, 2):
         assert found == [[2 * size + 1.0] * size for size in (1, 5, 300)]
         assert whole == [1, 1]

@@ -1,4 +1,4 @@
-"""The same lines under Accelerate and under Headway, import changed, on one process and on two: the same results."""
+"""The same code under Accelerate and under Headway gives the same results, on one process and on two."""
 
 import os
 import tempfile
@@ -17,24 +17,24 @@ LIBRARIES = ("accelerate", "headway")
 
 @pytest.fixture(scope="module", params=[1, 2])
 def results(request):
-    """What each of the functions below returns, by its name: (under Accelerate, under Headway), each by rank."""
+    """Return the result of each function below under Accelerate and under Headway, by name. Each result has one entry per rank."""
     with tempfile.TemporaryDirectory() as folder:
-        runs = [run_ranks(everything, request.param, library, folder) for library in LIBRARIES]
+        runs = [run_ranks(run_all, request.param, library, folder) for library in LIBRARIES]
     return {name: tuple([rank[name] for rank in run] for run in runs) for name in runs[0][0]}
 
 
-def everything(library, folder):
+def run_all(library, folder):
     state = import_module(f"{library}.state")
     calls = {
-        "surroundings": surroundings, "exchange": exchange, "gate": lambda lib: ema_behind_a_gate(lib, folder),
-        "local_sgd": lambda lib: local_sgd(lib, 3, 7), "triggered": triggered, "bars": bars,
-        "setter": lambda lib: windows_by_hand(lib, True), "private": lambda lib: windows_by_hand(lib, False),
-        "loaders": ends_of_loaders,
+        "surroundings": read_states, "exchange": call_free_functions, "gate": lambda lib: save_ema_behind_version_check(lib, folder),
+        "local_sgd": lambda lib: run_local_sgd(lib, 3, 7), "triggered": trigger_sync, "bars": show_bars,
+        "setter": lambda lib: set_windows_by_hand(lib, True), "private": lambda lib: set_windows_by_hand(lib, False),
+        "loaders": read_gradient_state,
     }  # fmt: skip
     found = {}
     for name, call in calls.items():
         found[name] = call(library)
-        # What one Accelerator was told must not reach the next.
+        # State of one Accelerator must not reach the next.
         state.AcceleratorState._reset_state()
         state.GradientState._reset_state()
     return found
@@ -43,7 +43,7 @@ def everything(library, folder):
 # ---------------------------------------------------------------- states and exchange
 
 
-def surroundings(library):
+def read_states(library):
     lib, utils, state = (import_module(f"{library}{rest}") for rest in ("", ".utils", ".state"))
     before = (state.PartialState._shared_state == {}, state.is_initialized())
     partial = lib.PartialState(cpu=True)
@@ -63,7 +63,7 @@ def surroundings(library):
     }  # fmt: skip
 
 
-def test_states_say_the_same(results):
+def test_states_have_the_same_values(results):
     theirs, ours = results["surroundings"]
     if len(ours) == 1:  # Accelerate speaks of gloo among one process, where a launcher set the variables
         for each in (*theirs, *ours):
@@ -73,7 +73,7 @@ def test_states_say_the_same(results):
     assert ours == theirs
 
 
-def exchange(library):
+def call_free_functions(library):
     lib, utils = import_module(library), import_module(f"{library}.utils")
     rank = lib.PartialState(cpu=True).process_index
     tensor = torch.arange(2.0) + 10 * rank
@@ -94,18 +94,18 @@ def exchange(library):
     }  # fmt: skip
 
 
-def plain(tree):
-    """Tensors as lists with their dtypes, so that == compares."""
+def convert_tensors(tree):
+    """Replace tensors by their dtypes and lists, so that == compares values."""
     if isinstance(tree, torch.Tensor):
         return (str(tree.dtype), tree.tolist())
     if isinstance(tree, dict):
-        return {key: plain(value) for key, value in tree.items()}
-    return type(tree)(map(plain, tree)) if isinstance(tree, list | tuple) else tree
+        return {key: convert_tensors(value) for key, value in tree.items()}
+    return type(tree)(map(convert_tensors, tree)) if isinstance(tree, list | tuple) else tree
 
 
-def test_free_functions_give_the_same(results):
+def test_free_functions_return_the_same(results):
     theirs, ours = results["exchange"]
-    assert [plain(each) for each in ours] == [plain(each) for each in theirs]
+    assert [convert_tensors(each) for each in ours] == [convert_tensors(each) for each in theirs]
 
 
 def test_gather_object_is_flat(results):
@@ -114,7 +114,7 @@ def test_gather_object_is_flat(results):
     assert [each["objects"] for each in ours] == [both_ranks[: 2 * len(ours)]] * len(ours)
 
 
-def copied():
+def copy_tensor():
     from headway.utils import copy_tensor_to_devices, gather_object
 
     rank = import_module("headway").PartialState(cpu=True).process_index
@@ -125,19 +125,19 @@ def copied():
         return made, str(error), gather_object("text")
 
 
-def test_a_tensor_that_one_rank_has_reaches_all_and_text_is_one_item():
-    for made, message, texts in run_ranks(copied, 2):
+def test_copy_tensor_to_devices_sends_one_ranks_tensor_and_gather_object_keeps_text_whole():
+    for made, message, texts in run_ranks(copy_tensor, 2):
         assert made.dtype == torch.int16
         assert made.tolist() == [[1, 2]]
         assert "on ranks []" in message
         assert texts == ["text", "text"]
 
 
-# ---------------------------------------------------------------- the version gate
+# ---------------------------------------------------------------- the version check
 
 
-def ema_behind_a_gate(library, folder):
-    """As text-to-image scripts save: the hook that writes the EMA weights is registered behind a version gate."""
+def save_ema_behind_version_check(library, folder):
+    """Save as text-to-image scripts do, which register the hook that saves EMA weights behind a version check."""
     accelerate = import_module(library)
     utils = import_module(f"{library}.utils")
     get_logger = import_module(f"{library}.logging").get_logger
@@ -166,10 +166,10 @@ def ema_behind_a_gate(library, folder):
     accelerator.wait_for_everyone()
     found = list(Path(folder, library).rglob("ema.pt"))
     weights = [torch.load(path, weights_only=True) for path in found]
-    return deepspeed_plugin, plain([dict(each) for each in weights])
+    return deepspeed_plugin, convert_tensors([dict(each) for each in weights])
 
 
-def test_a_hook_behind_a_version_gate_writes_the_ema_weights(results):
+def test_hook_behind_a_version_check_saves_the_ema_weights(results):
     theirs, ours = results["gate"]
     assert ours == theirs
     assert ours[0][0] is None
@@ -179,11 +179,11 @@ def test_a_hook_behind_a_version_gate_writes_the_ema_weights(results):
 # ---------------------------------------------------------------- local SGD
 
 
-def seen_by(rank, step):
+def make_batch(rank, step):
     return torch.tensor([[1.0 + rank, 0.5 * step], [step - rank, 2.0]])
 
 
-def local_sgd(library, local_steps, num_steps, is_even=True):
+def run_local_sgd(library, local_steps, num_steps, is_even=True):
     lib = import_module(library)
     LocalSGD = import_module(f"{library}.local_sgd").LocalSGD
     torch.manual_seed(0)
@@ -195,7 +195,7 @@ def local_sgd(library, local_steps, num_steps, is_even=True):
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=local_steps, enabled=True) as block:
         for step in range(num_steps):
             with accelerator.accumulate(model):
-                batch = seen_by(accelerator.process_index, step)
+                batch = make_batch(accelerator.process_index, step)
                 accelerator.backward(model(batch).pow(2).mean())
                 optimizer.step()
                 optimizer.zero_grad()
@@ -204,8 +204,12 @@ def local_sgd(library, local_steps, num_steps, is_even=True):
     return apart, [p.detach().flatten().tolist() for p in accelerator.unwrap_model(model).parameters()]
 
 
-def by_hand(world_size, local_steps, num_steps):
-    """Replicas with optimizers of their own, averaged every few steps and at the end; what each one held after each step."""
+def run_local_sgd_by_hand(world_size, local_steps, num_steps):
+    """Train replicas with separate optimizers in plain PyTorch, averaged every `local_steps` steps and at the end.
+
+    Returns:
+        For each replica, its weight after each step and its final parameters.
+    """
     torch.manual_seed(0)
     first = torch.nn.Linear(2, 1)
     models = [torch.nn.Linear(2, 1) for _ in range(world_size)]
@@ -223,7 +227,7 @@ def by_hand(world_size, local_steps, num_steps):
     held = [[] for _ in models]
     for step in range(num_steps):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers)):
-            model(seen_by(rank, step)).pow(2).mean().backward()
+            model(make_batch(rank, step)).pow(2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         if (step + 1) % local_steps == 0:
@@ -236,25 +240,25 @@ def by_hand(world_size, local_steps, num_steps):
     ]
 
 
-def test_local_sgd_is_replicas_averaged_every_few_steps(results):
+def test_local_sgd_averages_replicas_every_few_steps(results):
     theirs, ours = results["local_sgd"]
     world_size = len(ours)
-    expected = by_hand(world_size, 3, 7)
+    expected = run_local_sgd_by_hand(world_size, 3, 7)
     for (held, end), (held_by_hand, end_by_hand) in zip(ours, expected):
         assert torch.allclose(torch.tensor(held), torch.tensor(held_by_hand), atol=1e-6)
         for one, other in zip(end, end_by_hand):
             assert torch.allclose(torch.tensor(one), torch.tensor(other), atol=1e-6)
     if world_size > 1:
-        assert ours[0][0][0] != ours[1][0][0]  # apart between two averages
-        assert ours[0][0][2] == ours[1][0][2]  # together at the third step
+        assert ours[0][0][0] != ours[1][0][0]  # different between two averages
+        assert ours[0][0][2] == ours[1][0][2]  # equal at the third step
         assert ours[0][1] == ours[1][1]
-    # and it is what Accelerate gives
+    # Accelerate gives the same weights.
     assert torch.allclose(torch.tensor(ours[0][0]), torch.tensor(theirs[0][0]), atol=1e-6)
     assert torch.allclose(torch.tensor(ours[0][1][0]), torch.tensor(theirs[0][1][0]), atol=1e-6)
 
 
-def uneven():
-    """Rank 0 has three samples, rank 1 one: averaged after each step, plain SGD gives what DDP gives, exactly."""
+def compare_with_ddp():
+    """Train with batches of 4 on rank 0 and 2 on rank 1. Averaged after each step, plain SGD must equal DDP."""
     from headway import Accelerator, LocalSGD
 
     ends = []
@@ -278,15 +282,15 @@ def uneven():
     return ends
 
 
-def test_local_sgd_weighs_by_samples_and_buffers_follow_rank_0_at_the_end():
-    first, second = run_ranks(uneven, 2)
+def test_local_sgd_weighs_by_samples_like_ddp():
+    first, second = run_ranks(compare_with_ddp, 2)
     for (local, together), name in ((first, "rank 0"), (second, "rank 1")):
         for one, other in zip(local, together):
             assert torch.allclose(torch.tensor(one), torch.tensor(other), atol=1e-6), name
     assert first[0] == second[0]
 
 
-def refused():
+def get_local_sgd_error():
     from headway import Accelerator, LocalSGD
 
     accelerator = Accelerator(cpu=True, microbatching="auto")
@@ -298,34 +302,34 @@ def refused():
         return str(error)
 
 
-def test_local_sgd_and_pieces_exclude_each_other():
-    assert all("microbatching='auto'" in message for message in run_ranks(refused, 2))
+def test_local_sgd_rejects_automatic_microbatching():
+    assert all("microbatching='auto'" in message for message in run_ranks(get_local_sgd_error, 2))
 
 
 # ---------------------------------------------------------------- the rest of the Accelerator
 
 
-def triggered(library):
+def trigger_sync(library):
     lib = import_module(library)
     torch.manual_seed(0)
     accelerator = lib.Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(2, 1))
     with accelerator.no_sync(model):
-        first = model(seen_by(accelerator.process_index, 0)).mean()
-        second = model(seen_by(accelerator.process_index, 1)).mean()
+        first = model(make_batch(accelerator.process_index, 0)).mean()
+        second = model(make_batch(accelerator.process_index, 1)).mean()
     accelerator.backward(first)
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(second)
     return accelerator.unwrap_model(model).weight.grad.tolist()
 
 
-def test_a_backward_can_be_made_to_send_what_no_sync_kept(results):
+def test_trigger_sync_in_backward_reduces_gradients_kept_by_no_sync(results):
     theirs, ours = results["triggered"]
     assert ours[0] == ours[-1]
     assert torch.allclose(torch.tensor(ours), torch.tensor(theirs))
 
 
-def windows_by_hand(library, by_setter):
+def set_windows_by_hand(library, by_setter):
     lib = import_module(library)
     torch.manual_seed(0)
     accelerator = lib.Accelerator(cpu=True)
@@ -340,21 +344,21 @@ def windows_by_hand(library, by_setter):
         else:
             accelerator.gradient_state._set_sync_gradients(last)
         seen.append((accelerator.sync_gradients, lib.state.GradientState().sync_gradients))
-        accelerator.backward(model(seen_by(accelerator.process_index, step)).pow(2).mean())
+        accelerator.backward(model(make_batch(accelerator.process_index, step)).pow(2).mean())
         optimizer.step()
         optimizer.zero_grad()
     return seen, accelerator.unwrap_model(model).weight.tolist()
 
 
 @pytest.mark.parametrize("way", ["setter", "private"])
-def test_windows_made_by_hand(results, way):
+def test_windows_set_by_hand(results, way):
     theirs, ours = results[way]
     for (seen, weight), (their_seen, their_weight) in zip(ours, theirs):
         assert seen == their_seen == [(False, False), (True, True)] * 2
         assert torch.allclose(torch.tensor(weight), torch.tensor(their_weight), atol=1e-6)
 
 
-def ends_of_loaders(library):
+def read_gradient_state(library):
     lib = import_module(library)
     accelerator = lib.Accelerator(cpu=True, gradient_accumulation_steps=2)
     data = torch.utils.data.TensorDataset(torch.arange(11.0)[:, None])
@@ -376,20 +380,20 @@ def test_gradient_state_follows_the_loader(results):
     assert ours == theirs
 
 
-def bars(library):
+def show_bars(library):
     tqdm = import_module(f"{library}.utils").tqdm
     import_module(library).PartialState(cpu=True)
     return [(bar.disable, list(bar)) for bar in (tqdm(range(3)), tqdm(range(3), main_process_only=False, disable=None),
                                                  tqdm(total=2, disable=True, iterable=[1, 2]))]  # fmt: skip
 
 
-def test_a_bar_on_one_process_of_a_machine(results):
+def test_progress_bar_is_shown_on_one_process_per_machine(results):
     theirs, ours = results["bars"]
     assert ours == theirs
     assert [each[0][0] for each in ours] == [False, True][: len(ours)]
 
 
-def sharded_by_its_function():
+def shard_with_fsdp2_prepare_model():
     from headway.compat.accelerate.accelerator import AccelerateAccelerator
     from headway.compat.accelerate.plugins import FullyShardedDataParallelPlugin
     from headway.compat.accelerate.sharded import fsdp2_prepare_model
@@ -409,9 +413,9 @@ def sharded_by_its_function():
     )  # fmt: skip
 
 
-def test_a_model_is_sharded_by_accelerates_function_and_a_plugin_of_version_one():
+def test_fsdp2_prepare_model_shards_with_a_version_one_plugin():
     wanted = (["DTensor"] * 4, True, True, 2, "StateDictType.FULL_STATE_DICT", "OffloadPolicy")
-    assert run_ranks(sharded_by_its_function, 2) == [wanted] * 2
+    assert run_ranks(shard_with_fsdp2_prepare_model, 2) == [wanted] * 2
 
 
 FSDP_VARIABLES = {
@@ -422,13 +426,13 @@ FSDP_VARIABLES = {
 }  # fmt: skip
 
 
-def layers_and_rows():
+def make_model_and_rows():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)), torch.randn(24, 5)
 
 
-def trained_by_hand():
-    model, rows = layers_and_rows()
+def train_by_hand():
+    model, rows = make_model_and_rows()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(3):
         batch = rows[8 * step : 8 * step + 8]
@@ -438,7 +442,7 @@ def trained_by_hand():
     return model.state_dict()
 
 
-def trained_in_shards(way, folder):
+def train_with_plugin(way, folder):
     from torch.distributed import fsdp
 
     from headway.compat.accelerate.accelerator import AccelerateAccelerator
@@ -450,7 +454,7 @@ def trained_in_shards(way, folder):
         state_dict_type=fsdp.StateDictType.FULL_STATE_DICT, cpu_offload=fsdp.CPUOffload(offload_params=False),
     )  # fmt: skip
     accelerator = AccelerateAccelerator(cpu=True, fsdp_plugin=None if way == "environment" else plugin)
-    model, rows = layers_and_rows()
+    model, rows = make_model_and_rows()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(rows, batch_size=4))
     for batch in loader:
@@ -466,16 +470,16 @@ def trained_in_shards(way, folder):
 
 
 @pytest.mark.parametrize("way", ["plugin", "environment"])
-def test_a_plugin_of_version_one_trains_in_shards(way, tmp_path):
-    wanted = trained_by_hand()
-    ranks = run_ranks(trained_in_shards, 2, way, str(tmp_path / "state"))
+def test_version_one_plugin_trains_sharded(way, tmp_path):
+    wanted = train_by_hand()
+    ranks = run_ranks(train_with_plugin, 2, way, str(tmp_path / "state"))
     assert [(kinds, kind) for kinds, _, kind in ranks] == [(["DTensor"] * 4, "DistributedType.FSDP")] * 2
-    whole = ranks[0][1]  # on rank 0 alone, as FULL_STATE_DICT says
+    whole = ranks[0][1]  # on rank 0 only, because of FULL_STATE_DICT
     assert whole.keys() == wanted.keys()
     assert all(torch.allclose(whole[name], wanted[name], atol=1e-6) for name in wanted)
 
 
-def offloaded_at_once(folder):
+def offload_repeatedly(folder):
     from headway import Accelerator, dispatch_model
 
     accelerator = Accelerator(cpu=True)
@@ -487,5 +491,5 @@ def offloaded_at_once(folder):
         assert made(torch.ones(1, 2)).shape == (1, 2)
 
 
-def test_ranks_may_offload_the_same_weights_to_one_folder_at_once(tmp_path):
-    run_ranks(offloaded_at_once, 2, str(tmp_path))
+def test_ranks_can_offload_the_same_weights_to_one_folder_at_once(tmp_path):
+    run_ranks(offload_repeatedly, 2, str(tmp_path))

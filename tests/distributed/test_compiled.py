@@ -1,4 +1,4 @@
-"""Compiled models under DDP: the losses, norms and weights of plain torch, whatever DDP is told, and checkpoints between both."""
+"""Compiled models under DDP and FSDP match plain PyTorch with various options, and share checkpoints with uncompiled models."""
 
 import copy
 from typing import Any
@@ -46,20 +46,20 @@ class Net(torch.nn.Module):
 
 STEPS, SIZE = 2, 4
 RAGGED = 37
-"""Rows; those of the last window are four on one rank and one on the other."""
+"""Number of rows. The last window has four rows on one rank and one on the other."""
 
 
-def data(num_rows: int) -> TensorDataset:
+def make_data(num_rows: int) -> TensorDataset:
     torch.manual_seed(5)
     return TensorDataset(torch.randn(num_rows, 4), torch.randn(num_rows, 1))
 
 
-def plain(num_rows: int, has_unused: bool = False) -> tuple[list[float], list[torch.Tensor]]:
-    """One process: windows of all ranks' rows, the mean over each, clipped."""
+def train_by_hand(num_rows: int, has_unused: bool = False) -> tuple[list[float], list[torch.Tensor]]:
+    """Train in one process, with each window of all ranks' rows as one batch and clipped gradients. Return norms and weights."""
     torch.manual_seed(0)
     net = Net(has_unused)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    x, y = data(num_rows).tensors
+    x, y = make_data(num_rows).tensors
     norms = []
     for begin in range(0, num_rows, STEPS * SIZE * 2):
         rows = slice(begin, begin + STEPS * SIZE * 2)
@@ -70,10 +70,12 @@ def plain(num_rows: int, has_unused: bool = False) -> tuple[list[float], list[to
     return norms, [p.detach().clone() for p in net.parameters()]
 
 
-def trained(plugin: TorchDynamoPlugin, num_rows: int, has_unused: bool = False, **options: Any) -> Any:
+def train_compiled(plugin: TorchDynamoPlugin, num_rows: int, has_unused: bool = False, **options: Any) -> Any:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    loading = DataLoaderConfiguration(even_batches=False)  # the last window: four rows on one rank, one on the other
+    loading = DataLoaderConfiguration(
+        even_batches=False
+    )  # the last window has four rows on one rank and one on the other
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=STEPS, dynamo_plugin=plugin, dataloader_config=loading, **options
     )
@@ -81,7 +83,7 @@ def trained(plugin: TorchDynamoPlugin, num_rows: int, has_unused: bool = False, 
     net = Net(has_unused)
     names = list(net.state_dict())
     model, optimizer, loader = accelerator.prepare(
-        net, torch.optim.AdamW(net.parameters(), 1e-2), DataLoader(data(num_rows), batch_size=SIZE)
+        net, torch.optim.AdamW(net.parameters(), 1e-2), DataLoader(make_data(num_rows), batch_size=SIZE)
     )
     assert model is net
     norms = []
@@ -98,7 +100,7 @@ def trained(plugin: TorchDynamoPlugin, num_rows: int, has_unused: bool = False, 
     model.eval()
     with torch.no_grad():
         model(torch.zeros(SIZE, 4))
-    held = list(accelerator.get_state_dict(model))  # of a sharded model, rank 0 has it
+    held = list(accelerator.get_state_dict(model))  # for a sharded model, only rank 0 has the state
     assert held == (names if "strategy" not in options or accelerator.is_main_process else [])
     is_sharded = "strategy" in options
     if not is_sharded:
@@ -122,35 +124,37 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def rows(name: str) -> int:
-    """Another size takes another compilation, of seconds: one kind does it for all."""
+def count_rows(name: str) -> int:
+    """Return the number of rows for a kind. Only one kind uses ragged windows, because they need another slow compilation."""
     return RAGGED if name == "as it is" else 32
 
 
-def all_kinds(regional: bool) -> dict[str, Any]:
+def train_all_kinds(regional: bool) -> dict[str, Any]:
     plugin = TorchDynamoPlugin("aot_eager", use_regional_compilation=regional)
-    return {name: trained(plugin, rows(name), **options) for name, options in KINDS.items()}
+    return {name: train_compiled(plugin, count_rows(name), **options) for name, options in KINDS.items()}
 
 
 @pytest.mark.parametrize("regional", [True, False])
-def test_parity_with_plain_torch_on_two_ranks(regional: bool) -> None:
-    for by_kind in run_ranks(all_kinds, 2, regional, timeout=300):
+def test_compiled_models_match_plain_pytorch_on_two_ranks(regional: bool) -> None:
+    for by_kind in run_ranks(train_all_kinds, 2, regional, timeout=300):
         for name, (norms, weights, num_graphs) in by_kind.items():
-            wanted_norms, wanted = plain(rows(name), has_unused=name == "unused")
+            wanted_norms, wanted = train_by_hand(count_rows(name), has_unused=name == "unused")
             assert norms == pytest.approx(wanted_norms, rel=5e-7, abs=2e-6), name
             for one, other in zip(weights, wanted):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6, msg=name)
-            # The size of the whole batches, any size, evaluation; a last batch of one row.
+            # Compilations: whole batches, dynamic sizes, evaluation, and a last batch of one row.
             assert 1 <= num_graphs <= 4, (name, num_graphs)
 
 
-def run(plugin: TorchDynamoPlugin | None, save_to: str | None = None, load_from: str | None = None) -> list[float]:
+def train_or_resume(
+    plugin: TorchDynamoPlugin | None, save_to: str | None = None, load_from: str | None = None
+) -> list[float]:
     torch._dynamo.reset()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS, dynamo_plugin=plugin)
     torch.manual_seed(0)
     net = Net()
     model, optimizer, loader = accelerator.prepare(
-        net, torch.optim.AdamW(net.parameters(), 1e-2), DataLoader(data(32), batch_size=SIZE, shuffle=True)
+        net, torch.optim.AdamW(net.parameters(), 1e-2), DataLoader(make_data(32), batch_size=SIZE, shuffle=True)
     )
     if load_from is not None:
         accelerator.load_state(load_from)
@@ -168,16 +172,16 @@ def run(plugin: TorchDynamoPlugin | None, save_to: str | None = None, load_from:
     return losses
 
 
-def passes(folder: str) -> list[list[float]]:
-    """By an uncompiled run and by compiled ones; the second pair goes on from a checkpoint of a compiled one."""
+def run_all(folder: str) -> list[list[float]]:
+    """Return losses of an uncompiled run, of two compiled runs, and of a compiled and an uncompiled run from a checkpoint."""
     regional, whole = TorchDynamoPlugin("aot_eager", use_regional_compilation=True), TorchDynamoPlugin("aot_eager")
-    straight = [run(None), run(regional, save_to=folder), run(whole)]
-    return [*straight, run(regional, load_from=folder), run(None, load_from=folder)]
+    straight = [train_or_resume(None), train_or_resume(regional, save_to=folder), train_or_resume(whole)]
+    return [*straight, train_or_resume(regional, load_from=folder), train_or_resume(None, load_from=folder)]
 
 
-def test_a_compiled_run_resumes_bit_for_bit_and_an_uncompiled_one_goes_on_from_it(tmp_path: Any) -> None:
+def test_compiled_run_resumes_bit_for_bit_and_uncompiled_run_continues_it(tmp_path: Any) -> None:
     for uncompiled, regional, whole, resumed, resumed_uncompiled in run_ranks(
-        passes, 2, str(tmp_path / "saved"), timeout=300
+        run_all, 2, str(tmp_path / "saved"), timeout=300
     ):
         assert regional == pytest.approx(uncompiled, abs=2e-6)
         assert whole == pytest.approx(uncompiled, abs=2e-6)
@@ -185,28 +189,28 @@ def test_a_compiled_run_resumes_bit_for_bit_and_an_uncompiled_one_goes_on_from_i
         assert resumed_uncompiled == pytest.approx(regional[2:], abs=2e-6)
 
 
-def sharded() -> dict[str, Any]:
-    """What each way of compiling a model gives under FSDP2, and how many graphs it takes."""
+def train_sharded() -> dict[str, Any]:
+    """Train with each way of compiling under FSDP2. Return the norms and the number of graphs."""
     regional = TorchDynamoPlugin("aot_eager", use_regional_compilation=True)
     whole = TorchDynamoPlugin("aot_eager", use_regional_compilation=True, fullgraph=True)
     checkpointing: dict[str, Any] = {"kwargs_handlers": [ActivationCheckpointing()]}
     return {
-        "by regions": trained(regional, 32, strategy="fsdp"),
-        "one graph each": trained(whole, 32, strategy="fsdp"),
-        "checkpointed": trained(whole, 32, strategy="fsdp", **checkpointing),
-        "whole": trained(TorchDynamoPlugin("aot_eager"), 32, strategy="fsdp"),
-        "bf16": trained(regional, 32, strategy="fsdp", mixed_precision="bf16"),
-        "bf16, not compiled": trained(TorchDynamoPlugin(), 32, strategy="fsdp", mixed_precision="bf16"),
+        "by regions": train_compiled(regional, 32, strategy="fsdp"),
+        "one graph each": train_compiled(whole, 32, strategy="fsdp"),
+        "checkpointed": train_compiled(whole, 32, strategy="fsdp", **checkpointing),
+        "whole": train_compiled(TorchDynamoPlugin("aot_eager"), 32, strategy="fsdp"),
+        "bf16": train_compiled(regional, 32, strategy="fsdp", mixed_precision="bf16"),
+        "bf16, not compiled": train_compiled(TorchDynamoPlugin(), 32, strategy="fsdp", mixed_precision="bf16"),
     }
 
 
 def test_sharded_models_compile_block_by_block() -> None:
-    for found in run_ranks(sharded, 2, timeout=300):
-        wanted, _ = plain(32)
+    for found in run_ranks(train_sharded, 2, timeout=300):
+        wanted, _ = train_by_hand(32)
         for name in ("by regions", "one graph each", "checkpointed", "whole"):
             norms, _, num_graphs = found[name]
             assert norms == pytest.approx(wanted, rel=5e-7, abs=2e-6), name
-            assert num_graphs == 2, name  # training, evaluation
+            assert num_graphs == 2, name  # one for training, one for evaluation
         assert found["bf16"][0] == pytest.approx(found["bf16, not compiled"][0], abs=2e-2)
         assert found["bf16"][2] > 0
         assert found["bf16, not compiled"][2] == 0

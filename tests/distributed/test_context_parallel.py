@@ -1,4 +1,4 @@
-"""Sequences in parts beside plain PyTorch on one process: losses, norms and weights; masks, dropout, generation, wrong use."""
+"""Context parallelism compared with plain PyTorch on one process: training, masks, dropout, generation, checkpoints and errors."""
 
 from typing import Any
 
@@ -19,7 +19,13 @@ from headway import (
 )
 from headway.errors import ConfigError, PrepareError, UnsupportedError
 from tests.distributed import cut_models
-from tests.distributed.cut_losses import Judge, compare_gradients, losses_of_other_kinds, nothing_stays, running
+from tests.distributed.cut_losses import (
+    GPTWithLoss,
+    check_custom_losses,
+    check_release,
+    compare_gradients,
+    open_accelerator,
+)
 from tests.distributed.layouts import (
     LENGTH,
     MODELS,
@@ -28,24 +34,24 @@ from tests.distributed.layouts import (
     VOCABULARY,
     Curve,
     Task,
-    by_hand,
-    difference,
-    each,
+    build_seeded,
+    gather_weights,
     gpt,
+    iterate_windows,
     llama,
-    optimizer_of,
-    prepared,
-    rows,
-    seeded,
-    text,
-    whole_weights,
-    windows,
+    make_optimizer,
+    make_rows,
+    make_tokens,
+    measure_differences,
+    run_each,
+    train_by_hand,
+    train_prepared,
 )
 from tests.distributed.ranks import run_ranks
 
 MODELS["llama, four heads"] = lambda: cut_models.llama(vocab_size=VOCABULARY, use_cache=False)
 CLOSE = {"losses": 3e-6, "norms": 3e-6, "weights": 2e-3}
-"""AdamW divides by the size of gradients, so that tiny ones differ by what they were rounded to."""
+"""Tolerances. AdamW divides by gradient magnitudes, so rounding errors in tiny gradients change weights noticeably."""
 TABLE = {
     "gpt on two": ("cp", 2, Task("gpt", updates=5)),
     "gpt2, joined after its blocks": ("cp", 2, Task("gpt2", updates=5)),
@@ -60,14 +66,14 @@ TABLE = {
 
 
 def curves(num_ranks: int) -> dict[str, Curve]:
-    return {name: prepared(task, layout) for name, (layout, count, task) in TABLE.items() if count == num_ranks}
+    return {name: train_prepared(task, layout) for name, (layout, count, task) in TABLE.items() if count == num_ranks}
 
 
 # ---------------------------------------------------------------- losses that the model computes
 
 
-class Greedy(Judge):
-    """Runs out of memory where its sequences are cut."""
+class FailingOnPart(GPTWithLoss):
+    """Runs out of memory if its sequences are split."""
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> Any:
         if targets.shape[1] < ids.shape[1]:
@@ -75,12 +81,12 @@ class Greedy(Judge):
         return super().forward(ids, targets)
 
 
-def judged_by_hand(updates: int = 4, clip: float = 0.5) -> Curve:
-    """Llama with labels of ragged length, whole windows of 8 rows at once."""
-    model = seeded(0, llama)
-    optimizer = optimizer_of(Task(), model)
+def train_llama_by_hand(updates: int = 4, clip: float = 0.5) -> Curve:
+    """Train Llama on labels of ragged length in plain PyTorch, with whole windows of 8 rows as batches."""
+    model = build_seeded(0, llama)
+    optimizer = make_optimizer(Task(), model)
     losses, norms = [], []
-    for (ids, targets), _ in zip(windows(8), range(updates)):
+    for (ids, targets), _ in zip(iterate_windows(8), range(updates)):
         labels = ids.masked_fill(targets == PADDING, PADDING)
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
@@ -88,18 +94,18 @@ def judged_by_hand(updates: int = 4, clip: float = 0.5) -> Curve:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return {"losses": losses, "norms": norms, "weights": whole_weights(model)}
+    return {"losses": losses, "norms": norms, "weights": gather_weights(model)}
 
 
-def judged(layout: str, updates: int = 4, clip: float = 0.5) -> Curve:
-    """The same through the Accelerator: two micro-batches a window, each loss a sum over a given number of tokens or a mean."""
+def train_llama(layout: str, updates: int = 4, clip: float = 0.5) -> Curve:
+    """Train Llama with the Accelerator: two micro-batches per window, and losses as means or with `num_items_in_batch`."""
     accelerator = Accelerator(
         cpu=True, strategy=layout, gradient_accumulation_steps=2,
         dataloader_config=DataLoaderConfiguration(even_batches=False),
     )  # fmt: skip
-    model = seeded(0, llama)
-    optimizer = optimizer_of(Task(), model)
-    ids, targets = rows()
+    model = build_seeded(0, llama)
+    optimizer = make_optimizer(Task(), model)
+    ids, targets = make_rows()
     data = TensorDataset(ids, ids.masked_fill(targets == PADDING, PADDING))
     loader = DataLoader(data, batch_size=4 // accelerator.strategy.data_shard.count)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -128,22 +134,22 @@ def judged(layout: str, updates: int = 4, clip: float = 0.5) -> Curve:
                     total = weight = 0.0
                 optimizer.step()
                 optimizer.zero_grad()
-    curve = {"losses": losses, "norms": norms, "weights": whole_weights(model)}
+    curve = {"losses": losses, "norms": norms, "weights": gather_weights(model)}
     accelerator.end_training()
     return curve
 
 
-def the_models_own_loss() -> None:
-    """A mean and a sum; a rank whose part has no label; the gradients of both."""
-    ids, targets = text(2), text(3)
+def check_model_loss() -> None:
+    """Check a mean and a sum loss and their gradients, with labels of which one rank has none."""
+    ids, targets = make_tokens(2), make_tokens(3)
     targets[:, : LENGTH // 4] = PADDING
-    targets[:, -(LENGTH // 4) :] = PADDING  # what rank 0 has of it
+    targets[:, -(LENGTH // 4) :] = PADDING  # the sequence's first and last quarter belong to rank 0
     for reduction in ("mean", "sum"):
-        whole = seeded(0, lambda reduction=reduction: Judge(reduction))
+        whole = build_seeded(0, lambda reduction=reduction: GPTWithLoss(reduction))
         loss = whole(ids, targets)[1]
         loss.backward()
-        with running() as accelerator:
-            model = accelerator.prepare(seeded(0, lambda reduction=reduction: Judge(reduction)))
+        with open_accelerator() as accelerator:
+            model = accelerator.prepare(build_seeded(0, lambda reduction=reduction: GPTWithLoss(reduction)))
             logits, mine = model(ids, targets)
             assert abs(mine.item() - loss.item()) < 1e-5 * loss.item()
             with pytest.raises(UnsupportedError, match=rf"each rank has {LENGTH // 2} of {LENGTH} tokens"):
@@ -154,15 +160,15 @@ def the_models_own_loss() -> None:
             compare_gradients(model, whole, 1e-5)
 
 
-def penalty_by_hand(updates: int = 3) -> Curve:
-    """Windows of 8 rows, and a penalty on all weights beside each window's loss."""
-    model = seeded(0, gpt)
+def train_penalized_by_hand(updates: int = 3) -> Curve:
+    """Train in plain PyTorch with a penalty on all weights added to each window's loss."""
+    model = build_seeded(0, gpt)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for (ids, targets), _ in zip(windows(8), range(updates)):
+    for (ids, targets), _ in zip(iterate_windows(8), range(updates)):
         (mean_loss(model(ids), targets) + weight_penalty(model)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {"weights": whole_weights(model)}
+    return {"weights": gather_weights(model)}
 
 
 def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -173,12 +179,12 @@ def weight_penalty(model: nn.Module) -> torch.Tensor:
     return 0.01 * sum(p.square().sum() for p in model.parameters())
 
 
-def penalised(layout: str, updates: int = 3) -> Curve:
-    """The same through the Accelerator: the penalty has a backward of its own in each of two micro-batches."""
+def train_penalized(layout: str, updates: int = 3) -> Curve:
+    """Train with the Accelerator. The penalty has its own backward call in each of two micro-batches."""
     accelerator = Accelerator(cpu=True, strategy=layout, gradient_accumulation_steps=2)
-    model = seeded(0, gpt)
+    model = build_seeded(0, gpt)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(*rows()), batch_size=4 // accelerator.strategy.data_shard.count)
+    loader = DataLoader(TensorDataset(*make_rows()), batch_size=4 // accelerator.strategy.data_shard.count)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for ids, targets in loader:
         if accelerator.num_updates == updates:
@@ -188,7 +194,7 @@ def penalised(layout: str, updates: int = 3) -> Curve:
             accelerator.backward(weight_penalty(model))
             optimizer.step()
             optimizer.zero_grad()
-    curve = {"weights": whole_weights(model)}
+    curve = {"weights": gather_weights(model)}
     accelerator.end_training()
     return curve
 
@@ -196,12 +202,15 @@ def penalised(layout: str, updates: int = 3) -> Curve:
 # ---------------------------------------------------------------- evaluation, masks, dropout
 
 
-def evaluation_and_generation() -> None:
-    """Whole outputs, each sample once, the tokens of one process; a length that cannot be divided."""
-    ids = text(4, rows=5)[:, : LENGTH - 1]
-    whole = seeded(0, llama).eval()
-    with running() as accelerator:
-        model, loader = accelerator.prepare(seeded(0, llama), DataLoader(TensorDataset(ids), batch_size=2))
+def check_evaluation_and_generation() -> None:
+    """Check that evaluation returns whole logits for each sample once, and generation the tokens of one process.
+
+    The sequence length is not divisible by the number of ranks.
+    """
+    ids = make_tokens(4, rows=5)[:, : LENGTH - 1]
+    whole = build_seeded(0, llama).eval()
+    with open_accelerator() as accelerator:
+        model, loader = accelerator.prepare(build_seeded(0, llama), DataLoader(TensorDataset(ids), batch_size=2))
         model.eval()
         found = []
         with torch.no_grad():
@@ -216,20 +225,20 @@ def evaluation_and_generation() -> None:
         assert torch.equal(model.generate(ids[:2], **given), whole.generate(ids[:2], **given))
 
 
-def masks() -> None:
-    """Padding on the left, in the mask that transformers makes of it, and eager attention, which becomes sdpa."""
-    from transformers import set_seed  # noqa: F401  the package is there
+def check_masks() -> None:
+    """Check left padding, through transformers' attention mask, and eager attention, which Headway replaces by sdpa."""
+    from transformers import set_seed  # noqa: F401 - shows that transformers is installed
 
-    ids = text(5, rows=3)
+    ids = make_tokens(5, rows=3)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     mask[1, :2] = 0
     labels = ids.masked_fill(mask == 0, PADDING)
-    whole = seeded(0, llama)
+    whole = build_seeded(0, llama)
     loss = whole(input_ids=ids, attention_mask=mask, labels=labels).loss
     loss.backward()
-    with running() as accelerator:
-        model = seeded(0, llama)
+    with open_accelerator() as accelerator:
+        model = build_seeded(0, llama)
         model.set_attn_implementation("eager")
         model = accelerator.prepare(model)
         mine = model(input_ids=ids, attention_mask=mask, labels=labels).loss
@@ -243,19 +252,19 @@ def masks() -> None:
                 pass
 
 
-def dropout() -> None:
-    """Blocks drop other tokens on each rank; computed again in backward, the same ones."""
+def check_dropout() -> None:
+    """Check that dropout differs between ranks, and is the same when blocks are recomputed in backward."""
     from tests.distributed.layouts import GPT
 
     gradients = []
     for handlers in ([], [ActivationCheckpointing()]):
-        with running(kwargs_handlers=handlers) as accelerator:
-            model = accelerator.prepare(seeded(0, lambda: GPT(dropout=0.5)))
+        with open_accelerator(kwargs_handlers=handlers) as accelerator:
+            model = accelerator.prepare(build_seeded(0, lambda: GPT(dropout=0.5)))
             seen: list[torch.Tensor] = []
             model.blocks[0].dropout.register_forward_hook(lambda *given, seen=seen: seen.append(given[2] == 0))
             torch.manual_seed(7)
-            accelerator.backward(model(text(6)).square().mean())
-            both = accelerator.gather(seen[-1][None])  # the first ones are the dry run's
+            accelerator.backward(model(make_tokens(6)).square().mean())
+            both = accelerator.gather(seen[-1][None])  # the first calls are those of the dry run
             assert not torch.equal(both[0], both[1])
             after = accelerator.gather(torch.rand(1))
             assert after[0] == after[1]
@@ -267,13 +276,13 @@ def dropout() -> None:
 # ---------------------------------------------------------------- checkpoints
 
 
-def checkpoints(folder: str) -> None:
-    """Saved with sequences in parts, loaded with whole models, and back."""
-    ids = text(8)
+def check_checkpoints(folder: str) -> None:
+    """Check that checkpoints load from context parallelism into DDP and back."""
+    ids = make_tokens(8)
 
     def train(strategy: str, load: str | None, save: str | None) -> float:
         accelerator = Accelerator(cpu=True, strategy=strategy)
-        model = seeded(0 if load is None else 5, gpt)
+        model = build_seeded(0 if load is None else 5, gpt)
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
         if load is not None:
             accelerator.load_state(f"{folder}/{load}")
@@ -288,7 +297,7 @@ def checkpoints(folder: str) -> None:
 
     first = [train("cp", None, "cut"), train("ddp", "cut", "whole"), train("cp", "whole", None)]
     accelerator = Accelerator(cpu=True, strategy="ddp")
-    model = seeded(0, gpt)
+    model = build_seeded(0, gpt)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
     plain = []
     for _ in range(3):
@@ -304,8 +313,8 @@ def checkpoints(folder: str) -> None:
 # ---------------------------------------------------------------- wrong use
 
 
-class ByHand(nn.Module):
-    """Attention by matrix products."""
+class ManualAttention(nn.Module):
+    """Block with attention by matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,8 +326,8 @@ class ByHand(nn.Module):
         return x + self.out(scores.softmax(-1) @ x)
 
 
-class Places(ByHand):
-    """Positions that a block makes itself, from the length that it sees."""
+class PositionBlock(ManualAttention):
+    """Block that computes positions from the sequence length that it sees."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q = self.q(x) * torch.arange(x.shape[1])[:, None].cos()
@@ -327,14 +336,14 @@ class Places(ByHand):
         )
 
 
-class Shy(Judge):
-    """A loss while training only, which no comparison has seen."""
+class TrainOnlyLoss(GPTWithLoss):
+    """Model that computes a loss only in training mode, so that the comparison in evaluation mode cannot see it."""
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> Any:
         return super().forward(ids, targets) if self.training else self.gpt(ids)
 
 
-class Small(nn.Module):
+class SmallModel(nn.Module):
     def __init__(self, kind: type[nn.Module], num_stacks: int = 1) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
@@ -348,94 +357,98 @@ class Small(nn.Module):
         return self.head(x)
 
 
-def wrong_use() -> None:
-    ids = text(9)
-    with running() as accelerator:
+def check_wrong_use() -> None:
+    ids = make_tokens(9)
+    with open_accelerator() as accelerator:
         with pytest.raises(
             PrepareError, match=r"blocks never call torch.nn.functional.scaled_dot_product_attention.*else use fsdp"
         ):
-            accelerator.prepare(seeded(0, lambda: Small(ByHand)))(ids)
-    with running() as accelerator:
+            accelerator.prepare(build_seeded(0, lambda: SmallModel(ManualAttention)))(ids)
+    with open_accelerator() as accelerator:
         with pytest.raises(
-            PrepareError, match=r"Small cannot be cut.*an output of the shape .* differs by .*positions"
+            PrepareError, match=r"SmallModel cannot be cut.*an output of the shape .* differs by .*positions"
         ):
-            accelerator.prepare(seeded(0, lambda: Small(Places)))(ids)
-    with running() as accelerator:
-        with pytest.raises(PrepareError, match=r"needs one stack of blocks.*are not in one ModuleList: ByHand"):
-            accelerator.prepare(seeded(0, lambda: Small(ByHand, 2)))
-    with running() as accelerator:
-        model = accelerator.prepare(seeded(0, llama))
+            accelerator.prepare(build_seeded(0, lambda: SmallModel(PositionBlock)))(ids)
+    with open_accelerator() as accelerator:
+        with pytest.raises(
+            PrepareError, match=r"needs one stack of blocks.*are not in one ModuleList: ManualAttention"
+        ):
+            accelerator.prepare(build_seeded(0, lambda: SmallModel(ManualAttention, 2)))
+    with open_accelerator() as accelerator:
+        model = accelerator.prepare(build_seeded(0, llama))
         with pytest.raises(UnsupportedError, match=r"a part of .*Llama.* was called by itself while training"):
             model.model.layers[0](torch.zeros(1, LENGTH, 16), position_embeddings=(torch.zeros(1), torch.zeros(1)))
         with pytest.raises(UnsupportedError, match="leave out use_cache and past_key_values while training"):
             model(input_ids=ids, use_cache=True)
-    with running(dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True)) as accelerator:
+    with open_accelerator(
+        dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    ) as accelerator:
         with pytest.raises(UnsupportedError, match="is compiled, which context parallelism does not support yet"):
-            accelerator.prepare(seeded(0, gpt))(ids)
-    with running() as accelerator:
+            accelerator.prepare(build_seeded(0, gpt))(ids)
+    with open_accelerator() as accelerator:
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-            accelerator.prepare(seeded(0, Greedy))(ids, ids)
-    with running() as accelerator:
-        model = accelerator.prepare(seeded(0, Shy))
+            accelerator.prepare(build_seeded(0, FailingOnPart))(ids, ids)
+    with open_accelerator() as accelerator:
+        model = accelerator.prepare(build_seeded(0, TrainOnlyLoss))
         with pytest.raises(PrepareError, match=r"computes a loss from labels while training, but not in eval\(\) mode"):
             model(ids, ids)
-    with running(
+    with open_accelerator(
         kwargs_handlers=[TorchContextParallelConfig(cp_comm_strategy="alltoall", blocks=("Nothing",))]
     ) as accelerator:
         with pytest.raises(ConfigError, match="blocks names 'Nothing'"):
-            accelerator.prepare(seeded(0, llama))
+            accelerator.prepare(build_seeded(0, llama))
 
 
-def scenarios(folder: str) -> list[str]:
-    return each(
+def run_scenarios(folder: str) -> list[str]:
+    return run_each(
         [
-            the_models_own_loss,
-            losses_of_other_kinds,
-            nothing_stays,
-            evaluation_and_generation,
-            masks,
-            dropout,
-            lambda: checkpoints(folder),
-            wrong_use,
+            check_model_loss,
+            check_custom_losses,
+            check_release,
+            check_evaluation_and_generation,
+            check_masks,
+            check_dropout,
+            lambda: check_checkpoints(folder),
+            check_wrong_use,
         ]
     )
 
 
-def on_two(folder: str) -> tuple[list[str], dict[str, Curve], Curve, Curve]:
-    return scenarios(folder), curves(2), judged("cp"), penalised("cp")
+def run_on_two(folder: str) -> tuple[list[str], dict[str, Curve], Curve, Curve]:
+    return run_scenarios(folder), curves(2), train_llama("cp"), train_penalized("cp")
 
 
-def on_four() -> tuple[dict[str, Curve], Curve, Curve]:
-    found = curves(4), judged("fsdp+cp=2"), penalised("fsdp+cp=2")
-    combinations_that_cannot()
+def run_on_four() -> tuple[dict[str, Curve], Curve, Curve]:
+    found = curves(4), train_llama("fsdp+cp=2"), train_penalized("fsdp+cp=2")
+    check_rejected_combinations()
     return found
 
 
-def combinations_that_cannot() -> None:
+def check_rejected_combinations() -> None:
     with pytest.raises(UnsupportedError, match=r"drop loss_parallel, or cp"):
         Accelerator(cpu=True, strategy="cp=2+tp=2", kwargs_handlers=[TensorParallelOptions(loss_parallel=True)])
     with pytest.raises(UnsupportedError, match=r"'fp8' does not support context parallelism"):
         Accelerator(cpu=True, strategy="cp", mixed_precision="fp8", kwargs_handlers=[Float8Options(emulate=True)])
 
 
-def compare(found: dict[str, Curve], own: Curve, held: Curve) -> None:
+def compare(found: dict[str, Curve], own: Curve, penalized: Curve) -> None:
     for name, curve in found.items():
-        off = difference(curve, by_hand(TABLE[name][2]))
+        off = measure_differences(curve, train_by_hand(TABLE[name][2]))
         assert all(off[kind] < least for kind, least in CLOSE.items()), (name, off)
-    off = difference(own, judged_by_hand())
+    off = measure_differences(own, train_llama_by_hand())
     assert all(off[kind] < least for kind, least in CLOSE.items()), off
-    for name, weight in penalty_by_hand()["weights"].items():
-        torch.testing.assert_close(held["weights"][name], weight, msg=lambda text, name=name: f"{name}: {text}")
+    for name, weight in train_penalized_by_hand()["weights"].items():
+        torch.testing.assert_close(penalized["weights"][name], weight, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.slow
-def test_two_parts_are_the_whole(tmp_path: Any) -> None:
-    for wrong, *rank_curves in run_ranks(on_two, 2, str(tmp_path), timeout=400):
+def test_two_parts_match_one_process(tmp_path: Any) -> None:
+    for wrong, *rank_curves in run_ranks(run_on_two, 2, str(tmp_path), timeout=400):
         assert not wrong, wrong
     compare(*rank_curves)
-    assert ROWS % 8, "windows end ragged"
+    assert ROWS % 8, "the last window must be short"
 
 
 @pytest.mark.slow
-def test_four_ranks_in_products_of_layouts_are_the_whole() -> None:
-    compare(*run_ranks(on_four, 4, timeout=400)[0])
+def test_combined_layouts_on_four_ranks_match_one_process() -> None:
+    compare(*run_ranks(run_on_four, 4, timeout=400)[0])

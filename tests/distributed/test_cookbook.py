@@ -1,4 +1,4 @@
-"""Every recipe of the cookbook runs on two processes, and learns what it says."""
+"""Every recipe of the cookbook runs on two processes and learns what it describes."""
 
 import json
 import os
@@ -29,23 +29,23 @@ def test_every_recipe_is_listed():
         assert f"examples/cookbook/{name}.py" in (COOKBOOK / f"{name}.py").read_text().split('"""')[1]
 
 
-def cook(folder, recipes):
-    """Run recipes, given by name and arguments, one after the other in a folder. Return their results."""
+def run_recipes(folder, recipes):
+    """Run recipes one after another in a folder, and return their results. A recipe is its name and its arguments."""
     os.chdir(folder)
     return [runpy.run_path(str(COOKBOOK / f"{name}.py"))["main"](arguments) for name, *arguments in recipes]
 
 
-def cook_light(num_processes, folder):
+def run_light_recipes(num_processes, folder):
     names = ("early_stopping", "ema", "distillation", "multi_task")
-    return run_ranks(cook, num_processes, folder, [(name,) for name in names])[0]
+    return run_ranks(run_recipes, num_processes, folder, [(name,) for name in names])[0]
 
 
 @pytest.mark.slow
-def test_recipes_give_the_numbers_of_one_process(tmp_path_factory):
-    alone = cook_light(1, str(tmp_path_factory.mktemp("alone")))
-    stopped, averaged, distilled, tasks = cook_light(2, str(tmp_path_factory.mktemp("both")))
+def test_recipes_match_one_process(tmp_path_factory):
+    alone = run_light_recipes(1, str(tmp_path_factory.mktemp("alone")))
+    stopped, averaged, distilled, tasks = run_light_recipes(2, str(tmp_path_factory.mktemp("both")))
     assert stopped == {name: pytest.approx(value, rel=1e-4) for name, value in alone[0].items()}
-    assert stopped["loss"] == stopped["best"]  # the best weights are back
+    assert stopped["loss"] == stopped["best"]  # the best weights are restored
     assert stopped["epochs"] < 100
     torch.testing.assert_close(averaged["weight"], alone[1]["weight"], rtol=1e-3, atol=1e-4)
     assert averaged["accuracy"] > 0.8
@@ -57,22 +57,22 @@ def test_recipes_give_the_numbers_of_one_process(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_generator_finds_the_ring_and_a_run_is_continued(tmp_path):
+def test_gan_learns_the_ring_and_resumes(tmp_path):
     first, second, third = run_ranks(
-        cook, 2, str(tmp_path), [("gan", "--epochs", "20"), ("gan", "--epochs", "30"), ("gan", "--epochs", "30")]
+        run_recipes, 2, str(tmp_path), [("gan", "--epochs", "20"), ("gan", "--epochs", "30"), ("gan", "--epochs", "30")]
     )[0]
     assert first["radius"] > 0.3
     assert 0.8 < second["radius"] < 1.2
-    assert third["radius"] == 0.0  # nothing was left to train
+    assert third["radius"] == 0.0  # no epoch was left to train
 
 
-def contrast():
+def train_contrastive():
     torch.set_default_dtype(torch.float64)
     return runpy.run_path(str(COOKBOOK / "contrastive.py"))["main"](["--epochs", "1"])["weights"]
 
 
-def contrast_by_hand():
-    """One epoch with whole batches on one process in plain PyTorch. Only the order of the data is Headway's."""
+def train_contrastive_by_hand():
+    """Train one epoch with whole batches on one process in plain PyTorch. Only the data order comes from Headway."""
     torch.set_default_dtype(torch.float64)
     towers = runpy.run_path(str(COOKBOOK / "contrastive.py"))["TwoTowers"]
     set_seed(0)
@@ -91,14 +91,14 @@ def contrast_by_hand():
     return [each.detach() for each in model.parameters()]
 
 
-def test_negatives_of_all_ranks_give_the_gradient_of_the_whole_batch():
-    (expected,) = run_ranks(contrast_by_hand, 1)
-    for weights in run_ranks(contrast, 2):
+def test_contrastive_recipe_matches_whole_batches():
+    (expected,) = run_ranks(train_contrastive_by_hand, 1)
+    for weights in run_ranks(train_contrastive, 2):
         torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_the_server_answers_with_the_trained_model(tmp_path):
-    run_ranks(cook, 2, str(tmp_path), [("serve",)])
+def test_server_answers_with_the_trained_model(tmp_path):
+    run_ranks(run_recipes, 2, str(tmp_path), [("serve",)])
     recipe = runpy.run_path(str(COOKBOOK / "serve.py"))
     with recipe["ModelServer"](tmp_path / "runs" / "served", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -122,9 +122,11 @@ def test_recipes_for_language_models_learn(tmp_path, layout):
     for package in ("peft", "bitsandbytes"):
         pytest.importorskip(package)
     recipes = [("lora", "--layout", layout), ("qlora", "--layout", layout), ("grpo",)]
-    adapted, packed, policy = run_ranks(cook, 2, str(tmp_path), recipes, timeout=240)[0]
+    adapted, packed, policy = run_ranks(run_recipes, 2, str(tmp_path), recipes, timeout=240)[0]
     assert adapted["following"] == 13
     assert adapted["loss"] < 3.0
     assert packed["loss"] < 2.6
-    assert packed["packed"] == (14 if layout == "ddp" else 0)  # sharded ones are DTensors
+    assert packed["packed"] == (
+        14 if layout == "ddp" else 0
+    )  # sharded values are DTensors, which the recipe does not count
     assert policy["reward"] > 0.9

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO against the plain one-process loop: losses, norms, weights; and what it must refuse."""
+"""DeepSpeed ZeRO compared with a plain loop on one process: losses, norms and weights."""
 
 import traceback
 from dataclasses import dataclass
@@ -81,15 +81,15 @@ class Recipe:
     scheduler: bool = True
     seed_by_rank: bool = False
     by_json: bool = False
-    like: str = ""  # another row, where plain PyTorch is not what it is compared with
+    like: str = ""  # name of the row to compare with, instead of plain PyTorch
     tolerance: float = 2e-6
 
 
-def slowing(optimizer: torch.optim.Optimizer) -> Any:
+def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + 0.1 * n))
 
 
-def make(recipe: Recipe, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any, torch.Tensor]:
+def make_parts(recipe: Recipe, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any, torch.Tensor]:
     torch.manual_seed(seed)
     model = llama() if recipe.model == "llama" else GPT()
     learns = [p for p in model.parameters() if p.requires_grad]
@@ -98,11 +98,11 @@ def make(recipe: Recipe, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimize
         {"params": [p for p in learns if p.ndim < 2], "weight_decay": 0.0, "lr": 5e-3},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
-    schedule = slowing(optimizer) if recipe.scheduler else None
+    schedule = make_schedule(optimizer) if recipe.scheduler else None
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, WORDS, (ROWS, LENGTH), generator=generator)
     lengths = torch.randint(3, LENGTH + 1, (ROWS, 1), generator=generator)
-    ids[torch.arange(LENGTH)[None] >= lengths] = 0  # padding, which weighs nothing
+    ids[torch.arange(LENGTH)[None] >= lengths] = 0  # padding, which has no weight in the loss
     return model, optimizer, schedule, ids
 
 
@@ -113,8 +113,8 @@ def token_loss(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     return losses[real].sum(), int(real.sum())
 
 
-def plain(recipe: Recipe) -> dict[str, Any]:
-    model, optimizer, schedule, ids = make(recipe)
+def train_by_hand(recipe: Recipe) -> dict[str, Any]:
+    model, optimizer, schedule, ids = make_parts(recipe)
     losses, norms = [], []
     for _ in range(recipe.epochs):
         for start in range(0, ROWS, BATCH * STEPS):
@@ -129,7 +129,7 @@ def plain(recipe: Recipe) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": {n: p.detach().clone() for n, p in model.named_parameters()}}
 
 
-def zero(recipe: Recipe) -> dict[str, Any]:
+def train_with_deepspeed(recipe: Recipe) -> dict[str, Any]:
     plugin = None if recipe.config is None else DeepSpeedPlugin(hf_ds_config=recipe.config)
     accelerator = Accelerator(
         cpu=True, strategy=None if plugin else recipe.strategy, deepspeed_plugin=plugin, gradient_accumulation_steps=STEPS,
@@ -139,14 +139,14 @@ def zero(recipe: Recipe) -> dict[str, Any]:
     if recipe.precision == "fp16":
         from deepspeed import get_accelerator
 
-        # DeepSpeed refuses float16 on CPUs, which are slow at it; the arithmetic is the same.
+        # DeepSpeed rejects float16 on CPUs because it is slow there, but computes the same.
         get_accelerator().is_fp16_supported = lambda: True
-    model, optimizer, schedule, ids = make(recipe, accelerator.process_index if recipe.seed_by_rank else 0)
+    model, optimizer, schedule, ids = make_parts(recipe, accelerator.process_index if recipe.seed_by_rank else 0)
     loader = DataLoader(TensorDataset(ids), batch_size=BATCH // accelerator.num_processes)
     given = model
     if recipe.by_json:
         optimizer = DummyOptim(optimizer.param_groups)
-        schedule = DummyScheduler(optimizer, lr_scheduler_callable=slowing)
+        schedule = DummyScheduler(optimizer, lr_scheduler_callable=make_schedule)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     assert model is given
     losses, norms, part = [], [], [0.0, 0.0]
@@ -175,12 +175,12 @@ def zero(recipe: Recipe) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
-def distance(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
+def measure_differences(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
     assert len(found["losses"]) == len(wanted["losses"])
     return {
         "losses": max(abs(a - b) for a, b in zip(found["losses"], wanted["losses"])),
         "norms": max(abs(a - b) for a, b in zip(found["norms"], wanted["norms"])),
-        # Whole weights are rank 0's.
+        # Only rank 0 has whole weights.
         "weights": max(
             (float((found["weights"][n] - w).abs().max()) for n, w in wanted["weights"].items() if found["weights"]),
             default=0.0,
@@ -215,7 +215,7 @@ TABLE = {
     "zero3, small buckets": Recipe(config=SMALL_BUCKETS),
     "zero3, llama": Recipe(strategy="zero3", model="llama"),
     "zero2, other seeds": Recipe(seed_by_rank=True),
-    "zero2, offload by DeepSpeed's Adam": Recipe(config=OFFLOAD, tolerance=5e-5),  # a kernel of its own
+    "zero2, offload by DeepSpeed's Adam": Recipe(config=OFFLOAD, tolerance=5e-5),  # DeepSpeed's own kernel
     "zero2, offload by torch's": Recipe(config=OFFLOAD_TORCH),
     "zero2, all by its JSON": Recipe(config=BY_JSON, by_json=True),
     "ddp, bf16": Recipe(strategy="ddp", precision="bf16", tolerance=5e-2),
@@ -228,11 +228,11 @@ TABLE = {
 }
 
 
-def each(recipes: list[Recipe]) -> list[Any]:
+def train_each(recipes: list[Recipe]) -> list[Any]:
     found = []
     for recipe in recipes:
         try:
-            found.append(zero(recipe))
+            found.append(train_with_deepspeed(recipe))
         except Exception:
             found.append(traceback.format_exc())
     return found
@@ -240,19 +240,19 @@ def each(recipes: list[Recipe]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[Any]]:
-    """By name, what each rank found: one pair of processes for the whole table, because DeepSpeed starts slowly."""
-    by_rank = run_ranks(each, 2, list(TABLE.values()), timeout=500)
+    """Return the results of each rank by row name. DeepSpeed starts slowly, so all rows share one pair of processes."""
+    by_rank = run_ranks(train_each, 2, list(TABLE.values()), timeout=500)
     return {name: [found[i] for found in by_rank] for i, name in enumerate(TABLE)}
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_parity_with_the_plain_loop(name: str, results: dict[str, list[Any]]) -> None:
-    wanted = results[TABLE[name].like][0] if TABLE[name].like else plain(TABLE[name])
-    assert results[name][0]["weights"].keys() >= wanted["weights"].keys()  # tied ones by both names
+def test_training_matches_the_plain_loop(name: str, results: dict[str, list[Any]]) -> None:
+    wanted = results[TABLE[name].like][0] if TABLE[name].like else train_by_hand(TABLE[name])
+    assert results[name][0]["weights"].keys() >= wanted["weights"].keys()  # tied weights have both names
     for found in results[name]:
         assert isinstance(found, dict), found
-        far = distance(found, wanted)
-        print(name, far)
-        assert max(far["losses"], far["norms"]) < TABLE[name].tolerance, far
+        differences = measure_differences(found, wanted)
+        print(name, differences)
+        assert max(differences["losses"], differences["norms"]) < TABLE[name].tolerance, differences
         if TABLE[name].precision == "no":
-            assert far["weights"] < 1e-5, far
+            assert differences["weights"] < 1e-5, differences

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO, stages 1, 2 and 3, beside plain PyTorch on one process, for models of several kinds."""
+"""DeepSpeed ZeRO stages 1, 2 and 3, compared with plain PyTorch on one process, for several kinds of models."""
 
 import sys
 import traceback
@@ -27,7 +27,7 @@ CLOSE = 2e-6
 
 
 class CNN(nn.Module):
-    """Convolutions, normed by group: statistics of a batch would depend on how it is divided."""
+    """Convolutional model with group norm. Batch statistics would depend on how batches are split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,26 +74,26 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-def parts(name: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+def make_parts(name: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
     torch.manual_seed(0)
     model = MODELS[name]()
-    # Adam makes a whole step of a gradient that is zero but for rounding (BERT's keys have such biases); not with this eps.
+    # Adam turns a gradient that is zero except for rounding into a full step, as for BERT's key biases. This eps prevents it.
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, eps=1e-4)
     return model, optimizer, torch.randint(1, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def loss_of(model: nn.Module, name: str, ids: torch.Tensor) -> torch.Tensor:
-    """Of the next token; what a rank sees is as much as what any other does."""
+def compute_loss(model: nn.Module, name: str, ids: torch.Tensor) -> torch.Tensor:
+    """Return the mean next-token loss. Each rank has equally many tokens."""
     found = model(input_ids=ids, labels=ids).logits if name == "T5" else model(ids)
     logits = getattr(found, "logits", found)
     return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def plain(name: str) -> dict[str, Any]:
-    model, optimizer, ids = parts(name)
+def train_by_hand(name: str) -> dict[str, Any]:
+    model, optimizer, ids = make_parts(name)
     losses, norms = [], []
     for window in ids.split(WINDOW):
-        loss = loss_of(model, name, window)
+        loss = compute_loss(model, name, window)
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
@@ -102,15 +102,15 @@ def plain(name: str) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": dict(model.named_parameters())}
 
 
-def zero(name: str, stage: str) -> dict[str, Any]:
+def train_with_deepspeed(name: str, stage: str) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True, strategy=stage, gradient_accumulation_steps=STEPS)
-    model, optimizer, ids = parts(name)
+    model, optimizer, ids = make_parts(name)
     loader = DataLoader(TensorDataset(ids), batch_size=WINDOW // STEPS // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses, norms, seen = [], [], []
     for (batch,) in loader:
         with accelerator.accumulate(model):
-            loss = loss_of(model, name, batch)
+            loss = compute_loss(model, name, batch)
             accelerator.backward(loss)
             seen.append(loss.detach())
             if accelerator.sync_gradients:
@@ -124,47 +124,47 @@ def zero(name: str, stage: str) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
-def all_of(stage: str) -> dict[str, Any]:
+def train_all(stage: str) -> dict[str, Any]:
     found = {}
     for name in MODELS:
         try:
-            found[name] = zero(name, stage)
-        except Exception:  # ranks may have parted: nothing comes after
+            found[name] = train_with_deepspeed(name, stage)
+        except Exception:  # ranks may be out of step now, so nothing else can run
             found[name] = traceback.format_exc()
             break
     return found
 
 
 def measure(stage: str) -> dict[str, dict[str, float]]:
-    """By model and kind, how far the ranks lie from plain PyTorch at most.
+    """Return the largest differences between the ranks and plain PyTorch, by model and kind.
 
     Raises:
-        RankFailed: a rank raised.
+        RankFailed: If a rank raises.
     """
-    by_rank, far = run_ranks(all_of, 2, stage, timeout=280), {}
+    by_rank, differences = run_ranks(train_all, 2, stage, timeout=280), {}
     for name in MODELS:
-        expected, found = plain(name), [each.get(name, "not reached") for each in by_rank]
+        expected, found = train_by_hand(name), [each.get(name, "not reached") for each in by_rank]
         if any(isinstance(each, str) for each in found):
             raise RankFailed("\n".join(map(str, found)))
         assert len(expected["losses"]) == len(found[0]["losses"]) == UPDATES
-        far[name] = {
+        differences[name] = {
             kind: max(abs(a - b) for each in found for a, b in zip(expected[kind], each[kind], strict=True))
             for kind in ("losses", "norms")
         }
-        whole = found[0]["weights"]  # rank 0's alone
-        far[name]["weights"] = max(float((whole[n] - w).abs().max()) for n, w in expected["weights"].items())
-    return far
+        whole = found[0]["weights"]  # only rank 0 has whole weights
+        differences[name]["weights"] = max(float((whole[n] - w).abs().max()) for n, w in expected["weights"].items())
+    return differences
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_models_learn_as_in_plain_pytorch(stage: str) -> None:
-    for name, far in measure(stage).items():
-        assert max(far["losses"], far["norms"]) < CLOSE, (name, far)
-        assert far["weights"] < 1e-5, (name, far)
+def test_models_match_plain_pytorch(stage: str) -> None:
+    for name, differences in measure(stage).items():
+        assert max(differences["losses"], differences["norms"]) < CLOSE, (name, differences)
+        assert differences["weights"] < 1e-5, (name, differences)
 
 
-if __name__ == "__main__":  # the table
+if __name__ == "__main__":  # prints the table of differences
     torch.set_num_threads(1)
     for each in sys.argv[1:] or STAGES:
-        for name, far in measure(each).items():
-            print(each, name, *(f"{kind} {value:.0e}" for kind, value in far.items()), flush=True)
+        for name, differences in measure(each).items():
+            print(each, name, *(f"{kind} {value:.0e}" for kind, value in differences.items()), flush=True)

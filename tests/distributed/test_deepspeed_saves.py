@@ -1,4 +1,4 @@
-"""Checkpoints under ZeRO: parts are written as they lie, and any layout takes them up."""
+"""Checkpoints under DeepSpeed ZeRO: each rank writes its own parts, and every layout can load them."""
 
 import traceback
 from pathlib import Path
@@ -22,7 +22,7 @@ LAYOUTS = ("zero1", "zero2", "zero3", "offload", "ddp")
 
 
 class Net(nn.Module):
-    """Tied, frozen, a buffer, and sizes that no cut divides."""
+    """Model with tied weights, a frozen layer, a buffer, and sizes that no number of ranks divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.body(self.words(x)) + self.fixed(self.words(x))) * self.scale.mean())
 
 
-def start(layout: str, is_split: bool = False) -> tuple[Accelerator, Any, Any, Any]:
+def prepare_training(layout: str, is_split: bool = False) -> tuple[Accelerator, Any, Any, Any]:
     zero = {"stage": 2 if layout == "offload" else int(layout[-1]) if layout != "ddp" else 0}
     config: dict[str, Any] = {"zero_optimization": {**zero, "stage3_param_persistence_threshold": 10}}
     if layout == "offload":
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     plugin = None if layout == "ddp" else DeepSpeedPlugin(hf_ds_config=config)
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, scheduler_ticks="updates")
-    torch.manual_seed(accelerator.process_index)  # a load must give all of it
+    torch.manual_seed(accelerator.process_index)  # different weights per rank, so the load must restore all of them
     model = Net()
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[Any] = [{"params": trained[:1]}, {"params": trained[1:]}] if is_split else trained
@@ -70,11 +70,11 @@ def train(parts: tuple[Accelerator, Any, Any, Any], first: int, count: int) -> l
 
 
 def save(folder: str) -> dict[str, Any]:
-    """Every layout saves after a few updates, and goes on."""
+    """Save in every layout after a few updates, and continue training."""
     found: dict[str, Any] = {}
     for layout in LAYOUTS:
         try:
-            parts = start(layout)
+            parts = prepare_training(layout)
             train(parts, 0, BEFORE)
             parts[0].save_state(f"{folder}/{layout}")
             parts[0].save_model(parts[1], f"{folder}/{layout}_model")
@@ -86,14 +86,14 @@ def save(folder: str) -> dict[str, Any]:
 
 
 def load(folder: str) -> dict[str, Any]:
-    """Every layout takes up what the others saved."""
+    """Load checkpoints of other layouts in every layout, and continue training."""
     found: dict[str, Any] = {}
     for layout in LAYOUTS:
         for source in LAYOUTS:
             if source not in (layout, "ddp") and layout not in ("ddp", "zero3"):
                 continue
             try:
-                parts = start(layout)
+                parts = prepare_training(layout)
                 parts[0].load_state(f"{folder}/{source}")
                 found[f"{source} -> {layout}"] = train(parts, BEFORE, AFTER)
                 parts[0].free_memory()
@@ -103,27 +103,27 @@ def load(folder: str) -> dict[str, Any]:
 
 
 def regroup(folder: str) -> dict[str, Any]:
-    """Every layout loads its own checkpoint with two groups in place of one, first without and then with permission."""
+    """Load each layout's checkpoint with two parameter groups instead of one, first without and then with permission."""
     found: dict[str, Any] = {}
     for layout in LAYOUTS:
         try:
-            parts = start(layout, is_split=True)
-            with pytest.raises(CheckpointError) as refused:
+            parts = prepare_training(layout, is_split=True)
+            with pytest.raises(CheckpointError) as error:
                 parts[0].load_state(f"{folder}/{layout}")
             restored = parts[0].load_state(f"{folder}/{layout}", changed="groups")
             rates = [group["lr"] for group in parts[2].param_groups]
-            found[layout] = str(refused.value), restored.differences, rates, train(parts, BEFORE, AFTER)
+            found[layout] = str(error.value), restored.differences, rates, train(parts, BEFORE, AFTER)
             parts[0].free_memory()
         except Exception:
             found[layout] = traceback.format_exc()
     return found
 
 
-def alone(folder: str) -> dict[str, Any]:
-    """One plain process takes them up."""
+def load_on_one_process(folder: str) -> dict[str, Any]:
+    """Load the checkpoint of every layout on one process with DDP, and continue training."""
     found: dict[str, Any] = {}
     for source in LAYOUTS:
-        parts = start("ddp")
+        parts = prepare_training("ddp")
         parts[0].load_state(f"{folder}/{source}")
         found[source] = train(parts, BEFORE, AFTER)
         parts[0].free_memory()
@@ -140,47 +140,47 @@ def saved(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(save, 2, str(folder), timeout=500)
 
 
-def same(found: Any, wanted: Any) -> None:
+def assert_close(found: Any, wanted: Any) -> None:
     assert isinstance(found, list), found
     assert max(abs(a - b) for a, b in zip(found, wanted)) < 5e-6, (found, wanted)
 
 
-def test_each_layout_goes_on_as_ddp(saved: list[dict[str, Any]]) -> None:
+def test_each_layout_continues_like_ddp(saved: list[dict[str, Any]]) -> None:
     for rank in saved:
         for layout in LAYOUTS:
-            same(rank[layout], saved[0]["ddp"])
+            assert_close(rank[layout], saved[0]["ddp"])
 
 
-def test_each_layout_loads_the_others(saved: list[dict[str, Any]], folder: Path) -> None:
+def test_layouts_load_checkpoints_of_others(saved: list[dict[str, Any]], folder: Path) -> None:
     assert isinstance(saved[0]["ddp"], list), saved[0]["ddp"]
     for rank in run_ranks(load, 2, str(folder), timeout=580):
         for name, found in rank.items():
             assert isinstance(found, list), f"{name}: {found}"
-            same(found, saved[0]["ddp"])
+            assert_close(found, saved[0]["ddp"])
 
 
-def test_one_process_loads_them(saved: list[dict[str, Any]], folder: Path) -> None:
-    for found in run_ranks(alone, 1, str(folder), timeout=300)[0].values():
-        same(found, saved[0]["ddp"])
+def test_one_process_loads_all_checkpoints(saved: list[dict[str, Any]], folder: Path) -> None:
+    for found in run_ranks(load_on_one_process, 1, str(folder), timeout=300)[0].values():
+        assert_close(found, saved[0]["ddp"])
 
 
 def test_changed_groups_keep_the_states_of_their_parameters(saved: list[dict[str, Any]], folder: Path) -> None:
     for found in run_ranks(regroup, 2, str(folder), timeout=500):
         for layout in LAYOUTS:
             assert isinstance(found[layout], tuple), found[layout]
-            refused, differences, rates, losses = found[layout]
-            assert "changed='groups'" in refused
-            assert "their number is 2 instead of 1" in refused
+            error, differences, rates, losses = found[layout]
+            assert "changed='groups'" in error
+            assert "their number is 2 instead of 1" in error
             assert sum("keeps the options of the script" in line for line in differences) == 2
-            assert rates == pytest.approx([0.025, 0.025])  # the schedule has halved them before the save
-            same(losses, saved[0]["ddp"])
+            assert rates == pytest.approx([0.025, 0.025])  # the schedule halved them before the save
+            assert_close(losses, saved[0]["ddp"])
 
 
-def test_parts_are_written_once_and_by_their_ranks(saved: list[dict[str, Any]], folder: Path) -> None:
-    """All files of stage 3 hold what DDP's hold, and none of them much more than its rank's half."""
+def test_each_rank_writes_its_own_part_once(saved: list[dict[str, Any]], folder: Path) -> None:
+    """Check that stage 3's files have as many elements as DDP's, and that no file has much more than half of them."""
     from safetensors import safe_open
 
-    def elements(layout: str) -> list[int]:
+    def count_elements(layout: str) -> list[int]:
         counts = []
         for path in sorted((folder / layout).rglob("*.safetensors")):
             with safe_open(path, "pt") as file:
@@ -188,7 +188,7 @@ def test_parts_are_written_once_and_by_their_ranks(saved: list[dict[str, Any]], 
                 counts.append(sum(file.get_tensor(name).numel() for name in names if "/step" not in name))
         return counts
 
-    parts, whole = elements("zero3"), elements("ddp")
+    parts, whole = count_elements("zero3"), count_elements("ddp")
     assert sum(parts) == sum(whole) > 0
     assert max(parts) < 0.6 * sum(parts)
 

@@ -1,4 +1,4 @@
-"""DeepSpeed at the edges of windows: several losses, failures, nan, gradients that are left out, and what is refused."""
+"""DeepSpeed at the edges of accumulation windows: several losses, failures, NaN, unused parameters, and rejected uses."""
 
 import copy
 import traceback
@@ -24,7 +24,7 @@ STAGES = (1, 2, 3)
 
 
 class Net(nn.Module):
-    """Two bodies, of which a forward may use one."""
+    """Model with two bodies. A forward pass uses one or both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +35,10 @@ class Net(nn.Module):
         return self.head(torch.tanh(sum(bodies)))
 
 
-def start(stage: int, steps: int = 1, **more: Any) -> tuple[Accelerator, Any, Any, nn.Module, torch.optim.Optimizer]:
-    """(accelerator, model, optimizer) under ZeRO, and the plain twins of the last two."""
+def prepare_training(
+    stage: int, steps: int = 1, **more: Any
+) -> tuple[Accelerator, Any, Any, nn.Module, torch.optim.Optimizer]:
+    """Return the accelerator, model and optimizer under ZeRO, and a copy of the model with its own optimizer."""
     config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
     accelerator = Accelerator(
         cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=steps, **more
@@ -49,22 +51,22 @@ def start(stage: int, steps: int = 1, **more: Any) -> tuple[Accelerator, Any, An
     return accelerator, model, optimizer, plain, torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
 
 
-def rows(accelerator: Accelerator, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(this rank's rows, those of all ranks)."""
+def make_rows(accelerator: Accelerator, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's rows and the rows of all ranks."""
     every = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
     half = 4 // accelerator.num_processes
     return every[accelerator.process_index * half :][:half], every
 
 
-def check(accelerator: Accelerator, model: nn.Module, plain: nn.Module, tolerance: float = 1e-6) -> None:
+def check_weights(accelerator: Accelerator, model: nn.Module, plain: nn.Module, tolerance: float = 1e-6) -> None:
     found = accelerator.get_state_dict(model)
     if not accelerator.is_main_process:
-        return  # whole weights are rank 0's
-    far = max(float((found[name] - value).abs().max()) for name, value in plain.state_dict().items())
-    assert far < tolerance, far
+        return  # only rank 0 has whole weights
+    largest = max(float((found[name] - value).abs().max()) for name, value in plain.state_dict().items())
+    assert largest < tolerance, largest
 
 
-def update(plain: nn.Module, optimizer: torch.optim.Optimizer, *losses: torch.Tensor) -> float:
+def update_plain(plain: nn.Module, optimizer: torch.optim.Optimizer, *losses: torch.Tensor) -> float:
     (sum(losses) / len(losses)).backward()
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     optimizer.step()
@@ -72,16 +74,16 @@ def update(plain: nn.Module, optimizer: torch.optim.Optimizer, *losses: torch.Te
     return float(norm)
 
 
-# ---------------------------------------------------------------- what each rank runs, for each stage
+# ---------------------------------------------------------------- scenarios that each rank runs for each stage
 
 
 def two_losses_in_the_last_micro_batch(stage: int) -> None:
-    """Their gradients add up, though the first has closed the window."""
-    accelerator, model, optimizer, plain, sgd = start(stage, steps=2)
+    """Gradients of two losses add up, although the first loss has closed the window."""
+    accelerator, model, optimizer, plain, sgd = prepare_training(stage, steps=2)
     for number in range(3):
         own = []
         for part in range(2):
-            x, every = rows(accelerator, 10 * number + part)
+            x, every = make_rows(accelerator, 10 * number + part)
             with accelerator.accumulate(model):
                 out = model(x)
                 accelerator.backward(out.square().mean(), retain_graph=True)
@@ -95,31 +97,31 @@ def two_losses_in_the_last_micro_batch(stage: int) -> None:
                 norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
                 optimizer.step()
                 optimizer.zero_grad()
-        assert abs(update(plain, sgd, *own) - float(norm)) < 1e-6
-        check(accelerator, model, plain)
+        assert abs(update_plain(plain, sgd, *own) - float(norm)) < 1e-6
+        check_weights(accelerator, model, plain)
     accelerator.free_memory()
 
 
-def by_hand(stage: int) -> None:
-    """Backwards outside accumulate(), and the caller's own step."""
-    accelerator, model, optimizer, plain, sgd = start(stage, steps=2)
+def backward_outside_accumulate(stage: int) -> None:
+    """Call backward outside `accumulate()` and step by hand."""
+    accelerator, model, optimizer, plain, sgd = prepare_training(stage, steps=2)
     for number in range(2):
         own = []
         for part in range(2):
-            x, every = rows(accelerator, 10 * number + part)
+            x, every = make_rows(accelerator, 10 * number + part)
             accelerator.backward(model(x).square().mean())
             own.append(plain(every).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        update(plain, sgd, *own)
-        check(accelerator, model, plain)
+        update_plain(plain, sgd, *own)
+        check_weights(accelerator, model, plain)
     accelerator.free_memory()
 
 
 def failed_window(stage: int) -> None:
-    """An error in the middle leaves no gradient behind."""
-    accelerator, model, optimizer, plain, sgd = start(stage, steps=2)
-    x, _ = rows(accelerator, 99)
+    """An error within a window leaves no gradient behind."""
+    accelerator, model, optimizer, plain, sgd = prepare_training(stage, steps=2)
+    x, _ = make_rows(accelerator, 99)
     with accelerator.accumulate(model):
         accelerator.backward(model(x).square().mean() * 7)
     try:
@@ -130,67 +132,67 @@ def failed_window(stage: int) -> None:
         pass
     own = []
     for part in range(2):
-        x, every = rows(accelerator, part)
+        x, every = make_rows(accelerator, part)
         with accelerator.accumulate(model):
             accelerator.backward(model(x).square().mean())
             own.append(plain(every).square().mean())
             norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
             optimizer.step()
             optimizer.zero_grad()
-    assert abs(update(plain, sgd, *own) - float(norm)) < 1e-6
-    check(accelerator, model, plain)
+    assert abs(update_plain(plain, sgd, *own) - float(norm)) < 1e-6
+    check_weights(accelerator, model, plain)
     accelerator.free_memory()
 
 
-def left_out(stage: int) -> None:
-    """A parameter that a window's first micro-batch does not use has no gradient of the window before."""
-    accelerator, model, optimizer, plain, sgd = start(stage, steps=2)
+def unused_parameters(stage: int) -> None:
+    """A parameter unused in a window's first micro-batch keeps no gradient of the previous window."""
+    accelerator, model, optimizer, plain, sgd = prepare_training(stage, steps=2)
     for number, uses in enumerate([(1, 2), (2, 1), (1, 1), (2, 2)]):
         own = []
         for part, which in enumerate(uses):
-            x, every = rows(accelerator, 10 * number + part)
+            x, every = make_rows(accelerator, 10 * number + part)
             with accelerator.accumulate(model):
                 accelerator.backward(model(x, which).square().mean())
                 own.append(plain(every, which).square().mean())
                 norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
                 optimizer.step()
                 optimizer.zero_grad()
-        sgd.zero_grad(set_to_none=False)  # ZeRO's gradients of what is not used are zeros
+        sgd.zero_grad(set_to_none=False)  # ZeRO's gradients of unused parameters are zeros
         for parameter in plain.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        assert abs(update(plain, sgd, *own) - float(norm)) < 1e-6, uses
-        check(accelerator, model, plain)
+        assert abs(update_plain(plain, sgd, *own) - float(norm)) < 1e-6, uses
+        check_weights(accelerator, model, plain)
     accelerator.free_memory()
 
 
-def weightless(stage: int) -> None:
-    """A nan that weighs nothing is not learned from; a window without weight makes no update."""
-    accelerator, model, optimizer, plain, sgd = start(stage, steps=2)
+def nan_without_weight(stage: int) -> None:
+    """A NaN loss with weight 0 has no effect, and a window without weight makes no update."""
+    accelerator, model, optimizer, plain, sgd = prepare_training(stage, steps=2)
     for part in range(2):
-        x, _ = rows(accelerator, part)
+        x, _ = make_rows(accelerator, part)
         with accelerator.accumulate(model):
             loss = model(x).square()
             is_bad = part == 0 and accelerator.process_index == 1
             accelerator.backward(loss.mean() * (float("nan") if is_bad else 1.0), weight=0 if is_bad else len(x))
             optimizer.step()
             optimizer.zero_grad()
-    every_1, half = rows(accelerator, 1)[1], rows(accelerator, 0)[1][:2]
-    update(plain, sgd, plain(torch.cat([half, every_1])).square().mean())
-    check(accelerator, model, plain)
+    every_1, half = make_rows(accelerator, 1)[1], make_rows(accelerator, 0)[1][:2]
+    update_plain(plain, sgd, plain(torch.cat([half, every_1])).square().mean())
+    check_weights(accelerator, model, plain)
     for _ in range(2):
         with accelerator.accumulate(model):
             accelerator.backward(model(x).square().mean(), weight=0)
             optimizer.step()
             optimizer.zero_grad()
     assert optimizer.step_was_skipped
-    check(accelerator, model, plain)
+    check_weights(accelerator, model, plain)
     accelerator.free_memory()
 
 
 def overflow_is_skipped(stage: int) -> None:
-    """A gradient that is not finite: DeepSpeed leaves the update out, and that is told."""
-    accelerator, model, optimizer, plain, sgd = start(stage)
-    x, every = rows(accelerator, 0)
+    """DeepSpeed skips the update if a gradient is not finite, and Headway reports it."""
+    accelerator, model, optimizer, plain, sgd = prepare_training(stage)
+    x, every = make_rows(accelerator, 0)
     for factor in (1.0, float("inf"), 1.0):
         with accelerator.accumulate(model):
             accelerator.backward(model(x).square().mean() * (factor if accelerator.process_index else 1.0))
@@ -200,19 +202,19 @@ def overflow_is_skipped(stage: int) -> None:
         assert optimizer.step_was_skipped == (factor > 1)
         assert torch.isfinite(norm) == (factor == 1)
         if factor == 1:
-            update(plain, sgd, plain(every).square().mean())
+            update_plain(plain, sgd, plain(every).square().mean())
     assert accelerator.num_updates == 2
-    check(accelerator, model, plain)
+    check_weights(accelerator, model, plain)
     accelerator.free_memory()
 
 
 def overflow_under_the_guard(stage: int) -> None:
-    """fp16's first scale is too large as a rule: the guard leaves that to DeepSpeed, whose scale goes down."""
+    """The first loss scale of fp16 is usually too large. The guard lets DeepSpeed skip the update and lower the scale."""
     from deepspeed import get_accelerator
 
-    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses float16 on CPUs
-    accelerator, model, optimizer, *_ = start(stage, on_non_finite="raise", mixed_precision="fp16")
-    x, _ = rows(accelerator, 0)
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed rejects float16 on CPUs
+    accelerator, model, optimizer, *_ = prepare_training(stage, on_non_finite="raise", mixed_precision="fp16")
+    x, _ = make_rows(accelerator, 0)
     skipped = []
     for number in range(4):
         with accelerator.accumulate(model):
@@ -226,9 +228,9 @@ def overflow_under_the_guard(stage: int) -> None:
     accelerator.free_memory()
 
 
-def copied(stage: int) -> None:
-    """Under stage 3 a rank holds a part of the model."""
-    accelerator, model, *_ = start(stage)
+def copied_model(stage: int) -> None:
+    """Under stage 3 a model cannot be copied, because a rank holds only a part of it."""
+    accelerator, model, *_ = prepare_training(stage)
     if stage == 3:
         with pytest.raises(UnsupportedError, match="cannot be copied"):
             copy.deepcopy(model)
@@ -236,11 +238,11 @@ def copied(stage: int) -> None:
 
 
 def evaluation(stage: int) -> None:
-    """A forward without gradients in the middle of a window changes nothing."""
-    accelerator, model, optimizer, plain, sgd = start(stage, steps=2)
+    """A forward pass without gradients within a window changes nothing."""
+    accelerator, model, optimizer, plain, sgd = prepare_training(stage, steps=2)
     own = []
     for part in range(2):
-        x, every = rows(accelerator, part)
+        x, every = make_rows(accelerator, part)
         with accelerator.accumulate(model):
             accelerator.backward(model(x).square().mean())
             own.append(plain(every).square().mean())
@@ -250,15 +252,15 @@ def evaluation(stage: int) -> None:
             model.train()
             optimizer.step()
             optimizer.zero_grad()
-    update(plain, sgd, *own)
-    check(accelerator, model, plain)
+    update_plain(plain, sgd, *own)
+    check_weights(accelerator, model, plain)
     accelerator.free_memory()
 
 
-def guarded(stage: int) -> None:
-    """A loss or a gradient that is not finite on one rank: the guard leaves the update out on all, and says why."""
-    accelerator, model, optimizer, plain, sgd = start(stage, on_non_finite="skip")
-    x, every = rows(accelerator, 0)
+def non_finite_guard(stage: int) -> None:
+    """If a loss or gradient is not finite on one rank, the guard skips the update on all ranks and reports why."""
+    accelerator, model, optimizer, plain, sgd = prepare_training(stage, on_non_finite="skip")
+    x, every = make_rows(accelerator, 0)
     for factor in (1.0, float("nan"), 1.0):
         with accelerator.accumulate(model):
             accelerator.backward(model(x).square().mean() * (factor if accelerator.process_index else 1.0))
@@ -266,7 +268,7 @@ def guarded(stage: int) -> None:
             optimizer.zero_grad()
         assert optimizer.step_was_skipped == (factor != 1)
         if factor == 1:
-            update(plain, sgd, plain(every).square().mean())
+            update_plain(plain, sgd, plain(every).square().mean())
     assert "loss of micro-batch 1 was nan on rank 1" in accelerator.non_finite.report
     hook = model.first.weight.register_hook(lambda grad: grad * float("inf"))
     with accelerator.accumulate(model):
@@ -276,19 +278,19 @@ def guarded(stage: int) -> None:
     hook.remove()
     assert "(first.weight)" in accelerator.non_finite.report
     assert accelerator.num_updates == 2
-    check(accelerator, model, plain)
+    check_weights(accelerator, model, plain)
     accelerator.free_memory()
 
 
-def refused(stage: int) -> None:
-    """Each wrong use is an error that says what to do."""
+def wrong_use(stage: int) -> None:
+    """Each wrong use raises an error that says what to do."""
 
     def fails(kind: type[HeadwayError], word: str, action: Callable[[], Any]) -> None:
         with pytest.raises(kind, match=word):
             action()
 
-    accelerator, model, optimizer, _, _ = start(stage)
-    x, _ = rows(accelerator, 0)
+    accelerator, model, optimizer, _, _ = prepare_training(stage)
+    x, _ = make_rows(accelerator, 0)
     fails(UnsupportedError, "one optimizer", lambda: accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0)))
     accelerator._preparation.optimizers.pop()
     fails(UnsupportedError, "save_state", optimizer.state_dict)
@@ -329,14 +331,14 @@ def refused(stage: int) -> None:
 
 
 SCENARIOS = [
-    two_losses_in_the_last_micro_batch, by_hand, failed_window, left_out, weightless, overflow_is_skipped,
-    overflow_under_the_guard, copied, evaluation, refused,
+    two_losses_in_the_last_micro_batch, backward_outside_accumulate, failed_window, unused_parameters,
+    nan_without_weight, overflow_is_skipped, overflow_under_the_guard, copied_model, evaluation, wrong_use,
 ]  # fmt: skip
-if "strategy" in signature(FiniteGuard).parameters:  # the guard asks the strategy for gradients that lie in parts
-    SCENARIOS.append(guarded)
+if "strategy" in signature(FiniteGuard).parameters:  # the guard reads sharded gradients through the strategy
+    SCENARIOS.append(non_finite_guard)
 
 
-def every(names: list[str]) -> dict[str, str]:
+def run_scenarios(names: list[str]) -> dict[str, str]:
     found = {}
     for scenario in SCENARIOS:
         for stage in STAGES:
@@ -352,8 +354,8 @@ def every(names: list[str]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, str]]:
-    """One pair of processes for all, because DeepSpeed starts slowly."""
-    return run_ranks(every, 2, [each.__name__ for each in SCENARIOS], timeout=500)
+    """Share one pair of processes for all scenarios, because DeepSpeed starts slowly."""
+    return run_ranks(run_scenarios, 2, [each.__name__ for each in SCENARIOS], timeout=500)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -1,6 +1,6 @@
-"""How processes end whose group has an engine that waits for its peers, as NCCL does; here a gloo of that name, in the GPU's place.
+"""Exit of processes whose backend waits for its peers, as NCCL does. A gloo backend stands in for it.
 
-What NCCL's `destroy_process_group` does while peers are inside a collective is stubbed: it does not come back.
+`destroy_process_group` is replaced by a function that never returns, as NCCL's does while peers are inside a collective.
 """
 
 import json
@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests.distributed.ranks import free_port
-from tests.distributed.test_launch import begin
+from tests.distributed.test_launch import start_launch
 
 SCRIPT = """
 import atexit, os, sys, time, weakref
@@ -35,7 +35,7 @@ dist.destroy_process_group = destroy
 atexit.register(lambda: print(f"rank {rank}: registered last", flush=True))
 class Tracker:
     pass
-tracker = Tracker()  # as ours write what they hold
+tracker = Tracker()  # Headway's trackers flush their records in this way
 weakref.finalize(tracker, print, f"rank {rank}: tracker flushed", flush=True)
 kept = open(f"written{rank}", "w")
 kept.write("all of it")
@@ -47,7 +47,7 @@ FAILS = (
     + """
 if rank == 1:
     raise ValueError("no such sample")
-time.sleep(600)  # stands in a collective on the device
+time.sleep(600)  # in place of a collective on the device
 """
 )
 
@@ -69,12 +69,12 @@ FAILS_LATER = FAILS.replace(
     "if rank == 1:",
     """
 from headway.core.runtime import process
-process.leave_group()  # as a batch-size search does, where memory ran out
+process.leave_group()  # as a batch size search does when memory runs out
 process.join_group()
 if rank == 1:""",
 )
 
-FAILS_BELOW_A_HOOK = FAILS.replace(
+FAILS_WITH_OWN_HOOK = FAILS.replace(
     "if rank == 1:",
     """
 former = sys.excepthook
@@ -89,14 +89,14 @@ INTERRUPTED = (
     SCRIPT.replace("IS_CALM", "False")
     + """
 import signal
-signal.raise_signal(signal.SIGINT)  # Ctrl-C reaches all ranks, each at another place in the program
+signal.raise_signal(signal.SIGINT)  # Ctrl-C reaches all ranks, at different places in the program
 """
 )
 
 
-def launched(folder, body):
+def launch_and_wait(folder, body):
     began = time.monotonic()
-    process = begin(folder, body, "--cpu", "-n", "2", "-q", "--log_dir", "logs")
+    process = start_launch(folder, body, "--cpu", "-n", "2", "-q", "--log_dir", "logs")
     try:
         out, err = process.communicate(timeout=120)
     finally:
@@ -104,8 +104,8 @@ def launched(folder, body):
     return process.returncode, out, err, time.monotonic() - began
 
 
-def alone(folder, body, ranks="01"):
-    """Ranks that no launcher keeps."""
+def start_without_launcher(folder, body, ranks="01"):
+    """Start ranks without a launcher, and return their processes."""
     (folder / "train.py").write_text(body)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
     common = {
@@ -120,7 +120,7 @@ def alone(folder, body, ranks="01"):
     ]  # fmt: skip
 
 
-def end_of(process, seconds=60):
+def wait_for_end(process, seconds=60):
     try:
         out, err = process.communicate(timeout=seconds)
         return process.returncode, out, err
@@ -130,8 +130,8 @@ def end_of(process, seconds=60):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_failure_ends_the_run_at_once(tmp_path):
-    code, out, err, took = launched(tmp_path, FAILS)
+def test_failure_ends_the_run_at_once(tmp_path):
+    code, out, err, took = launch_and_wait(tmp_path, FAILS)
     assert (code, took < 60) == (1, True), err
     assert "rank 1 of 2 failed first, at train.py:" in err
     assert "ValueError: no such sample" in err
@@ -147,8 +147,8 @@ def test_a_failure_ends_the_run_at_once(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_failure_that_the_script_catches(tmp_path):
-    code, out, err, took = launched(tmp_path, CATCHES.replace("CODE", "3"))
+def test_failure_that_the_script_catches_ends_the_run(tmp_path):
+    code, out, err, took = launch_and_wait(tmp_path, CATCHES.replace("CODE", "3"))
     assert (code, took < 60) == (3, True), err
     assert "rank 1: caught no such sample" in out
     assert "rank 1: registered first\n" in out
@@ -164,11 +164,11 @@ def test_a_failure_that_the_script_catches(tmp_path):
         pytest.param(CATCHES.replace("CODE", "0"), id="caught", marks=pytest.mark.matrix),
     ],
 )
-def test_without_the_launcher(tmp_path, body):
-    """A process that Python itself ends: all functions of atexit run, once, and the exit code is what it would have been."""
-    processes = alone(tmp_path, body)
+def test_failure_without_the_launcher(tmp_path, body):
+    """Python runs all `atexit` functions of the process once, and the exit code is unchanged."""
+    processes = start_without_launcher(tmp_path, body)
     try:
-        code, out, err = end_of(processes[1])
+        code, out, err = wait_for_end(processes[1])
     finally:
         processes[0].kill()
         processes[0].communicate()
@@ -189,29 +189,29 @@ def test_without_the_launcher(tmp_path, body):
     "body",
     [
         pytest.param(FAILS_LATER, id="later group"),
-        pytest.param(FAILS_BELOW_A_HOOK, id="below a hook", marks=pytest.mark.matrix),
+        pytest.param(FAILS_WITH_OWN_HOOK, id="below a hook", marks=pytest.mark.matrix),
     ],
 )
-def test_all_is_said_before_a_process_ends(tmp_path, body):
-    """torch puts its hook, which holds back what is printed until all has returned, above ours with every group."""
-    processes = alone(tmp_path, body)
+def test_whole_error_is_printed_before_the_process_ends(tmp_path, body):
+    """With each new group, torch installs an excepthook that delays output, above the hooks of Headway and the script."""
+    processes = start_without_launcher(tmp_path, body)
     try:
-        code, _, err = end_of(processes[1])
+        code, _, err = wait_for_end(processes[1])
     finally:
         processes[0].kill()
         processes[0].communicate()
     assert code == 1, err
     assert err.count("ValueError: no such sample") == 1, err
-    assert err.count("the script's own hook") == (body is FAILS_BELOW_A_HOOK), err
+    assert err.count("the script's own hook") == (body is FAILS_WITH_OWN_HOOK), err
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ranks_that_are_interrupted_without_the_launcher(tmp_path):
-    """All come to their end, but what one has begun on the device another has not: nobody ends the group."""
-    processes = alone(tmp_path, INTERRUPTED)
+def test_interrupted_ranks_without_the_launcher(tmp_path):
+    """All ranks reach their end, but may have started different device operations, so no rank destroys the group."""
+    processes = start_without_launcher(tmp_path, INTERRUPTED)
     try:
-        ends = [end_of(process) for process in processes]
+        ends = [wait_for_end(process) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -224,7 +224,7 @@ def test_ranks_that_are_interrupted_without_the_launcher(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ranks_that_end_together_end_the_group(tmp_path):
-    code, out, err, _ = launched(tmp_path, SCRIPT.replace("IS_CALM", "True"))
+def test_ranks_that_end_together_destroy_the_group(tmp_path):
+    code, out, err, _ = launch_and_wait(tmp_path, SCRIPT.replace("IS_CALM", "True"))
     assert code == 0, err
     assert all(f"rank {rank}: destroyed\n" in out for rank in range(2)), out

@@ -1,4 +1,4 @@
-"""What one rank alone notices under sharded layouts is an error, or a verdict, on all ranks: none waits for one that has raised."""
+"""Under sharded layouts, what only one rank notices becomes an error or a skipped update on all ranks, so that no rank waits."""
 
 import math
 from typing import Any
@@ -10,12 +10,12 @@ from torch import nn
 from headway import Accelerator, TensorParallelOptions
 from headway.core.strategies.fully_sharded import dtensors
 from headway.errors import PrepareError, StateError
-from tests.distributed.layouts import each, seeded
+from tests.distributed.layouts import build_seeded, run_each
 from tests.distributed.ranks import run_ranks
 
 
 class Net(nn.Module):
-    """Blocks, and in the root a layer that may be left out."""
+    """Model with blocks, and an optional layer in the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,15 +31,15 @@ class Net(nn.Module):
         return self.extra(x) if is_whole else x
 
 
-def prepared(layout: str, **options: Any) -> tuple[Accelerator, Any, Any]:
+def prepare_training(layout: str, **options: Any) -> tuple[Accelerator, Any, Any]:
     accelerator = Accelerator(cpu=True, strategy=layout, **options)
-    model = seeded(0, Net)
+    model = build_seeded(0, Net)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return accelerator, model, optimizer
 
 
-def parameters_left_out_on_one_rank() -> None:
-    accelerator, model, optimizer = prepared("fsdp")
+def parameters_unused_on_one_rank() -> None:
+    accelerator, model, optimizer = prepare_training("fsdp")
     x = torch.ones(2, 8)
 
     def update(is_whole: bool) -> None:
@@ -56,8 +56,8 @@ def parameters_left_out_on_one_rank() -> None:
 
 
 def gradients_changed_on_one_rank() -> None:
-    """After clipping, one rank touches its part: the others know the verdict from the norm, and it looks again."""
-    accelerator, model, optimizer = prepared("fsdp", on_non_finite="skip")
+    """One rank changes its gradients after clipping. It checks them again, and the other ranks learn the result."""
+    accelerator, model, optimizer = prepare_training("fsdp", on_non_finite="skip")
 
     def update(value: float) -> bool:
         with accelerator.accumulate(model):
@@ -77,10 +77,10 @@ def gradients_changed_on_one_rank() -> None:
     accelerator.free_memory()
 
 
-def groups_that_differ() -> None:
-    """Ranks 2 and 3 hold the half of a weight whose gradient is not the same on them: 0 and 1, which agree, hear of it."""
+def gradients_different_in_one_group() -> None:
+    """Ranks 2 and 3 disagree about the gradient of their half of a weight. Ranks 0 and 1, which agree, get the error too."""
     plan = {"blocks.*.0": "colwise_rep"}
-    accelerator, model, optimizer = prepared("fsdp+tp=2", kwargs_handlers=[TensorParallelOptions(plan=plan)])
+    accelerator, model, optimizer = prepare_training("fsdp+tp=2", kwargs_handlers=[TensorParallelOptions(plan=plan)])
     rank = accelerator.process_index
     x = torch.full((2, 8), 1.0 if rank < 3 else 2.0)
 
@@ -94,12 +94,12 @@ def groups_that_differ() -> None:
     accelerator.free_memory()
 
 
-def test_among_shards():
-    cases = [gradients_changed_on_one_rank, parameters_left_out_on_one_rank]
-    for rank, wrong in enumerate(run_ranks(each, 2, cases, timeout=100)):
-        assert not wrong, f"rank {rank}: {wrong}"
+def test_errors_with_shards():
+    cases = [gradients_changed_on_one_rank, parameters_unused_on_one_rank]
+    for rank, failures in enumerate(run_ranks(run_each, 2, cases, timeout=100)):
+        assert not failures, f"rank {rank}: {failures}"
 
 
-def test_among_groups():
-    for rank, wrong in enumerate(run_ranks(each, 4, [groups_that_differ], timeout=100)):
-        assert not wrong, f"rank {rank}: {wrong}"
+def test_errors_with_groups():
+    for rank, failures in enumerate(run_ranks(run_each, 4, [gradients_different_in_one_group], timeout=100)):
+        assert not failures, f"rank {rank}: {failures}"

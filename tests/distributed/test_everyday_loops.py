@@ -1,4 +1,4 @@
-"""Loops over several loaders that are killed twice continue exactly, on one and two processes."""
+"""Loops over several loaders continue exactly after being killed twice, on one and two processes."""
 
 import json
 
@@ -9,7 +9,7 @@ from tests.distributed.ranks import RankFailed, run_ranks
 
 
 def read_log(folder):
-    """The lines of a log by their kind and update. An update that was made again must be equal."""
+    """Return the lines of a log by kind and update. Fail if an update that was repeated after a kill differs."""
     found = {}
     for text in (folder / "log").read_text().splitlines():
         line = json.loads(text)
@@ -29,7 +29,7 @@ def make_cases():
 
 
 @pytest.mark.parametrize(("name", "ranks"), make_cases())
-def test_a_loop_that_is_killed_twice_is_the_undisturbed_one(tmp_path, name, ranks):
+def test_loop_killed_twice_matches_uninterrupted_run(tmp_path, name, ranks):
     whole, folder = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Every example runs, on one process and on two, and differs from its base only by the lines it marks."""
+"""Every example runs on one process and on two, and differs from its base only in the lines that it marks."""
 
 import difflib
 import json
@@ -18,15 +18,15 @@ FEATURES = sorted(path for path in BASE.parent.glob("*.py") if path != BASE)
 MARK = re.compile(r"# feature\b")
 
 
-def code_lines(text: str) -> list[str]:
-    """The lines without their indentation (a marked `with` may indent others) and without the module's docstring."""
+def list_code_lines(text: str) -> list[str]:
+    """Return the stripped lines, without the module docstring. A marked `with` line may indent other lines."""
     without_docstring = re.sub(r'\A""".*?"""\n', "", text, flags=re.DOTALL)
     return [line.strip() for line in without_docstring.splitlines()]
 
 
-def unmarked_differences(base: str, text: str) -> list[str]:
-    """Lines that were added without a mark, and lines of the base that are gone with nothing marked in their place."""
-    old, new = code_lines(base), code_lines(text)
+def find_unmarked_differences(base: str, text: str) -> list[str]:
+    """Return unmarked added lines, and lines of the base that are deleted without a marked replacement."""
+    old, new = list_code_lines(base), list_code_lines(text)
     found = []
     for kind, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if kind != "equal":
@@ -37,21 +37,21 @@ def unmarked_differences(base: str, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", FEATURES, ids=lambda path: path.stem)
-def test_differs_from_the_base_only_by_its_feature(path):
+def test_example_differs_from_the_base_only_in_marked_lines(path):
     text = path.read_text()
     assert MARK.search(text), "no line is marked"
-    assert unmarked_differences(BASE.read_text(), text) == []
+    assert find_unmarked_differences(BASE.read_text(), text) == []
 
 
-def test_the_comparison_can_fail():
+def test_comparison_finds_unmarked_differences():
     base = '"""Base."""\na = 1\nb = 2\n'
-    assert unmarked_differences(base, '"""Other."""\na = 1\nb = 3  # feature\n') == []
-    assert unmarked_differences(base, '"""Other."""\nwith c:  # feature\n    a = 1\n    b = 2\n') == []
-    assert unmarked_differences(base, "a = 1\nb = 3\n") == ["+ b = 3"]
-    assert unmarked_differences(base, "a = 1\n") == ["- b = 2"]
+    assert find_unmarked_differences(base, '"""Other."""\na = 1\nb = 3  # feature\n') == []
+    assert find_unmarked_differences(base, '"""Other."""\nwith c:  # feature\n    a = 1\n    b = 2\n') == []
+    assert find_unmarked_differences(base, "a = 1\nb = 3\n") == ["+ b = 3"]
+    assert find_unmarked_differences(base, "a = 1\n") == ["- b = 2"]
 
 
-def test_the_table_names_every_example():
+def test_readme_table_names_every_example():
     table = (EXAMPLES / "README.md").read_text()
     for path in [
         EXAMPLES / "demo.py",
@@ -69,18 +69,18 @@ def test_the_table_names_every_example():
         assert f"{path.relative_to(EXAMPLES)}" in table
 
 
-def accuracies(*paths: str) -> dict[str, float]:
+def run_examples(*paths: str) -> dict[str, float]:
     return {Path(path).stem: runpy.run_path(path)["main"]() for path in paths}
 
 
-def test_every_feature_runs_and_learns_on_one_process():
-    (found,) = run_ranks(accuracies, 1, *map(str, [BASE, *FEATURES]))
+def test_all_feature_examples_learn_on_one_process():
+    (found,) = run_ranks(run_examples, 1, *map(str, [BASE, *FEATURES]))
     assert min(found.values()) > 0.85, found
 
 
-def test_every_feature_runs_and_learns_on_two_processes():
-    """One after the other in the same two processes: a group of its own for each file would take minutes."""
-    first, second = run_ranks(accuracies, 2, *map(str, [BASE, *FEATURES]), timeout=300)
+def test_all_feature_examples_learn_on_two_processes():
+    """All examples run in the same two processes, because new processes for each would take minutes."""
+    first, second = run_ranks(run_examples, 2, *map(str, [BASE, *FEATURES]), timeout=300)
     assert first == second
     assert min(first.values()) > 0.85, first
 
@@ -89,19 +89,19 @@ def launch(*args: str, cwd: Path) -> str:
     command = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", "2", *args]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "drift apart" not in done.stderr  # forecasts, too, step an optimizer that is not prepared
+    assert "drift apart" not in done.stderr  # forecasts also step an optimizer that is not prepared
     return done.stdout
 
 
-def test_vision_gets_almost_every_digit(tmp_path):
+def test_vision_example_learns_digits(tmp_path):
     out = launch(str(EXAMPLES / "vision.py"), "--epochs", "4", cwd=tmp_path)
     num_right, num_images = map(int, re.findall(r"(\d+) of (\d+) right", out)[-1])
     assert num_images == 397
     assert num_right / num_images > 0.95
 
 
-def test_text_trains_saves_and_reads_back(tmp_path):
-    """A short run. To beat the bigram takes the default number of updates."""
+def test_text_example_trains_saves_and_loads(tmp_path):
+    """The run is short. Beating the bigram model would take the default number of updates."""
     flags = ["--steps", "20", "--batch-size", "4", "--max-bytes", "400000"]
     out = launch(str(EXAMPLES / "text.py"), *flags, cwd=tmp_path)
     assert (tmp_path / "runs" / "text" / "model.safetensors").exists()
@@ -112,7 +112,7 @@ def test_text_trains_saves_and_reads_back(tmp_path):
 
 
 def read_source_losses(folder: Path) -> dict[int, dict[str, float]]:
-    """The losses by source in a run's log, by update."""
+    """Return the losses by source of each update in a run's log."""
     found: dict[int, dict[str, float]] = {}
     for line in map(json.loads, (folder / "mixture" / "log.jsonl").read_text().splitlines()):
         losses = {name: value for name, value in line.get("values", {}).items() if name.startswith("loss/")}
@@ -122,8 +122,8 @@ def read_source_losses(folder: Path) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_the_mixture_that_is_killed_continues_alike_on_two_processes(tmp_path):
-    """Killed by SIGKILL on one process, continued on two: the losses of all sources are those of the undisturbed run."""
+def test_mixture_example_continues_on_two_processes_after_a_kill(tmp_path):
+    """The run is killed on one process and continued on two. Its losses equal those of the undisturbed run."""
     sizes = ["--updates", "12", "--files", "3", "--save-every", "2", "--kill-at", "5", "--out", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "mixture.py"), *sizes], capture_output=True, text=True, timeout=600
@@ -139,8 +139,8 @@ def test_the_mixture_that_is_killed_continues_alike_on_two_processes(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_demo_ends_alike_with_and_without_trouble(tmp_path):
-    """`make demo`, whole: a real allocation failure, a real SIGKILL, a restart, and the same loss but for rounding."""
+def test_demo_ends_with_the_same_loss_despite_failures(tmp_path):
+    """`make demo` has a real allocation failure, a SIGKILL and a restart. The loss stays the same up to rounding."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "demo.py")], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
@@ -156,7 +156,7 @@ def test_the_demo_ends_alike_with_and_without_trouble(tmp_path):
     assert "undisturbed" in page.read_text()
 
 
-def test_what_is_forecast_fits_and_is_trained_with(tmp_path):
+def test_forecast_example_trains_with_the_forecast_batch_size(tmp_path):
     out = launch(str(EXAMPLES / "forecast.py"), cwd=tmp_path)
     largest = int(re.search(r"largest batch: (\d+)", out)[1])
     assert 100 < largest < 1000
@@ -165,7 +165,7 @@ def test_what_is_forecast_fits_and_is_trained_with(tmp_path):
     assert float(loss) < 1.5
 
 
-def test_nothing_is_lost(tmp_path):
+def test_nothing_is_lost_example_ends_with_the_same_loss(tmp_path):
     losses = {}
     for is_troubled in (False, True):
         flags = ["--trouble"] if is_troubled else []
@@ -174,19 +174,19 @@ def test_nothing_is_lost(tmp_path):
              str(EXAMPLES / "nothing_is_lost.py"), *flags],
             cwd=tmp_path, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
-        told = done.stdout + done.stderr
-        assert done.returncode == 0, told
-        assert ("memory ran out on rank 1" in told) == is_troubled, told
-        assert ("rank 0 was ended by SIGKILL" in told) == is_troubled, told
-        assert ("after 10 updates, epoch 3" in told) == is_troubled, told
-        losses[is_troubled] = re.findall(r"loss after 18 updates: ([0-9.]+)", told)
+        output = done.stdout + done.stderr
+        assert done.returncode == 0, output
+        assert ("memory ran out on rank 1" in output) == is_troubled, output
+        assert ("rank 0 was ended by SIGKILL" in output) == is_troubled, output
+        assert ("after 10 updates, epoch 3" in output) == is_troubled, output
+        losses[is_troubled] = re.findall(r"loss after 18 updates: ([0-9.]+)", output)
     assert len(losses[False]) == 1
     assert losses[True] == losses[False]
 
 
 @pytest.mark.slow
-def test_the_trainer_learns_digits_and_text(tmp_path):
-    """Both tasks, a BERT from a config among them, on two ranks; in small."""
+def test_trainer_example_learns_digits_and_text(tmp_path):
+    """Runs both tasks, including a BERT from a config, at a small size on two ranks."""
     out = launch(str(EXAMPLES / "trainer.py"), "--epochs", "4", "--snippets", "12", cwd=tmp_path)
     digits, seen = re.search(r"digits: ([\d.]+) of (\d+) held out right", out).groups()
     assert float(digits) > 0.85
@@ -196,24 +196,24 @@ def test_the_trainer_learns_digits_and_text(tmp_path):
     assert (tmp_path / "runs" / "trainer" / "text" / "weights" / "config.json").exists()
 
 
-def test_the_sharded_gpt_learns_to_count_alike_on_one_process_and_on_two():
+def test_fsdp_example_learns_on_one_and_two_processes():
     for num_ranks in (1, 2):
-        for found in run_ranks(accuracies, num_ranks, str(EXAMPLES / "fsdp.py")):
+        for found in run_ranks(run_examples, num_ranks, str(EXAMPLES / "fsdp.py")):
             assert found["fsdp"] < 0.5
 
 
-def test_the_gan_learns_what_digits_look_like_alike_on_both_processes():
-    """Untrained, its average image is 0.3 away; one that nobody trains stays there."""
-    first, second = run_ranks(accuracies, 2, str(EXAMPLES / "gan.py"))
+def test_gan_example_learns_average_digits():
+    """The average image of an untrained generator differs by 0.3."""
+    first, second = run_ranks(run_examples, 2, str(EXAMPLES / "gan.py"))
     assert first == second
     assert first["gan"] < 0.08
 
 
-def loss_of_cut_sequences() -> float:
+def run_context_parallel_example() -> float:
     return runpy.run_path(str(EXAMPLES / "context_parallel.py"))["main"](["--rows", "12", "--length", "30"])
 
 
-def test_cut_sequences_give_the_loss_of_whole_ones():
-    (whole,) = run_ranks(loss_of_cut_sequences, 1)
-    for cut in run_ranks(loss_of_cut_sequences, 2):
+def test_context_parallel_example_matches_one_process():
+    (whole,) = run_ranks(run_context_parallel_example, 1)
+    for cut in run_ranks(run_context_parallel_example, 2):
         assert cut == pytest.approx(whole, abs=1e-4)

@@ -1,4 +1,4 @@
-"""How a process ends: no thread of the engine may outlive the group, or it aborts while Python shuts down."""
+"""Exit of a process: if a gloo thread outlived the process group, the process would abort during Python's shutdown."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def engine_threads():
     names = [open(f"/proc/self/task/{thread}/comm").read() for thread in os.listdir("/proc/self/task")]
     return sum("gloo" in name for name in names)
 
-@atexit.register  # before Headway's own, so called after it
+@atexit.register  # registered before Headway's function, so called after it
 def tell():
     print("engine threads:", during, engine_threads())
 
@@ -33,10 +33,10 @@ during = engine_threads()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", ["model", "accelerator"])
-def test_no_thread_of_the_engine_outlives_the_group(tmp_path, kept):
-    ran = launch(tmp_path, SCRIPT.replace("KEPT", kept), "-n", "2", "--cpu")
-    assert ran.returncode == 0, ran.stderr
-    lines = [line.split()[2:] for line in ran.stdout.splitlines() if line.startswith("engine threads")]
+def test_no_gloo_thread_outlives_the_group(tmp_path, kept):
+    result = launch(tmp_path, SCRIPT.replace("KEPT", kept), "-n", "2", "--cpu")
+    assert result.returncode == 0, result.stderr
+    lines = [line.split()[2:] for line in result.stdout.splitlines() if line.startswith("engine threads")]
     assert len(lines) == 2
     for during, after in lines:
         assert int(during) > 0

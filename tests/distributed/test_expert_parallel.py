@@ -1,4 +1,4 @@
-"""Experts that are distributed over ranks = the hand-written loop on one process; their checkpoints; and what is refused."""
+"""Expert parallelism compared with the hand-written loop on one process; checkpoints, plans and errors."""
 
 import re
 from collections.abc import Callable
@@ -15,9 +15,18 @@ from headway.errors import HeadwayError, PrepareError
 from headway.planning.compare import plan
 from tests.devices import ON_CPU
 from tests.distributed import layouts
-from tests.distributed.layouts import VOCABULARY, Curve, Task, build, by_hand, difference, prepared, text
+from tests.distributed.layouts import (
+    VOCABULARY,
+    Curve,
+    Task,
+    build_model,
+    make_tokens,
+    measure_differences,
+    train_by_hand,
+    train_prepared,
+)
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_plan import loss, on_a_rank, sgd
+from tests.distributed.test_plan import compute_loss, measure_rank, sgd
 
 CLOSE = 1e-6
 SIZES = {
@@ -35,8 +44,8 @@ def mixtral(num_experts: int = 4, **others: int) -> nn.Module:
     )
 
 
-def wide() -> nn.Module:
-    """Its parts have the strides that grouped products need."""
+def wide_mixtral() -> nn.Module:
+    """Return a Mixtral whose shards have the strides that grouped matrix products need."""
     return mixtral(intermediate_size=32)
 
 
@@ -54,7 +63,11 @@ def olmoe() -> nn.Module:
 
 
 def deepseek(is_lonely: bool = False) -> nn.Module:
-    """A dense block and one with shared experts and grouped gates; lonely: all tokens go to the first two of eight experts."""
+    """Return DeepSeek-V3 with a dense block and one with shared experts and grouped gates.
+
+    Args:
+        is_lonely: Whether all tokens go to the first two of eight experts.
+    """
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     config = DeepseekV3Config(
@@ -67,19 +80,19 @@ def deepseek(is_lonely: bool = False) -> nn.Module:
     return model
 
 
-def in_a_loop(model: nn.Module) -> nn.Module:
-    """Experts one after the other, those alone that have tokens; not in one product of groups."""
+def run_experts_in_a_loop(model: nn.Module) -> nn.Module:
+    """Run the experts one after another, only those with tokens, instead of in one grouped product."""
     model.set_experts_implementation("eager")  # type: ignore[operator]
     return model
 
 
 layouts.MODELS.update({
     "mixtral": mixtral, "qwen": qwen, "olmoe": olmoe, "deepseek": deepseek, "lonely": lambda: deepseek(is_lonely=True),
-    "lonely, in a loop": lambda: in_a_loop(deepseek(is_lonely=True)), "three experts": lambda: mixtral(3),
+    "lonely, in a loop": lambda: run_experts_in_a_loop(deepseek(is_lonely=True)), "three experts": lambda: mixtral(3),
 })  # fmt: skip
 
 FOUR = {name: Task(name, optimizer="sgd", updates=5) for name in ("mixtral", "qwen", "olmoe", "deepseek")}
-"""The fifth window is short: a rank has no rows of its own, but tokens of others."""
+"""The fifth window is short: one rank has no rows of its own, but receives tokens of others."""
 TABLE: dict[str, tuple[int, str, dict[str, Task]]] = {
     "ep x2": (2, "ep", {
         **FOUR,
@@ -118,47 +131,47 @@ TABLE: dict[str, tuple[int, str, dict[str, Task]]] = {
 }  # fmt: skip
 
 
-def train(tasks: list[Task], layout: str) -> list[Curve]:
-    return [prepared(task, layout) for task in tasks]
+def train_tasks(tasks: list[Task], layout: str) -> list[Curve]:
+    return [train_prepared(task, layout) for task in tasks]
 
 
 @pytest.mark.parametrize(
     "row",
     ["ep x2", "fsdp+ep x4", "ep+tp x4", *(pytest.param(row, marks=pytest.mark.matrix) for row in list(TABLE)[3:])],
 )
-def test_the_hand_written_loop_is_reproduced(row):
+def test_training_matches_the_hand_written_loop(row):
     num_ranks, layout, tasks = TABLE[row]
-    per_rank = run_ranks(train, num_ranks, list(tasks.values()), layout, timeout=300)
+    per_rank = run_ranks(train_tasks, num_ranks, list(tasks.values()), layout, timeout=300)
     for number, (name, task) in enumerate(tasks.items()):
         for rank, curves in enumerate(per_rank):
-            found = difference(by_hand(task), curves[number])
+            found = measure_differences(train_by_hand(task), curves[number])
             assert max(found.values()) < CLOSE, (name, rank, found)
 
 
-def test_adamw_and_bf16():
-    """AdamW's groups hold parts of two meshes; bf16 is as far from float32 as on whole models."""
+def test_adamw_and_bf16_match_whole_models():
+    """AdamW's groups hold parameters of two meshes. bf16 differs from float32 as much as on whole models."""
     tasks = [Task("mixtral", "adamw", updates=4), Task("mixtral", "fused", updates=4)]
     half = Task("mixtral", "sgd", updates=4, precision="bf16")
-    distributed = run_ranks(train, 2, [*tasks, half], "ep", timeout=200)[0]
-    whole = run_ranks(train, 2, [half], "ddp", timeout=200)[0]
+    distributed = run_ranks(train_tasks, 2, [*tasks, half], "ep", timeout=200)[0]
+    whole = run_ranks(train_tasks, 2, [half], "ddp", timeout=200)[0]
     for task, curve in zip(tasks, distributed):
-        assert difference(by_hand(task), curve)["losses"] < CLOSE
-    assert difference(whole[0], distributed[2])["losses"] < 1e-3
-    assert difference(by_hand(half), distributed[2])["losses"] > 1e-5
+        assert measure_differences(train_by_hand(task), curve)["losses"] < CLOSE
+    assert measure_differences(whole[0], distributed[2])["losses"] < 1e-3
+    assert measure_differences(train_by_hand(half), distributed[2])["losses"] > 1e-5
 
 
-def balanced(num_parts: int) -> list[nn.Module]:
+def make_balanced(num_parts: int) -> list[nn.Module]:
     torch.manual_seed(0)
     made = mixtral()
     made.config.output_router_logits, made.router_aux_loss_coef = True, 0.5  # type: ignore[union-attr]
-    return [made, *text(seed=5, rows=8).chunk(num_parts)]  # type: ignore[list-item]
+    return [made, *make_tokens(seed=5, rows=8).chunk(num_parts)]  # type: ignore[list-item]
 
 
-def statistics(layout: str) -> tuple[float, float, float]:
-    """The loss with that of the router's load, that alone, and the norm of both."""
+def measure_losses(layout: str) -> tuple[float, float, float]:
+    """Return the total loss, the router's auxiliary loss and the gradient norm."""
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
     shard = accelerator.strategy.data_shard
-    made, *parts = balanced(shard.count)
+    made, *parts = make_balanced(shard.count)
     model: Any = accelerator.prepare(made)
     found = model(input_ids=parts[shard.index], labels=parts[shard.index])
     accelerator.backward(found.loss)
@@ -169,31 +182,31 @@ def statistics(layout: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize(("layout", "num_ranks"), [("ep", 2), ("ep=2+tp=2", 4)])
-def test_a_router_is_judged_by_each_ranks_tokens(layout, num_ranks):
+def test_router_loss_uses_each_ranks_tokens(layout, num_ranks):
     model: Any
-    model, *parts = balanced(2)
+    model, *parts = make_balanced(2)
     found = [model(input_ids=part, labels=part) for part in parts]
     (sum(each.loss for each in found) / 2).backward()
     norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
     wanted = [sum(each[key].item() for each in found) / 2 for key in ("loss", "aux_loss")]
-    for told in run_ranks(statistics, num_ranks, layout):
-        assert told == pytest.approx((*wanted, norm), rel=CLOSE)
+    for measured in run_ranks(measure_losses, num_ranks, layout):
+        assert measured == pytest.approx((*wanted, norm), rel=CLOSE)
 
 
 # ---------------------------------------------------------------- checkpoints
 
 
-def saved(layout: str, folder: Path, begin: int, end: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train from update `begin`, from a checkpoint if that is not the first; save a checkpoint and whole weights."""
+def train_and_save(layout: str, folder: Path, begin: int, end: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train from update `begin`, which continues from a checkpoint if above 0. Save a checkpoint and whole weights."""
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout, project_dir=folder)
-    model = build(Task("deepseek"))
+    model = build_model(Task("deepseek"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     model, optimizer = accelerator.prepare(model, optimizer)
     if begin:
         accelerator.load_state(str(folder / "state"))
     losses = []
     for step in range(begin, end):
-        loss = model(text(seed=step, rows=4)).logits.float().square().mean()  # the same rows on each rank
+        loss = model(make_tokens(seed=step, rows=4)).logits.float().square().mean()  # the same rows on every rank
         losses.append(loss.item())
         accelerator.backward(loss)
         optimizer.step()
@@ -217,12 +230,12 @@ NUM_RANKS = {"ddp": 2, "fsdp": 2, "ep": 2, "fsdp+ep=2": 4, "ep=2+tp=2": 4, "cp=2
         ("cp=2+ep=2", "ep"), ("fsdp+ep=2", "cp=2+ep=2"),
     ],
 )  # fmt: skip
-def test_checkpoints_go_into_and_out_of_layouts_without_experts(tmp_path, before, after):
+def test_checkpoints_load_in_other_layouts(tmp_path, before, after):
     from safetensors.torch import load_file
 
-    straight = run_ranks(saved, 1, "ddp", tmp_path / "one", 0, 4)[0]
-    first = run_ranks(saved, NUM_RANKS[before], before, tmp_path, 0, 2)[0]
-    second = run_ranks(saved, NUM_RANKS[after], after, tmp_path, 2, 4)[0]
+    straight = run_ranks(train_and_save, 1, "ddp", tmp_path / "one", 0, 4)[0]
+    first = run_ranks(train_and_save, NUM_RANKS[before], before, tmp_path, 0, 2)[0]
+    second = run_ranks(train_and_save, NUM_RANKS[after], after, tmp_path, 2, 4)[0]
     assert [*first[0], *second[0]] == pytest.approx(straight[0], abs=CLOSE)
     assert max(float((second[1][name] - tensor).abs().max()) for name, tensor in straight[1].items()) < CLOSE
     written = load_file(tmp_path / "whole 2" / "model.safetensors")
@@ -230,12 +243,12 @@ def test_checkpoints_go_into_and_out_of_layouts_without_experts(tmp_path, before
     assert all(torch.equal(tensor, second[1][name]) for name, tensor in written.items())
 
 
-# ---------------------------------------------------------------- what each rank holds, and what is refused
+# ---------------------------------------------------------------- memory, plans and errors
 
 
-def parts() -> tuple[int, int, list[int]]:
+def measure_experts() -> tuple[int, int, list[int]]:
     accelerator = Accelerator(cpu=ON_CPU, strategy="ep")
-    model = accelerator.prepare(build(Task("mixtral")))
+    model = accelerator.prepare(build_model(Task("mixtral")))
     experts: Any = accelerator.unwrap_model(model).model.layers[0].mlp.experts
     local = experts.gate_up_proj._local_tensor if is_dtensor(experts.gate_up_proj) else experts.gate_up_proj
     found = local.numel(), experts.gate_up_proj.numel(), list(local.shape)
@@ -243,8 +256,8 @@ def parts() -> tuple[int, int, list[int]]:
     return found
 
 
-def test_a_rank_holds_its_experts_alone():
-    for local, whole, shape in run_ranks(parts, 2):
+def test_rank_holds_only_its_experts():
+    for local, whole, shape in run_ranks(measure_experts, 2):
         assert local * 2 == whole
         assert shape == [2, 48, 16]
 
@@ -252,9 +265,11 @@ def test_a_rank_holds_its_experts_alone():
 @pytest.mark.parametrize(
     ("layout", "num_ranks"), [("ep", 2), ("fsdp+ep=2", 4), ("ep=2+tp=2", 4), ("cp=2+ep=2", 4), ("fsdp=2+ep=2+tp=2", 8)]
 )
-def test_a_plan_counts_what_is_held_and_sent(layout, num_ranks):
-    planned = plan(wide, layout, num_ranks, step=loss, optimizer=sgd)
-    for rank, (trial, (weights, gradients, _)) in enumerate(run_ranks(on_a_rank, num_ranks, wide, layout, "no", sgd)):
+def test_plan_counts_held_parameters_and_exchanges(layout, num_ranks):
+    planned = plan(wide_mixtral, layout, num_ranks, step=compute_loss, optimizer=sgd)
+    for rank, (trial, (weights, gradients, _)) in enumerate(
+        run_ranks(measure_rank, num_ranks, wide_mixtral, layout, "no", sgd)
+    ):
         share = planned.shares.get_share(rank)
         assert weights == share.weights - share.padding - trial.buffers, rank
         assert gradients == share.gradients - share.padding, rank
@@ -262,14 +277,14 @@ def test_a_plan_counts_what_is_held_and_sent(layout, num_ranks):
         for exchange, volume in planned.exchanges.items():
             if exchange.kind != "all_to_all":
                 assert trial.volumes[exchange] == volume
-            elif exchange.phase == "backward":  # in forward the ranks also tell how much follows
+            elif exchange.phase == "backward":  # in forward, the ranks also exchange counts
                 assert trial.volumes[exchange].calls == volume.calls == 2 * 2
-                # All tokens are alike here: both their experts are on one rank or each on one.
+                # All tokens are alike: their two experts are on one rank or on two.
                 assert 0 < trial.volumes[exchange].num_bytes <= num_ranks * volume.num_bytes
 
 
 class OldExperts(nn.Module):
-    """Experts as modules of their own, as transformers had them before version 5."""
+    """Experts as separate modules, as in transformers before version 5."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,28 +296,28 @@ class OldExperts(nn.Module):
         return sum(expert(x) for expert in self.experts)  # type: ignore[return-value]
 
 
-REFUSED: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any], str]] = {
     "modules": ("ep", OldExperts, {}, r"no experts that ep=2 could distribute.*Leave ep out"),
-    "dense": ("ep", lambda: build(Task("llama")), {}, r"no experts that ep=2 could distribute"),
-    "uneven": ("ep", lambda: build(Task("three experts")), {}, r"3 experts, which cannot be divided among 2.*divisor of 3"),
+    "dense": ("ep", lambda: build_model(Task("llama")), {}, r"no experts that ep=2 could distribute"),
+    "uneven": ("ep", lambda: build_model(Task("three experts")), {}, r"3 experts, which cannot be divided among 2.*divisor of 3"),
     "pieces": ("ep", mixtral, {"microbatching": "auto"}, r"does not work with ep"),
     "fp8": ("ep", mixtral, {"mixed_precision": "fp8"}, r"does not support expert parallelism \(ep\)"),
 }  # fmt: skip
 
 
-def refuse() -> dict[str, str]:
-    told = {}
-    for name, (layout, make, options, _) in REFUSED.items():
+def get_errors() -> dict[str, str]:
+    errors = {}
+    for name, (layout, make, options, _) in REJECTED.items():
         try:
             accelerator = Accelerator(cpu=ON_CPU, strategy=layout, **options)
             accelerator.prepare(make())
-            told[name] = "served"
+            errors[name] = "served"
         except HeadwayError as error:
-            told[name] = str(error)
-    return told
+            errors[name] = str(error)
+    return errors
 
 
-def call_otherwise() -> None:
+def call_with_wrong_arguments() -> None:
     accelerator = Accelerator(cpu=ON_CPU, strategy="ep")
     model = accelerator.prepare(mixtral())
     experts, x, index = accelerator.unwrap_model(model).model.layers[0].mlp.experts, torch.ones(2, 16), torch.ones(2, 2)
@@ -314,17 +329,17 @@ def call_otherwise() -> None:
     accelerator.end_training()
 
 
-def test_calls_of_another_kind_are_refused():
-    run_ranks(call_otherwise, 2)
+def test_experts_reject_other_arguments():
+    run_ranks(call_with_wrong_arguments, 2)
 
 
-def test_what_cannot_be_distributed_is_refused_before_it_starts():
-    for told in run_ranks(refuse, 2):
-        for name, (_, _, _, wanted) in REFUSED.items():
-            assert re.search(wanted, told[name], re.DOTALL), (name, told[name])
+def test_unsupported_models_and_options_raise_errors():
+    for errors in run_ranks(get_errors, 2):
+        for name, (_, _, _, wanted) in REJECTED.items():
+            assert re.search(wanted, errors[name], re.DOTALL), (name, errors[name])
 
 
-def first_loss(strategy: str) -> float:
+def compute_first_loss(strategy: str) -> float:
     accelerator = Accelerator(cpu=True, strategy=strategy)
     with torch.device("meta"):
         model = mixtral()
@@ -336,6 +351,8 @@ def first_loss(strategy: str) -> float:
     return float(found.detach())
 
 
-def test_a_model_without_values_begins_as_under_fsdp() -> None:
-    (expected, _), found, four = (run_ranks(first_loss, n, s) for n, s in ((2, "fsdp"), (2, "ep"), (4, "fsdp+ep=2")))
+def test_model_on_meta_device_starts_like_fsdp() -> None:
+    (expected, _), found, four = (
+        run_ranks(compute_first_loss, n, s) for n, s in ((2, "fsdp"), (2, "ep"), (4, "fsdp+ep=2"))
+    )
     assert [*found, *four] == pytest.approx([expected] * 6, rel=1e-6)

@@ -1,4 +1,4 @@
-"""float8 on several ranks: replicas, shards whose weights are gathered in float8, shards of replicas; checkpoints between them."""
+"""float8 training on several ranks with DDP, FSDP with float8 all-gather, and HSDP; checkpoints between these layouts."""
 
 import logging
 import runpy
@@ -14,7 +14,17 @@ from torch import nn
 from headway import Accelerator, ActivationCheckpointing, Float8Options, ShardingOptions
 from headway.core.strategies.fully_sharded.dtensors import get_local_shard
 from headway.errors import PrepareError
-from tests.distributed.layouts import GPT, Task, difference, each, prepared, seeded, squares, text, whole_weights
+from tests.distributed.layouts import (
+    GPT,
+    Task,
+    build_seeded,
+    gather_weights,
+    make_tokens,
+    mean_square,
+    measure_differences,
+    run_each,
+    train_prepared,
+)
 from tests.distributed.ranks import run_ranks
 
 pytest.importorskip("torchao.float8", reason="torchao is not installed")
@@ -24,37 +34,37 @@ TASK = Task(updates=4, steps=1, precision="fp8", handlers=(EMULATED,))
 
 
 ROWWISE = replace(TASK, handlers=(Float8Options(emulate=True, recipe="rowwise"),))
-IN_HALF = replace(TASK, handlers=(Float8Options(emulate=True, fsdp_all_gather=False),))
+BF16_GATHER = replace(TASK, handlers=(Float8Options(emulate=True, fsdp_all_gather=False),))
 BF16 = replace(TASK, precision="bf16", handlers=())
-ON_TWO = (("ddp", TASK), ("fsdp", TASK), ("fsdp", IN_HALF), ("fsdp", ROWWISE))
-ON_ONE = (("ddp", replace(TASK, steps=2)), ("ddp", replace(BF16, steps=2)))
+TWO_RANK_TASKS = (("ddp", TASK), ("fsdp", TASK), ("fsdp", BF16_GATHER), ("fsdp", ROWWISE))
+ONE_RANK_TASKS = (("ddp", replace(TASK, steps=2)), ("ddp", replace(BF16, steps=2)))
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all processes
 
 
-def curves(tasks: Sequence[tuple[str, Task]]) -> list[Any]:
-    return [prepared(task, layout) for layout, task in tasks]
+def train_tasks(tasks: Sequence[tuple[str, Task]]) -> list[Any]:
+    return [train_prepared(task, layout) for layout, task in tasks]
 
 
-# ---------------------------------------------------------------- what lies where, two ranks
+# ---------------------------------------------------------------- scenarios on two ranks
 
 
 def prepare(layout: str = "fsdp", make: Any = GPT, **given: Any) -> tuple[Accelerator, nn.Module, Any]:
     handlers = [EMULATED, *given.pop("handlers", ())]
     accelerator = Accelerator(cpu=True, strategy=layout, mixed_precision="fp8", kwargs_handlers=handlers, **given)
-    model = seeded(0, make)
+    model = build_seeded(0, make)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     return accelerator, model, optimizer
 
 
 def learn(accelerator: Accelerator, model: nn.Module, optimizer: Any, seed: int = 1) -> float:
-    loss = squares(model, text(seed))
+    loss = mean_square(model, make_tokens(seed))
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
 
 
-def one_exchange_for_all_scales() -> None:
+def scales_follow_weights() -> None:
     accelerator, model, optimizer = prepare()
     parts = dict(model.named_parameters())
     wrapped = {name for name, part in parts.items() if hasattr(get_local_shard(part), "fsdp_pre_all_gather")}
@@ -69,17 +79,17 @@ def one_exchange_for_all_scales() -> None:
         return float(scale) == pytest.approx(448 / float(highest))
 
     assert is_fresh()
-    # Weights that were changed by hand, a thousandfold: a scale from before would cut all of them off.
+    # After a change of weights by a factor of 1000, an old scale would clip all values.
     with torch.no_grad():
         weight.mul_(1000)
     assert not is_fresh()
-    squares(model, text())
+    mean_square(model, make_tokens())
     assert is_fresh()
     assert before > 0
     accelerator.free_memory()
 
 
-def prepared_again_and_compiled() -> None:
+def prepare_again_and_compile() -> None:
     losses = {}
     for name, given in {
         "plain": {},
@@ -89,7 +99,7 @@ def prepared_again_and_compiled() -> None:
         accelerator, model, optimizer = prepare(**given)
         losses[name] = [learn(accelerator, model, optimizer) for _ in range(2)]
         with torch.no_grad():
-            losses[name].append(squares(model, text()).item())
+            losses[name].append(mean_square(model, make_tokens()).item())
         losses[name].append(learn(accelerator, model, optimizer))
         if name == "plain":
             accelerator.free_memory()
@@ -99,18 +109,18 @@ def prepared_again_and_compiled() -> None:
     assert all(found == losses["plain"] for found in losses.values()), losses
 
 
-def without_memory() -> None:
+def prepare_on_meta_device() -> None:
     accelerator = Accelerator(cpu=True, strategy="fsdp", mixed_precision="fp8", kwargs_handlers=[EMULATED])
     with torch.device("meta"):
         model = GPT()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     assert learn(accelerator, model, optimizer) > learn(accelerator, model, optimizer) > 0
-    assert float(whole_weights(model)["blocks.1.up.weight"].std()) > 0.05
+    assert float(gather_weights(model)["blocks.1.up.weight"].std()) > 0.05
     accelerator.free_memory()
 
 
-class Tailored(GPT):
-    """With sizes that two ranks cannot share evenly, and a frozen layer."""
+class UnevenGPT(GPT):
+    """GPT with sizes that two ranks cannot share evenly, and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__(tied=False)
@@ -118,12 +128,12 @@ class Tailored(GPT):
         self.head = nn.Sequential(nn.Linear(16, 48), nn.Linear(48, 50))
 
 
-def uncommon_models() -> None:
+def prepare_uncommon_models() -> None:
     for layout in ("fsdp", "ddp"):
-        accelerator, model, optimizer = prepare(layout, Tailored)
-        first, frozen = learn(accelerator, model, optimizer), whole_weights(model)["blocks.0.up.weight"]
+        accelerator, model, optimizer = prepare(layout, UnevenGPT)
+        first, frozen = learn(accelerator, model, optimizer), gather_weights(model)["blocks.0.up.weight"]
         assert learn(accelerator, model, optimizer) < first
-        assert torch.equal(whole_weights(model)["blocks.0.up.weight"], frozen)
+        assert torch.equal(gather_weights(model)["blocks.0.up.weight"], frozen)
         accelerator.free_memory()
     choose = accelerator.process_index == 0
     chosen = Float8Options(emulate=True, module_filter=lambda module, name: choose)
@@ -142,7 +152,7 @@ def save(folder: str, layout: str) -> dict[str, Any]:
         learn(accelerator, model, optimizer, seed)
     accelerator.save_state(str(Path(folder, "state")), blocking=True)
     accelerator.save_model(model, str(Path(folder, "weights")))
-    found = {"weights": whole_weights(model), "loss": learn(accelerator, model, optimizer, 3)}
+    found = {"weights": gather_weights(model), "loss": learn(accelerator, model, optimizer, 3)}
     accelerator.free_memory()
     return found
 
@@ -151,33 +161,35 @@ def load(folder: str, layouts: tuple[str, ...]) -> list[dict[str, Any]]:
     found = []
     for layout in layouts:
         accelerator, model, optimizer = prepare(layout)
-        learn(accelerator, model, optimizer)  # scales of other weights are there
+        learn(accelerator, model, optimizer)  # creates scales for other weights
         accelerator.load_state(folder)
-        found.append({"weights": whole_weights(model), "loss": learn(accelerator, model, optimizer, 3)})
+        found.append({"weights": gather_weights(model), "loss": learn(accelerator, model, optimizer, 3)})
         accelerator.free_memory()
     return found
 
 
-# ---------------------------------------------------------------- all of it, in as few processes as will do
+# ---------------------------------------------------------------- tests, which share few processes
 
 
-def example() -> float:
+def run_example() -> float:
     folder = Path(__file__).parents[2] / "examples"
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         return runpy.run_path(str(folder / "float8.py"))["main"]()
 
 
-def on_two_ranks(folder: str) -> dict[str, Any]:
-    found = {"curves": curves(ON_TWO), "saved": save(folder, "fsdp"), "example": example()}
+def run_on_two_ranks(folder: str) -> dict[str, Any]:
+    found = {"curves": train_tasks(TWO_RANK_TASKS), "saved": save(folder, "fsdp"), "example": run_example()}
     found["loaded"] = load(str(Path(folder, "state")), ("fsdp", "ddp"))
     logging.getLogger("headway").setLevel(logging.ERROR)
-    found["failed"] = each([one_exchange_for_all_scales, prepared_again_and_compiled, without_memory, uncommon_models])
+    found["failed"] = run_each(
+        [scales_follow_weights, prepare_again_and_compile, prepare_on_meta_device, prepare_uncommon_models]
+    )
     return found
 
 
-def on_one(folder: str) -> dict[str, Any]:
-    return {"curves": curves(ON_ONE), "loaded": load(str(Path(folder, "state")), ("ddp",))}
+def run_on_one_rank(folder: str) -> dict[str, Any]:
+    return {"curves": train_tasks(ONE_RANK_TASKS), "loaded": load(str(Path(folder, "state")), ("ddp",))}
 
 
 @pytest.fixture(scope="module")
@@ -187,36 +199,36 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(folder):
-    return run_ranks(on_two_ranks, 2, str(folder), timeout=560)
+    return run_ranks(run_on_two_ranks, 2, str(folder), timeout=560)
 
 
 @pytest.fixture(scope="module")
 def one(two, folder):
-    return run_ranks(on_one, 1, str(folder))[0]
+    return run_ranks(run_on_one_rank, 1, str(folder))[0]
 
 
 @pytest.mark.slow
-def test_losses_of_every_layout(one, two):
-    """The same pieces of batches on each: one process accumulates what two ranks compute side by side."""
+def test_losses_agree_between_layouts(one, two):
+    """All layouts compute the same micro-batches: one process accumulates what two ranks compute in parallel."""
     alone, bf16 = one["curves"]
     ddp, fsdp, half, rows = two[0]["curves"]
-    # Weights gathered in float8 have the values and the one scale that whole weights have: nothing differs.
+    # Gathering weights in float8 gives the same values and scale as converting whole weights, so losses are equal.
     assert fsdp["losses"] == ddp["losses"]
-    assert difference(fsdp, ddp)["weights"] < 1e-6
-    # Gathered in bfloat16 first, they are rounded twice.
-    assert 0 < difference(half, ddp)["losses"] < 0.03
+    assert measure_differences(fsdp, ddp)["weights"] < 1e-6
+    # With a bfloat16 all-gather, the weights are rounded twice.
+    assert 0 < measure_differences(half, ddp)["losses"] < 0.03
     assert alone["losses"][0] == ddp["losses"][0]
     for curve, band in ((ddp, 0.03), (half, 0.03), (rows, 0.12), (bf16, 0.12)):
-        assert 0 < difference(alone, curve)["losses"] < band
+        assert 0 < measure_differences(alone, curve)["losses"] < band
     assert alone["losses"][0] - alone["losses"][-1] > 1
 
 
-def test_shards_in_float8(two):
+def test_scenarios_on_two_ranks(two):
     for rank in two:
         assert not rank["failed"], rank["failed"]
 
 
-def test_weights_stay_plain_and_go_from_layout_to_layout(one, two, folder):
+def test_checkpoints_have_plain_weights_and_load_in_other_layouts(one, two, folder):
     from safetensors.torch import load_file
 
     saved, again = two[0]["saved"], two[0]["loaded"]
@@ -231,5 +243,5 @@ def test_weights_stay_plain_and_go_from_layout_to_layout(one, two, folder):
     assert again[0]["loss"] == saved["loss"]
 
 
-def test_the_example_learns(two):
+def test_float8_example_learns(two):
     assert two[0]["example"] == two[1]["example"] < 1.5

@@ -1,4 +1,4 @@
-"""Forecasts of layouts against real ranks on gloo: the peak that torch's profiler saw on them."""
+"""Memory forecasts of layouts compared with the peak that torch's profiler measures on real gloo ranks."""
 
 import pytest
 
@@ -24,19 +24,21 @@ BY_NAME = {str(setting): setting for _, setting in ROWS}
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_the_peak_is_that_of_real_ranks(model, setting):
-    said, least, most = compare(model, BY_NAME[setting], runs=3)  # under load a rank may hold more for a while
-    assert said == pytest.approx(least, rel=0.03)
-    assert said <= most * 1.03
+def test_forecast_peak_matches_real_ranks(model, setting):
+    predicted, least, most = compare(
+        model, BY_NAME[setting], runs=3
+    )  # under load, a rank may hold more memory for a while
+    assert predicted == pytest.approx(least, rel=0.03)
+    assert predicted <= most * 1.03
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_averages_are_part_of_the_peak():
+def test_forecast_includes_moving_averages():
     setting = Setting("fsdp", 2, averages=2)
-    said, least, most = compare("GPT", setting, runs=3)
-    assert said == pytest.approx(least, rel=0.03)
-    assert said <= most * 1.03
+    predicted, least, most = compare("GPT", setting, runs=3)
+    assert predicted == pytest.approx(least, rel=0.03)
+    assert predicted <= most * 1.03
 
 
 @pytest.mark.parametrize(
@@ -52,12 +54,12 @@ def test_averages_are_part_of_the_peak():
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_updates_by_owners_take_what_they_take_on_real_ranks(
-    model, optimizer, strategy, num_ranks, bucket_bytes, monkeypatch
-):
-    """The buckets in which parameters go to their owners, and the state that each owner keeps."""
+def test_forecast_of_whole_updates_matches_real_ranks(model, optimizer, strategy, num_ranks, bucket_bytes, monkeypatch):
+    """The forecast covers the buckets that move parameters to their owners, and the state that each owner keeps."""
     setting = Setting(strategy, num_ranks, optimizer=optimizer, bucket_bytes=bucket_bytes)
-    batch = 1 if model == "Llama" else BATCH  # with more samples, a backward of Llama takes more than its updates
+    batch = (
+        1 if model == "Llama" else BATCH
+    )  # with more samples, Llama's backward pass needs more memory than its update
     monkeypatch.setattr(ownership, "BUCKET_BYTES", bucket_bytes)
     found = predict(model, setting, batch)
     peaks, states = zip(*run_ranks(measure_updates, num_ranks, model, setting, batch))
@@ -65,6 +67,6 @@ def test_updates_by_owners_take_what_they_take_on_real_ranks(
     if found.peak.endswith("update"):
         assert found.split["buckets"] > 0
         assert found.allocated == pytest.approx(max(peaks), rel=0.03)
-    else:  # with more ranks or smaller buckets, a backward takes more
+    else:  # with more ranks or smaller buckets, the backward pass needs more memory
         assert found.allocated > 0.97 * max(peaks)
     assert not any("are not counted" in line for line in found.caveats)

@@ -1,4 +1,4 @@
-"""torch.func on prepared models: replicas give what plain PyTorch gives, sharded models refuse before torch reads freed memory."""
+"""torch.func on prepared models: replicas match plain PyTorch, and sharded models raise an error before torch reads freed memory."""
 
 import warnings
 from collections.abc import Callable
@@ -19,20 +19,20 @@ ROWS, UPDATES, RANKS = 8, 3, 2
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def net() -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def rows(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One rank's rows of one update."""
+def make_rows(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one rank's inputs and targets of one update."""
     inputs = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(number), dtype=torch.double)[rank::RANKS]
     return inputs, inputs[:, :2].square()
 
 
-def adapted(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Model-agnostic meta-learning: the loss after one inner step of gradient descent."""
+def compute_adapted_loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the loss after one inner step of gradient descent, as in model-agnostic meta-learning."""
     weights = dict(model.named_parameters())
     inner = mse_loss(functional_call(model, weights, (inputs,)), targets)
     slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
@@ -40,8 +40,8 @@ def adapted(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> to
     return mse_loss(functional_call(model, fast, (inputs.flip(0),)), targets.flip(0))
 
 
-def by_sample(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Rows weighed by the norm of each one's own gradient."""
+def compute_weighted_loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return a loss whose rows are weighted by the norm of each row's gradient."""
     weights = {name: w.detach() for name, w in model.named_parameters()}
 
     def loss(weights: dict[str, torch.Tensor], row: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -52,79 +52,79 @@ def by_sample(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> 
     return ((1 / (1 + norms))[:, None] * (model(inputs) - targets).square()).mean()
 
 
-LOSSES: dict[str, Loss] = {"adapted": adapted, "by_sample": by_sample}
+LOSSES: dict[str, Loss] = {"adapted": compute_adapted_loss, "by_sample": compute_weighted_loss}
 
 
-def by_hand(loss: Loss) -> list[torch.Tensor]:
-    model, optimizer = net()
+def train_by_hand(loss: Loss) -> list[torch.Tensor]:
+    model, optimizer = make_parts()
     for number in range(UPDATES):
         for rank in range(RANKS):
-            (loss(model, *rows(number, rank)) / RANKS).backward()
+            (loss(model, *make_rows(number, rank)) / RANKS).backward()
         optimizer.step()
         optimizer.zero_grad()
     return [w.detach() for w in model.parameters()]
 
 
-def prepared(layout: str, name: str) -> list[torch.Tensor]:
+def train_prepared(layout: str, name: str) -> list[torch.Tensor]:
     accelerator = Accelerator(cpu=True, strategy=layout)
-    model, optimizer = accelerator.prepare(*net())
+    model, optimizer = accelerator.prepare(*make_parts())
     for number in range(UPDATES):
-        accelerator.backward(LOSSES[name](model, *rows(number, accelerator.process_index)))
+        accelerator.backward(LOSSES[name](model, *make_rows(number, accelerator.process_index)))
         optimizer.step()
         optimizer.zero_grad()
     return [w.detach() for w in model.parameters()]
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_replicas(name):
-    for weights in run_ranks(prepared, RANKS, "ddp", name):
-        torch.testing.assert_close(weights, by_hand(LOSSES[name]), rtol=1e-12, atol=1e-12)
+def test_replicas_match_plain_pytorch(name):
+    for weights in run_ranks(train_prepared, RANKS, "ddp", name):
+        torch.testing.assert_close(weights, train_by_hand(LOSSES[name]), rtol=1e-12, atol=1e-12)
 
 
-def refused(layout: str, name: str) -> str:
+def get_error(layout: str, name: str) -> str:
     with pytest.raises(UnsupportedError) as error:
-        prepared(layout, name)
+        train_prepared(layout, name)
     return str(error.value)
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
-def test_shards(layout):
+def test_sharded_models_raise_errors(layout):
     for name in LOSSES:
-        for said in run_ranks(refused, RANKS, layout, name):
-            assert "torch.func cannot be used" in said
+        for message in run_ranks(get_error, RANKS, layout, name):
+            assert "torch.func cannot be used" in message
 
 
-def plain(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def compute_loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return mse_loss(model(inputs), targets)
 
 
-def compiled(layout: str) -> tuple[list[torch.Tensor], list[str]]:
+def train_compiled(layout: str) -> tuple[list[torch.Tensor], list[str]]:
     accelerator = Accelerator(cpu=True, strategy=layout)
-    model, optimizer = accelerator.prepare(*net())
+    model, optimizer = accelerator.prepare(*make_parts())
     called = torch.compile(model, backend="eager")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         for number in range(UPDATES):
-            # Ranks of tensor parallelism see the same rows.
-            both = [rows(number, rank) for rank in range(RANKS)]
+            # Under tensor parallelism, all ranks see the same rows.
+            both = [make_rows(number, rank) for rank in range(RANKS)]
             is_whole = layout == "tp"
             batch = tuple(map(torch.cat, zip(*both, strict=True))) if is_whole else both[accelerator.process_index]
-            accelerator.backward(plain(called, *batch))
+            accelerator.backward(compute_loss(called, *batch))
             optimizer.step()
             optimizer.zero_grad()
-    return list(accelerator.get_state_dict(model).values()), [str(each.message) for each in told]
+    return list(accelerator.get_state_dict(model).values()), [str(each.message) for each in messages]
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
-def test_compiled_calls_of_shards(layout):
-    found = run_ranks(compiled, RANKS, layout)
-    torch.testing.assert_close(found[0][0], by_hand(plain), rtol=1e-12, atol=1e-12)
-    for _, told in found:
-        assert not [text for text in told if "_getframe" in text], "a look for torch.func breaks the graph"
+def test_compiled_sharded_models_match_plain_pytorch(layout):
+    found = run_ranks(train_compiled, RANKS, layout)
+    torch.testing.assert_close(found[0][0], train_by_hand(compute_loss), rtol=1e-12, atol=1e-12)
+    for _, messages in found:
+        assert not [text for text in messages if "_getframe" in text], "the check for torch.func breaks the graph"
 
 
 class SquaredNorm(torch.optim.Optimizer):
-    """Changes a norm in place, as LAMB and others do; DTensors have no rule for it."""
+    """Optimizer that changes a norm in place, as LAMB does. DTensors do not support the operation."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), {})
@@ -135,26 +135,26 @@ class SquaredNorm(torch.optim.Optimizer):
             w.sub_(w.grad / w.grad.norm().clamp_(max=10))
 
 
-def explained() -> list[str]:
-    handlers = [ShardingOptions(whole_updates=False)]  # otherwise the optimizer would get whole tensors
+def collect_explanations() -> list[str]:
+    handlers = [ShardingOptions(whole_updates=False)]  # otherwise, the optimizer would get whole tensors
     accelerator = Accelerator(cpu=True, strategy="fsdp", kwargs_handlers=handlers)
-    model = net()[0]
+    model = make_parts()[0]
     model, optimizer = accelerator.prepare(model, SquaredNorm(model))
     weight = next(model.parameters())
-    loss = mse_loss(model(rows(0, 0)[0]), rows(0, 0)[1])
-    said = []
+    loss = mse_loss(model(make_rows(0, 0)[0]), make_rows(0, 0)[1])
+    message = []
     for call in (lambda: torch.autograd.grad(loss, weight), lambda: weight.detach().numpy()):
         with pytest.raises(RuntimeError) as error:
             call()
-        said.append(explain_error(error.value))
+        message.append(explain_error(error.value))
     accelerator.backward(loss)
     with pytest.raises(RuntimeError) as error:
         optimizer.step()
-    return [*said, explain_error(error.value)]
+    return [*message, explain_error(error.value)]
 
 
-def test_what_torch_cannot_do_with_shards_is_explained():
-    for of_autograd, of_numpy, of_an_optimizer in run_ranks(explained, RANKS):
+def test_unsupported_operations_on_shards_are_explained():
+    for of_autograd, of_numpy, of_an_optimizer in run_ranks(collect_explanations, RANKS):
         assert "p.grad" in of_autograd
         assert "p.full_tensor()" in of_numpy
         assert "foreach=False" in of_an_optimizer
@@ -163,7 +163,7 @@ def test_what_torch_cannot_do_with_shards_is_explained():
 
 
 def train_by_two_losses() -> str:
-    """Call backward for two losses of one forward that reach different parameters."""
+    """Call backward for two losses from one forward pass that reach different parameters, and return the explained error."""
     accelerator = Accelerator(cpu=True, strategy="ddp")
     trunk, heads = nn.Linear(3, 3), nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
 
@@ -183,7 +183,7 @@ def train_by_two_losses() -> str:
     return ddp.explain_error(error.value)
 
 
-def test_losses_that_reach_different_parameters_are_explained_under_ddp() -> None:
-    for told in run_ranks(train_by_two_losses, RANKS):
-        assert "Add the losses, and call accelerator.backward once" in told
+def test_ddp_error_for_losses_of_different_parameters_is_explained() -> None:
+    for messages in run_ranks(train_by_two_losses, RANKS):
+        assert "Add the losses, and call accelerator.backward once" in messages
     assert ddp.explain_error(RuntimeError("another")) == ""

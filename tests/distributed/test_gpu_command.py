@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu`: what it writes, a step that fails, one that never ends, and a real one at its smallest."""
+"""`python -m benchmarks.gpu`: its output, a failing step, a step that never ends, and a real step at its smallest size."""
 
 import json
 import subprocess
@@ -22,13 +22,13 @@ from tests.distributed.test_launch import wait_until_gone
 STEP = "tests.distributed.gpu_steps"
 
 
-def command(*words, timeout=240):
+def run_command(*words, timeout=240):
     return subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout
     )
 
 
-def test_every_step_keeps_its_promise_whatever_came_before():
+def test_steps_fit_their_time_and_are_selected_by_name():
     assert sum(step.seconds for step in STEPS) <= TOTAL < 600
     assert [step.name for step in named(["saves", "gpt2"])] == ["gpt2", "saves"]
     assert named([]) == STEPS
@@ -36,7 +36,7 @@ def test_every_step_keeps_its_promise_whatever_came_before():
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_or_never_ends_leaves_the_others_alive(tmp_path, capfd):
+def test_failing_or_endless_step_does_not_stop_the_others(tmp_path, capfd):
     with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("headway_test_carried.py", "VALUE = 3.0\n")
     path = unpack(tmp_path, str(tmp_path / "unpacked"))
@@ -62,9 +62,9 @@ def test_a_step_that_fails_or_never_ends_leaves_the_others_alive(tmp_path, capfd
     table = record.table.read_text()
     assert "**Run on a CPU, at a small size." in table
     assert "| carried | 3 s | 4 s what was wanted, 0.750 of it | at least 1: MISSED |  |" in table
-    assert "ValueError: no luck" in capfd.readouterr().out  # printed as it came
+    assert "ValueError: no luck" in capfd.readouterr().out  # the step's output is passed on
 
-    again = Record(tmp_path / "out", "cpu")  # a later run of one step keeps what the others found
+    again = Record(tmp_path / "out", "cpu")  # a later run of one step keeps the results of the others
     again.begin("sound", "sound?", "smallest")
     kept = json.loads(again.json.read_text())["steps"]
     assert kept["broken"] == broken
@@ -72,12 +72,12 @@ def test_a_step_that_fails_or_never_ends_leaves_the_others_alive(tmp_path, capfd
 
 
 @pytest.mark.slow
-def test_a_run_that_is_ended_leaves_what_it_found(tmp_path):
+def test_terminated_run_keeps_its_results(tmp_path):
     words = ["synchronizations", "--device", "cpu", "--size", "smallest", "--out", str(tmp_path)]
     run = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
-    assert any("by hand, bf16: " in line for line in run.stdout)  # its first row
+    assert any("by hand, bf16: " in line for line in run.stdout)  # the first row
     children = [child.pid for child in psutil.Process(run.pid).children(recursive=True)]
     run.terminate()
     assert run.wait(30) == 143
@@ -89,38 +89,40 @@ def test_a_run_that_is_ended_leaves_what_it_found(tmp_path):
     assert "| by hand, bf16 |" in (tmp_path / "cpu.md").read_text()
 
 
-def test_a_step_whose_packages_are_missing_is_left_out(tmp_path):
+def test_step_with_missing_packages_is_skipped(tmp_path):
     record = Record(tmp_path, "cpu")
     step = Step("sound", "sound?", 30, f"{STEP}.sound", needs=("json", "no_such_module"))
     assert not run_all([step], "cpu", "smallest", record, total=0)
     assert record.steps["sound"]["state"] == "left out: no_such_module not installed"
 
 
-def test_a_machine_that_lacks_something_is_answered_in_one_line(tmp_path):
-    """Without the environment's packages: a torch that does not work, then nothing but torch."""
+def test_missing_packages_are_reported_in_one_line(tmp_path):
+    """Runs without the environment's packages: first with a broken torch, then with only an empty torch."""
 
-    def told(torch, *words):
+    def run_without_packages(torch, *words):
         (tmp_path / "torch.py").write_text(torch)
-        ran = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-S", "-m", "benchmarks.gpu", *words],
             cwd=ROOT,
             env={"PYTHONPATH": str(tmp_path)},
             capture_output=True,
             text=True,
         )
-        assert ran.returncode == 2
-        return (ran.stdout + ran.stderr).splitlines()[-1]
+        assert result.returncode == 2
+        return (result.stdout + result.stderr).splitlines()[-1]
 
-    assert told("raise ImportError('no driver')").endswith("error: torch does not work here: ImportError: no driver")
-    lacks = told("", "--device", "cpu")
+    assert run_without_packages("raise ImportError('no driver')").endswith(
+        "error: torch does not work here: ImportError: no driver"
+    )
+    lacks = run_without_packages("", "--device", "cpu")
     assert lacks.startswith("not installed: numpy, safetensors, xxhash, click, ")
     assert "nothing runs without numpy, " in lacks
 
 
-# ---------------------------------------------------------------- what only a card runs, here with its calls recorded
+# ---------------------------------------------------------------- code for GPUs, with recorded calls
 
 
-def test_waits_on_cuda_are_torchs_warnings(monkeypatch):
+def test_waits_on_cuda_are_counted_from_torch_warnings(monkeypatch):
     modes = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)  # there is no CUDA here
 
@@ -134,7 +136,7 @@ def test_waits_on_cuda_are_torchs_warnings(monkeypatch):
     assert [place.rpartition(":")[0] for place in found] == ["distributed/test_gpu_command.py"]
 
 
-def test_a_devices_allocator_is_limited_and_freed():
+def test_allocator_limit_is_set_and_removed():
     limits = []
     module = SimpleNamespace(
         set_per_process_memory_fraction=lambda share, device: limits.append((share, device)),
@@ -151,9 +153,9 @@ def test_a_devices_allocator_is_limited_and_freed():
 
 
 @pytest.mark.slow
-def test_a_real_step_at_its_smallest(tmp_path):
-    ran = command("out_of_memory", "--device", "cpu", "--size", "smallest", "--out", str(tmp_path))
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+def test_real_step_at_its_smallest_size(tmp_path):
+    result = run_command("out_of_memory", "--device", "cpu", "--size", "smallest", "--out", str(tmp_path))
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     (step,) = json.loads((tmp_path / "cpu.json").read_text())["steps"].values()
     assert (step["state"], step["size"]) == ("done", "smallest")
     assert step["machine"]["headway"]
@@ -165,19 +167,19 @@ def test_a_real_step_at_its_smallest(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["gtp2"], "no such step: gtp2; choose from synchronizations, gpt2"),
         (["--device", "cpu", "--size", "full"], "--size full is meant for an accelerator"),
         (["--wheels", "nowhere"], "--wheels nowhere contains no .whl file"),
     ],
 )
-def test_wrong_words_are_answered(words, told):
-    ran = command(*words)
-    assert ran.returncode == 2
-    assert told in ran.stderr
+def test_wrong_arguments_are_explained(words, expected):
+    result = run_command(*words)
+    assert result.returncode == 2
+    assert expected in result.stderr
 
 
-def test_the_steps_are_listed():
-    ran = command("--list")
-    assert [line.split()[0] for line in ran.stdout.splitlines()] == [step.name for step in STEPS]
+def test_list_prints_all_steps():
+    result = run_command("--list")
+    assert [line.split()[0] for line in result.stdout.splitlines()] == [step.name for step in STEPS]

@@ -1,4 +1,4 @@
-"""A signal to every process of a job at once, as SLURM and systemd send it, where DataLoader workers are among them."""
+"""A signal to every process of a job at once, including DataLoader workers, as SLURM and systemd send it."""
 
 import json
 import signal
@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from headway.errors import PREEMPTED
-from tests.distributed.test_launch import begin
+from tests.distributed.test_launch import start_launch
 
 BODY = """
 import json, sys, time
@@ -42,17 +42,17 @@ for epoch in accelerator.epochs(2):
 """
 
 
-def losses(text):
+def read_losses(text):
     found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     return {(each["rank"], each["update"]): each["loss"] for each in found}
 
 
-def run(folder, num_ranks, name, number=None):
-    """(exit code, losses) of a run to whose processes a signal is sent when training has begun."""
-    process = begin(folder, BODY, "-n", str(num_ranks), "--cpu", args=(str(folder / name),))
+def launch_and_signal(folder, num_ranks, name, number=None):
+    """Launch a run and send a signal to all its processes once training has begun. Return exit code, losses and stderr."""
+    process = start_launch(folder, BODY, "-n", str(num_ranks), "--cpu", args=(str(folder / name),))
     early = ""
     if number is not None:
-        while '"update": 2' not in early:  # of 16 or more in the epoch, whose workers live nearly to its end
+        while '"update": 2' not in early:  # of at least 16 updates per epoch, and the workers live almost until its end
             line = process.stdout.readline()
             assert line, process.stderr.read()
             early += line
@@ -60,20 +60,20 @@ def run(folder, num_ranks, name, number=None):
         assert len(family) >= 2 * num_ranks + 1
         for each in family:
             each.send_signal(number)
-    # Not communicate(): it would leave out what readline() has buffered.
+    # communicate() would lose what readline() has buffered
     out, err = process.stdout.read(), process.stderr.read()
-    return process.wait(120), losses(early + out), err
+    return process.wait(120), read_losses(early + out), err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_workers_leave_the_answer_to_their_rank(num_ranks, number, tmp_path):
-    code, whole, err = run(tmp_path, num_ranks, "whole")
+def test_workers_leave_signal_handling_to_their_rank(num_ranks, number, tmp_path):
+    code, whole, err = launch_and_signal(tmp_path, num_ranks, "whole")
     assert code == 0, err
-    code, first, err = run(tmp_path, num_ranks, "cut", number)
+    code, first, err = launch_and_signal(tmp_path, num_ranks, "cut", number)
     assert code == PREEMPTED, err
     assert "DataLoader worker" not in err
-    code, rest, err = run(tmp_path, num_ranks, "cut")
+    code, rest, err = launch_and_signal(tmp_path, num_ranks, "cut")
     assert code == 0, err
     assert {**first, **rest} == whole
     assert len(first) + len(rest) == len(whole)
@@ -96,15 +96,15 @@ class Stuck(Dataset):
 
 accelerator = Accelerator(cpu=True, preemption=Preemption(exits=False))
 loader = accelerator.prepare(DataLoader(Stuck(), batch_size=1, num_workers=2, multiprocessing_context="fork"))
-batches = iter(loader)  # lives until the process ends
+batches = iter(loader)  # keep the iterator until the process ends
 print(len(next(batches)))
 """
 
 
-def test_workers_that_do_not_come_back_are_ended_with_the_process(tmp_path):
+def test_stuck_workers_are_ended_with_the_process(tmp_path):
     begun = time.monotonic()
-    process = begin(tmp_path, STUCK, "--cpu")
+    process = start_launch(tmp_path, STUCK, "--cpu")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, "1\n"), err
     assert "killed by signal" not in err
-    assert time.monotonic() - begun < 100  # not until the worker wakes up
+    assert time.monotonic() - begun < 100  # the process does not wait until the worker wakes up

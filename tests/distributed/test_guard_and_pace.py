@@ -1,4 +1,4 @@
-"""On two processes: all ranks skip a bad update or none does, whoever saw it; and the slow rank is named."""
+"""Two processes: a bad update is skipped on all ranks or on none, whichever rank noticed it, and a slow rank is named."""
 
 import traceback
 from typing import Any
@@ -19,43 +19,43 @@ from tests.distributed.ranks import run_ranks
 NAN, INF = float("nan"), float("inf")
 
 
-def build(action: Any = "skip", **options: Any) -> tuple[Accelerator, nn.Module, Any]:
+def prepare_training(action: Any = "skip", **options: Any) -> tuple[Accelerator, nn.Module, Any]:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, on_non_finite=action, **options)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
 
 
-def weights(model: nn.Module) -> torch.Tensor:
+def flatten_weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def alike(accelerator: Accelerator, model: nn.Module) -> bool:
-    first, second = accelerator.gather(weights(model)[None])
+def are_equal_on_ranks(accelerator: Accelerator, model: nn.Module) -> bool:
+    first, second = accelerator.gather(flatten_weights(model)[None])
     return torch.equal(first, second)
 
 
-def a_loss_that_only_one_rank_has() -> None:
-    """Its own gradient is finite, on every rank."""
-    accelerator, model, optimizer = build()
-    before = weights(model)
+def non_finite_loss_on_one_rank() -> None:
+    """The loss is infinite on one rank, but its gradients are finite on every rank."""
+    accelerator, model, optimizer = prepare_training()
+    before = flatten_weights(model)
     loss = model(torch.ones(1, 3)).mean() + (INF if accelerator.process_index == 1 else 0.0)
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    assert torch.equal(before, weights(model))
+    assert torch.equal(before, flatten_weights(model))
     assert accelerator.non_finite.report.startswith("update 1: the loss of micro-batch 1 was inf on rank 1: ")
     accelerator.backward(model(torch.ones(1, 3)).mean())
     optimizer.step()
     assert accelerator.num_updates == 1
-    assert not torch.equal(before, weights(model))
-    assert alike(accelerator, model)
+    assert not torch.equal(before, flatten_weights(model))
+    assert are_equal_on_ranks(accelerator, model)
 
 
-def an_early_micro_batch_of_one_rank() -> None:
-    """Its backward reduces nothing; the gradient is bad only where it is."""
-    accelerator, model, optimizer = build(gradient_accumulation_steps=3)
-    before = weights(model)
+def nan_in_early_micro_batch_of_one_rank() -> None:
+    """The micro-batch's backward reduces no gradients, so only one rank has the NaN."""
+    accelerator, model, optimizer = prepare_training(gradient_accumulation_steps=3)
+    before = flatten_weights(model)
     for number in range(6):
         x = torch.ones(2, 3)
         if number == 1 and accelerator.process_index == 0:
@@ -67,33 +67,33 @@ def an_early_micro_batch_of_one_rank() -> None:
             optimizer.step()
             optimizer.zero_grad()
         if number == 2:
-            assert torch.equal(before, weights(model))
+            assert torch.equal(before, flatten_weights(model))
     assert (
         "the loss of micro-batch 2 was nan on rank 0: the update is skipped on all ranks"
         in accelerator.non_finite.report
     )
     assert accelerator.num_updates == 1
-    assert alike(accelerator, model)
+    assert are_equal_on_ranks(accelerator, model)
 
 
-def a_gradient_of_one_rank() -> None:
-    """All losses are finite; the slope of sqrt at 0 is not."""
-    accelerator, model, optimizer = build()
+def non_finite_gradient_on_one_rank() -> None:
+    """All losses are finite, but the slope of sqrt at 0 is infinite."""
+    accelerator, model, optimizer = prepare_training()
     x = torch.zeros(1, 4) if accelerator.process_index == 1 else torch.ones(1, 4)
     hidden = model[0](torch.ones(1, 3))
     with torch.no_grad():
         model[1].bias.zero_()
     at = model[1].bias if accelerator.process_index == 1 else model[1].bias + 1
-    before = weights(model)
-    # Through the model's call, so that DDP reduces.
+    before = flatten_weights(model)
+    # uses the model's call, so that DDP reduces gradients
     accelerator.backward(model(torch.ones(1, 3)).mean() + at.sqrt().sum() * 0.5 + (hidden * x).sum() * 0)
     optimizer.step()
-    assert torch.equal(before, weights(model))
+    assert torch.equal(before, flatten_weights(model))
     assert "gradients of 1 of 4 parameters are not (1.bias)" in accelerator.non_finite.report
 
 
-def all_raise() -> None:
-    accelerator, model, optimizer = build(NonFinitePolicy("skip", max_in_row=1))
+def all_ranks_raise() -> None:
+    accelerator, model, optimizer = prepare_training(NonFinitePolicy("skip", max_in_row=1))
     for number in range(2):
         x = torch.full((1, 3), NAN if accelerator.process_index == number else 1.0)
         accelerator.backward(model(x).mean())
@@ -104,8 +104,8 @@ def all_raise() -> None:
         optimizer.step()
 
 
-def all_stop_at_the_same_batch() -> None:
-    accelerator, model, optimizer = build("stop")
+def all_ranks_stop_at_the_same_batch() -> None:
+    accelerator, model, optimizer = prepare_training("stop")
     rows = torch.ones(16, 3)
     rows[5] = NAN
     loader = accelerator.prepare(DataLoader(TensorDataset(rows), batch_size=2))
@@ -116,14 +116,14 @@ def all_stop_at_the_same_batch() -> None:
             accelerator.backward(model(x).mean())
             optimizer.step()
             optimizer.zero_grad()
-    assert accelerator.reduce(torch.tensor(num_batches)).item() == 4  # two on each: row 5 is in the second round
+    assert accelerator.reduce(torch.tensor(num_batches)).item() == 4  # two on each rank: row 5 is in the second round
     assert accelerator.non_finite.has_stopped
     assert accelerator.num_updates == 1
 
 
-def in_pieces() -> None:
-    accelerator, model, optimizer = build(microbatching="auto")
-    before = weights(model)
+def automatic_microbatching() -> None:
+    accelerator, model, optimizer = prepare_training(microbatching="auto")
+    before = flatten_weights(model)
     for number in range(2):
         x = torch.ones(4, 3)
         if number == 0 and accelerator.process_index == 1:
@@ -132,14 +132,14 @@ def in_pieces() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if number == 0:
-            assert torch.equal(before, weights(model))
+            assert torch.equal(before, flatten_weights(model))
     assert accelerator.num_updates == 1
-    assert alike(accelerator, model)
+    assert are_equal_on_ranks(accelerator, model)
 
 
-def the_slow_rank_is_named() -> None:
-    """By a clock of the test's own: rank 1 takes three seconds for a forward, the other one."""
-    accelerator, model, optimizer = build(None)
+def slow_rank_is_named() -> None:
+    """With a simulated clock: a forward pass takes rank 1 three seconds, and rank 0 one second."""
+    accelerator, model, optimizer = prepare_training(None)
     is_slow = accelerator.process_index == 1
     now = [0.0]
     lines: list[str] = []
@@ -161,7 +161,7 @@ def the_slow_rank_is_named() -> None:
     for (x,) in loader:
         now[0] += 3.0 if is_slow else 1.0
         accelerator.backward(model(x).mean())
-        now[0] += 1.0 if is_slow else 3.0  # waiting for the slow one
+        now[0] += 1.0 if is_slow else 3.0  # the faster rank waits for the slower one
         optimizer.step()
         optimizer.zero_grad()
     accelerator.wait_for_everyone()
@@ -169,12 +169,13 @@ def the_slow_rank_is_named() -> None:
     assert list(meter.stragglers()) == [1]
     by_rank = {name: wait for name, wait in meter.values().items() if "rank" in name}
     assert by_rank == ({"data_wait/rank_0": 0.0, "data_wait/rank_1": 0.0} if accelerator.is_main_process else {})
-    # 24 samples in 6 rounds of 4 s; a sample costs 2 * (3 * 4 + 4) forward and for the weights, 2 * 4 for the input of the second.
+    # 24 samples in 6 rounds of 4 s. Per sample: 2 * (3 * 4 + 4) each for forward and for weight gradients,
+    # plus 2 * 4 for the input gradient of the second layer.
     flops = 2 * 2 * (3 * 4 + 4) + 2 * 4
     assert meter.flops_per_sample == flops
     assert meter.total() == {"samples_per_second": 1.0, "mfu": flops / (100.0 * 2), "data_wait": 0.0}
     is_main = accelerator.is_main_process
-    assert len(lines) == is_main  # once, although it stays slow
+    assert len(lines) == is_main  # reported once, although the rank stays slow
     assert [happening.name for happening in heard if happening.name == "straggler"] == ["straggler"] * is_main
     assert (
         not is_main or "rank 1 holds up the others: it takes 3,000 ms for a forward, 3.0 times the median" in lines[0]
@@ -182,13 +183,13 @@ def the_slow_rank_is_named() -> None:
 
 
 SCENARIOS = [
-    a_loss_that_only_one_rank_has, an_early_micro_batch_of_one_rank, a_gradient_of_one_rank, all_raise,
-    all_stop_at_the_same_batch, in_pieces, the_slow_rank_is_named,
+    non_finite_loss_on_one_rank, nan_in_early_micro_batch_of_one_rank, non_finite_gradient_on_one_rank, all_ranks_raise,
+    all_ranks_stop_at_the_same_batch, automatic_microbatching, slow_rank_is_named,
 ]  # fmt: skip
 
 
-def play() -> dict[str, str]:
-    """What went wrong in each scenario."""
+def run_scenarios() -> dict[str, str]:
+    """Run each scenario, and return the tracebacks of those that failed, by name."""
     finite.log.warning = lambda *_: None  # type: ignore[method-assign]
     found = {}
     for scenario in SCENARIOS:
@@ -196,17 +197,17 @@ def play() -> dict[str, str]:
             scenario()
         except Exception:
             found[scenario.__name__] = traceback.format_exc()
-    # The other rank may still read what rank 0 keeps.
+    # The other rank may still read from the store that rank 0 hosts.
     Accelerator(cpu=True).wait_for_everyone()
     return found
 
 
 @pytest.fixture(scope="module")
 def failures() -> list[dict[str, str]]:
-    return run_ranks(play, 2)
+    return run_ranks(run_scenarios, 2)
 
 
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
-def test_on_two_processes(name: str, failures: list[dict[str, str]]) -> None:
-    told = [f"rank {rank}: {found[name]}" for rank, found in enumerate(failures) if name in found]
-    assert not told, "\n".join(told)
+def test_scenario_on_two_processes(name: str, failures: list[dict[str, str]]) -> None:
+    reports = [f"rank {rank}: {found[name]}" for rank, found in enumerate(failures) if name in found]
+    assert not reports, "\n".join(reports)

@@ -1,4 +1,4 @@
-"""Real hangs: each names the rank that does not come, its line and the others' operation; and what only looks like one."""
+"""Real hangs: the report names the missing rank, its line and the operation of the others. Also cases that are no hangs."""
 
 import json
 import os
@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ranks import free_port
-from tests.distributed.test_launch import begin, wait_until_gone
+from tests.distributed.test_launch import start_launch, wait_until_gone
 
-TIMEOUT = 6  # also for ranks to come together, of which eight import torch at once
+TIMEOUT = 6  # also covers rendezvous, during which up to eight ranks import torch
 
-PLAIN = """
+PLAIN_TORCH = """
 import os, time, torch, torch.distributed as dist
 rank = int(os.environ["RANK"])
 print("pid", os.getpid(), flush=True)
@@ -27,7 +27,7 @@ for step in range(3):
     dist.all_reduce(value)
 """
 
-OURS = """
+HEADWAY = """
 import os, time, torch
 from headway import Accelerator
 print("pid", os.getpid(), flush=True)
@@ -37,8 +37,8 @@ accelerator.gather(torch.ones(1))
 """
 
 
-# NCCL's recorder in the place of its one function, as there is no GPU: two ranks enqueue, and rank 0 waits for its device.
-# The engine's recorder is replaced before there is a group: what looks for it remembers what it finds.
+# There is no GPU, so NCCL's flight recorder is replaced: two ranks enqueue operations, and rank 0 waits for its device.
+# The recorder is replaced before the group exists, because Headway looks it up once.
 DEVICE = (
     f"""
 import sys, threading
@@ -48,35 +48,35 @@ import torch._C._distributed_c10d as engine
 queue = [entry(1, "broadcast", "completed"), entry(2, "all_reduce", "completed")]
 engine._dump_nccl_trace_json = lambda all=True: dump(queue, all)
 """
-    + PLAIN
+    + PLAIN_TORCH
 )
 
 
 @dataclass(frozen=True)
 class Case:
-    """A script of two ranks, of which rank 1 does not come; GONE and WAITS mark their lines."""
+    """Script for two ranks, of which rank 1 does not reach an operation. The marks GONE and WAITS show their lines."""
 
     body: str
     operation: str
-    told: tuple[str, ...] = ()
+    expected: tuple[str, ...] = ()
 
 
 HANGS = {
-    "sleep": Case(PLAIN + """
+    "sleep": Case(PLAIN_TORCH + """
 def evaluate():
     if rank == 1:
         time.sleep(300)  # GONE
 evaluate()
 dist.all_reduce(value)  # WAITS
 """, "all_reduce", ("is at train.py:{gone} in evaluate", "it sleeps there")),
-    "C code": Case(PLAIN + """
+    "C code": Case(PLAIN_TORCH + """
 def compute():
     return sum(range(10**13))  # GONE
 if rank == 1:
     compute()
 dist.all_reduce(value)  # WAITS
 """, "all_reduce", ("holds the interpreter lock in C code (no heartbeat for ", "it is at train.py:{gone} in compute")),
-    "stopped": Case(PLAIN + """
+    "stopped": Case(PLAIN_TORCH + """
 import signal
 def halt():
     for _ in range(25):
@@ -93,7 +93,7 @@ if os.environ["RANK"] == "1":
     time.sleep(300)  # GONE
 dist.init_process_group("gloo")  # WAITS
 """, "init_process_group", ("is at train.py:{gone}",)),
-    "left the loop": Case(OURS + """
+    "left the loop": Case(HEADWAY + """
 def train():
     for step in range(5):
         if step == 3 and rank == 1:
@@ -105,14 +105,14 @@ def finish():
 train()
 finish()
 """, "gather", ("is at train.py:{gone} in finish", "it has left the loop of train.py:10 in train")),
-    "main process only": Case(OURS + """
+    "main process only": Case(HEADWAY + """
 loss = torch.ones(1)
 if accelerator.is_main_process:
     accelerator.gather(loss)  # WAITS
 while rank == 1:
     time.sleep(1)  # GONE
 """, "gather", ("is at train.py:{gone}", "under `if accelerator.is_main_process:` (train.py:10), which not every rank passes")),
-    "data": Case(OURS + """
+    "data": Case(HEADWAY + """
 class Files(torch.utils.data.Dataset):
     def __len__(self):
         return 8
@@ -125,7 +125,7 @@ for batch in accelerator.prepare(torch.utils.data.DataLoader(Files(), batch_size
     has_begun = True
     accelerator.reduce(batch)  # WAITS
 """, "reduce", ("waits for data at train.py:{gone} in __getitem__", "the dataset does not come back from this line")),
-    "gradients": Case(OURS + """
+    "gradients": Case(HEADWAY + """
 from headway import DataLoaderConfiguration
 engine = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 for step in range(4):
@@ -143,9 +143,11 @@ threading.Event().wait()  # WAITS
 }  # fmt: skip
 
 
-def run(folder: Path, body: str, *flags: str) -> tuple[subprocess.CompletedProcess[str], float]:
+def run_script(folder: Path, body: str, *flags: str) -> tuple[subprocess.CompletedProcess[str], float]:
     folder.mkdir()
-    process = begin(folder, body, "--cpu", "-n", "2", "-q", "--log_dir", "logs", "--timeout", str(TIMEOUT), *flags)
+    process = start_launch(
+        folder, body, "--cpu", "-n", "2", "-q", "--log_dir", "logs", "--timeout", str(TIMEOUT), *flags
+    )
     try:
         out, err = process.communicate(timeout=280)
     finally:
@@ -153,23 +155,23 @@ def run(folder: Path, body: str, *flags: str) -> tuple[subprocess.CompletedProce
     return subprocess.CompletedProcess(process.args, process.returncode, out, err), time.time()
 
 
-def at_once(
+def run_all(
     folder: Path, bodies: dict[str, str], **flags: list[str]
 ) -> dict[str, tuple[subprocess.CompletedProcess[str], float]]:
-    """All of these launches, four at a time: they mostly wait."""
+    """Run all scripts, four at a time, because they mostly wait. Return each result and the time at which it ended."""
     with ThreadPoolExecutor(4) as pool:
-        ran = {
-            name: pool.submit(run, folder / name.replace(" ", "_"), body, *flags.get(name, ()))
+        result = {
+            name: pool.submit(run_script, folder / name.replace(" ", "_"), body, *flags.get(name, ()))
             for name, body in bodies.items()
         }
-        return {name: future.result() for name, future in ran.items()}
+        return {name: future.result() for name, future in result.items()}
 
 
-def line_of(body: str, mark: str) -> int:
+def find_line(body: str, mark: str) -> int:
     return next(number for number, line in enumerate(body.splitlines(), 1) if mark in line)
 
 
-FEW = ("sleep", "C code", "stopped", "data", "device")
+QUICK = ("sleep", "C code", "stopped", "data", "device")
 
 
 @pytest.mark.slow
@@ -177,37 +179,37 @@ FEW = ("sleep", "C code", "stopped", "data", "device")
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(FEW, id="few"),
-        pytest.param([name for name in HANGS if name not in FEW], id="the others", marks=pytest.mark.matrix),
+        pytest.param(QUICK, id="few"),
+        pytest.param([name for name in HANGS if name not in QUICK], id="the others", marks=pytest.mark.matrix),
     ],
 )
-def test_a_hang_names_the_missing_rank(names, tmp_path):
-    # Who waits says when, so that the time to the end can be told from the time to the start.
+def test_hang_report_names_the_missing_rank(names, tmp_path):
+    # The waiting rank records when it begins to wait, so that the time of startup does not count.
     bodies = {
         name: re.sub(r"^( *)(.*# WAITS)$", r"\1if rank == 0: open('since', 'w').write(str(time.time()))\n\1\2", case.body,
                      flags=re.MULTILINE).replace("if rank == 0: open", "os.environ['RANK'] == '0' and open")
         for name, case in HANGS.items() if name in names
     }  # fmt: skip
-    for name, (ran, ended) in at_once(tmp_path, bodies).items():
+    for name, (result, ended) in run_all(tmp_path, bodies).items():
         case, body = HANGS[name], bodies[name]
-        gone, waits = line_of(body, "# GONE"), line_of(body, "# WAITS")
-        shown = f"{name}:\n{ran.stderr}"
-        assert ran.returncode == 1, shown
+        gone, waits = find_line(body, "# GONE"), find_line(body, "# WAITS")
+        shown = f"{name}:\n{result.stderr}"
+        assert result.returncode == 1, shown
         headline = (
             f"headway: this run hangs: rank 1 of 2 is missing from {case.operation}, where rank 0 has waited for "
         )
-        assert headline in ran.stderr, shown
-        assert re.search(rf"rank 0 \(host .*, pid \d+\) waits in {case.operation}.* at train.py:{waits}", ran.stderr), (
-            shown
-        )
-        for text in case.told:
-            assert text.format(gone=gone) in ran.stderr, shown
-        assert "Traceback" not in ran.stderr, shown
+        assert headline in result.stderr, shown
+        assert re.search(
+            rf"rank 0 \(host .*, pid \d+\) waits in {case.operation}.* at train.py:{waits}", result.stderr
+        ), shown
+        for text in case.expected:
+            assert text.format(gone=gone) in result.stderr, shown
+        assert "Traceback" not in result.stderr, shown
         since = float((tmp_path / name.replace(" ", "_") / "since").read_text())
         assert ended - since < TIMEOUT + 10 + 60, (
             shown
-        )  # a minute for a machine that does much else; alone it takes six
-        pids = [int(pid) for pid in re.findall(r"pid (\d+)", ran.stdout)]
+        )  # allows a minute for a busy machine; an idle one takes six seconds
+        pids = [int(pid) for pid in re.findall(r"pid (\d+)", result.stdout)]
         assert len(pids) == 2, shown
         assert wait_until_gone(pids) == [], shown
         failure = json.loads((tmp_path / name.replace(" ", "_") / "logs/failure.json").read_text())
@@ -215,8 +217,8 @@ def test_a_hang_names_the_missing_rank(names, tmp_path):
         assert [view["rank"] for view in failure["hang"]["waiting"]] == [0]
 
 
-OTHERS = {
-    "order": PLAIN + """
+OTHER_CASES = {
+    "order": PLAIN_TORCH + """
 if rank == 0:
     dist.all_reduce(value)
 else:
@@ -224,18 +226,18 @@ else:
     dist.broadcast(value, 0)
 dist.barrier()
 """,
-    "finished": OURS + """
+    "finished": HEADWAY + """
 for step in range(5):
     if step == 3 and rank == 1:
         break
     accelerator.gather(torch.ones(1))
 """,
-    "restarted": PLAIN + """
+    "restarted": PLAIN_TORCH + """
 if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     time.sleep(300)
 dist.all_reduce(value)
 """,
-    "no hang": OURS + """
+    "no hang": HEADWAY + """
 import sys, threading
 end = time.monotonic() + 1.5 * 6
 while time.monotonic() < end:  # a long computation everywhere
@@ -269,9 +271,11 @@ accelerator.wait_for_everyone()
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_what_is_no_hang_or_another_one(tmp_path):
-    found = {name: ran for name, (ran, _) in at_once(tmp_path, OTHERS, restarted=["--max_restarts", "1"]).items()}
-    shown = {name: f"{name}: {ran.returncode}\n{ran.stdout}\n{ran.stderr}" for name, ran in found.items()}
+def test_other_hangs_and_cases_without_a_hang(tmp_path):
+    found = {
+        name: result for name, (result, _) in run_all(tmp_path, OTHER_CASES, restarted=["--max_restarts", "1"]).items()
+    }
+    shown = {name: f"{name}: {result.returncode}\n{result.stdout}\n{result.stderr}" for name, result in found.items()}
     assert found["order"].returncode == 1, shown["order"]
     assert "but not in the same operation: their order differs" in found["order"].stderr, shown["order"]
     assert "waits in all_reduce #4 at train.py:11" in found["order"].stderr, shown["order"]
@@ -283,14 +287,14 @@ def test_what_is_no_hang_or_another_one(tmp_path):
     calm = found["no hang"]
     assert calm.returncode == 0, shown["no hang"]
     assert "hangs" not in calm.stderr, shown["no hang"]
-    bug = line_of(OTHERS["no hang"], "# BUG")
+    bug = find_line(OTHER_CASES["no hang"], "# BUG")
     assert f"rank 1 keeps the others waiting at train.py:{bug}: a debugger holds it" in calm.stderr, shown["no hang"]
     assert calm.stderr.count("keeps the others waiting") == 1, shown["no hang"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_without_the_launcher_the_ranks_ask_one_another(tmp_path):
+def test_ranks_report_a_hang_without_the_launcher(tmp_path):
     case = HANGS["main process only"]
     (tmp_path / "train.py").write_text(case.body)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
@@ -305,12 +309,12 @@ def test_without_the_launcher_the_ranks_ask_one_another(tmp_path):
         ) for rank in "01"
     ]  # fmt: skip
     try:
-        told = [process.communicate(timeout=280)[1] for process in ranks]
+        expected = [process.communicate(timeout=280)[1] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    assert [process.returncode for process in ranks] == [1, 1], told
-    for text in told:
+    assert [process.returncode for process in ranks] == [1, 1], expected
+    for text in expected:
         assert "rank 1 of 2 is missing from gather, where rank 0 has waited for " in text
-        assert f"is at train.py:{line_of(case.body, '# GONE')}" in text
+        assert f"is at train.py:{find_line(case.body, '# GONE')}" in text
         assert "under `if accelerator.is_main_process:` (train.py:10)" in text

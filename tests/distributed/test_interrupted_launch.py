@@ -1,4 +1,4 @@
-"""Ctrl-C or SIGTERM to a launch of two processes: one line about the end, and one with the last checkpoint on the disk."""
+"""Ctrl-C or SIGTERM to a launch of two processes prints one line about the end and one about the last checkpoint."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def build(is_automatic=True, **options):
 
 """
 SLEEPS = "show('ready')\ntime.sleep(300)\n"
-IN_A_SAVE = """
+IN_SAVE = """
 accelerator, model = build()
 accelerator.save_state()
 
@@ -68,10 +68,10 @@ time.sleep(300)
 
 
 def stop_launch(folder: Path, body: str, *flags: str, number: signal.Signals, args: tuple[str, ...] = ()) -> list[str]:
-    """Launch two processes, send a signal to the launcher's process group, and return what was printed about the end."""
+    """Launch two processes, signal the launcher's process group, and return the lines printed after the line about the end."""
     (folder / "train.py").write_text(body)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "OMP_", "GLOO_"))}
-    # A background shell ignores SIGINT, and what it starts inherits that. A terminal's process group does not.
+    # A background shell ignores SIGINT, and child processes inherit that, unlike those of a terminal.
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-m", "headway", "launch", "-q", "--cpu", "-n", "2", *flags, "train.py", *args],
@@ -90,19 +90,19 @@ def stop_launch(folder: Path, body: str, *flags: str, number: signal.Signals, ar
     return lines[lines.index(end) + 1 :]
 
 
-def test_ctrl_c_in_a_save_names_the_checkpoint_before_it(tmp_path):
-    told = stop_launch(tmp_path, HEAD + IN_A_SAVE, number=signal.SIGINT)
+def test_ctrl_c_during_a_save_names_the_previous_checkpoint(tmp_path):
+    lines_after_end = stop_launch(tmp_path, HEAD + IN_SAVE, number=signal.SIGINT)
     folder = tmp_path / "run" / "checkpoints"
-    assert told == [format_resume_advice(folder / "checkpoint_0", is_automatic=True, method="resume")]
+    assert lines_after_end == [format_resume_advice(folder / "checkpoint_0", is_automatic=True, method="resume")]
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "latest"]
 
 
 @pytest.mark.slow
-def test_ctrl_c_names_a_checkpoint_that_was_written_in_the_background(tmp_path):
-    (told,) = stop_launch(tmp_path, HEAD + IN_THE_BACKGROUND, number=signal.SIGINT)
+def test_ctrl_c_names_a_checkpoint_written_in_the_background(tmp_path):
+    (lines_after_end,) = stop_launch(tmp_path, HEAD + IN_THE_BACKGROUND, number=signal.SIGINT)
     folder = tmp_path / "run" / "checkpoints"
     newest = folder / (folder / "latest").read_text().strip()
-    assert told == format_resume_advice(newest, is_automatic=True, method="resume")
+    assert lines_after_end == format_resume_advice(newest, is_automatic=True, method="resume")
     verify_checkpoint(newest)
 
 
@@ -116,24 +116,24 @@ def test_ctrl_c_names_a_checkpoint_that_was_written_in_the_background(tmp_path):
     ],
     ids=["named", "unsaved", "restarted", "no_accelerator"],
 )
-def test_ctrl_c_names_what_the_run_has_saved(tmp_path, body, expected):
+def test_ctrl_c_names_the_last_checkpoint(tmp_path, body, expected):
     flags = ["--max_restarts", "1"] if body is RESTARTED else []
-    told = stop_launch(tmp_path, HEAD + body, *flags, number=signal.SIGINT)
-    assert len(told) == (expected is not None), told
+    lines_after_end = stop_launch(tmp_path, HEAD + body, *flags, number=signal.SIGINT)
+    assert len(lines_after_end) == (expected is not None), lines_after_end
     if expected is not None:
-        assert expected.replace("{}", str(tmp_path)) in told[0]
+        assert expected.replace("{}", str(tmp_path)) in lines_after_end[0]
 
 
 @pytest.mark.slow
 def test_sigterm_without_preemption_names_the_checkpoint(tmp_path):
-    (told,) = stop_launch(tmp_path, HEAD + NOT_PREEMPTIBLE, number=signal.SIGTERM)
-    assert f"headway: the last checkpoint is {tmp_path}/run/checkpoints/checkpoint_0" in told
+    (lines_after_end,) = stop_launch(tmp_path, HEAD + NOT_PREEMPTIBLE, number=signal.SIGTERM)
+    assert f"headway: the last checkpoint is {tmp_path}/run/checkpoints/checkpoint_0" in lines_after_end
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("args", [("save",), ()])
-def test_under_accelerates_name_the_line_names_its_method(tmp_path, args):
-    told = stop_launch(tmp_path, ACCELERATES, "--as", "accelerate", number=signal.SIGINT, args=args)
+def test_advice_names_load_state_with_as_accelerate(tmp_path, args):
+    lines_after_end = stop_launch(tmp_path, ACCELERATES, "--as", "accelerate", number=signal.SIGINT, args=args)
     folder = tmp_path / "kept"
-    assert told == ([format_resume_advice(folder, is_automatic=False, method="load_state")] if args else [])
-    assert "load_state" in "".join(told) or not args
+    assert lines_after_end == ([format_resume_advice(folder, is_automatic=False, method="load_state")] if args else [])
+    assert "load_state" in "".join(lines_after_end) or not args

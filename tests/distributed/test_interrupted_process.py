@@ -1,4 +1,4 @@
-"""Ctrl-C in a run of one process: one line with the user's own line, and how to continue, instead of a traceback."""
+"""Ctrl-C in a run of one process prints the interrupted line and how to continue, instead of a traceback."""
 
 import signal
 import subprocess
@@ -28,12 +28,12 @@ time.sleep(5)  # the line that is interrupted
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
 @pytest.mark.parametrize("level", ["", "debug"])
-def test_ctrl_c_prints_a_line_and_how_to_continue(tmp_path, level, monkeypatch):
+def test_ctrl_c_prints_the_line_and_how_to_continue(tmp_path, level, monkeypatch):
     monkeypatch.setenv("HEADWAY_LOG_LEVEL", level)
     (tmp_path / "train.py").write_text(SCRIPT)
-    ran = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == -signal.SIGINT, ran.stderr
-    lines = [line for line in ran.stderr.splitlines() if not line.startswith(("INFO", "DEBUG"))]
+    result = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == -signal.SIGINT, result.stderr
+    lines = [line for line in result.stderr.splitlines() if not line.startswith(("INFO", "DEBUG"))]
     folder = tmp_path / "run" / "checkpoints" / "checkpoint_0"
     assert lines[-1].startswith(f'headway: the last checkpoint is {folder}; accelerator.resume("latest")')
     if level:
@@ -43,13 +43,13 @@ def test_ctrl_c_prints_a_line_and_how_to_continue(tmp_path, level, monkeypatch):
         assert lines[0].startswith("headway: stopped by Ctrl-C at train.py:1")
 
 
-def test_a_folder_that_the_user_has_named_is_named():
+def test_advice_names_the_users_folder():
     text = format_resume_advice(Path("runs/a"), is_automatic=False, method="resume")
     assert 'runs/a; accelerator.resume("runs/a")' in text
 
 
-def test_a_run_without_a_checkpoint_gets_told_how_to_save(tmp_path):
+def test_advice_without_a_checkpoint_says_how_to_save(tmp_path):
     script = "import os, signal\nfrom headway import Accelerator\nkept = Accelerator(cpu=True)\nos.kill(os.getpid(), signal.SIGINT)\n"
-    ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert ran.stderr.splitlines()[-1].startswith("headway: no checkpoint was saved.")
-    assert "save_state()" in ran.stderr
+    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.stderr.splitlines()[-1].startswith("headway: no checkpoint was saved.")
+    assert "save_state()" in result.stderr

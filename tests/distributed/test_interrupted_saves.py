@@ -1,4 +1,4 @@
-"""Ctrl-C in a save leaves nothing beside the checkpoints, and one that is written behind the loop is written to its end."""
+"""Ctrl-C during a save leaves only checkpoints in the folder, and a background save is completed."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from headway import Accelerator, ProjectConfiguration
 from headway.core.checkpoint.loading.files import verify_checkpoint
 from tests.distributed.ranks import run_ranks
 
-BEHIND = """
+BACKGROUND_SAVE = """
 import os, signal, sys, threading, torch
 from headway import Accelerator, ProjectConfiguration
 accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(sys.argv[1], automatic_checkpoint_naming=True))
@@ -26,16 +26,18 @@ threading.Event().wait(60)
 """
 
 
-def test_a_save_behind_the_loop_is_written_to_its_end(tmp_path):
-    ended = subprocess.run([sys.executable, "-c", BEHIND, str(tmp_path / "run")], capture_output=True, text=True)
+def test_background_save_is_completed_after_ctrl_c(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", BACKGROUND_SAVE, str(tmp_path / "run")], capture_output=True, text=True
+    )
     assert ended.returncode == -signal.SIGINT, ended.stderr
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "latest"]
     verify_checkpoint(folder / "checkpoint_0")
 
 
-def interrupted(folder):
-    """Rank 0 waits for rank 1, which is slow, when Ctrl-C comes to it."""
+def interrupt_save(folder):
+    """Interrupt a save on rank 0 while rank 0 waits for rank 1, which is slow. Return the name of the error."""
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project, preemption=False)
     accelerator.prepare(torch.nn.Linear(3, 3))
@@ -54,7 +56,7 @@ def interrupted(folder):
         return type(error).__name__
 
 
-def test_the_others_files_go_with_an_interrupted_save(tmp_path):
-    first, _ = run_ranks(interrupted, 2, str(tmp_path))
+def test_interrupted_save_removes_the_files_of_all_ranks(tmp_path):
+    first, _ = run_ranks(interrupt_save, 2, str(tmp_path))
     assert first == "KeyboardInterrupt"
     assert sorted(path.name for path in Path(tmp_path, "checkpoints").iterdir()) == ["checkpoint_0", "latest"]

@@ -1,4 +1,4 @@
-"""Mixtures and batches by tokens in training, on several ranks: numbers of plain PyTorch, and exact resuming."""
+"""Training with mixtures and token-based batches on several ranks: equal to plain PyTorch, and resumed exactly."""
 
 import random
 
@@ -29,13 +29,13 @@ def build_model():
 
 
 def sum_losses(logits, batch):
-    """The sum of the losses of the tokens that follow another, and their number."""
+    """Return the sum of the next-token losses of a batch and the number of predicted tokens."""
     labels = batch[:, 1:]
     losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels, ignore_index=0, reduction="sum")
     return losses, (labels != 0).sum()
 
 
-def train_by_tokens():
+def train_on_token_batches():
     sampler = TokenBatchSampler(LENGTHS, TOKENS, global_batch_tokens=4 * TOKENS, seed=5)
     samples = [build_sample(index) for index in range(len(LENGTHS))]
     loader = DataLoader(samples, batch_sampler=sampler, collate_fn=pad)
@@ -54,7 +54,7 @@ def train_by_tokens():
     return [each.detach() for each in accelerator.unwrap_model(model).parameters()]
 
 
-def train_by_tokens_in_plain_torch():
+def train_on_token_batches_in_plain_torch():
     sampler = TokenBatchSampler(LENGTHS, TOKENS, global_batch_tokens=4 * TOKENS, seed=5)
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -74,9 +74,9 @@ def train_by_tokens_in_plain_torch():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_token_batches_weigh_each_token_alike(world_size):
-    expected = train_by_tokens_in_plain_torch()
-    for found in run_ranks(train_by_tokens, world_size):
+def test_token_batches_weight_each_token_equally(world_size):
+    expected = train_on_token_batches_in_plain_torch()
+    for found in run_ranks(train_on_token_batches, world_size):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -103,9 +103,10 @@ def build_mixture(ends="repeat"):
 
 
 def train_on_mixture(ends, num_workers, begin, stop, save_to):
-    """Train two epochs with 8 samples per update, from a checkpoint, until a number of updates.
+    """Train two epochs with 8 samples per update, from a checkpoint or the start, until the end or for `stop` updates.
 
-    Return the samples of each update, and the weights at the end.
+    Returns:
+        The samples of each update, and the final weights, or None after a stop.
     """
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(1)
@@ -157,7 +158,7 @@ def train_on_mixture_in_plain_torch(ends):
         pytest.param("stop", (4, 1, 2), (0, 3, 0), marks=pytest.mark.slow),
     ],
 )
-def test_a_training_resumed_twice_on_other_ranks_and_workers_is_the_plain_one(tmp_path, ends, ranks, workers):
+def test_run_resumed_twice_on_other_ranks_and_workers_matches_plain_pytorch(tmp_path, ends, ranks, workers):
     updates, weights = train_on_mixture_in_plain_torch(ends)
     draw = random.Random(str(ranks))
     found, begin = [], None
@@ -175,7 +176,7 @@ def test_a_training_resumed_twice_on_other_ranks_and_workers_is_the_plain_one(tm
 # -------------------------------------------------------------------- loss by source
 
 
-def log_by_source():
+def compute_source_losses():
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(build_mixture("drop"), batch_size=4))
     losses = SourceLosses(accelerator, build_mixture().names)
@@ -191,7 +192,7 @@ def log_by_source():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_mean_loss_of_each_source_is_that_of_its_rows(world_size):
+def test_source_losses_are_means_over_their_rows(world_size):
     mixture = build_mixture("drop")
     rows = [(mixture.names[sample["source"]], sample["x"].item()) for sample in map(mixture.__getitem__, range(111))]
 
@@ -200,7 +201,7 @@ def test_the_mean_loss_of_each_source_is_that_of_its_rows(world_size):
         return {f"{prefix}{name}": sum(values) / len(values) for name, values in by_name.items() if values}
 
     expected = [compute_means(rows[start : start + 32], "loss/") for start in range(0, 111, 32)]
-    for by_row, by_token in run_ranks(log_by_source, world_size):
+    for by_row, by_token in run_ranks(compute_source_losses, world_size):
         assert [each.keys() for each in by_row] == [each.keys() for each in expected]
         assert all(each == pytest.approx(wanted) for each, wanted in zip(by_row, expected))
         assert by_token == pytest.approx(compute_means(rows, "token/"))

@@ -1,4 +1,4 @@
-"""Real launches: one process and several, failures told once, and no process left behind."""
+"""Real launches with one and with several processes: failures are reported once, and no process is left behind."""
 
 import json
 import os
@@ -12,16 +12,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-# A rank tells what it finds,
-SHOWS = """
+# Each rank prints its settings,
+REPORT = """
 import json, os, sys, time
 rank = int(os.environ["RANK"])
 print(json.dumps({"rank": rank, "world": os.environ["WORLD_SIZE"], "argv": sys.argv[1:],
                   "payload": json.loads(os.environ["HEADWAY_RUN"]), "pid": os.getpid()}), flush=True)
 """
-# meets the others, where that matters, as it takes seconds to import torch, and then does what the test wants.
+# waits for the other ranks if necessary, because importing torch takes seconds, and then runs the test's code.
 PROGRAM = (
-    SHOWS
+    REPORT
     + """
 import torch.distributed as dist
 dist.init_process_group("gloo")
@@ -33,12 +33,14 @@ dist.barrier()
 def launch(
     folder: Path, body: str, *flags: str, args: tuple[str, ...] = (), **more: str
 ) -> subprocess.CompletedProcess[str]:
-    process = begin(folder, body, *flags, args=args, **more)
+    process = start_launch(folder, body, *flags, args=args, **more)
     out, err = process.communicate(timeout=120)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def begin(folder: Path, body: str, *flags: str, args: tuple[str, ...] = (), **more: str) -> subprocess.Popen[str]:
+def start_launch(
+    folder: Path, body: str, *flags: str, args: tuple[str, ...] = (), **more: str
+) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(body)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "OMP_", "GLOO_"))}
     return subprocess.Popen(
@@ -48,8 +50,8 @@ def begin(folder: Path, body: str, *flags: str, args: tuple[str, ...] = (), **mo
     )  # fmt: skip
 
 
-def told(ran: subprocess.CompletedProcess[str]) -> list[dict]:
-    found = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+def read_reports(result: subprocess.CompletedProcess[str]) -> list[dict]:
+    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     return sorted(found, key=lambda entry: entry["rank"])
 
 
@@ -67,50 +69,50 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def test_one_process_is_python_itself(tmp_path):
+def test_one_process_runs_python_directly(tmp_path):
     body = "import os, sys; print(sys.argv, os.getpid(), os.environ.get('RANK'), 'headway' in sys.modules)"
-    process = begin(tmp_path, body, "--cpu", args=("-x", "--"))
+    process = start_launch(tmp_path, body, "--cpu", args=("-x", "--"))
     out, err = process.communicate(timeout=60)
     assert out == f"['train.py', '-x', '--'] {process.pid} None False\n"
     assert err == "headway: 1 process on cpu\n"
 
 
-def test_one_process_gives_its_own_exit_code(tmp_path):
+def test_one_process_returns_its_exit_code(tmp_path):
     assert launch(tmp_path, "raise SystemExit(7)", "--cpu").returncode == 7
 
 
-def test_two_processes_meet(tmp_path):
-    ran = launch(
+def test_two_processes_start(tmp_path):
+    result = launch(
         tmp_path, PROGRAM, "--cpu", "-n", "2", "--mixed_precision", "bf16", args=("--x", "a b", "--", "${local_rank}")
     )
-    assert ran.returncode == 0, ran.stderr
-    ranks = told(ran)
+    assert result.returncode == 0, result.stderr
+    ranks = read_reports(result)
     assert [(entry["rank"], entry["world"]) for entry in ranks] == [(0, "2"), (1, "2")]
     assert ranks[0]["argv"] == ["--x", "a b", "--", "${local_rank}"]
     assert ranks[0]["payload"]["num_processes"] == 2
     assert ranks[0]["payload"]["settings"]["mixed_precision"]["value"] == "bf16"
-    # Nothing but the banner: no warning of the agent's.
-    assert ran.stderr.startswith("headway: 2 processes on cpu; precision bf16")
-    assert ran.stderr.count("\n") == 1
+    # Only the banner is printed, without warnings of torch's agent.
+    assert result.stderr.startswith("headway: 2 processes on cpu; precision bf16")
+    assert result.stderr.count("\n") == 1
 
 
-def test_a_module_and_a_program(tmp_path):
-    (tmp_path / "mod.py").write_text(SHOWS)
+def test_module_and_program_are_launched(tmp_path):
+    (tmp_path / "mod.py").write_text(REPORT)
     command = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", "2"]
-    ran = subprocess.run([*command, "-m", "mod", "-x"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert [entry["argv"] for entry in told(ran)] == [["-x"], ["-x"]], ran.stderr
-    ran = subprocess.run([*command, "--no_python", "sh", "-c", "echo rank $RANK of $WORLD_SIZE"],
+    result = subprocess.run([*command, "-m", "mod", "-x"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert [entry["argv"] for entry in read_reports(result)] == [["-x"], ["-x"]], result.stderr
+    result = subprocess.run([*command, "--no_python", "sh", "-c", "echo rank $RANK of $WORLD_SIZE"],
                          cwd=tmp_path, capture_output=True, text=True, timeout=120)  # fmt: skip
-    assert sorted(ran.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"], ran.stderr
+    assert sorted(result.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"], result.stderr
 
 
-def test_the_first_failure_is_told_once(tmp_path):
+def test_first_failure_is_reported_once(tmp_path):
     body = PROGRAM + "def step():\n    raise ValueError('bad luck')\nif rank == 1:\n    step()\ndist.barrier()\n"
-    ran = launch(tmp_path, body, "--cpu", "-n", "2", "--log_dir", "logs")
-    assert ran.returncode == 1
-    assert "headway: rank 1 of 2 failed first, at train.py:" in ran.stderr
-    assert " in step (host " in ran.stderr
-    assert (ran.stdout + ran.stderr).count("Traceback (most recent call last)") == 1
+    result = launch(tmp_path, body, "--cpu", "-n", "2", "--log_dir", "logs")
+    assert result.returncode == 1
+    assert "headway: rank 1 of 2 failed first, at train.py:" in result.stderr
+    assert " in step (host " in result.stderr
+    assert (result.stdout + result.stderr).count("Traceback (most recent call last)") == 1
     failure = json.loads((tmp_path / "logs/failure.json").read_text())
     assert failure["first"]["rank"] == 1
     assert failure["first"]["record"]["kind"] == "ValueError"
@@ -119,7 +121,7 @@ def test_the_first_failure_is_told_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_report_is_all_there_is_and_nothing_is_lost(tmp_path):
+def test_stderr_contains_only_the_report_and_logs_contain_everything(tmp_path):
     body = (
         "import os, sys\nimport torch\nfrom headway import Accelerator\naccelerator = Accelerator(cpu=True)\n"
         "model = accelerator.prepare(torch.nn.Linear(2, 1))\n"
@@ -127,8 +129,8 @@ def test_the_report_is_all_there_is_and_nothing_is_lost(tmp_path):
         "    if update == 4 and accelerator.process_index == 1:\n        accelerator.prepare()\n"
         "    accelerator.backward(model(torch.ones(1, 2)).sum())\n"
     )
-    ran = launch(tmp_path, body, "--cpu", "-n", "2", "--log_dir", "logs")
-    lines = ran.stderr.splitlines()
+    result = launch(tmp_path, body, "--cpu", "-n", "2", "--log_dir", "logs")
+    lines = result.stderr.splitlines()
     assert lines[1].startswith("headway: rank 1 of 2 failed first, at train.py:8 (host ")
     assert lines[2:] == [
         "Traceback (most recent call last):",
@@ -138,8 +140,8 @@ def test_the_report_is_all_there_is_and_nothing_is_lost(tmp_path):
         "(2 frames of Headway and torch left out; HEADWAY_LOG_LEVEL=debug shows all)",
         "headway: rank 0 then lost its connection to rank 1 (train.py:9)",
         "headway: logs and failure.json are in logs",
-    ], ran.stderr
-    assert ran.stdout == ""
+    ], result.stderr
+    assert result.stdout == ""
     assert "headway/core/training/prepared/prepare.py" in (tmp_path / "logs/rank1.log").read_text()
     kept = {rank["rank"]: rank["record"] for rank in json.loads((tmp_path / "logs/failure.json").read_text())["ranks"]}
     assert "gloo" in kept[0]["text"]
@@ -148,17 +150,17 @@ def test_the_report_is_all_there_is_and_nothing_is_lost(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_failure_is_counted(tmp_path):
-    ran = launch(tmp_path, PROGRAM + "raise OSError('no data')\n", "--cpu", "-n", "2")
-    assert ran.returncode == 1
-    assert ran.stderr.count("OSError: no data") == 1
-    assert "headway: the same on rank" in ran.stderr
+def test_equal_failures_are_reported_once(tmp_path):
+    result = launch(tmp_path, PROGRAM + "raise OSError('no data')\n", "--cpu", "-n", "2")
+    assert result.returncode == 1
+    assert result.stderr.count("OSError: no data") == 1
+    assert "headway: the same on rank" in result.stderr
 
 
-def test_a_log_file_holds_both_streams_in_order(tmp_path):
+def test_log_file_contains_both_streams_in_order(tmp_path):
     body = "import sys\nfor n in range(3):\n    print('out', n)\n    print('err', n, file=sys.stderr)\n"
-    ran = launch(tmp_path, body, "--cpu", "-n", "2", "--log_dir", "logs")
-    assert ran.returncode == 0, ran.stderr
+    result = launch(tmp_path, body, "--cpu", "-n", "2", "--log_dir", "logs")
+    assert result.returncode == 0, result.stderr
     assert (tmp_path / "logs/rank0.log").read_text().split("\n") == [
         "out 0",
         "err 0",
@@ -168,35 +170,35 @@ def test_a_log_file_holds_both_streams_in_order(tmp_path):
         "err 2",
         "",
     ]
-    assert "[rank 1] err 2" in ran.stdout
+    assert "[rank 1] err 2" in result.stdout
 
 
-def test_a_killed_rank_is_named(tmp_path):
+def test_killed_rank_is_named(tmp_path):
     body = PROGRAM + "import signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()\n"
-    ran = launch(tmp_path, body, "--cpu", "-n", "2")
-    assert ran.returncode == 137
-    assert "rank 1 was ended by SIGKILL; nothing in the kernel's counters says that memory ran out" in ran.stderr
+    result = launch(tmp_path, body, "--cpu", "-n", "2")
+    assert result.returncode == 137
+    assert "rank 1 was ended by SIGKILL; nothing in the kernel's counters says that memory ran out" in result.stderr
 
 
-def test_a_crash_shows_the_python_line(tmp_path):
+def test_crash_report_shows_the_python_line(tmp_path):
     body = (
-        SHOWS
+        REPORT
         + "def crash():\n    import ctypes\n    ctypes.string_at(0)\nif rank == 0:\n    crash()\ntime.sleep(300)\n"
     )
-    ran = launch(tmp_path, body, "--cpu", "-n", "2")
-    assert ran.returncode == 139
-    assert "rank 0 was ended by SIGSEGV" in ran.stderr
-    assert "in crash" in ran.stderr
+    result = launch(tmp_path, body, "--cpu", "-n", "2")
+    assert result.returncode == 139
+    assert "rank 0 was ended by SIGSEGV" in result.stderr
+    assert "in crash" in result.stderr
 
 
 @pytest.mark.slow
-def test_restarts(tmp_path):
+def test_failed_run_is_restarted(tmp_path):
     body = PROGRAM + "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and rank == 1:\n    raise OSError('once')\n"
     body += "dist.barrier()\nprint('because', os.environ.get('HEADWAY_RESTART_REASON'))\n"
-    ran = launch(tmp_path, body, "--cpu", "-n", "2", "--max_restarts", "1", "--log_dir", "logs")
-    assert ran.returncode == 0, ran.stderr
-    assert "because rank 1 of 2 failed first" in ran.stdout
-    assert "starting all processes again (1 of 1 restarts)" in ran.stderr
+    result = launch(tmp_path, body, "--cpu", "-n", "2", "--max_restarts", "1", "--log_dir", "logs")
+    assert result.returncode == 0, result.stderr
+    assert "because rank 1 of 2 failed first" in result.stdout
+    assert "starting all processes again (1 of 1 restarts)" in result.stderr
     assert "once" in (tmp_path / "logs/attempt0/rank1.log").read_text()
     assert (tmp_path / "logs/attempt1/rank1.log").exists()
 
@@ -204,67 +206,67 @@ def test_restarts(tmp_path):
 WAIT = PROGRAM + "time.sleep(300)\n"
 
 
-def _pids(process: subprocess.Popen[str], count: int) -> list[int]:
+def _read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(count)]
     return [json.loads(line)["pid"] for line in lines]
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_to_the_launcher_ends_everybody(tmp_path, name):
-    process = begin(tmp_path, WAIT, "--cpu", "-n", "2")
-    pids = _pids(process, 2)
+def test_signal_to_the_launcher_ends_all_processes(tmp_path, name):
+    process = start_launch(tmp_path, WAIT, "--cpu", "-n", "2")
+    pids = _read_pids(process, 2)
     process.send_signal(getattr(signal, name))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + getattr(signal, name)
-    # And nothing else is said, by whatever engine.
+    # No backend prints anything else.
     assert err.splitlines()[1:] == [f"headway: stopped by {name}; all 2 processes of this machine have ended"], err
     assert wait_until_gone(pids) == []
 
 
-def test_a_killed_launcher_takes_its_workers_along(tmp_path):
-    process = begin(tmp_path, SHOWS + "time.sleep(300)\n", "--cpu", "-n", "2")
-    pids = _pids(process, 2)
+def test_workers_end_with_a_killed_launcher(tmp_path):
+    process = start_launch(tmp_path, REPORT + "time.sleep(300)\n", "--cpu", "-n", "2")
+    pids = _read_pids(process, 2)
     process.kill()
     process.communicate(timeout=60)
     assert wait_until_gone(pids) == []
 
 
 @pytest.mark.slow
-def test_a_worker_that_ignores_the_signal_is_killed(tmp_path):
+def test_worker_that_ignores_sigterm_is_killed(tmp_path):
     body = PROGRAM.replace("dist.init", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\ndist.init", 1)
     body += "if rank == 1:\n    raise ValueError('stop')\ntime.sleep(300)\n"
-    process = begin(tmp_path, body, "--cpu", "-n", "2")
-    pids = _pids(process, 2)
+    process = start_launch(tmp_path, body, "--cpu", "-n", "2")
+    pids = _read_pids(process, 2)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "rank 1 of 2 failed first" in err
     assert wait_until_gone(pids) == []
 
 
-def test_the_dry_run_is_what_runs(tmp_path):
-    shown = launch(tmp_path, SHOWS, "--cpu", "-n", "2", "--dry-run", args=("it's", "$HOME")).stdout
-    ran = subprocess.run(["sh", "-c", shown], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert [entry["argv"] for entry in told(ran)] == [["it's", "$HOME"]] * 2, ran.stderr
+def test_dry_run_prints_a_command_that_runs(tmp_path):
+    shown = launch(tmp_path, REPORT, "--cpu", "-n", "2", "--dry-run", args=("it's", "$HOME")).stdout
+    result = subprocess.run(["sh", "-c", shown], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert [entry["argv"] for entry in read_reports(result)] == [["it's", "$HOME"]] * 2, result.stderr
 
 
 @pytest.mark.slow
-def test_code_against_the_command_line_is_one_error(tmp_path):
+def test_conflict_with_the_command_line_is_one_error(tmp_path):
     body = "from headway import Accelerator\nAccelerator(mixed_precision='no', cpu=True)\n"
-    ran = launch(tmp_path, body, "--cpu", "-n", "2", "--mixed_precision", "bf16")
-    assert ran.returncode == 1
-    assert ran.stderr.count("against --mixed_precision bf16 on the command line") == 1
-    ran = launch(tmp_path, body, "--cpu", "-n", "2", "--mixed_precision", "bf16", "--force")
-    assert ran.returncode == 0, ran.stderr
+    result = launch(tmp_path, body, "--cpu", "-n", "2", "--mixed_precision", "bf16")
+    assert result.returncode == 1
+    assert result.stderr.count("against --mixed_precision bf16 on the command line") == 1
+    result = launch(tmp_path, body, "--cpu", "-n", "2", "--mixed_precision", "bf16", "--force")
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow
-def test_workers_that_lose_the_count_are_refused(tmp_path):
+def test_workers_with_a_wrong_world_size_are_an_error(tmp_path):
     body = "import os\nos.environ.update(WORLD_SIZE='1', RANK='0')\n"
     body += "from headway import Accelerator\nAccelerator(cpu=True)\n"
-    ran = launch(tmp_path, body, "--cpu", "-n", "2")
-    assert ran.returncode == 1
-    assert "asked for 2 processes" in ran.stderr
+    result = launch(tmp_path, body, "--cpu", "-n", "2")
+    assert result.returncode == 1
+    assert "asked for 2 processes" in result.stderr
 
 
 def _free_port() -> int:
@@ -275,13 +277,13 @@ def _free_port() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("restarts", ["0", pytest.param("1", marks=pytest.mark.matrix)])
-def test_two_machines_on_one(tmp_path, restarts):
+def test_launches_of_two_machines_meet(tmp_path, restarts):
     body = PROGRAM
     if restarts == "1":
         body += "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    raise OSError('once')\ndist.barrier()\n"
     where = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(_free_port()), "--max_restarts", restarts]
     flags = ["--cpu", "-n", "4", "--num_machines", "2", *where]
-    machines = [begin(tmp_path, body, *flags, "--machine_rank", rank) for rank in "01"]
+    machines = [start_launch(tmp_path, body, *flags, "--machine_rank", rank) for rank in "01"]
     ended = [machine.communicate(timeout=120) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], ended
     shown = [json.loads(line) for out, _ in ended for line in out.splitlines() if line.startswith("{")]
@@ -291,7 +293,7 @@ def test_two_machines_on_one(tmp_path, restarts):
         assert f"4 processes on cpu, 2 on each of 2 machines (this is machine {rank})" in err
 
 
-def _alone(folder, port, rank, *flags):
+def _launch_one_machine(folder, port, rank, *flags):
     where = [
         "--num_machines",
         "2",
@@ -302,19 +304,19 @@ def _alone(folder, port, rank, *flags):
         "--machine_rank",
         rank,
     ]
-    ran = launch(folder, PROGRAM, "-q", "--cpu", "-n", "2", *where, *flags)
-    assert ran.returncode == 1
-    assert ran.stdout == ""
-    assert all(line.startswith("headway: ") for line in ran.stderr.splitlines()), ran.stderr
-    return ran.stderr.splitlines()
+    result = launch(folder, PROGRAM, "-q", "--cpu", "-n", "2", *where, *flags)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert all(line.startswith("headway: ") for line in result.stderr.splitlines()), result.stderr
+    return result.stderr.splitlines()
 
 
 @pytest.mark.parametrize("restarts", ["0", pytest.param("1", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_who_waits_for_whom_is_said_at_once(tmp_path, rank, restarts):
+def test_waiting_machine_is_reported_at_once(tmp_path, rank, restarts):
     port = _free_port()
     limit = "--rdzv_conf" if restarts == "0" else "--timeout"
-    first, last = _alone(
+    first, last = _launch_one_machine(
         tmp_path, port, rank, limit, "timeout=4" if restarts == "0" else "4", "--max_restarts", restarts
     )
     if rank == "0":
@@ -332,23 +334,23 @@ def test_who_waits_for_whom_is_said_at_once(tmp_path, rank, restarts):
 
 
 @pytest.mark.parametrize("restarts", ["0", pytest.param("1", marks=pytest.mark.matrix)])
-def test_a_taken_port_is_named_with_who_holds_it(tmp_path, restarts):
+def test_taken_port_is_reported_with_its_process(tmp_path, restarts):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        (line,) = _alone(tmp_path, port, "0", "--max_restarts", restarts)
+        (line,) = _launch_one_machine(tmp_path, port, "0", "--max_restarts", restarts)
         assert f"port {port} of this machine is taken by " in line
         assert f"(pid {os.getpid()}: " in line
         assert "such as --main_process_port " in line
-        # For the others it is a machine 0 that does not answer as one.
-        line = _alone(tmp_path, port, "1", "--timeout", "3", "--max_restarts", restarts)[-1]
+        # For the other machine, the process on that port does not answer like machine 0.
+        line = _launch_one_machine(tmp_path, port, "1", "--timeout", "3", "--max_restarts", restarts)[-1]
         assert f"what answers at 127.0.0.1:{port} is not the launcher of machine 0" in line
 
 
 @pytest.mark.slow
-def test_tasks_of_a_cluster_are_the_processes(tmp_path):
-    """What srun does: the same command twice, told apart by the environment alone."""
+def test_slurm_tasks_become_the_processes(tmp_path):
+    """As srun does, the same command runs twice. Only the environment differs."""
     common = {
         "SLURM_JOB_ID": str(_free_port()),
         "SLURM_STEP_ID": "0",
@@ -356,21 +358,21 @@ def test_tasks_of_a_cluster_are_the_processes(tmp_path):
         "SLURM_STEP_NUM_TASKS": "2",
     }
     tasks = [
-        begin(tmp_path, PROGRAM, "--cpu", **common, SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_NODEID="0")
+        start_launch(tmp_path, PROGRAM, "--cpu", **common, SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_NODEID="0")
         for rank in "01"
     ]
     ended = [task.communicate(timeout=120) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], ended
     assert [json.loads(out)["rank"] for out, _ in ended] == [0, 1]
     assert ended[0][1].startswith("headway: 2 processes on cpu")
-    # Nothing but that it waited, where this machine is slow enough for that.
+    # Only a message about waiting is allowed, on a slow machine.
     assert [
         line for line in ended[1][1].splitlines() if " waits for task 0 " not in line and "are there" not in line
     ] == []
 
 
-def _memory_group() -> Path | None:
-    """A memory cgroup of our own, limited to 600 MiB; None where we may not make one."""
+def _create_memory_group() -> Path | None:
+    """Create a memory cgroup limited to 600 MiB. Return its folder, or None without permission."""
     for base, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
         folder = Path(base, f"headway-test-{os.getpid()}")
         try:
@@ -384,19 +386,19 @@ def _memory_group() -> Path | None:
     return None
 
 
-def test_the_kernels_out_of_memory_killer_is_named(tmp_path):
-    group = _memory_group()
+def test_kernel_out_of_memory_killer_is_reported(tmp_path):
+    group = _create_memory_group()
     if group is None:
-        pytest.skip("making a memory cgroup is not allowed here")
+        pytest.skip("this machine does not allow creating a memory cgroup")
     try:
         body = "import os, time\nkept = []\n"
         body += "while os.environ['RANK'] == '1':\n    kept.append(bytearray(os.urandom(1)) * 2**24)\n"
         (tmp_path / "train.py").write_text(body + "time.sleep(60)\n")
         enter = f"echo $$ > {group}/cgroup.procs; exec {sys.executable} -m headway launch --cpu -n 2 train.py"
-        ran = subprocess.run(["sh", "-c", enter], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert ran.returncode == 137, ran.stderr
-        assert "rank 1 was ended by SIGKILL: the kernel's out-of-memory killer sent it" in ran.stderr
-        assert "of 600.0 MiB" in ran.stderr
+        result = subprocess.run(["sh", "-c", enter], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 137, result.stderr
+        assert "rank 1 was ended by SIGKILL: the kernel's out-of-memory killer sent it" in result.stderr
+        assert "of 600.0 MiB" in result.stderr
     finally:
         time.sleep(0.2)
         group.rmdir()

@@ -1,16 +1,16 @@
-"""Sharded layouts = the hand-written loop on one process: losses and gradient norms of each update, and weights."""
+"""Sharded layouts match the hand-written loop on one process: losses and gradient norms of each update, and final weights."""
 
 import pytest
 
 from headway import ActivationCheckpointing, ShardingOptions
 from tests.devices import ON_CPU
-from tests.distributed.layouts import Curve, Task, by_hand, difference, prepared
+from tests.distributed.layouts import Curve, Task, measure_differences, train_by_hand, train_prepared
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.on_device
 
 TOLERANCE = 3e-6
-"""In losses of about 4 to 12 and norms of about 0.5 to 6; float32 sums of other orders differ by so much."""
+"""Losses are about 4 to 12 and norms about 0.5 to 6. float32 sums in another order differ by up to this value."""
 
 TABLE: dict[str, tuple[int, str, dict[str, Task]]] = {
     "fsdp x2": (2, "fsdp", {
@@ -42,34 +42,34 @@ TABLE: dict[str, tuple[int, str, dict[str, Task]]] = {
 }  # fmt: skip
 
 
-def train(tasks: list[Task], layout: str) -> list[Curve]:
-    return [prepared(task, layout) for task in tasks]
+def train_tasks(tasks: list[Task], layout: str) -> list[Curve]:
+    return [train_prepared(task, layout) for task in tasks]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "row", ["fsdp x2", *(pytest.param(row, marks=pytest.mark.matrix) for row in TABLE if row != "fsdp x2")]
 )
-def test_the_hand_written_loop_is_reproduced(row):
+def test_training_matches_the_hand_written_loop(row):
     num_ranks, layout, tasks = TABLE[row]
-    per_rank = run_ranks(train, num_ranks, list(tasks.values()), layout, timeout=300)
+    per_rank = run_ranks(train_tasks, num_ranks, list(tasks.values()), layout, timeout=300)
     for number, (name, task) in enumerate(tasks.items()):
-        expected = by_hand(task)
+        expected = train_by_hand(task)
         for rank, curves in enumerate(per_rank):
-            found = difference(expected, curves[number])
+            found = measure_differences(expected, curves[number])
             assert max(found["losses"], found["norms"]) < TOLERANCE, (name, rank, found)
-            # AdamW makes steps of one size from gradients that are zero but for rounding.
+            # AdamW turns gradients that are zero except for rounding into full steps.
             assert found["weights"] < (1e-5 if task.optimizer == "sgd" else 2e-3), (name, rank, found)
 
 
-def test_bf16_is_that_of_ddp():
-    """Blocks are gathered in bf16; their losses are those of autocast over whole float32 weights."""
+def test_bf16_matches_ddp():
+    """FSDP gathers blocks in bf16. Their losses equal those of DDP with autocast and float32 weights."""
     tasks = [Task("gpt", precision="bf16", updates=4), Task("llama", precision="bf16", updates=4)]
-    replicated = run_ranks(train, 2, tasks, "ddp", timeout=200)[0]
-    sharded = run_ranks(train, 2, tasks, "fsdp", timeout=200)[0]
+    replicated = run_ranks(train_tasks, 2, tasks, "ddp", timeout=200)[0]
+    sharded = run_ranks(train_tasks, 2, tasks, "fsdp", timeout=200)[0]
     for task, one, other in zip(tasks, replicated, sharded):
-        found, from_float32 = difference(one, other), difference(by_hand(task), one)
-        # Our norms stay in float32; Llama's own class computes with bf16 weights.
-        # On accelerators norms within blocks are gathered in bf16, too.
+        found, from_float32 = measure_differences(one, other), measure_differences(train_by_hand(task), one)
+        # This GPT computes norms in float32, but Llama's own class uses bf16 weights.
+        # On accelerators, norms within blocks are gathered in bf16, too.
         assert found["losses"] < (1e-6 if task.model == "gpt" and ON_CPU else 1e-3 if ON_CPU else 5e-3), found
-        assert from_float32["losses"] > 1e-4  # it is another format
+        assert from_float32["losses"] > 1e-4  # shows that bf16 was used

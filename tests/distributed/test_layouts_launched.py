@@ -1,4 +1,4 @@
-"""One script under every way to ask for a layout: flags, a file, a plugin; its losses are those of one process."""
+"""One script with every way to select a layout (flags, a file, a plugin) has the losses of one process."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.test_launch import launch
 
-# The model reaches both ranks from rank 0; the rows come through the prepared loader.
+# Rank 0's model is sent to rank 1, and the rows come from the prepared loader.
 SCRIPT = """
 import json, sys
 import torch
@@ -46,87 +46,93 @@ print(json.dumps({{
 }}), flush=True)
 accelerator.end_training()
 """
-PLAIN = SCRIPT.format(arguments="")
+PLAIN_SCRIPT = SCRIPT.format(arguments="")
 
 
-def told(ran):
-    assert ran.returncode == 0, ran.stderr[-3000:]
+def read_reports(result):
+    assert result.returncode == 0, result.stderr[-3000:]
     return sorted(
-        (json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")), key=lambda one: one["rank"]
+        (json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")),
+        key=lambda report: report["rank"],
     )
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    [one] = told(launch(tmp_path_factory.mktemp("alone"), PLAIN, "--cpu", "-n", "1"))
-    assert (one["type"], one["mesh"], one["kinds"]) == ("NO", None, ["Parameter"])
-    return one["losses"]
+def expected_losses(tmp_path_factory):
+    [report] = read_reports(launch(tmp_path_factory.mktemp("alone"), PLAIN_SCRIPT, "--cpu", "-n", "1"))
+    assert (report["type"], report["mesh"], report["kinds"]) == ("NO", None, ["Parameter"])
+    return report["losses"]
 
 
-def check_sharded(both, alone):
-    assert [one["rank"] for one in both] == [0, 1]
-    for one in both:
-        assert close(one["losses"], alone)
-        assert (one["type"], one["is_fsdp2"], one["plugin"]) == ("FSDP", True, "FullyShardedDataParallelPlugin")
-        assert (one["mesh"], one["kinds"]) == (["shard"], ["DTensor"])
-        assert one["ranks"] == [0, one["rank"], 0]
-        assert one["sizes"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 1, "cp": 1, "sp": 1}
+def check_sharded(reports, expected_losses):
+    assert [report["rank"] for report in reports] == [0, 1]
+    for report in reports:
+        assert are_close(report["losses"], expected_losses)
+        assert (report["type"], report["is_fsdp2"], report["plugin"]) == (
+            "FSDP",
+            True,
+            "FullyShardedDataParallelPlugin",
+        )
+        assert (report["mesh"], report["kinds"]) == (["shard"], ["DTensor"])
+        assert report["ranks"] == [0, report["rank"], 0]
+        assert report["sizes"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 1, "cp": 1, "sp": 1}
 
 
-def close(found, wanted):
-    return all(abs(a - b) < 5e-5 for one, two in zip(found, wanted, strict=True) for a, b in zip(one, two, strict=True))
+def are_close(found, wanted):
+    return all(abs(a - b) < 5e-5 for x, y in zip(found, wanted, strict=True) for a, b in zip(x, y, strict=True))
 
 
-def test_by_flags_of_headways_and_of_accelerates(tmp_path, alone):
-    own = told(launch(tmp_path, PLAIN, "-n", "2", "--cpu", "--strategy", "fsdp"))
-    check_sharded(own, alone)
-    ran = launch(
-        tmp_path, PLAIN, "-n", "2", "--cpu", "--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
+def test_layout_by_headway_and_accelerate_flags(tmp_path, expected_losses):
+    headway_reports = read_reports(launch(tmp_path, PLAIN_SCRIPT, "-n", "2", "--cpu", "--strategy", "fsdp"))
+    check_sharded(headway_reports, expected_losses)
+    result = launch(
+        tmp_path, PLAIN_SCRIPT, "-n", "2", "--cpu", "--use_fsdp", "--fsdp_version", "2",
+        "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
         "--fsdp_transformer_layer_cls_to_wrap", "Block", "--fsdp_activation_checkpointing", "true",
         "--fsdp_reshard_after_forward", "false",
     )  # fmt: skip
-    theirs = told(ran)
-    check_sharded(theirs, alone)
-    assert all(one["units"] == ["Block"] and one["checkpoints"] for one in theirs)
-    assert "without effect: --fsdp_version (Headway uses FSDP2)" in ran.stderr
+    accelerate_reports = read_reports(result)
+    check_sharded(accelerate_reports, expected_losses)
+    assert all(report["units"] == ["Block"] and report["checkpoints"] for report in accelerate_reports)
+    assert "without effect: --fsdp_version (Headway uses FSDP2)" in result.stderr
 
 
-def test_by_a_file_of_accelerates_and_by_a_plugin(tmp_path, alone):
+def test_layout_by_accelerate_config_file_and_by_plugin(tmp_path, expected_losses):
     (tmp_path / "theirs.yaml").write_text(
         "distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\nfsdp_config:\n  fsdp_version: 1\n"
         "  fsdp_sharding_strategy: FULL_SHARD\n  fsdp_transformer_layer_cls_to_wrap: Block\n"
     )
     words = ["config", "import", "theirs.yaml", "--config_file", "mine.yaml"]
     subprocess.run([sys.executable, "-m", "headway", *words], cwd=tmp_path, check=True, capture_output=True)
-    check_sharded(told(launch(tmp_path, PLAIN, "--config_file", "mine.yaml")), alone)
+    check_sharded(read_reports(launch(tmp_path, PLAIN_SCRIPT, "--config_file", "mine.yaml")), expected_losses)
     plugin = SCRIPT.format(
         arguments="fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True, "
         "backward_prefetch='BACKWARD_PRE', "
         "transformer_cls_names_to_wrap=['Block']), parallelism_config=ParallelismConfig(dp_shard_size=2)"
     )
-    ran = launch(tmp_path, plugin, "-n", "2", "--cpu")
-    both = told(ran)
-    check_sharded(both, alone)
-    assert all(one["units"] == ["Block"] for one in both)
-    assert ran.stderr.count("these have no effect here: fsdp_plugin.fsdp_version") == 1
+    result = launch(tmp_path, plugin, "-n", "2", "--cpu")
+    reports = read_reports(result)
+    check_sharded(reports, expected_losses)
+    assert all(report["units"] == ["Block"] for report in reports)
+    assert result.stderr.count("these have no effect here: fsdp_plugin.fsdp_version") == 1
 
 
-def test_the_script_against_the_command_line(tmp_path):
-    ran = launch(tmp_path, SCRIPT.format(arguments="strategy='ddp'"), "-n", "2", "--cpu", "--strategy", "fsdp")
-    assert ran.returncode != 0
-    assert "against --strategy fsdp on the command line: take one of them out, or add --force" in ran.stderr
-    won = told(
+def test_script_conflicts_with_the_command_line(tmp_path):
+    result = launch(tmp_path, SCRIPT.format(arguments="strategy='ddp'"), "-n", "2", "--cpu", "--strategy", "fsdp")
+    assert result.returncode != 0
+    assert "against --strategy fsdp on the command line: take one of them out, or add --force" in result.stderr
+    forced = read_reports(
         launch(tmp_path, SCRIPT.format(arguments="strategy='ddp'"), "-n", "2", "--cpu", "--strategy", "fsdp", "--force")
     )
-    assert [one["type"] for one in won] == ["FSDP", "FSDP"]
+    assert [report["type"] for report in forced] == ["FSDP", "FSDP"]
 
 
-def test_sizes_of_a_script_that_do_not_fit_the_launch(tmp_path):
-    ran = launch(
+def test_layout_size_that_does_not_fit_the_launch_is_an_error(tmp_path):
+    result = launch(
         tmp_path, SCRIPT.format(arguments="parallelism_config=ParallelismConfig(dp_shard_size=4)"), "-n", "2", "--cpu"
     )
-    assert ran.returncode != 0
+    assert result.returncode != 0
     assert (
         "strategy 'fsdp=4' takes 4 ranks, but the run has 2; the nearest that fit 2: fsdp=2; or run 4 ranks (code: "
-        in ran.stderr
+        in result.stderr
     )

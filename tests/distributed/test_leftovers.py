@@ -1,3 +1,5 @@
+"""The launcher ends processes that a rank leaves behind, even if they are stopped or ignore SIGTERM."""
+
 import os
 import signal
 import subprocess
@@ -13,17 +15,17 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 LEADER = "sleep 600 & a=$!; trap '' TERM; sleep 600 & b=$!; kill -STOP $a; echo $a $b > pids"
 
 
-def test_what_a_rank_leaves_is_ended_also_where_it_is_stopped_or_deaf(tmp_path):
+def test_stopped_and_unresponsive_processes_of_a_session_are_ended(tmp_path):
     leader = subprocess.Popen(["sh", "-c", LEADER], cwd=tmp_path, start_new_session=True)
     assert leader.wait(30) == 0
-    stopped, deaf = map(int, (tmp_path / "pids").read_text().split())
-    assert sorted(list_session_members([leader.pid])) == sorted([stopped, deaf])
+    stopped, unresponsive = map(int, (tmp_path / "pids").read_text().split())
+    assert sorted(list_session_members([leader.pid])) == sorted([stopped, unresponsive])
     assert list_session_members([os.getpid() + 10**7]) == []
-    assert end_sessions([leader.pid], 0.2) == [deaf]
-    assert wait_until_gone([stopped, deaf]) == []
+    assert end_sessions([leader.pid], 0.2) == [unresponsive]
+    assert wait_until_gone([stopped, unresponsive]) == []
 
 
-def test_others_are_left_alone():
+def test_processes_of_other_sessions_are_left_alone():
     other = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         assert end_sessions([os.getpid() + 10**7], 0.1) == []

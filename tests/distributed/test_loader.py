@@ -1,4 +1,4 @@
-"""Prepared loaders on real ranks (gloo), and with real worker processes."""
+"""Prepared loaders on real gloo ranks, and with real worker processes."""
 
 import os
 import random
@@ -18,7 +18,7 @@ from tests.unit.core.data.fakes import Numbers, Stream, joined, prepare, read
 # -------------------------------------------------------------------- real ranks
 
 
-def on_this_rank(loader, **config):
+def prepare_on_this_rank(loader, **config):
     collectives = Collectives(process.current())
     return prepare(loader, collectives.rank, collectives.world_size, collectives, seed=5, **config)
 
@@ -28,22 +28,22 @@ def read_every_length():
     for n in range(0, 26, 5):
         for even_batches in (True, False):
             loader = DataLoader(Numbers(n), batch_size=3)
-            out[n, even_batches] = read(on_this_rank(loader, even_batches=even_batches))
+            out[n, even_batches] = read(prepare_on_this_rank(loader, even_batches=even_batches))
             out[n, even_batches, "stream"] = read(
-                on_this_rank(DataLoader(Stream(n), batch_size=3), even_batches=even_batches)
+                prepare_on_this_rank(DataLoader(Stream(n), batch_size=3), even_batches=even_batches)
             )
     return out
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_sample_comes_once(world_size):
+def test_every_sample_is_read_once(world_size):
     ranks = run_ranks(read_every_length, world_size)
     for key in ranks[0]:
         assert joined([each[key] for each in ranks]) == list(range(key[0]))
 
 
-def read_as_by_default():
-    """What this rank reads in three epochs, with an evaluation that rank 0 alone makes in between."""
+def read_with_default_settings():
+    """Return this rank's batches of three epochs. Rank 0 alone iterates over an evaluation loader in between."""
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(3)
     loader, evaluated = accelerator.prepare(
@@ -51,26 +51,28 @@ def read_as_by_default():
     )
     epochs = []
     for _ in range(3):
-        torch.nn.functional.dropout(torch.ones(5 + accelerator.process_index))  # each rank draws for itself
+        torch.nn.functional.dropout(
+            torch.ones(5 + accelerator.process_index)
+        )  # each rank draws a different number of values
         epochs.append([batch.tolist() for batch in loader])
         if accelerator.is_main_process:
             list(evaluated)
     return epochs
 
 
-def test_ranks_share_out_the_order_that_rank_zero_draws():
-    ranks = run_ranks(read_as_by_default, 2)
+def test_ranks_share_the_order_drawn_by_rank_zero():
+    ranks = run_ranks(read_with_default_settings, 2)
     orders = [[row for pair in zip(*rounds) for batch in pair for row in batch] for rounds in zip(*ranks)]
     assert all(sorted(order) == list(range(24)) for order in orders)
     assert len({tuple(order) for order in orders}) == 3
     torch.manual_seed(3)
-    torch.nn.functional.dropout(torch.ones(5))  # rank 0's, before its first pass
+    torch.nn.functional.dropout(torch.ones(5))  # what rank 0 draws before its first epoch
     plain = [row.item() for row in DataLoader(range(24), shuffle=True)]
     assert orders[0] == plain
 
 
-class Drawing(Sampler):
-    """Draws from Python's and torch's global generators."""
+class GlobalRandomSampler(Sampler):
+    """Sampler that draws from the global generators of Python and torch."""
 
     def __len__(self):
         return 24
@@ -81,7 +83,7 @@ class Drawing(Sampler):
         yield from (order[int(position)] for position in torch.randperm(24))
 
 
-def read_with_samplers_that_differ():
+def read_with_different_generators():
     rank = process.current().rank
     torch.manual_seed(100 + rank)
     random.seed(100 + rank)
@@ -90,17 +92,17 @@ def read_with_samplers_that_differ():
         own = SubsetRandomSampler(range(24), generator=torch.Generator().manual_seed(rank))
         for loader in (
             DataLoader(Numbers(24), batch_size=5, shuffle=True),
-            DataLoader(Numbers(24), batch_size=5, sampler=Drawing()),
+            DataLoader(Numbers(24), batch_size=5, sampler=GlobalRandomSampler()),
             DataLoader(Numbers(24), batch_size=5, sampler=own),
             DataLoader(Numbers(24), batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(rank)),
         ):
-            prepared = on_this_rank(loader, use_seedable_sampler=is_seedable)
+            prepared = prepare_on_this_rank(loader, use_seedable_sampler=is_seedable)
             out += [read(prepared), read(prepared)]
     return out
 
 
-def test_all_ranks_draw_one_order_whatever_their_random_state():
-    for first, second in zip(*run_ranks(read_with_samplers_that_differ, 2), strict=True):
+def test_ranks_use_one_order_despite_different_random_states():
+    for first, second in zip(*run_ranks(read_with_different_generators, 2), strict=True):
         rows = joined([first, second])
         assert sorted(rows) == list(range(24))
         assert rows != sorted(rows)
@@ -108,23 +110,23 @@ def test_all_ranks_draw_one_order_whatever_their_random_state():
 
 def read_own_shards():
     stream = datasets.Dataset.from_dict({"x": list(range(13))}).to_iterable_dataset(num_shards=5)
-    loader = on_this_rank(DataLoader(stream.filter(lambda row: row["x"] > 5), batch_size=2))
+    loader = prepare_on_this_rank(DataLoader(stream.filter(lambda row: row["x"] > 5), batch_size=2))
     return [(batch["x"].tolist(), loader.valid_counts, loader.num_valid, loader.is_last) for batch in loader]
 
 
-def test_a_rank_whose_shards_are_empty_never_hangs_the_others():
+def test_rank_with_empty_shards_does_not_block_the_others():
     assert sorted(joined(run_ranks(read_own_shards, 2))) == list(range(6, 13))
 
 
 def read_dispatched():
     out = []
     for loader in (DataLoader(Numbers(11), batch_size=2, shuffle=True), DataLoader(Stream(11), batch_size=2)):
-        prepared = on_this_rank(loader, dispatch_batches=True)
+        prepared = prepare_on_this_rank(loader, dispatch_batches=True)
         out += [read(prepared), read(prepared, 1), prepared.state_dict()]
     return out
 
 
-def test_the_main_process_reads_for_all():
+def test_main_process_reads_for_all_ranks_with_dispatch_batches():
     ranks = run_ranks(read_dispatched, 2)
     for part in (0, 3):
         assert sorted(joined([each[part] for each in ranks])) == list(range(11))
@@ -133,30 +135,30 @@ def test_the_main_process_reads_for_all():
 
 
 def read_first_half(num_batches):
-    loader = on_this_rank(DataLoader(Numbers(23), batch_size=2, shuffle=True, num_workers=1))
+    loader = prepare_on_this_rank(DataLoader(Numbers(23), batch_size=2, shuffle=True, num_workers=1))
     return read(loader, num_batches), loader.state_dict()
 
 
 def read_rest(state):
-    loader = on_this_rank(DataLoader(Numbers(23), batch_size=2, shuffle=True))
+    loader = prepare_on_this_rank(DataLoader(Numbers(23), batch_size=2, shuffle=True))
     loader.load_state_dict(state)
     return read(loader)
 
 
-def test_a_run_resumes_on_other_ranks():
+def test_loader_resumes_on_another_number_of_ranks():
     whole = [
         row for rows, *_ in read(prepare(DataLoader(Numbers(23), batch_size=2, shuffle=True), seed=5)) for row in rows
     ]
-    begun = run_ranks(read_first_half, 2, 2)
-    rest = run_ranks(read_rest, 3, begun[0][1])
-    assert joined([rows for rows, _ in begun]) + joined(rest) == whole
+    first_rows = run_ranks(read_first_half, 2, 2)
+    rest = run_ranks(read_rest, 3, first_rows[0][1])
+    assert joined([rows for rows, _ in first_rows]) + joined(rest) == whole
 
 
 # -------------------------------------------------------------------- worker processes
 
 
-class Augmented(Dataset):
-    """Each sample with numbers from all three streams; some samples draw more than others."""
+class RandomRows(Dataset):
+    """Dataset whose samples contain numbers from three random generators. Some samples draw more numbers than others."""
 
     def __init__(self, length):
         self.length = length
@@ -171,12 +173,12 @@ class Augmented(Dataset):
         return torch.tensor([index, *drawn], dtype=torch.float64)
 
 
-def augmented(count=1, num_workers=1, state=None, batch_size=3, num_epochs=1, **settings):
-    """index -> its numbers, by epoch."""
+def read_random_rows(count=1, num_workers=1, state=None, batch_size=3, num_epochs=1, **settings):
+    """Return for each epoch a dict from a sample's index to its random numbers."""
     epochs = []
     loaders = [
         prepare(
-            DataLoader(Augmented(17), batch_size=batch_size, shuffle=True, num_workers=num_workers, **settings),
+            DataLoader(RandomRows(17), batch_size=batch_size, shuffle=True, num_workers=num_workers, **settings),
             rank,
             count,
         )
@@ -194,44 +196,44 @@ def augmented(count=1, num_workers=1, state=None, batch_size=3, num_epochs=1, **
     return epochs
 
 
-def test_augmentation_depends_on_seed_epoch_and_position_alone():
-    (first, second) = augmented(num_epochs=2)
+def test_augmentation_depends_only_on_seed_epoch_and_position():
+    (first, second) = read_random_rows(num_epochs=2)
     assert len({numbers for epoch in (first, second) for numbers in epoch.values()}) == 34
-    assert augmented(num_workers=2) == [first]
-    assert augmented(count=2) == [first]
-    assert augmented(batch_size=4, num_workers=2, persistent_workers=True, num_epochs=2) == [first, second]
-    (rest,) = augmented(state={"epoch": 0, "consumed": 9}, num_workers=2)
+    assert read_random_rows(num_workers=2) == [first]
+    assert read_random_rows(count=2) == [first]
+    assert read_random_rows(batch_size=4, num_workers=2, persistent_workers=True, num_epochs=2) == [first, second]
+    (rest,) = read_random_rows(state={"epoch": 0, "consumed": 9}, num_workers=2)
     assert rest == {index: first[index] for index in rest}
     assert len(rest) == 8
 
 
 def test_augmentation_of_unbatched_items():
     def numbers(num_workers):
-        loader = prepare(DataLoader(Augmented(6), batch_size=None, num_workers=num_workers))
+        loader = prepare(DataLoader(RandomRows(6), batch_size=None, num_workers=num_workers))
         return [item.tolist() for item in loader]
 
     assert numbers(1) == numbers(2)
 
 
-def test_workers_leave_the_parents_streams_alone():
+def test_workers_do_not_change_the_parents_random_state():
     before = torch.get_rng_state(), random.getstate()
-    augmented(num_workers=2)
+    read_random_rows(num_workers=2)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
 
 
-class Worker(Dataset):
+class ProcessIds(Dataset):
     def __len__(self):
         return 8
 
     def __getitem__(self, index):
         info = get_worker_info()
-        assert type(info.dataset) is Worker
+        assert type(info.dataset) is ProcessIds
         return os.getpid()
 
 
-def test_persistent_workers_live_across_epochs_and_breaks():
-    loader = prepare(DataLoader(Worker(), batch_size=1, num_workers=2, persistent_workers=True))
+def test_persistent_workers_survive_epochs_and_breaks():
+    loader = prepare(DataLoader(ProcessIds(), batch_size=1, num_workers=2, persistent_workers=True))
     first = {int(pid) for pid in loader}
     next(iter(loader))
     assert len(list(loader)) == 8
@@ -240,8 +242,8 @@ def test_persistent_workers_live_across_epochs_and_breaks():
     assert len(first) == 2
 
 
-class Divided(IterableDataset):
-    """Its workers share it, as torch's documentation does it."""
+class SplitStream(IterableDataset):
+    """Stream that its workers split, as in torch's documentation."""
 
     def __init__(self, length):
         self.first, self.last = 0, length
@@ -250,7 +252,7 @@ class Divided(IterableDataset):
         return iter(torch.arange(self.first, self.last))
 
 
-def divide(worker_id):
+def split_among_workers(worker_id):
     info = get_worker_info()
     whole = info.dataset
     size = -(-whole.last // info.num_workers)
@@ -258,9 +260,9 @@ def divide(worker_id):
 
 
 @pytest.mark.parametrize("even_batches", [True, False])
-def test_a_stream_divided_among_workers_and_ranks(even_batches):
+def test_stream_split_among_workers_and_ranks(even_batches):
     def make():
-        return DataLoader(Divided(23), batch_size=2, num_workers=2, worker_init_fn=divide)
+        return DataLoader(SplitStream(23), batch_size=2, num_workers=2, worker_init_fn=split_among_workers)
 
     ranks = [read(prepare(make(), rank, 2, even_batches=even_batches)) for rank in range(2)]
     assert sorted(joined(ranks)) == list(range(23))
@@ -274,7 +276,7 @@ def test_a_stream_divided_among_workers_and_ranks(even_batches):
     assert joined([read(each) for each in resumed]) == joined([batches[2:] for batches in ranks])
 
 
-def test_batches_in_any_order_are_all_there():
+def test_unordered_batches_are_complete():
     loader = prepare(DataLoader(Numbers(11), batch_size=2, num_workers=2, in_order=False))
     batches = read(loader)
     assert sorted(joined([batches])) == list(range(11))
@@ -283,17 +285,17 @@ def test_batches_in_any_order_are_all_there():
 
 
 def test_spawned_workers():
-    loader = prepare(DataLoader(Augmented(5), batch_size=2, num_workers=1, multiprocessing_context="spawn"))
+    loader = prepare(DataLoader(RandomRows(5), batch_size=2, num_workers=1, multiprocessing_context="spawn"))
     assert sorted(int(row[0]) for batch in loader for row in batch) == list(range(5))
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_a_stateful_stream_with_a_worker_resumes():
+def test_stateful_stream_with_a_worker_resumes():
     def make():
         return prepare(DataLoader(Stream(20), batch_size=2, num_workers=1), use_stateful_dataloader=True)
 
     loader = make()
-    begun = joined([read(loader, 3)])
+    first_rows = joined([read(loader, 3)])
     resumed = make()
     resumed.load_state_dict(loader.state_dict())
-    assert begun + joined([read(resumed)]) == list(range(20))
+    assert first_rows + joined([read(resumed)]) == list(range(20))

@@ -1,4 +1,4 @@
-"""A run in local SGD, whose ranks have parameters, buffers and optimizer states of their own, is resumed as if it had not stopped."""
+"""A resumed run with local SGD, in which each rank has its own parameters and optimizer state, matches an uninterrupted run."""
 
 import os
 import signal
@@ -23,29 +23,34 @@ class Rows(Dataset):
         return torch.randn(6, generator=torch.Generator().manual_seed(index)) * (1 + index % 3)
 
 
-def network():
+def make_network():
     return torch.nn.Sequential(
         torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)
     )
 
 
-def apart(model, optimizer):
-    """What this rank has of its own."""
+def flatten_own_state(model, optimizer):
+    """Return this rank's weights, buffers and optimizer state as one vector."""
     state = [value for each in optimizer.state_dict()["state"].values() for value in each.values()]
     return torch.cat([each.detach().double().flatten() for each in (*model.state_dict().values(), *state)])
 
 
 def train(folder, end=None, per_epoch=False, local=True, blocking=True, accumulation=1):
-    """What rank has of its own after each micro-batch, and at the end.
+    """Train, and return this rank's state after each micro-batch, its final state, and the name of an error that ended the run.
 
     Args:
-        end: ("save" | "term" | "after", the micro-batch): saved there, or asked to end there, or saved behind that block.
-        per_epoch: a block for each epoch; else one around all of them.
+        folder: Folder of the run.
+        end: ("save", micro-batch) saves and stops there; ("term", micro-batch) sends SIGTERM there; ("after", epoch) saves
+            and stops after that epoch's block. Default: none.
+        per_epoch: Whether each epoch has its own LocalSGD block, instead of one block around all epochs.
+        local: Whether local SGD is enabled.
+        blocking: Whether the save blocks.
+        accumulation: Micro-batches per update.
     """
     set_seed(7)
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project, gradient_accumulation_steps=accumulation)
-    model = network()
+    model = make_network()
     optimizer = torch.optim.AdamW(model.parameters(), 0.05)
     loader = DataLoader(Rows(), batch_size=2, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -63,7 +68,7 @@ def train(folder, end=None, per_epoch=False, local=True, blocking=True, accumula
             optimizer.zero_grad()
         inner.step()
         place = epoch * 100 + loader.num_consumed
-        found[place] = apart(model, optimizer)
+        found[place] = flatten_own_state(model, optimizer)
         if end == ("save", place):
             accelerator.save_state(blocking=blocking)
             raise EOFError
@@ -93,20 +98,25 @@ def train(folder, end=None, per_epoch=False, local=True, blocking=True, accumula
         return found, None, type(error).__name__
     finally:
         accelerator.wait_for_save()
-    return found, apart(model, optimizer), None
+    return found, flatten_own_state(model, optimizer), None
 
 
-def stopped_and_resumed(folder, cases, num_ranks_before=None):
-    """For each case, whether all that this rank came to is, bit for bit, what it comes to undisturbed; and where it parted."""
-    told = {}
+def compare_resumed_runs(folder, cases, num_ranks_before=None):
+    """Stop and resume a run for each case, and compare it with an uninterrupted run.
+
+    Returns:
+        For each case: the error that ended the first part, the micro-batches with differences, whether the final states are
+        equal, whether all micro-batches were run, and how many ran after the resume.
+    """
+    outcomes = {}
     for name, settings in cases.items():
         end = settings.pop("end")
         whole, last, _ = train(f"{folder}/{name}/whole", **settings)
         first, _, how = train(f"{folder}/{name}/cut", end, **settings)
         rest, resumed, _ = train(f"{folder}/{name}/cut", **settings)
         places = [place for place in (*first, *rest) if not torch.equal({**first, **rest}[place], whole[place])]
-        told[name] = how, places, torch.equal(last, resumed), sorted({*first, *rest}) == sorted(whole), len(rest)
-    return told
+        outcomes[name] = how, places, torch.equal(last, resumed), sorted({*first, *rest}) == sorted(whole), len(rest)
+    return outcomes
 
 
 CASES = {
@@ -120,40 +130,40 @@ CASES = {
 }
 
 
-def test_a_resumed_run_is_the_undisturbed_one(tmp_path):
-    by_rank = run_ranks(stopped_and_resumed, 2, str(tmp_path), CASES, timeout=240)
-    for rank, told in enumerate(by_rank):
-        for name, (how, parted, is_same_end, is_all, count) in told.items():
-            assert parted == [], (rank, name)
+def test_resumed_run_matches_uninterrupted_run(tmp_path):
+    by_rank = run_ranks(compare_resumed_runs, 2, str(tmp_path), CASES, timeout=240)
+    for rank, outcomes in enumerate(by_rank):
+        for name, (how, differing, is_same_end, is_all, count) in outcomes.items():
+            assert differing == [], (rank, name)
             assert is_same_end, (rank, name)
             assert is_all, (rank, name)
             assert how == ("Preempted" if name == "asked to end" else "EOFError")
             assert count > 0
 
 
-def saved_in_a_block(folder):
+def save_in_block(folder):
     found, _, _ = train(folder, ("save", 16))
     return found[16]
 
 
-def gone_on(folder, local):
+def resume_and_read_state(folder, local):
     set_seed(7)
     accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True))
-    model = network()
+    model = make_network()
     optimizer = torch.optim.AdamW(model.parameters(), 0.05)
     model, optimizer, _ = accelerator.prepare(model, optimizer, DataLoader(Rows(), batch_size=2, shuffle=True))
     accelerator.resume("latest")
-    return apart(model, optimizer)
+    return flatten_own_state(model, optimizer)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_outside_of_a_block_and_on_other_processes_it_goes_on_from_the_mean(num_ranks, tmp_path):
-    held = run_ranks(saved_in_a_block, 2, str(tmp_path))
+def test_run_without_block_or_on_other_ranks_resumes_from_the_mean(num_ranks, tmp_path):
+    held = run_ranks(save_in_block, 2, str(tmp_path))
     mean = torch.stack(held).mean(0)
-    num_weights = sum(value.numel() for value in network().state_dict().values())
-    for rank, own in enumerate(run_ranks(gone_on, num_ranks, str(tmp_path), False)):
+    num_weights = sum(value.numel() for value in make_network().state_dict().values())
+    for rank, own in enumerate(run_ranks(resume_and_read_state, num_ranks, str(tmp_path), False)):
         assert torch.allclose(own[:num_weights], mean[:num_weights], atol=1e-6)
-        # On as many ranks each has its own optimizer's state again.
+        # On the same number of ranks, each rank gets its own optimizer state back.
         expected = held[rank] if num_ranks == 2 else mean
         assert torch.allclose(own[num_weights:], expected[num_weights:], atol=1e-6)
     assert not torch.equal(*held)

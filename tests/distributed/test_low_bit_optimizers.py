@@ -1,4 +1,4 @@
-"""Optimizers with 8-bit and 4-bit states on shards: losses of one process by hand, and states under other layouts."""
+"""Optimizers with 8-bit and 4-bit states on shards: losses of plain PyTorch on one process, and states in other layouts."""
 
 from typing import Any
 
@@ -22,11 +22,11 @@ from tests.distributed.ranks import run_ranks
 TORCHAO = [name for name in MAKERS if name.startswith("torchao")]
 BITSANDBYTES = [name for name in MAKERS if name.startswith("bitsandbytes")]
 CLOSE = 1e-3
-"""Relative tolerance where blocks coincide. A rounding difference of a gradient can change a code, by 0.7% of a value."""
+"""Relative tolerance if blocks coincide. A gradient's rounding difference can change a code, which changes a value by 0.7%."""
 BLOCKS_DIFFER = {"torchao AdamW4bit": 5e-2, "torchao Adam4bit": 5e-2}
-"""Relative tolerances where the blocks of shards are not those of the whole, by the quantization step. Others: 5e-3.
+"""Relative tolerances if a shard's blocks differ from those of the whole tensor, by quantization step. Others: 5e-3.
 
-Levels of signed values are up to 0.23 of a block's scale apart in 4 bits, and 0.014 in 8 bits.
+Neighboring levels of signed values differ by up to 0.23 of a block's scale in 4 bits, and by 0.014 in 8 bits.
 """
 
 
@@ -38,8 +38,8 @@ def compare(found: Any, expected: Any, has_same_blocks: bool) -> None:
         assert wanted[0] > 1.1 * wanted[-1], name
 
 
-def check(layout: str, num_ranks: int, names: list[str], model: str, folder: str) -> list[Any]:
-    """Check a layout against one process, a bitwise resume on it, and a resume on one process. Return its results."""
+def check_layout(layout: str, num_ranks: int, names: list[str], model: str, folder: str) -> list[Any]:
+    """Compare a layout with one process, and check exact resuming in it and resuming on one process. Return its results."""
     ran = run_ranks(run_and_resume, num_ranks, layout, names, model, folder, timeout=550)
     ((by_hand, elsewhere),) = run_ranks(run_on_one_process, 1, names, model, folder, timeout=550)
     for first, resumed in ran:
@@ -51,10 +51,10 @@ def check(layout: str, num_ranks: int, names: list[str], model: str, folder: str
     return [first for first, _ in ran]
 
 
-def test_torchao_on_two_ranks_equals_one_process_and_resumes_there_and_elsewhere(tmp_path):
+def test_torchao_on_two_ranks_equals_one_process_and_resumes(tmp_path):
     pytest.importorskip("torchao.optim", reason="torchao is not installed")
     names = ["AdamW", "torchao AdamW8bit", "torchao AdamW4bit"]
-    for found in check("fsdp", 2, names, "even", str(tmp_path)):
+    for found in check_layout("fsdp", 2, names, "even", str(tmp_path)):
         num_bytes = [found[name]["bytes"] / found["AdamW"]["bytes"] for name in names]
         assert num_bytes[1] < 0.28
         assert num_bytes[2] < 0.15
@@ -64,11 +64,11 @@ def test_torchao_on_two_ranks_equals_one_process_and_resumes_there_and_elsewhere
 @pytest.mark.parametrize("package", ["torchao", "bitsandbytes"])
 def test_blocks_that_cross_shards(tmp_path, package):
     pytest.importorskip(f"{package}.optim", reason=f"{package} is not installed")
-    check("fsdp", 2, TORCHAO if package == "torchao" else BITSANDBYTES, "odd", str(tmp_path))
+    check_layout("fsdp", 2, TORCHAO if package == "torchao" else BITSANDBYTES, "odd", str(tmp_path))
 
 
 @pytest.mark.slow
-def test_wrong_use_and_states_of_other_origin(tmp_path):
+def test_states_of_one_process_and_of_another_package(tmp_path):
     pytest.importorskip("torchao.optim", reason="torchao is not installed")
     pytest.importorskip("bitsandbytes.optim", reason="bitsandbytes is not installed")
     for by_hand, prepared in zip(*[iter(run_ranks(load_state_of_one_process, 2, "fsdp", timeout=250)[1])] * 2):
@@ -88,7 +88,7 @@ def test_stochastic_rounding_keeps_replicas_equal(layout):
 
 
 @pytest.mark.matrix
-def test_four_ranks_and_two_axes_continue_what_other_layouts_saved(tmp_path):
+def test_four_rank_layouts_continue_checkpoints_of_other_layouts(tmp_path):
     pytest.importorskip("torchao.optim", reason="torchao is not installed")
     pytest.importorskip("bitsandbytes.optim", reason="bitsandbytes is not installed")
     names = ["torchao AdamW8bit", "torchao AdamW4bit", "torchao AdamWFp8", "bitsandbytes AdamW8bit"]

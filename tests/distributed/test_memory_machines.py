@@ -1,4 +1,4 @@
-"""States in the memories of three machines, of one rank each: what each holds, and what a machine that has lost its own is given."""
+"""Checkpoints in the memory of three machines with one rank each: what each holds, and recovery of machines that lost theirs."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from headway.core.runtime import process
 from tests.distributed.ranks import run_ranks
 
 
-def prepared(root: str, layout: str) -> Any:
+def prepare_training(root: str, layout: str) -> Any:
     rank = int(os.environ["RANK"])
     os.environ[env.MEMORY] = f"{root}/machine{rank}"
     Path(os.environ[env.MEMORY]).mkdir(exist_ok=True)
@@ -39,49 +39,49 @@ def train(accelerator: Any, model: Any, optimizer: Any, count: int) -> list[floa
     return losses
 
 
-def files(root: str) -> list[str]:
+def list_own_files(root: str) -> list[str]:
     (folder,) = Path(f"{root}/machine{os.environ['RANK']}").iterdir()
     return sorted(path.name for path in folders.list_committed(folder)[0].iterdir() if path.suffix == ".safetensors")
 
 
-def machines(root: str, layout: str, lost: tuple[int, ...]) -> dict[str, Any]:
-    parts = prepared(root, layout)
+def lose_and_resume(root: str, layout: str, lost: tuple[int, ...]) -> dict[str, Any]:
+    parts = prepare_training(root, layout)
     losses = train(*parts, 5)
     parts[0]._checkpoints._memory.settle()
     parts[0].wait_for_everyone()
-    told: dict[str, Any] = {"held": files(root)}
+    results: dict[str, Any] = {"held": list_own_files(root)}
     rank = parts[0].process_index
     parts[0].wait_for_everyone()
     if rank in lost:
         shutil.rmtree(f"{root}/machine{rank}")
     parts[0].wait_for_everyone()
-    again = prepared(root, layout)
+    again = prepare_training(root, layout)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("headway").addHandler(handler)
     restored = again[0].resume("latest")
-    told["updates"] = restored and restored.about["num_updates"]
-    told["lines"] = lines
+    results["updates"] = restored and restored.about["num_updates"]
+    results["lines"] = lines
     if restored is not None:
-        told["given"] = files(root)
-        told["equal"] = train(*again, 1) == losses[4:]
+        results["given"] = list_own_files(root)
+        results["equal"] = train(*again, 1) == losses[4:]
     process.reset()
-    return told
+    return results
 
 
-def test_whole_models_are_on_each_machine(tmp_path):
-    told = run_ranks(machines, 3, str(tmp_path), "ddp", (0, 2), timeout=300)
-    for each in told:
+def test_each_machine_holds_a_whole_ddp_model(tmp_path):
+    results = run_ranks(lose_and_resume, 3, str(tmp_path), "ddp", (0, 2), timeout=300)
+    for each in results:
         assert each["held"] == ["model-00000.safetensors", "optimizer-00000.safetensors", "streams-00000.safetensors"]
         assert each["updates"] == 4
         assert each["equal"]
 
 
 @pytest.mark.parametrize("lost", [(), (0,), (1,), (2,)])
-def test_of_sharded_models_the_neighbor_has_a_copy(lost, tmp_path):
-    told = run_ranks(machines, 3, str(tmp_path), "fsdp", lost, timeout=300)
-    for rank, each in enumerate(told):
+def test_each_machine_holds_its_neighbors_shards(lost, tmp_path):
+    results = run_ranks(lose_and_resume, 3, str(tmp_path), "fsdp", lost, timeout=300)
+    for rank, each in enumerate(results):
         held = {name[-17:-12] for name in each["held"] if name.startswith("optimizer")}
         assert held == {f"{number:05d}" for number in (rank, (rank - 1) % 3)}
         assert each["updates"] == 4
@@ -89,8 +89,8 @@ def test_of_sharded_models_the_neighbor_has_a_copy(lost, tmp_path):
         assert each["equal"]
 
 
-def test_two_neighbors_are_too_many(tmp_path):
-    told = run_ranks(machines, 3, str(tmp_path), "fsdp", (0, 1), timeout=300)
-    for each in told:
+def test_losing_two_neighbors_loses_the_checkpoint(tmp_path):
+    results = run_ranks(lose_and_resume, 3, str(tmp_path), "fsdp", (0, 1), timeout=300)
+    for each in results:
         assert each["updates"] is None
-    assert any("no machine holds" in line for each in told for line in each["lines"])
+    assert any("no machine holds" in line for each in results for line in each["lines"])

@@ -1,4 +1,4 @@
-"""A launched run that runs out of memory on one rank: its report and failure.json say by what memory was used."""
+"""If a launched run runs out of memory on one rank, its report and failure.json say what used the memory."""
 
 import json
 import sys
@@ -27,16 +27,16 @@ accelerator.wait_for_everyone()
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space by RLIMIT_AS")
-def test_the_failure_report_says_what_held_the_memory(tmp_path):
-    ran = launch(tmp_path, TRAIN, "-n", "2", "--cpu", "--log-dir", "logs")
-    assert ran.returncode == 1
+def test_failure_report_says_what_used_the_memory(tmp_path):
+    result = launch(tmp_path, TRAIN, "-n", "2", "--cpu", "--log-dir", "logs")
+    assert result.returncode == 1
     (report,) = tmp_path.glob("logs/**/failure.json")
     first = json.loads(report.read_text())["first"]
     assert first["rank"] == 1
-    for text in (ran.stderr, first["record"]["trace"]):
+    for text in (result.stderr, first["record"]["trace"]):
         assert text.count("headway: memory ran out on cpu: 16.0 MiB were asked for") == 1
-        told = text[text.index("headway: memory ran out") :]
-        assert "parameters" in told
-        assert "optimizer state" in told
-        assert "saved by GeluBackward0" in told
-        assert "accelerator.checkpoint_activations(model): up to" in told
+        report_text = text[text.index("headway: memory ran out") :]
+        assert "parameters" in report_text
+        assert "optimizer state" in report_text
+        assert "saved by GeluBackward0" in report_text
+        assert "accelerator.checkpoint_activations(model): up to" in report_text

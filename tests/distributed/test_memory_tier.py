@@ -1,4 +1,4 @@
-"""States kept in memory: a kill costs one update at most, to the bit; a flipped byte falls back; nothing is left behind."""
+"""Checkpoints in memory: a kill costs at most one update, a flipped byte falls back to another state, and no memory is leaked."""
 
 import fcntl
 import os
@@ -14,12 +14,12 @@ from headway.launch.agent.shared_memory import SharedMemory
 from tests.sweep import memory
 
 pytestmark = pytest.mark.timeout(900)
-"""Each start of a launch takes seconds, and up to two minutes on a machine that is busy with forty others."""
+"""Starting a launch takes seconds, and up to two minutes on a machine that is busy with forty others."""
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> dict:
-    """Undisturbed runs, which keep nothing in memory, by layout."""
+    """Return a function that runs a layout without kills or states in memory, once per layout."""
     made: dict = {}
 
     def run(layout: str) -> list:
@@ -32,7 +32,7 @@ def whole(tmp_path_factory) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.matrix)])
-def test_a_killed_worker_loses_one_update_at_most(layout, whole, tmp_path):
+def test_killed_worker_loses_at_most_one_update(layout, whole, tmp_path):
     outcome = memory.compare(memory.launch(tmp_path / "cut", layout, "1", 2, 1), whole(layout))
     assert outcome.problems == []
     assert len(outcome.lost) == 2
@@ -40,26 +40,26 @@ def test_a_killed_worker_loses_one_update_at_most(layout, whole, tmp_path):
     assert all(outcome.from_memory)
     kept = Path((tmp_path / "cut" / "folder").read_text())
     assert kept.name.startswith("headway-memory-")
-    assert not kept.exists()  # the memory is given back
+    assert not kept.exists()  # the memory is freed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["newest", pytest.param("all", marks=pytest.mark.matrix)])
-def test_a_flipped_byte_falls_back(damage, whole, tmp_path):
-    told = memory.launch(tmp_path / "cut", "ddp", "2", 2, 1, damage)
-    outcome = memory.compare(told, whole("ddp"))
+def test_flipped_byte_falls_back_to_another_state(damage, whole, tmp_path):
+    outputs = memory.launch(tmp_path / "cut", "ddp", "2", 2, 1, damage)
+    outcome = memory.compare(outputs, whole("ddp"))
     assert outcome.problems == []
-    if damage == "all":  # to the disk, or to the start where nothing is there yet
+    if damage == "all":  # to the disk, or to the start if nothing has been saved
         assert not any(outcome.from_memory)
-    else:  # to the state before it
+    else:  # to the previous state
         assert all(outcome.from_memory)
         assert max(outcome.lost) <= 2
     assert "is damaged" in (tmp_path / "cut" / "stderr").read_text()
 
 
-def test_a_folder_is_its_agents_while_that_lives(tmp_path):
+def test_memory_folder_belongs_to_its_agent_while_it_lives(tmp_path):
     held = SharedMemory(tmp_path)
-    left = tmp_path / "headway-memory-left"  # of an agent that was killed
+    left = tmp_path / "headway-memory-left"  # a folder of a killed agent
     left.mkdir()
     (left / "file").touch()
     other = SharedMemory(tmp_path)
@@ -76,7 +76,7 @@ def test_a_folder_is_its_agents_while_that_lives(tmp_path):
     assert SharedMemory(tmp_path / "absent").folder == ""
 
 
-def test_settings_that_cannot_be():
+def test_invalid_settings_are_errors():
     with pytest.raises(ConfigError, match="keep_in_memory=-1"):
         ProjectConfiguration("run", automatic_checkpoint_naming=True, keep_in_memory=-1)
     with pytest.raises(ConfigError, match="automatic_checkpoint_naming"):
@@ -124,17 +124,17 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.mark.matrix
-def test_the_trainer_takes_it_in_its_accelerator_config(tmp_path):
-    told = []
+def test_trainer_keeps_states_in_memory(tmp_path):
+    outputs = []
     for keeps in ("1", "0"):
         folder = tmp_path / keeps
         folder.mkdir()
         (folder / "train.py").write_text(TRAINER)
         words = ["-m", "headway", "launch", "--cpu", "-n", "2", "--max_restarts", "2", "train.py", keeps]
-        ran = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=600)
-        assert ran.returncode == 0, ran.stderr
-        told.append([line for line in ran.stdout.splitlines() if line.startswith(("begun", "end"))])
-    kept, whole = told
+        result = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=600)
+        assert result.returncode == 0, result.stderr
+        outputs.append([line for line in result.stdout.splitlines() if line.startswith(("begun", "end"))])
+    kept, whole = outputs
     assert whole[0] == "begun 0"
     assert [int(line.split()[1]) for line in kept[:-1]] in ([0, 5, 9], [0, 4, 9], [0, 5, 8], [0, 4, 8])
     assert kept[-1] == whole[-1]

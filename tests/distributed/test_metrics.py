@@ -1,4 +1,4 @@
-"""gather_for_metrics on real ranks: the whole loop through the Accelerator, kinds of values, and its errors."""
+"""`gather_for_metrics` on real ranks: the whole loop through the Accelerator, kinds of values, and errors."""
 
 import time
 
@@ -16,7 +16,7 @@ from tests.unit.core.training.test_metrics import kinds
 LENGTHS = (0, 1, 2, 5, 12, 13, 25, 50)
 
 
-def flat(batches):
+def flatten_batches(batches):
     return [int(value) for batch in batches for value in batch]
 
 
@@ -24,14 +24,16 @@ def evaluate(acc, loader, values=lambda batch: batch, **options):
     return [acc.gather_for_metrics(values(batch), **options) for batch in loader]
 
 
-def measure():
+def gather_all():
     out = {}
     for even_batches in (True, False):
         acc = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=even_batches))
         for n in LENGTHS:
-            out["map", n, even_batches] = flat(evaluate(acc, acc.prepare(DataLoader(Numbers(n), batch_size=4))))
+            out["map", n, even_batches] = flatten_batches(
+                evaluate(acc, acc.prepare(DataLoader(Numbers(n), batch_size=4)))
+            )
             out["stream", n, even_batches] = sorted(
-                flat(evaluate(acc, acc.prepare(DataLoader(Stream(n), batch_size=4))))
+                flatten_batches(evaluate(acc, acc.prepare(DataLoader(Stream(n), batch_size=4))))
             )
         made = evaluate(acc, acc.prepare(DataLoader(Numbers(14), batch_size=5)), kinds)
         out["kinds", even_batches] = {
@@ -43,21 +45,23 @@ def measure():
         }
     count = acc.num_processes
     wanted = list(range(3, 12))
-    out["sampler"] = sorted(flat(evaluate(acc, acc.prepare(_over(SubsetRandomSampler(wanted))))))
+    out["sampler"] = sorted(
+        flatten_batches(evaluate(acc, acc.prepare(_load_with_sampler(SubsetRandomSampler(wanted)))))
+    )
     batches = DataLoader(Numbers(16), batch_sampler=BatchSampler(wanted, 4, False))
-    out["batch sampler"] = flat(evaluate(acc, acc.prepare(batches)))
+    out["batch sampler"] = flatten_batches(evaluate(acc, acc.prepare(batches)))
     loader = acc.skip_first_batches(acc.prepare(DataLoader(Numbers(13), batch_size=2)), 1)
-    out["skipped"] = (flat(evaluate(acc, loader)), list(range(13))[2 * count :])
-    out["nested"] = _nested(acc)
+    out["skipped"] = (flatten_batches(evaluate(acc, loader)), list(range(13))[2 * count :])
+    out["nested"] = _gather_in_nested_loops(acc)
     out["lists"] = evaluate(acc, acc.prepare(DataLoader(Numbers(3), batch_size=1)), lambda b: [b, b])
     return out
 
 
-def _over(sampler):
+def _load_with_sampler(sampler):
     return DataLoader(Numbers(16), batch_size=4, sampler=sampler)
 
 
-def _nested(acc):
+def _gather_in_nested_loops(acc):
     outer = acc.prepare(DataLoader(Numbers(7), batch_size=2))
     inner = acc.prepare(DataLoader(Numbers(5), batch_size=3))
     seen, evaluated = [], []
@@ -72,14 +76,14 @@ def _nested(acc):
         acc.gather_for_metrics(torch.ones(2), loader=outer)
     except StateError as error:
         message = str(error)
-    return flat(seen), flat(evaluated), message
+    return flatten_batches(seen), flatten_batches(evaluated), message
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_metrics_are_exact(world_size):
     start = time.monotonic()
     expected = kinds(torch.arange(14))
-    for out in run_ranks(measure, world_size):
+    for out in run_ranks(gather_all, world_size):
         for even_batches in (True, False):
             for n in LENGTHS:
                 assert out["map", n, even_batches] == list(range(n))
@@ -96,5 +100,9 @@ def test_metrics_are_exact(world_size):
         assert outer == list(range(7))
         assert inner == (list(range(min(5, 3 * world_size))) + list(range(5))) * num_steps
         assert "outside that loader's loop" in message
-        assert flat(left for left, _ in out["lists"]) == flat(right for _, right in out["lists"]) == [0, 1, 2]
+        assert (
+            flatten_batches(left for left, _ in out["lists"])
+            == flatten_batches(right for _, right in out["lists"])
+            == [0, 1, 2]
+        )
     assert time.monotonic() - start < 90

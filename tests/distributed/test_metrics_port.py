@@ -1,4 +1,4 @@
-"""`headway launch --metrics_port`: what Prometheus scrapes while two real processes train, wait for each other, and save."""
+"""`headway launch --metrics_port`: what Prometheus reads while two real processes train, wait for each other, and save."""
 
 import json
 import os
@@ -39,7 +39,7 @@ accelerator.wait_for_everyone()
 """
 
 
-def get(port: int, path: str) -> tuple[int, str]:
+def fetch(port: int, path: str) -> tuple[int, str]:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as answer:
             assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -51,8 +51,8 @@ def get(port: int, path: str) -> tuple[int, str]:
 LINE = re.compile(r'[a-z_]+(\{[a-z_]+="[^"]*"(,[a-z_]+="[^"]*")*\})? (-?[0-9.e+-]+|NaN|[+-]Inf)$')
 
 
-def numbers(text: str) -> dict[str, float]:
-    """Each line is one of the format's."""
+def parse_metrics(text: str) -> dict[str, float]:
+    """Return the metrics by name and labels. Fail if a line is not in Prometheus's text format."""
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert all(LINE.match(line) for line in lines), lines
     kinds = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
@@ -61,7 +61,7 @@ def numbers(text: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_run_of_two_processes(tmp_path):
+def test_metrics_of_a_run_of_two_processes(tmp_path):
     script, port = tmp_path / "train.py", free_port()
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "headway", "launch", "-n", "2", "--cpu", "--metrics-port", str(port), str(script)]
@@ -75,7 +75,7 @@ def test_a_run_of_two_processes(tmp_path):
             assert run.poll() is None, run.stderr.read()
             time.sleep(0.3)
             try:
-                found = numbers(get(port, "/metrics")[1])
+                found = parse_metrics(fetch(port, "/metrics")[1])
             except (urllib.error.URLError, ConnectionError):
                 continue
         assert found["headway_awaited_rank"] == 1
@@ -90,17 +90,17 @@ def test_a_run_of_two_processes(tmp_path):
         assert before < found["headway_last_commit_timestamp_seconds"] < time.time()
         assert found["headway_last_commit_update"] == 4
         assert found['headway_resident_memory_bytes{rank="1"}'] > 1e7
-        assert get(port, "/healthz") == (200, "ok\n")
-        assert get(port, "/")[0] == 404
+        assert fetch(port, "/healthz") == (200, "ok\n")
+        assert fetch(port, "/")[0] == 404
         (tmp_path / "go").touch()
-        _, said = run.communicate(timeout=120)
-        assert run.returncode == 0, said
+        _, stderr = run.communicate(timeout=120)
+        assert run.returncode == 0, stderr
     finally:
         run.kill()
         run.wait()
 
 
-def test_one_process_is_seen_too_and_a_taken_port_is_an_error(tmp_path):
+def test_metrics_of_one_process_and_error_for_a_taken_port(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os; print(os.environ['WORLD_SIZE'])")
     server = MetricsServer(0, RunMetrics(dict, lambda: 0))
@@ -115,36 +115,36 @@ def test_one_process_is_seen_too_and_a_taken_port_is_an_error(tmp_path):
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
-# ---------------------------------------------------------------- its parts
+# ---------------------------------------------------------------- components
 
 
-def reading(*calls: tuple[int, float, float | None], beat: float = 100.0) -> PulseReading:
+def make_reading(*calls: tuple[int, float, float | None], beat: float = 100.0) -> PulseReading:
     return PulseReading(
         pid=1, beat=beat, calls=tuple(PulseCall(n, "all_reduce", "", at, left) for n, at, left in calls)
     )
 
 
-def test_who_is_awaited():
-    inside, outside = reading((7, 90.0, None)), reading((6, 80.0, 81.0))
+def test_awaited_rank():
+    inside, outside = make_reading((7, 90.0, None)), make_reading((6, 80.0, 81.0))
     assert find_awaited({0: inside, 1: outside}, 100.0) == 1
     assert find_awaited({0: outside, 1: inside}, 100.0) == 0
-    assert find_awaited({0: inside, 1: outside}, 90.5) is None  # not for long
-    assert find_awaited({0: inside, 1: inside}, 100.0) is None  # somebody on another machine
-    assert find_awaited({0: inside, 1: reading((6, 85.0, None))}, 100.0) == 1  # in an earlier one
+    assert find_awaited({0: inside, 1: outside}, 90.5) is None  # it has not waited long enough
+    assert find_awaited({0: inside, 1: inside}, 100.0) is None  # the awaited rank is on another machine
+    assert find_awaited({0: inside, 1: make_reading((6, 85.0, None))}, 100.0) == 1  # rank 1 is in an earlier collective
     assert find_awaited({}, 100.0) is None
 
 
-def test_a_run_that_stands_still_is_not_healthy(tmp_path, monkeypatch):
+def test_run_without_progress_is_unhealthy(tmp_path, monkeypatch):
     path = tmp_path / "pulse"
     create_pulse(path)
     metrics = RunMetrics(lambda: {3: path, 4: tmp_path / "none"}, lambda: 2)
-    assert metrics.find_trouble() == ""  # nothing has begun
+    assert metrics.find_trouble() == ""  # no rank has started
     pulse = HeartbeatFile(path)
     pulse.record_beat(1)
     pulse.note_progress(12, 1)
     assert metrics.find_trouble() == ""
-    assert numbers(metrics.format_metrics())['headway_updates{rank="3"}'] == 12
-    assert numbers(metrics.format_metrics())["headway_restarts"] == 2
+    assert parse_metrics(metrics.format_metrics())['headway_updates{rank="3"}'] == 12
+    assert parse_metrics(metrics.format_metrics())["headway_restarts"] == 2
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
     assert metrics.find_trouble() == "no rank on this machine has run for 60 s"
@@ -157,18 +157,22 @@ def test_a_run_that_stands_still_is_not_healthy(tmp_path, monkeypatch):
     assert metrics.find_trouble() == ""
 
 
-def line(**content: object) -> str:
+def make_log_line(**content: object) -> str:
     return json.dumps({"kind": "values", "time": 5.0, "step": 1} | content) + "\n"
 
 
-def test_a_log_is_followed_however_it_is_cut(tmp_path):
+def test_log_is_read_from_pieces_of_any_length(tmp_path):
     path, tail = tmp_path / "log.jsonl", LogTail()
     tail.read_new_lines(str(path))
     assert tail.values == {}
     text = (
-        line(values={"loss": 1.5, "note": "words", "rate": "nan"}) + "torn {\n" + line(kind="event", event="checkpoint")
+        make_log_line(values={"loss": 1.5, "note": "words", "rate": "nan"})
+        + "torn {\n"
+        + make_log_line(kind="event", event="checkpoint")
     )
-    text += line(kind="event", event="non_finite", details={"action": "none"}) + line(values={"loss": 0.5})
+    text += make_log_line(kind="event", event="non_finite", details={"action": "none"}) + make_log_line(
+        values={"loss": 0.5}
+    )
     for end in range(0, len(text) + 1, 7):
         path.write_text(text[:end])
         tail.read_new_lines(str(path))
@@ -179,20 +183,20 @@ def test_a_log_is_followed_however_it_is_cut(tmp_path):
     assert tail.commit == (5.0, 1)
     assert tail.num_skipped == 0
     assert tail.events == {"checkpoint": 1, "non_finite": 1}
-    path.write_text(line(values={"other": 2}))  # another run's
+    path.write_text(make_log_line(values={"other": 2}))  # the log of another run
     tail.read_new_lines(str(path))
     assert tail.values == {"other": 2}
     assert tail.commit is None
     new = tmp_path / "new.jsonl"
-    new.write_text(line(values={"longer": 3}) * 2)
-    new.replace(path)  # a longer log of another run takes the name
+    new.write_text(make_log_line(values={"longer": 3}) * 2)
+    new.replace(path)  # a longer log of another run replaces the file
     tail.read_new_lines(str(path))
     assert tail.values == {"longer": 3}
 
 
 def test_labels_are_escaped(tmp_path):
     log = tmp_path / "log.jsonl"
-    log.write_text(line(values={'a "b"\\\n': 1, "inf": "inf"}))
+    log.write_text(make_log_line(values={'a "b"\\\n': 1, "inf": "inf"}))
     path = tmp_path / "pulse"
     create_pulse(path)
     HeartbeatFile(path).set_log(str(log))
@@ -201,6 +205,6 @@ def test_labels_are_escaped(tmp_path):
     assert 'headway_logged{name="inf"} +Inf\n' in text
 
 
-def test_the_module_needs_no_torch():
+def test_metrics_module_does_not_import_torch():
     code = "import sys, headway.launch.agent.metrics; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, timeout=60).returncode == 0

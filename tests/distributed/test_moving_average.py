@@ -1,4 +1,4 @@
-"""`ExponentialMovingAverage` on every layout: equal to one process and an average by hand, also after a resume elsewhere."""
+"""`ExponentialMovingAverage` in every layout equals an average computed by plain PyTorch, also after a resume elsewhere."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +22,12 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": gpt, "mixtral": mixtral}
 
 
-def make(name: str = "gpt") -> nn.Module:
+def make_model(name: str = "gpt") -> nn.Module:
     torch.manual_seed(0)
     return MODELS[name]()
 
 
-def batch(number: int) -> torch.Tensor:
+def make_batch(number: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(number))
 
 
@@ -40,19 +40,19 @@ def compute_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def evaluate(model: Any) -> float:
     model.eval()
     with torch.no_grad():
-        loss = float(compute_loss(model, batch(99)))
+        loss = float(compute_loss(model, make_batch(99)))
     model.train()
     return loss
 
 
 def train_by_hand(num_updates: int, name: str = "gpt") -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return losses of an evaluation with the average after each update, and the averages."""
-    model = make(name)
+    """Train in plain PyTorch. Return the evaluation loss with the average after each update, and the final average."""
+    model = make_model(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     average = [parameter.detach().clone() for parameter in model.parameters()]
     losses = []
     for number in range(num_updates):
-        compute_loss(model, batch(number)).backward()
+        compute_loss(model, make_batch(number)).backward()
         optimizer.step()
         optimizer.zero_grad()
         weights = [parameter.detach() for parameter in model.parameters()]
@@ -75,13 +75,15 @@ def train(
     name: str = "gpt",
     device: str | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Train with an average from update `begin`, from a checkpoint if that is not the first, and save one at the end.
+    """Train with a moving average from update `begin` to `end`. Above 0, `begin` continues from a checkpoint.
+
+    With a `folder`, a run from update 0 saves a checkpoint at its end.
 
     Returns:
-        Losses with the averages, the whole averages (rank 0), and this rank's parts of trained weights and averages.
+        Losses with the averages, the whole averages (on rank 0), and this rank's parts of trained weights and averages.
     """
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
-    model = make(name)
+    model = make_model(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = accelerator.prepare(model, optimizer)
     ema = ExponentialMovingAverage(model, decay=DECAY, device=device)
@@ -89,7 +91,7 @@ def train(
         accelerator.load_state(folder)
     losses = []
     for number in range(begin, end):
-        accelerator.forward_backward(batch(number), lambda ids: compute_loss(model, ids))
+        accelerator.forward_backward(make_batch(number), lambda ids: compute_loss(model, ids))
         optimizer.step()
         optimizer.zero_grad()
         with ema.swap_weights():
@@ -119,28 +121,28 @@ def read_part(value: Any) -> torch.Tensor:
         *(pytest.param(*row, marks=pytest.mark.matrix) for row in (("tp", 2), ("hsdp=2", 4), ("pp=2+fsdp", 4))),
     ],
 )
-def test_an_average_equals_that_of_one_process(layout: str, num_ranks: int) -> None:
+def test_average_equals_that_of_one_process(layout: str, num_ranks: int) -> None:
     losses, average = train_by_hand(4)
-    told = run_ranks(train, num_ranks, layout, 0, 4)
-    assert told[0][0] == pytest.approx(losses, rel=1e-4)
-    whole = told[0][1]
+    results = run_ranks(train, num_ranks, layout, 0, 4)
+    assert results[0][0] == pytest.approx(losses, rel=1e-4)
+    whole = results[0][1]
     assert whole.keys() - {"head.weight"} == average.keys()
     for key, values in average.items():
         torch.testing.assert_close(whole[key], values, **CLOSE)
-    assert torch.equal(whole["head.weight"], whole["tokens.weight"])  # tied
+    assert torch.equal(whole["head.weight"], whole["tokens.weight"])  # tied weights
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("layout", "num_ranks"), [("ep", 2), ("fsdp+ep=2", 4)])
-def test_experts_are_averaged_where_they_are(layout: str, num_ranks: int) -> None:
+def test_distributed_experts_are_averaged(layout: str, num_ranks: int) -> None:
     losses, average = train_by_hand(3, "mixtral")
-    told = run_ranks(train, num_ranks, layout, 0, 3, None, "mixtral")
-    assert told[0][0] == pytest.approx(losses, rel=1e-4)
+    results = run_ranks(train, num_ranks, layout, 0, 3, None, "mixtral")
+    assert results[0][0] == pytest.approx(losses, rel=1e-4)
     for key, values in average.items():
-        torch.testing.assert_close(told[0][1][key], values, **CLOSE)
+        torch.testing.assert_close(results[0][1][key], values, **CLOSE)
 
 
-# -------------------------------------------------------------------- saved and resumed
+# -------------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.parametrize(
@@ -152,30 +154,32 @@ def test_experts_are_averaged_where_they_are(layout: str, num_ranks: int) -> Non
         pytest.param("pp", 2, [("pp", 2), ("fsdp+tp=2", 4)], marks=pytest.mark.matrix),
     ],
 )
-def test_a_resumed_average_goes_on(tmp_path: Path, layout: str, num_ranks: int, others: list[tuple[str, int]]) -> None:
-    """Bit by bit in the same layout, and as one process in others."""
+def test_average_continues_after_a_resume(
+    tmp_path: Path, layout: str, num_ranks: int, others: list[tuple[str, int]]
+) -> None:
+    """In the same layout, the result is exactly equal. In other layouts, it matches one process."""
     losses, average = train_by_hand(4)
     run_ranks(train, num_ranks, layout, 0, 2, tmp_path)
     straight = run_ranks(train, num_ranks, layout, 0, 4)
     for other, count in others:
-        told = run_ranks(train, count, other, 2, 4, tmp_path)
-        assert told[0][0] == pytest.approx(losses[2:], rel=1e-4), other
+        results = run_ranks(train, count, other, 2, 4, tmp_path)
+        assert results[0][0] == pytest.approx(losses[2:], rel=1e-4), other
         for key, values in average.items():
-            torch.testing.assert_close(told[0][1][key], values, **CLOSE)
+            torch.testing.assert_close(results[0][1][key], values, **CLOSE)
         if (other, count) == (layout, num_ranks):
-            for mine, wanted in zip(told, straight, strict=True):
+            for mine, wanted in zip(results, straight, strict=True):
                 assert all(torch.equal(*pair) for pair in zip(mine[2], wanted[2], strict=True))
 
 
 def resume_with_other_weights(folder: Path) -> list[float]:
-    """Save in the middle of an evaluation, and train on from there; return the losses."""
+    """Save while the averages are swapped in, and train on from that checkpoint. Return the losses."""
     accelerator = Accelerator(cpu=ON_CPU, strategy="fsdp")
-    model = make()
+    model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     ema = ExponentialMovingAverage(model, decay=DECAY)
 
     def update(number: int) -> float:
-        loss = accelerator.forward_backward(batch(number), lambda ids: compute_loss(model, ids))
+        loss = accelerator.forward_backward(make_batch(number), lambda ids: compute_loss(model, ids))
         optimizer.step()
         optimizer.zero_grad()
         return float(loss)
@@ -196,17 +200,17 @@ def resume_with_other_weights(folder: Path) -> list[float]:
     return losses
 
 
-# -------------------------------------------------------------------- other widths after the training
+# -------------------------------------------------------------------- averages of other widths, computed after training
 
 
 def save_power_averages(folder: Path, layout: str, kind: str) -> None:
     """Train, and save snapshots or checkpoints of two power-function averages after every second update."""
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
-    model = make()
+    model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     averages = [ExponentialMovingAverage(model, decay=PowerDecay(width), name=f"{width}") for width in (0.05, 0.1)]
     for number in range(8):
-        accelerator.forward_backward(batch(number), lambda ids: compute_loss(model, ids))
+        accelerator.forward_backward(make_batch(number), lambda ids: compute_loss(model, ids))
         optimizer.step()
         optimizer.zero_grad()
         if number % 2 and kind == "checkpoints":
@@ -230,17 +234,19 @@ def save_power_averages(folder: Path, layout: str, kind: str) -> None:
         ),
     ],
 )
-def test_another_width_is_reconstructed_from_any_layout(tmp_path: Path, layout: str, num_ranks: int, kind: str) -> None:
-    """Equal to the same combination of averages that one process has computed by hand."""
+def test_average_of_another_width_is_reconstructed_from_any_layout(
+    tmp_path: Path, layout: str, num_ranks: int, kind: str
+) -> None:
+    """The result equals the average computed from the weights of all updates in plain PyTorch, within the reported error."""
     run_ranks(save_power_averages, num_ranks, tmp_path / "saved", layout, kind)
     result = reconstruct_average(tmp_path / "saved", tmp_path / "result", 0.15)
     assert result.num_averages == 8
     found = load_file(result.files[0])
     states: dict[str, list[torch.Tensor]] = {}
-    model = make()
+    model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for number in range(8):
-        compute_loss(model, batch(number)).backward()
+        compute_loss(model, make_batch(number)).backward()
         optimizer.step()
         optimizer.zero_grad()
         for name, parameter in model.named_parameters():
@@ -253,12 +259,12 @@ def test_another_width_is_reconstructed_from_any_layout(tmp_path: Path, layout: 
         assert bool(((found[name] - wanted).abs() <= bound + 1e-4).all()), name
 
 
-# -------------------------------------------------------------------- errors, memory, and what is averaged
+# -------------------------------------------------------------------- errors, memory, and adapters
 
 
 def swap_in_shards() -> None:
     accelerator = Accelerator(cpu=ON_CPU, strategy="fsdp", microbatching="auto")
-    model = make()
+    model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     ema = ExponentialMovingAverage(model, decay=DECAY)
     host = ExponentialMovingAverage(model, decay=DECAY, device="cpu", dtype=torch.float64, name="host")
@@ -276,7 +282,7 @@ def swap_in_shards() -> None:
         return loss
 
     def update(number: int) -> None:
-        accelerator.forward_backward(batch(number), run)
+        accelerator.forward_backward(make_batch(number), run)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -293,7 +299,7 @@ def swap_in_shards() -> None:
             with pytest.raises(StateError, match="cannot train the model"):
                 update(9)
             model.train()
-            model(batch(5)).sum()  # an evaluation that leaves a graph and gathered weights behind
+            model(make_batch(5)).sum()  # an evaluation that leaves a graph and gathered weights behind
             raise ZeroDivisionError
         assert all(map(torch.equal, read(), trained))
     update(3)
@@ -304,7 +310,7 @@ def swap_in_shards() -> None:
     accelerator.end_training()
 
 
-def test_weights_of_shards_come_and_go(tmp_path: Path) -> None:
+def test_swapping_and_saving_averages_of_shards(tmp_path: Path) -> None:
     run_ranks(swap_in_shards)
     run_ranks(resume_with_other_weights, 2, tmp_path)
 

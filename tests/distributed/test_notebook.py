@@ -1,4 +1,4 @@
-"""Functions launched on real processes: results by rank, live output, the first exception, closures."""
+"""Functions launched on real processes: results by rank, live output, the first exception, and closures."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from headway import debug_launcher, notebook_launcher
 from headway.errors import ConfigError, LaunchError
 
 
-def test_a_closure_runs_on_two_ranks_and_its_results_come_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_closure_runs_on_two_ranks_and_returns_results(capsys: pytest.CaptureFixture[str]) -> None:
     factor = 10  # a closure cannot be pickled by name
 
     def train(offset: int) -> float:
@@ -23,7 +23,7 @@ def test_a_closure_runs_on_two_ranks_and_its_results_come_back(capsys: pytest.Ca
     assert "hello from 2" in capsys.readouterr().out
 
 
-def test_the_exception_of_the_rank_that_failed_is_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exception_of_the_failed_rank_is_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         from headway.common import env
 
@@ -36,7 +36,7 @@ def test_the_exception_of_the_rank_that_failed_is_the_cause(capsys: pytest.Captu
     assert "rank 1 of 2 failed first" in capsys.readouterr().out
 
 
-def test_one_process_needs_no_agent_and_gets_the_precision() -> None:
+def test_one_process_runs_without_agent_and_gets_the_precision() -> None:
     def precision() -> str:
         from headway import Accelerator
 
@@ -45,6 +45,6 @@ def test_one_process_needs_no_agent_and_gets_the_precision() -> None:
     assert notebook_launcher(precision, num_processes=1, mixed_precision="bf16", cpu=True) == ["bf16"]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_zero_processes_is_an_error() -> None:
     with pytest.raises(ConfigError, match="num_processes=0"):
         debug_launcher(print, (), 0)

@@ -1,4 +1,4 @@
-"""Progress in a real Jupyter kernel: a bar and the Trainer's table, each drawn anew in its own place."""
+"""Progress in a real Jupyter kernel: a bar and the Trainer's table are each updated in place."""
 
 import re
 
@@ -33,33 +33,33 @@ script = "from headway import track; [None for _ in track(range(3), description=
 """]  # fmt: skip
 
 
-def drawn(cell):
+def list_displays(cell):
     return [
         "".join(output["data"].get("text/html", "")) for output in cell.outputs if output.output_type == "display_data"
     ]
 
 
 @pytest.mark.slow
-def test_a_bar_and_a_table_in_their_place(tmp_path):
+def test_bar_and_table_are_updated_in_place(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
     client = nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}})
     done = client.execute()
-    (bar,) = drawn(done.cells[0])  # drawn twice and more, in one place
+    (bar,) = list_displays(done.cells[0])  # updated several times in one place
     assert 'value="2" max="2"' in bar
     assert "a &lt;loop&gt;" in bar
     assert "2/2 | loss 0.5" in bar
-    shown = drawn(done.cells[1])
-    # The bar, the table of what was logged, and that of the end: nothing is left of the evaluations' bars.
+    shown = list_displays(done.cells[1])
+    # The training bar, the log table and the final table. The evaluations' bars are gone.
     assert len(shown) == 3
     assert 'value="8" max="8"' in shown[0]
     assert "training" in shown[0]
     assert "evaluation" not in shown[0]
-    (table,) = [one for one in shown if "<table>" in one and "eval_loss" in one]
-    (nested,) = drawn(done.cells[2])
+    (table,) = [display for display in shown if "<table>" in display and "eval_loss" in display]
+    (nested,) = list_displays(done.cells[2])
     assert "epochs" in nested
     assert "inner" not in nested
-    told = "".join(output.text for output in done.cells[3].outputs)
-    assert "child: 3/3" in told
-    assert "\x1b" not in told
+    output_text = "".join(output.text for output in done.cells[3].outputs)
+    assert "child: 3/3" in output_text
+    assert "\x1b" not in output_text
     assert re.findall(r"<tr><td>(\d+)</td>", table) == ["2", "4", "6", "8"]
     assert "<th>loss</th>" in table

@@ -1,4 +1,4 @@
-"""A notebook's process, interrupted and killed for real while its ranks wait: the prompt comes back, and no rank stays."""
+"""A notebook process is interrupted or killed while its ranks wait: the prompt returns, and no rank remains."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux notifies a process of its parent's death")
 @pytest.mark.parametrize(
     "end",
     [
@@ -38,13 +38,13 @@ except KeyboardInterrupt:
         pytest.param(lambda pid: os.kill(pid, signal.SIGKILL), id="kernel killed"),
     ],
 )
-def test_no_rank_outlives_the_cell(tmp_path: Path, end: Callable[[int], None]) -> None:
+def test_ranks_end_with_the_cell(tmp_path: Path, end: Callable[[int], None]) -> None:
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
-    # A shell's background jobs ignore SIGINT, and what they start inherits that; a kernel does not.
-    heard = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Background jobs of a shell ignore SIGINT, and so do their child processes, unlike those of a Jupyter kernel.
+    former_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     notebook = subprocess.Popen([sys.executable, "notebook.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
                                 start_new_session=True)  # fmt: skip
-    signal.signal(signal.SIGINT, heard)
+    signal.signal(signal.SIGINT, former_handler)
     assert notebook.stdout is not None
     started: list[psutil.Process] = []
     try:

@@ -1,4 +1,4 @@
-"""Runs whose checkpoints lie in an object store: resumed bit by bit, read by ranges, and safe from kills, errors and each other."""
+"""Runs with checkpoints in an object store: exact resuming, range reads, and protection against kills, errors and other runs."""
 
 import os
 import re
@@ -27,7 +27,7 @@ from tests.stores.proxy import Proxy
 from tests.sweep import store_faults
 
 WIDTH = 1000
-"""Of a model of 3 million values: 12 MB, and twice that in its optimizer; a manifest has 40 KB, and is read several times."""
+"""Width of a model of 3 million values: 12 MB, plus 24 MB of optimizer state. A manifest has 40 KB and is read several times."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def port():
 
 @pytest.fixture
 def proxy(port, monkeypatch):
-    """A proxy of its own, which this process uses."""
+    """Start a proxy for this test, and make this process use it."""
     with Proxy(port) as made:
         for name, value in server.environment(made.port, patience=6, timeout=3).items():
             monkeypatch.setenv(name, value)
@@ -49,7 +49,20 @@ def proxy(port, monkeypatch):
 
 
 def train(folder, strategy, until, settings=None, ports=(), blocking=True, every=2):
-    """Train up to so many updates, from where a checkpoint is; returns the state of this rank, as bytes."""
+    """Train up to update `until`, from the last checkpoint if there is one.
+
+    Args:
+        folder: Folder or URL of the run.
+        strategy: Strategy of the Accelerator.
+        until: Number of the last update.
+        settings: Environment variables.
+        ports: Port of each rank's proxy. Default: the port in `settings`.
+        blocking: Whether saves block.
+        every: Updates between saves.
+
+    Returns:
+        The update at which the run began, and this rank's model and optimizer tensors.
+    """
     rank = int(os.environ.get("RANK", "0"))
     os.environ.update(settings or {}, **({"AWS_ENDPOINT_URL": f"http://127.0.0.1:{ports[rank]}"} if ports else {}))
     set_seed(3)
@@ -89,12 +102,12 @@ def is_same(one, other):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), "fsdp"])
-def test_a_resumed_run_is_the_undisturbed_one_and_each_rank_reads_its_own(strategy, port, tmp_path):
+def test_resumed_run_is_exact_and_each_rank_reads_only_its_part(strategy, port, tmp_path):
     url, settings = f"s3://{server.BUCKET}/resumed_{strategy}", server.environment(port)
     whole = run_ranks(train, 2, tmp_path / "whole", strategy, 6)
     first = run_ranks(train, 2, url, strategy, 4, settings, (), False)
     with Proxy(port) as left, Proxy(port) as right:
-        # Two more updates, and no save among them: all that is read is read by the resume.
+        # Two more updates without a save, so that only the resume reads.
         second = run_ranks(train, 2, url, strategy, 6, settings, (left.port, right.port), True, 1000)
         delivered = [left.delivered, right.delivered]
     assert [began for began, _ in first + second] == [0, 0, 4, 4]
@@ -106,7 +119,7 @@ def test_a_resumed_run_is_the_undisturbed_one_and_each_rank_reads_its_own(strate
         assert own <= read <= 1.05 * own, (own, read)
 
 
-def test_another_layout_reads_the_ranges_that_it_needs(port):
+def test_other_layout_reads_only_the_ranges_it_needs(port):
     url, settings = f"s3://{server.BUCKET}/relaid", server.environment(port)
     (_, saved), _ = run_ranks(train, 2, url, "ddp", 2, settings)
     with Proxy(port) as left, Proxy(port) as right:
@@ -124,8 +137,8 @@ def test_another_layout_reads_the_ranges_that_it_needs(port):
         assert torch.equal(torch.cat(parts) if whole.dim() else parts[0], whole)
 
 
-def test_what_lies_there(proxy, port):
-    """Numbers, the limit, the best one, an explicit place, and what other programs see."""
+def test_objects_of_a_run(proxy, port):
+    """Check checkpoint numbers, the limit, the best checkpoint, an explicit folder, and objects of other programs."""
     url = f"s3://{server.BUCKET}/run"
     project = ProjectConfiguration(url, automatic_checkpoint_naming=True, total_limit=1, keep_best="min")
     accelerator = Accelerator(cpu=True, project_config=project)
@@ -147,7 +160,7 @@ def test_what_lies_there(proxy, port):
     copy = free.prepare(torch.nn.Linear(3, 1))
     with torch.no_grad():
         copy.weight.copy_(model.weight)
-    for value in range(3):  # over itself
+    for value in range(3):  # each save replaces the last
         with torch.no_grad():
             copy.bias.fill_(value)
         free.save_state(other)
@@ -171,7 +184,7 @@ def test_what_lies_there(proxy, port):
     assert not [key for key in server.keys(port) if key.endswith(".lock")]
 
 
-def test_what_killed_saves_leave_goes_by_name_and_nothing_else(proxy, port):
+def test_leftovers_of_killed_saves_are_removed_and_nothing_else(proxy, port):
     root = f"s3://{server.BUCKET}/litter"
     assert store_faults.save(root, 1, True) == "saved"
     put = server.s3(port).put_object
@@ -192,24 +205,24 @@ def test_what_killed_saves_leave_goes_by_name_and_nothing_else(proxy, port):
 # ---------------------------------------------------------------- two writers
 
 
-def write_too(port, root):
+def save_in_another_process(port, root):
     os.environ.update(server.environment(port))
     return store_faults.save(root, 5, True)
 
 
-def test_the_second_of_two_writers_is_told_of_the_first(proxy, port):
+def test_second_writer_is_rejected(proxy, port):
     root = f"s3://{server.BUCKET}/two"
     assert store_faults.save(root, 1, True) == "saved"
-    told = run_ranks(write_too, 1, port, root)[0]
-    assert told.startswith("refused")
-    assert f"process {os.getpid()} on" in told
+    output = run_ranks(save_in_another_process, 1, port, root)[0]
+    assert output.startswith("refused")
+    assert f"process {os.getpid()} on" in output
     assert store_faults.save(root, 2, True) == "saved"
     store_faults.let_go()
-    assert run_ranks(write_too, 1, port, root) == ["saved"]
+    assert run_ranks(save_in_another_process, 1, port, root) == ["saved"]
 
 
-def test_a_holder_elsewhere_is_judged_by_its_silence(proxy, port, monkeypatch):
-    """Whose machine cannot be asked; clocks play no part, as the object's times are looked at by nobody."""
+def test_lock_of_a_silent_machine_is_taken_over(proxy, port, monkeypatch):
+    """The holder's machine cannot be queried. Clocks play no role, because nothing reads the objects' times."""
     monkeypatch.setattr(lock, "SILENCE", 1.5)
     monkeypatch.setattr(lock, "BEAT", 0.3)
     monkeypatch.setattr(lock, "_machine", lambda: "another one")
@@ -218,7 +231,7 @@ def test_a_holder_elsewhere_is_judged_by_its_silence(proxy, port, monkeypatch):
     monkeypatch.setattr(lock, "_machine", lambda: "this one")
     with pytest.raises(CheckpointError, match=r"run first .* Two runs in one folder"):
         ObjectLock(folder, "second", "2")
-    first._over.set()  # as if its machine had died
+    first._over.set()  # simulates that the first machine died
     time.sleep(0.5)
     second = ObjectLock(folder, "second", "2")
     second.check()
@@ -228,8 +241,8 @@ def test_a_holder_elsewhere_is_judged_by_its_silence(proxy, port, monkeypatch):
     assert not server.keys(port, "silent/")
 
 
-def test_a_writer_that_was_silent_commits_nothing(proxy, port, monkeypatch):
-    """Its lock was taken, and what it had sent was removed, between its last word and its commit."""
+def test_writer_that_lost_its_lock_commits_nothing(proxy, port, monkeypatch):
+    """Another run takes the lock and removes the uploaded files between the last heartbeat and the commit."""
     root = f"s3://{server.BUCKET}/paused"
     assert store_faults.save(root, 1, True) == "saved"
     path = to_path(f"{root}.lock")
@@ -242,43 +255,43 @@ def test_a_writer_that_was_silent_commits_nothing(proxy, port, monkeypatch):
 
     stolen = []
     proxy.judge = steal
-    told = store_faults.save(root, 2, True)
-    assert told.startswith("refused"), told
-    assert "by another run" in told
+    output = store_faults.save(root, 2, True)
+    assert output.startswith("refused"), output
+    assert "by another run" in output
     assert store_faults.found_value(root) == 1
 
 
-# ---------------------------------------------------------------- what fails
+# ---------------------------------------------------------------- failures
 
 
-def test_expired_credentials_are_one_error_that_says_what_to_do(proxy, port):
+def test_expired_credentials_are_an_error_that_says_what_to_do(proxy, port):
     root = f"s3://{server.BUCKET}/expired"
     assert store_faults.save(root, 1, True) == "saved"
     proxy.judge = lambda request: "expired" if "data-" in request.target else None
-    told = store_faults.save(root, 2, True)
-    assert told.startswith("refused")
-    assert "credentials were refused" in told
-    assert "renew them" in told
-    assert sum(fault == "expired" for _, fault in proxy.met) < 12, "refused requests are not asked again and again"
+    output = store_faults.save(root, 2, True)
+    assert output.startswith("refused")
+    assert "credentials were refused" in output
+    assert "renew them" in output
+    assert sum(fault == "expired" for _, fault in proxy.met) < 12, "rejected requests must not be repeated"
     proxy.reset()
     assert store_faults.found_value(root) == 1
 
 
-def test_a_store_that_is_away_is_waited_for_in_bounds(proxy, port):
+def test_unavailable_store_is_retried_for_a_limited_time(proxy, port):
     root = f"s3://{server.BUCKET}/away"
     assert store_faults.save(root, 1, True) == "saved"
     proxy.judge = lambda request: "503"
     began = time.monotonic()
-    told = store_faults.save(root, 2, True)
-    assert "attempts in" in told
-    assert "HEADWAY_STORE_RETRY_SECONDS" in told
+    output = store_faults.save(root, 2, True)
+    assert "attempts in" in output
+    assert "HEADWAY_STORE_RETRY_SECONDS" in output
     assert time.monotonic() - began < 60
     proxy.reset()
     assert store_faults.found_value(root) == 1
 
 
 def flip_a_bit(port, folder):
-    """In the middle of a checkpoint's first file of weights; returns its key."""
+    """Flip a bit in the middle of a checkpoint's first weight file, and return the object's key."""
     key = next(key for key in server.keys(port, folder) if "model-" in key)
     body = bytearray(server.s3(port).get_object(Bucket=server.BUCKET, Key=key)["Body"].read())
     body[len(body) // 2] ^= 1
@@ -288,7 +301,7 @@ def flip_a_bit(port, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), "fsdp"])
-def test_a_resume_passes_over_a_damaged_checkpoint(strategy, port):
+def test_resume_skips_a_damaged_checkpoint(strategy, port):
     name = f"passed_over_{strategy}"
     url, settings = f"s3://{server.BUCKET}/{name}", server.environment(port)
     whole = run_ranks(train, 2, url, strategy, 6, settings)
@@ -297,21 +310,21 @@ def test_a_resume_passes_over_a_damaged_checkpoint(strategy, port):
     assert [began for began, _ in resumed] == [4, 4]
     for (_, one), (_, other) in zip(whole, resumed, strict=True):
         assert is_same(one, other)
-    # The next one has a number of its own: the damaged one is not written over.
+    # The next checkpoint gets a new number, so the damaged one is not overwritten.
     left = {key.split("/")[2] for key in server.keys(port, f"{name}/checkpoints/checkpoint_")}
     assert left == {"checkpoint_2", "checkpoint_3"}
     flip_a_bit(port, f"{name}/checkpoints/checkpoint_3/")
-    for (message,) in run_ranks(refused, 2, url, strategy, settings):
+    for (message,) in run_ranks(get_resume_error, 2, url, strategy, settings):
         assert "contains 2 checkpoints, and all of them are damaged" in message
 
 
-def refused(url, strategy, settings):
+def get_resume_error(url, strategy, settings):
     with pytest.raises(CheckpointError) as caught:
         train(url, strategy, 2, settings)
     return (str(caught.value),)
 
 
-def test_a_damaged_or_lost_part_is_named(proxy, port):
+def test_damaged_or_lost_file_is_named(proxy, port):
     root = f"s3://{server.BUCKET}/damaged"
     assert store_faults.save(root, 1, True) == "saved"
     key = flip_a_bit(port, "damaged/checkpoint_1/")
@@ -324,9 +337,9 @@ def test_a_damaged_or_lost_part_is_named(proxy, port):
 
 
 @pytest.mark.matrix
-def test_kills_and_errors(capsys):
-    """Few of each; `python -m tests.sweep.store_faults` draws hundreds."""
-    ran = [
+def test_random_kills_and_errors(capsys):
+    """Tests a few of each. `python -m tests.sweep.store_faults` tests hundreds."""
+    processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.sweep.store_faults", what, "--count", "8", "--seed", "7"],
             stdout=subprocess.PIPE,
@@ -334,20 +347,20 @@ def test_kills_and_errors(capsys):
         )
         for what in ("kills", "errors")
     ]
-    outputs = [each.communicate(timeout=250)[0] for each in ran]
-    assert [each.returncode for each in ran] == [0, 0], outputs
+    outputs = [each.communicate(timeout=250)[0] for each in processes]
+    assert [each.returncode for each in processes] == [0, 0], outputs
 
 
 @pytest.mark.matrix
-def test_the_example_ends_with_the_loss_of_the_undisturbed_run():
-    ran = subprocess.run(
+def test_object_store_example_ends_with_the_undisturbed_loss():
+    processes = subprocess.run(
         [sys.executable, "examples/object_store.py"], capture_output=True, text=True, timeout=250,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert "was ended by SIGKILL" in ran.stderr
-    assert "resumed from s3://bucket/killed/checkpoints/checkpoint_" in ran.stdout
-    losses = re.findall(r"loss after 24 updates: (\S+)", ran.stdout)
+    assert processes.returncode == 0, processes.stderr[-3000:]
+    assert "was ended by SIGKILL" in processes.stderr
+    assert "resumed from s3://bucket/killed/checkpoints/checkpoint_" in processes.stdout
+    losses = re.findall(r"loss after 24 updates: (\S+)", processes.stdout)
     assert len(losses) == 2
     assert losses[0] == losses[1]
 
@@ -355,23 +368,23 @@ def test_the_example_ends_with_the_loss_of_the_undisturbed_run():
 # ---------------------------------------------------------------- memory
 
 
-def test_staging_takes_a_part_a_thread(proxy, port):
-    """Of 160 MB that are sent from memory, four parts of 16 MiB are held besides."""
+def test_upload_buffers_one_part_per_thread(proxy, port):
+    """While 160 MB are sent from memory, only four parts of 16 MiB are buffered."""
     from headway.core.checkpoint.format.tensors import write_shard
 
     tensors = [(str(i), torch.full((10_000_000,), float(i))) for i in range(4)]
     write_shard(to_path(f"s3://{server.BUCKET}/warm/a.safetensors"), [("x", torch.ones(3))])
-    before, peak, is_over = _resident(), [0], threading.Event()
+    before, peak, is_over = _read_resident_bytes(), [0], threading.Event()
 
     def watch():
         while not is_over.wait(0.005):
-            peak[0] = max(peak[0], _resident())
+            peak[0] = max(peak[0], _read_resident_bytes())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     path = to_path(f"s3://{server.BUCKET}/warm/model-00000.safetensors")
     try:
-        written = _sent_elsewhere(port, path, tensors)
+        written = _send_without_proxy(port, path, tensors)
     finally:
         is_over.set()
         watcher.join()
@@ -381,8 +394,8 @@ def test_staging_takes_a_part_a_thread(proxy, port):
     assert peak[0] - before < THREADS * PART + slack, (peak[0] - before) / 2**20
 
 
-def _sent_elsewhere(port, path, tensors):
-    """Straight to the server, as the proxy would hold what passes through it in this process."""
+def _send_without_proxy(port, path, tensors):
+    """Send to the server directly, because the proxy would buffer the data in this process."""
     from headway.core.checkpoint.format.tensors import write_shard
 
     os.environ.update(server.environment(port, patience=120, timeout=60))
@@ -391,7 +404,7 @@ def _sent_elsewhere(port, path, tensors):
     return write_shard(path, tensors)
 
 
-def _resident():
+def _read_resident_bytes():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
@@ -399,12 +412,12 @@ def _resident():
 # ---------------------------------------------------------------- commands and the log
 
 
-def _headway(*words):
-    ran = subprocess.run(
+def _run_headway(*words):
+    processes = subprocess.run(
         [sys.executable, "-m", "headway", *map(str, words)], capture_output=True, text=True, timeout=120
     )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return ran.stdout
+    assert processes.returncode == 0, processes.stderr[-2000:]
+    return processes.stdout
 
 
 @pytest.mark.slow
@@ -420,15 +433,15 @@ def test_commands_and_the_log(proxy, port, tmp_path, monkeypatch):
         accelerator.save_state()
         accelerator.end_training()
         assert "logged/digits/log.jsonl" in server.keys(port, "logged/digits/")
-    assert "holds 2 checkpoints" in _headway("inspect", url)
-    told = _headway("inspect", f"{url}/checkpoints/checkpoint_0", "--verify", "--tensors")
-    assert "verified: all" in told
-    assert "model/0/weight" in told
-    _headway("merge", f"{url}/checkpoints/checkpoint_0", "merged")
+    assert "holds 2 checkpoints" in _run_headway("inspect", url)
+    output = _run_headway("inspect", f"{url}/checkpoints/checkpoint_0", "--verify", "--tensors")
+    assert "verified: all" in output
+    assert "model/0/weight" in output
+    _run_headway("merge", f"{url}/checkpoints/checkpoint_0", "merged")
     from safetensors.torch import load_file
 
     assert torch.equal(load_file(tmp_path / "merged" / "model.safetensors")["weight"], model.weight)
-    assert "report.html" in _headway("report", url)
+    assert "report.html" in _run_headway("report", url)
     assert "digits" in (tmp_path / "report.html").read_text()
     from headway.core.tracking.runlog_reader import read_run
     from headway.integrations.object_store.log_mirror import fetch_log

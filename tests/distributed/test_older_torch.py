@@ -1,4 +1,4 @@
-"""The launcher on torch's agent as it is in 2.11, where it is not told how long workers may take to end."""
+"""The launcher with the agent of torch 2.11, which accepts no `shutdown_timeout`."""
 
 import os
 import subprocess
@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-# torch 2.11 itself is not installed beside 2.13: its agent's signatures, around the present one.
-OLDER = """
+# torch 2.11 cannot be installed beside 2.13, so the current agent gets the signatures of the old one.
+OLD_AGENT = """
 import sys
 if sys.orig_argv[1:4] == ["-m", "headway.launch", "agent"]:
     import signal
@@ -25,17 +25,19 @@ if sys.orig_argv[1:4] == ["-m", "headway.launch", "agent"]:
 """
 
 
-@pytest.mark.parametrize(("line", "code", "said"), [("print('fine')", 0, "fine"), ("1 / 0", 1, "ZeroDivisionError")])
-def test_ranks_start_and_end(tmp_path, line, code, said):
-    (tmp_path / "sitecustomize.py").write_text(OLDER)
+@pytest.mark.parametrize(
+    ("line", "code", "expected"), [("print('fine')", 0, "fine"), ("1 / 0", 1, "ZeroDivisionError")]
+)
+def test_ranks_start_and_end_with_the_old_agent(tmp_path, line, code, expected):
+    (tmp_path / "sitecustomize.py").write_text(OLD_AGENT)
     (tmp_path / "script.py").write_text(line)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-m", "headway", "launch", "-n", "2", "--cpu", "script.py"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    told = done.stdout + done.stderr
-    assert done.returncode == code, told
-    assert "older" in told
-    assert said in told
-    assert "shutdown_timeout" not in told
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
+    assert "older" in output
+    assert expected in output
+    assert "shutdown_timeout" not in output

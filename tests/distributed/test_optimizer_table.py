@@ -1,4 +1,4 @@
-"""The table of docs/optimizers.md: a sample of its rows in each run of the tests, all of them in the matrix."""
+"""Checks of the table in docs/optimizers.md: a sample of its rows in every run, and all rows in the matrix."""
 
 import sys
 from pathlib import Path
@@ -14,22 +14,22 @@ import optimizers
 pytest.importorskip("pytorch_optimizer", reason="pytorch_optimizer is not installed")
 
 
-def check(names: list[str], layout: str, folder: Path) -> None:
+def check_rows(names: list[str], layout: str, folder: Path) -> None:
     page = optimizers.read_cells(layout)
     expected = run_layout(names, None, folder / "hand")
     changed = run_layout(names, CHANGED, folder / "changed")
     found = run_layout(names, layout, folder / "rows")
     cells = {name: judge(expected[name], changed[name], found[name]) for name in names}
     other = {name: (cell, page[name]) for name, cell in cells.items() if not is_as_good(cell, page[name])}
-    assert not other, "measured now, and on the page"
+    assert not other, "cells as (measured now, on the page)"
 
 
-def test_a_sample_under_fsdp(tmp_path):
-    check(["lamb", "prodigy", "shampoo"], "fsdp", tmp_path)
+def test_sample_of_rows_under_fsdp(tmp_path):
+    check_rows(["lamb", "prodigy", "shampoo"], "fsdp", tmp_path)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_row(layout, tmp_path):
-    check(list_names(), layout, tmp_path)
+def test_all_rows(layout, tmp_path):
+    check_rows(list_names(), layout, tmp_path)

@@ -1,8 +1,8 @@
-"""Out of memory on any rank, in any phase before the second vote, costs one replayed batch and changes no result.
+"""Out of memory on any rank, in any phase before the second vote, costs one repeated batch and changes no result.
 
-All cells of the matrix run in one pair of processes; each is a test of its own. A cell is compared with a run that used
-the final pieces from the batch that failed (bit for bit what the replay should have done), and without BatchNorm or
-dropout also with a run that never ran out.
+All cells of the matrix run in one pair of processes. Each cell is reported as a separate test. A cell is compared with a
+run that uses the final piece size from the failed batch on, and must be exactly equal. Without BatchNorm or dropout, a
+cell is also compared with a run that never runs out of memory.
 """
 
 import gc
@@ -34,25 +34,25 @@ pytestmark = pytest.mark.on_device
 
 TIMEOUT = 60
 TEXT = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
-NUM_BATCHES = 6  # of each rank: two epochs of 3 batches of 8 rows
+NUM_BATCHES = 6  # per rank: two epochs of 3 batches of 8 rows
 
 PHASES = ["forward", "loss", "backward", "read", "buckets", "clip", "first step", "reserve"]
-WHO = [(0,), (1,), (0, 1)]
+RANKS = [(0,), (1,), (0, 1)]
 FORMS = ["loop", "function"]
-CELLS = list(itertools.product(PHASES, WHO, [1, 3], ["dropout", "BatchNorm", "plain"], FORMS))
-# Loops differ from functions in how a batch is run again, not in what is; nor does a plain model add much to the others.
+CELLS = list(itertools.product(PHASES, RANKS, [1, 3], ["dropout", "BatchNorm", "plain"], FORMS))
+# Loops differ from functions only in how a batch is repeated. A plain model adds little to the other kinds.
 CELLS = [c for c in CELLS if (c[4] == "loop" and (c[3] != "plain" or c[1] == (0,))) or c[3] == "dropout"]
 CELLS = [c for c in CELLS if c[0] != "read" or c[4] == "loop"]
 
 
 class Fault:
-    """Runs out of memory once: at `phase` of the batch number `batch`, on the ranks `who`."""
+    """Out-of-memory error raised once, in phase `phase` of batch `batch`, on the ranks `who`."""
 
     def __init__(self, phase: str = "", batch: int = -1, who: tuple[int, ...] = (), rank: int = 0) -> None:
         self.phase, self.batch, self.is_armed = phase, batch, rank in who
         self.now = -1
 
-    def at(self, phase: str) -> None:
+    def trigger(self, phase: str) -> None:
         if self.is_armed and phase == self.phase and self.now == self.batch:
             self.is_armed = False
             raise torch.OutOfMemoryError("CUDA out of memory.") if self.batch % 2 else RuntimeError(TEXT)
@@ -66,7 +66,7 @@ class Failing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.fault.at("backward")
+        ctx.fault.trigger("backward")
         return grad, None
 
 
@@ -80,24 +80,24 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.between(torch.tanh(self.first(x)))
-        self.fault[0].at("forward")
+        self.fault[0].trigger("forward")
         return self.last(Failing.apply(x, self.fault[0]))
 
 
-def data(num_rows: int) -> TensorDataset:
+def make_data(num_rows: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     return TensorDataset(torch.randn(num_rows, 3, generator=generator), torch.randn(num_rows, 1, generator=generator))
 
 
-def transaction_of(accelerator: Accelerator) -> BatchTransaction | None:
-    """What runs batches again; None where they stay whole."""
+def get_transaction(accelerator: Accelerator) -> BatchTransaction | None:
+    """Return the transaction that repeats batches, or None if batches are not split."""
     step = accelerator._training_step
     return step.transaction if isinstance(step, PieceStep) else None
 
 
 def train(steps: int, kind: str, form: str, fault: Fault, limit_from: int = 99, precision: str = "no",
           is_automatic: bool = True, batch_size: int = 8, limit: int = 4) -> dict[str, Any]:  # fmt: skip
-    """Two epochs; pieces of `limit` rows from batch `limit_from` on. Returns everything that must not depend on memory."""
+    """Train two epochs, in pieces of `limit` rows from batch `limit_from` on. Return all results that memory must not affect."""
     accelerator = Accelerator(
         cpu=ON_CPU, gradient_accumulation_steps=steps, microbatching="auto" if is_automatic else None,
         mixed_precision=precision, kwargs_handlers=[GradScalerKwargs(init_scale=64.0, growth_interval=2)],
@@ -105,20 +105,22 @@ def train(steps: int, kind: str, form: str, fault: Fault, limit_from: int = 99, 
     torch.manual_seed(7 + accelerator.process_index)
     model = Net(kind, fault)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01)
-    loader = DataLoader(data(NUM_BATCHES // 2 * 8 * accelerator.num_processes), batch_size=batch_size, shuffle=True)
+    loader = DataLoader(
+        make_data(NUM_BATCHES // 2 * 8 * accelerator.num_processes), batch_size=batch_size, shuffle=True
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.95**n)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    transaction = transaction_of(accelerator)
+    transaction = get_transaction(accelerator)
     if transaction is not None:
-        # As on a CPU: sizes that a device's memory predicts would differ from those that the undisturbed run is given.
+        # As on a CPU. A device's memory would predict other piece sizes than those of the undisturbed run.
         transaction.allocator = AllocatorPressure(HARDWARE["cpu"], torch.device("cpu"))
-    optimizer.optimizer.register_step_post_hook(lambda *_: fault.at("first step"))
-    plant(accelerator, fault, optimizer)
+    optimizer.optimizer.register_step_post_hook(lambda *_: fault.trigger("first step"))
+    add_faults(accelerator, fault, optimizer)
     losses, sizes = [], []
 
     def compute(piece: Any) -> torch.Tensor:
         loss = mse_loss(model(piece[0]).float(), piece[1])
-        fault.at("loss")
+        fault.trigger("loss")
         return loss
 
     def close() -> None:
@@ -139,7 +141,7 @@ def train(steps: int, kind: str, form: str, fault: Fault, limit_from: int = 99, 
             for piece in accelerator.microbatches(batch):
                 with accelerator.accumulate(model):
                     accelerator.backward(compute(piece))
-                    fault.at("read")
+                    fault.trigger("read")
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), 0.5)
                     close()
@@ -147,7 +149,7 @@ def train(steps: int, kind: str, form: str, fault: Fault, limit_from: int = 99, 
     assert not fault.is_armed, "the fault did not happen"
     state = {name: value.clone() for name, value in model.state_dict().items()}
     scale = accelerator.precision.state_dict().get("scale")
-    end = torch.rand(2).tolist()  # where the RNG states have come to
+    end = torch.rand(2).tolist()  # shows the RNG states
     result = {
         "state": state, "losses": losses, "updates": accelerator.num_updates, "rate": schedule.get_last_lr(),
         "sizes": sizes, "end": end, "scale": scale, "momentum": [s["momentum_buffer"] for s in optimizer.state.values()],
@@ -157,35 +159,35 @@ def train(steps: int, kind: str, form: str, fault: Fault, limit_from: int = 99, 
     return result
 
 
-def plant(accelerator: Accelerator, fault: Fault, optimizer: Any) -> None:
-    """Faults inside Headway's own work: preparing the buckets, clipping, reserving what a later step needs."""
+def add_faults(accelerator: Accelerator, fault: Fault, optimizer: Any) -> None:
+    """Add faults inside Headway's own work: preparing buckets, clipping, and reserving memory for later steps."""
     strategy = accelerator.strategy
     ready, clip = strategy.prepare_reduction, strategy.clip_gradients
 
     def failing_ready(parameters: Any) -> int:
-        fault.at("buckets")
+        fault.trigger("buckets")
         return ready(parameters)
 
     def failing_clip(*args: Any) -> torch.Tensor:
         norm = clip(*args)
-        fault.at("clip")
+        fault.trigger("clip")
         return norm
 
     strategy.prepare_reduction, strategy.clip_gradients = failing_ready, failing_clip
-    transaction = transaction_of(accelerator)
+    transaction = get_transaction(accelerator)
     if transaction is not None:
         known = transaction._get_optimizer_record(optimizer.optimizer)
         reserve = known.reserve_memory
 
         def failing_reserve() -> None:
-            fault.at("reserve")
+            fault.trigger("reserve")
             reserve()
 
         known.reserve_memory = failing_reserve
 
 
-def batch_of(phase: str, steps: int) -> int:
-    """Where the fault lies: in the middle of a window where that phase occurs there, else at its end."""
+def choose_batch(phase: str, steps: int) -> int:
+    """Return the number of the failing batch: within a window if the phase occurs there, otherwise at a window's end."""
     if phase == "first step":
         return steps - 1
     if phase in ("forward", "loss", "backward"):
@@ -202,9 +204,9 @@ def compare(found: dict[str, Any], wanted: dict[str, Any], is_exact: bool) -> No
         assert found[name] == wanted[name], name
 
 
-def play(cells: list[tuple[Any, ...]]) -> dict[Any, str]:
-    """What went wrong in each cell, and in each scenario."""
-    gc.freeze()  # what is there already need not be looked through after each fault
+def run_cells_and_scenarios(cells: list[tuple[Any, ...]]) -> dict[Any, str]:
+    """Run each cell and each scenario, and return the tracebacks of those that failed."""
+    gc.freeze()  # later garbage collections need not search the existing objects
     rank = Accelerator(cpu=ON_CPU).process_index
     found: dict[Any, str] = {}
     references: dict[Any, Any] = {}
@@ -218,11 +220,11 @@ def play(cells: list[tuple[Any, ...]]) -> dict[Any, str]:
     for cell in cells:
         phase, who, steps, kind, form = cell
         try:
-            batch, start = batch_of(phase, steps), time.monotonic()
+            batch, start = choose_batch(phase, steps), time.monotonic()
             result = train(steps, kind, form, Fault(phase, batch, who, rank))
             assert time.monotonic() - start < TIMEOUT
             if form == "function" and phase in ("clip", "first step", "reserve"):
-                # Its loss had been returned before memory ran out.
+                # its loss was returned before memory ran out
                 result["losses"][batch] = reference(steps, kind, form, batch)["losses"][batch]
             assert result["sizes"] == [None] * batch + [4] * (NUM_BATCHES - batch)
             compare(result, reference(steps, kind, form, batch), is_exact=True)
@@ -238,18 +240,18 @@ def play(cells: list[tuple[Any, ...]]) -> dict[Any, str]:
     return found
 
 
-# ---------------------------------------------------------------- scenarios of their own
+# ---------------------------------------------------------------- scenarios
 
 
-def never_out_is_ddp() -> None:
-    """Nothing happens: the same weights as by DDP's reducer, momentum and losses included."""
+def no_failure_equals_ddp() -> None:
+    """Without a failure, weights, momentum and losses equal those of DDP."""
     for steps, form in itertools.product([1, 3], FORMS):
         automatic, plain = (train(steps, "plain", form, Fault(), is_automatic=is_on) for is_on in (True, False))
         compare(automatic, plain, is_exact=False)
 
 
 def ragged_pieces_of_unequal_batches() -> None:
-    """7 -> 4 + 3, and ranks whose last batches differ."""
+    """Batches of 7 rows are split into 4 + 3, and the ranks' last batches differ in size."""
     for steps, batch_size in [(1, 7), (2, 7), (3, 5)]:
         whole = train(steps, "plain", "loop", Fault(), is_automatic=False, batch_size=batch_size)
         for form in FORMS:
@@ -260,13 +262,13 @@ def ragged_pieces_of_unequal_batches() -> None:
 
 
 def repeated_faults() -> None:
-    """Whole, then 4, then 2: three attempts at one batch, on alternating ranks."""
+    """Three attempts at one batch, whole and in pieces of 4 and of 2 rows, fail on alternating ranks."""
     rank = Accelerator(cpu=ON_CPU).process_index
 
     class Twice(Fault):
         count = 0
 
-        def at(self, phase: str) -> None:
+        def trigger(self, phase: str) -> None:
             if phase == "backward" and self.now == 2 and self.count < 2:
                 self.count += 1
                 if rank == self.count % 2:
@@ -279,23 +281,23 @@ def repeated_faults() -> None:
         compare(found, train(steps, "dropout", form, Fault(), 2, limit=2), is_exact=True)
 
 
-def the_scaler_goes_back_too() -> None:
-    """fp16: growth of the scale, unscaled gradients and skipped steps are those of a run with the final pieces."""
+def gradient_scaler_is_restored() -> None:
+    """With fp16, loss scale, unscaled gradients and skipped steps equal those of a run with the final piece size."""
     rank = Accelerator(cpu=ON_CPU).process_index
     for phase, who, form in [("clip", (1,), "loop"), ("clip", (0,), "function"), ("backward", (0,), "loop"),
                              ("first step", (0, 1), "function"), ("reserve", (1,), "function")]:  # fmt: skip
-        batch = batch_of(phase, 1)
+        batch = choose_batch(phase, 1)
         found = train(1, "dropout", form, Fault(phase, batch, who, rank), precision="fp16")
         wanted = train(1, "dropout", form, Fault(), batch, precision="fp16")
-        if form == "function":  # its loss had been returned before memory ran out
+        if form == "function":  # its loss was returned before memory ran out
             found["losses"][batch] = wanted["losses"][batch]
         compare(found, wanted, is_exact=True)
         assert found["scale"] == 64.0 * 2**3  # six updates, growing every second
 
 
-def nothing_smaller_is_an_error_everywhere() -> None:
+def failure_with_one_row_is_an_error_on_all_ranks() -> None:
     class Always(Fault):
-        def at(self, phase: str) -> None:
+        def trigger(self, phase: str) -> None:
             if phase == "forward" and self.now == 1 and rank == 1:
                 raise RuntimeError(TEXT)
 
@@ -306,7 +308,7 @@ def nothing_smaller_is_an_error_everywhere() -> None:
 
 
 def token_means() -> None:
-    """Weights per piece, and a rank whose batch holds no token at all."""
+    """Each piece has its own weight, and one rank's batch has no token with a label."""
     rank = Accelerator(cpu=ON_CPU).process_index
     labels = torch.tensor([[1, 2, -100, 3], [-100] * 4, [2, -100, -100, -100], [0, 1, 2, 3]])
     labels = (labels if rank == 0 else torch.full_like(labels, -100)).to(DEVICE)
@@ -342,7 +344,7 @@ def token_means() -> None:
 
 
 def unused_and_unfrozen_parameters() -> None:
-    """A parameter used on one rank only is averaged in; one used nowhere keeps no gradient; thawed ones are reduced."""
+    """A parameter used on one rank is averaged, one used nowhere has no gradient, and unfrozen ones are reduced."""
     accelerator = Accelerator(cpu=ON_CPU, microbatching="auto")
     torch.manual_seed(accelerator.process_index)
     model = nn.ModuleDict({name: nn.Linear(2, 1, bias=False) for name in ("all", "one", "none", "thawed")})
@@ -369,7 +371,7 @@ def unused_and_unfrozen_parameters() -> None:
     assert torch.equal(weights[:4], weights[4:])
 
 
-def what_cannot_go_back_is_refused() -> None:
+def unsupported_models_are_errors() -> None:
     accelerator = Accelerator(cpu=ON_CPU, microbatching="auto")
     with pytest.raises(PrepareError, match="SyncBatchNorm at '1'"):
         accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
@@ -378,8 +380,8 @@ def what_cannot_go_back_is_refused() -> None:
         Accelerator(cpu=ON_CPU, microbatching="auto", kwargs_handlers=[hook])
 
 
-def a_thaw_that_ddp_would_miss_is_an_error() -> None:
-    """Without automatic micro-batching: DDP's reducer does not know the parameter, and ranks would drift apart."""
+def unfreezing_with_ddp_is_an_error() -> None:
+    """DDP's reducer does not know an unfrozen parameter, so ranks would diverge. Automatic micro-batching is off."""
     accelerator = Accelerator(cpu=ON_CPU)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].requires_grad_(False)
@@ -397,38 +399,38 @@ def a_thaw_that_ddp_would_miss_is_an_error() -> None:
 
 
 SCENARIOS: list[Callable[[], None]] = [
-    never_out_is_ddp, ragged_pieces_of_unequal_batches, repeated_faults, the_scaler_goes_back_too,
-    nothing_smaller_is_an_error_everywhere, token_means, unused_and_unfrozen_parameters, what_cannot_go_back_is_refused,
-    a_thaw_that_ddp_would_miss_is_an_error,
+    no_failure_equals_ddp, ragged_pieces_of_unequal_batches, repeated_faults, gradient_scaler_is_restored,
+    failure_with_one_row_is_an_error_on_all_ranks, token_means, unused_and_unfrozen_parameters, unsupported_models_are_errors,
+    unfreezing_with_ddp_is_an_error,
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def failures() -> list[dict[Any, str]]:
-    return run_ranks(play, 2, CELLS, timeout=240)
+    return run_ranks(run_cells_and_scenarios, 2, CELLS, timeout=240)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
-def test_the_matrix(cell: tuple[Any, ...], failures: list[dict[Any, str]]) -> None:
-    told = [f"rank {rank}: {found[cell]}" for rank, found in enumerate(failures) if cell in found]
-    assert not told, "\n".join(told)
+def test_matrix_cell(cell: tuple[Any, ...], failures: list[dict[Any, str]]) -> None:
+    reports = [f"rank {rank}: {found[cell]}" for rank, found in enumerate(failures) if cell in found]
+    assert not reports, "\n".join(reports)
 
 
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
-def test_on_two_processes(name: str, failures: list[dict[Any, str]]) -> None:
-    told = [f"rank {rank}: {found[name]}" for rank, found in enumerate(failures) if name in found]
-    assert not told, "\n".join(told)
+def test_scenario_on_two_processes(name: str, failures: list[dict[Any, str]]) -> None:
+    reports = [f"rank {rank}: {found[name]}" for rank, found in enumerate(failures) if name in found]
+    assert not reports, "\n".join(reports)
 
 
-# ---------------------------------------------------------------- the real thing
+# ---------------------------------------------------------------- real memory limits
 
 
 ROWS, WIDTH = 65536, 32
 
 
-def forbid_more_than(num_bytes: int) -> None:
-    """Let this process take so much more: of address space, or of the device."""
+def limit_memory(num_bytes: int) -> None:
+    """Limit further memory of this process, of its address space or of the device."""
     if not ON_CPU:
         share = (torch.cuda.memory_reserved() + num_bytes) / torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(share)
@@ -438,8 +440,8 @@ def forbid_more_than(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def limited(num_mib: int | None) -> dict[str, Any]:
-    """Two updates on batches whose activations take about 110 MiB, with `num_mib` MiB to grow by."""
+def train_with_memory_limit(num_mib: int | None) -> dict[str, Any]:
+    """Make two updates on batches whose activations take about 110 MiB. Memory may grow by `num_mib` MiB, or without limit."""
     accelerator = Accelerator(cpu=ON_CPU, microbatching="auto")
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
@@ -448,7 +450,7 @@ def limited(num_mib: int | None) -> dict[str, Any]:
     inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(accelerator.process_index)).to(DEVICE)
     model, optimizer = accelerator.prepare(model, optimizer)
     if num_mib is not None and accelerator.process_index == accelerator.num_processes - 1:
-        forbid_more_than(num_mib << 20)
+        limit_memory(num_mib << 20)
     losses = []
     for _ in range(2):
         loss = accelerator.forward_backward(inputs, lambda x: model(x).square().mean())
@@ -460,16 +462,19 @@ def limited(num_mib: int | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_real_limit_of_memory(world_size: int) -> None:
-    """The last rank may not grow as far as a whole batch would need: all go on in pieces, with the same weights."""
-    free, tight = run_ranks(limited, world_size, None), run_ranks(limited, world_size, 80)
+def test_real_memory_limit(world_size: int) -> None:
+    """The last rank cannot hold a whole batch, so all ranks split batches and reach the same weights."""
+    free, tight = (
+        run_ranks(train_with_memory_limit, world_size, None),
+        run_ranks(train_with_memory_limit, world_size, 80),
+    )
     assert [each["limit"] for each in free] == [None] * world_size
     limits = {each["limit"] for each in tight}
     assert len(limits) == 1
     limit = limits.pop()
     assert (
         limit in (ROWS // 2, ROWS // 4, ROWS // 8) if DEVICE.type == "cpu" else 0 < limit <= ROWS // 2
-    )  # a device predicts sizes
+    )  # on a device, piece sizes are predicted
     for one, other in zip(tight, free):
         torch.testing.assert_close(one["weights"], other["weights"], rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(one["losses"], other["losses"], rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Machines that share no folder: each holds a complete replica, and a checkpoint exists where all of them hold the same one."""
+"""Machines without a shared folder: each keeps a complete replica, and a checkpoint counts only if all of them have it."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from tests.distributed.ranks import run_ranks
 
 
 class Machine:
-    """This rank as the only one of a machine with a disk of its own."""
+    """This rank, as the only one of a machine with its own disk."""
 
     def __init__(self, root, **project):
         set_seed(3)
@@ -51,75 +51,75 @@ class Machine:
         self.accelerator.wait_for_save()
         return losses
 
-    def held(self):
+    def list_checkpoints(self):
         return sorted(path.name for path in list_committed(self.disk / "checkpoints"))
 
 
-def restored(root, **project):
+def resume_machine(root, **project):
     machine = Machine(root, **project)
     found = machine.accelerator.resume("latest")
     return (None if found is None else found.folder.name), machine.accelerator.num_updates, machine
 
 
-def two_disks(root):
+def run_on_two_disks(root):
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    told = {}
+    results = {}
     whole = Machine(f"{root}/whole").train()
-    assert Machine(f"{root}/whole").held() == []
+    assert Machine(f"{root}/whole").list_checkpoints() == []
 
     first = Machine(root, total_limit=2)
     is_first = first.accelerator.is_main_process
     assert first.accelerator.resume("latest") is None
-    told["begun"] = first.train(save_at=(2, 3, 4), stop_after=4) == whole[:4]
-    told["held"] = first.held()  # rotation waits for both machines, and has come
-    told["hashes"] = [read_manifest(first.disk / "checkpoints" / name).sha256 for name in first.held()]
-    for name in first.held():
-        verify_checkpoint(first.disk / "checkpoints" / name)  # a complete replica: every file is here
+    results["begun"] = first.train(save_at=(2, 3, 4), stop_after=4) == whole[:4]
+    results["held"] = first.list_checkpoints()  # after rotation, which waits for both machines
+    results["hashes"] = [read_manifest(first.disk / "checkpoints" / name).sha256 for name in first.list_checkpoints()]
+    for name in first.list_checkpoints():
+        verify_checkpoint(first.disk / "checkpoints" / name)  # a complete replica: every file exists
 
-    name, updates, machine = restored(root, total_limit=2)
-    told["newest"] = (name, updates, machine.train() == whole[4:])
+    name, updates, machine = resume_machine(root, total_limit=2)
+    results["newest"] = (name, updates, machine.train() == whole[4:])
 
-    if not is_first:  # another machine in the place of this one, with an empty disk: the first hands its replica on
+    if not is_first:  # a replacement machine with an empty disk receives the first machine's replica
         shutil.rmtree(machine.disk)
     machine.accelerator.wait_for_everyone()
-    name, updates, machine = restored(root, total_limit=2)
-    told["replaced"] = (name, updates, machine.train() == whole[4:], machine.held()[-1:])
-    told["whole again"] = read_manifest(machine.disk / "checkpoints/checkpoint_2").sha256
-    told["litter"] = [path.name for path in (machine.disk / "checkpoints").iterdir() if path.name.startswith(".")]
+    name, updates, machine = resume_machine(root, total_limit=2)
+    results["replaced"] = (name, updates, machine.train() == whole[4:], machine.list_checkpoints()[-1:])
+    results["whole again"] = read_manifest(machine.disk / "checkpoints/checkpoint_2").sha256
+    results["litter"] = [path.name for path in (machine.disk / "checkpoints").iterdir() if path.name.startswith(".")]
     if not is_first:
         shutil.rmtree(machine.disk)
     machine.accelerator.wait_for_everyone()
-    if not is_first:  # its disk takes nothing: an error on both
+    if not is_first:  # writing to its disk fails: an error on both
         machine.disk.write_text("no folder")
     machine.accelerator.wait_for_everyone()
     try:
-        restored(root)
+        resume_machine(root)
     except CheckpointError as error:
-        told["refused"] = "could not be handed on to a machine without it: rank 1: " in str(error)
+        results["refused"] = "could not be handed on to a machine without it: rank 1: " in str(error)
     if not is_first:
         machine.disk.unlink()
     machine.accelerator.wait_for_everyone()
-    restored(root)
-    if not is_first:  # as it was, with the older one too
+    resume_machine(root)
+    if not is_first:  # restores the older checkpoint, too
         shutil.copytree(f"{root}/disk0/checkpoints/checkpoint_1", machine.disk / "checkpoints/checkpoint_1")
     machine.accelerator.wait_for_everyone()
 
-    if is_first:  # one disk lost its newest: both take the one before
+    if is_first:  # one disk lost its newest checkpoint: both use the previous one
         shutil.rmtree(machine.disk / "checkpoints/checkpoint_2")
     machine.accelerator.wait_for_everyone()
-    name, updates, machine = restored(root)
-    told["lost on one"] = name, updates, machine.accelerator.save_iteration  # the next name is new on both
+    name, updates, machine = resume_machine(root)
+    results["lost on one"] = name, updates, machine.accelerator.save_iteration  # the next name is new on both
 
     victim = machine.disk / "checkpoints/checkpoint_1/model-00000.safetensors"
-    if not is_first:  # the other one's replica is damaged: nothing is left that both hold
+    if not is_first:  # the other replica is damaged: no checkpoint is left on both machines
         victim.write_bytes(victim.read_bytes()[:-1] + b"!")
     machine.accelerator.wait_for_everyone()
     try:
-        restored(root)
+        resume_machine(root)
     except CheckpointError as error:
-        told["damaged"] = "is damaged" in str(error)
+        results["damaged"] = "is damaged" in str(error)
 
-    # A disk that cannot be written to: an error on both, and nothing new on either.
+    # A disk cannot be written to: an error on both machines, and nothing new on either.
     blocked = Machine(f"{root}/blocked")
     if not is_first:
         blocked.disk.parent.mkdir(parents=True, exist_ok=True)
@@ -128,19 +128,19 @@ def two_disks(root):
     try:
         blocked.accelerator.save_state()
     except CheckpointError as error:
-        told["blocked"] = "rank 1" in str(error)
+        results["blocked"] = "rank 1" in str(error)
     behind = Machine(f"{root}/behind", total_limit=1)
     for _ in range(3):
         behind.accelerator.save_state(blocking=False)
     behind.accelerator.wait_for_save()
-    told["behind"] = behind.held()
-    told["nothing new"] = not (blocked.disk / "checkpoints").exists() or blocked.held() == []
+    results["behind"] = behind.list_checkpoints()
+    results["nothing new"] = not (blocked.disk / "checkpoints").exists() or blocked.list_checkpoints() == []
     process.reset()
-    return told
+    return results
 
 
-def test_each_machine_keeps_a_whole_replica(tmp_path):
-    first, second = run_ranks(two_disks, 2, str(tmp_path))
+def test_each_machine_keeps_a_complete_replica(tmp_path):
+    first, second = run_ranks(run_on_two_disks, 2, str(tmp_path))
     assert first == second
     assert first["begun"]
     assert first["held"] == ["checkpoint_1", "checkpoint_2"]

@@ -1,4 +1,4 @@
-"""Packed sequences under every layout: loss and gradients equal those of the documents one by one, in plain PyTorch."""
+"""Packed sequences in every layout: loss and gradients equal those of separate documents in plain PyTorch."""
 
 import os
 import random
@@ -48,12 +48,12 @@ def make_model(kind: str, **more: Any) -> Any:
     model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config).double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3)  # so that it matters what a token sees
+            parameter.mul_(3)  # larger weights, so that the visible tokens matter
     return model
 
 
 def train_by_hand(kind: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and weights after one update on all documents, each in a row of its own."""
+    """Return loss and weights after one update in plain PyTorch, with each document in its own row."""
     model = make_model(kind)
     count = sum(len(document) - 1 for document in make_documents())
     total = torch.zeros((), dtype=torch.float64)
@@ -66,7 +66,7 @@ def train_by_hand(kind: str) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def train_packed(layout: str, kind: str, form: str = "position_ids") -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and weights after one update on all sequences."""
+    """Return loss and weights after one update on all packed sequences."""
     accelerator = Accelerator(
         cpu=True, strategy=layout or None, gradient_accumulation_steps=100,
         dataloader_config=DataLoaderConfiguration(even_batches=False),
@@ -112,7 +112,7 @@ def compare(found: tuple[float, dict[str, torch.Tensor]], kind: str) -> None:
         ),
     ],
 )
-def test_one_rank(kind: str, form: str) -> None:
+def test_packing_on_one_rank(kind: str, form: str) -> None:
     compare(run_ranks(train_packed, 1, "", kind, form)[0], kind)
 
 
@@ -131,7 +131,7 @@ def test_one_rank(kind: str, form: str) -> None:
         ),
     ],
 )
-def test_two_ranks(layout: str, kind: str) -> None:
+def test_packing_on_two_ranks(layout: str, kind: str) -> None:
     for found in run_ranks(train_packed, 2, layout, kind):
         if found[1] or layout != "fsdp":
             compare(found, kind)
@@ -139,14 +139,14 @@ def test_two_ranks(layout: str, kind: str) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["pp=2+cp=2", "fsdp=2+pp=2"])
-def test_four_ranks(layout: str) -> None:
+def test_packing_on_four_ranks(layout: str) -> None:
     for found in run_ranks(train_packed, 4, layout, "Llama"):
         if found[1]:
             compare(found, "Llama")
 
 
-def refuse(layout: str) -> str:
-    """The Trainer's error for a model that carries its state from one document to the next."""
+def get_trainer_error(layout: str) -> str:
+    """Return the Trainer's error for a model that carries state from one document to the next."""
     config = transformers.MambaConfig(vocab_size=24, hidden_size=16, num_hidden_layers=1, state_size=4)
     arguments = TrainingArguments(
         use_cpu=True, packing=True, packing_length=LENGTH, max_steps=1, save_strategy="no", disable_tqdm=True,
@@ -160,14 +160,14 @@ def refuse(layout: str) -> str:
 
 
 @pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.matrix)])
-def test_a_model_that_ignores_the_boundaries_is_refused_on_all_ranks(layout: str) -> None:
-    first, second = run_ranks(refuse, 2, layout)
+def test_model_that_ignores_boundaries_is_an_error_on_all_ranks(layout: str) -> None:
+    first, second = run_ranks(get_trainer_error, 2, layout)
     assert first == second
     assert first.startswith("MambaForCausalLM ignores the boundaries of packed documents")
 
 
 def train_with_trainer(folder: str, is_packed: bool) -> tuple[float, float, dict[str, torch.Tensor]]:
-    """Training loss, evaluation loss and weights after one update on all documents."""
+    """Return training loss, evaluation loss and weights after one update on all documents."""
     num_ranks = int(os.environ["WORLD_SIZE"])
     packing: dict[str, Any] = {"packing": True, "packing_length": LENGTH} if is_packed else {}
     samples: Any = [{"input_ids": document, "labels": document} for document in make_documents()]
@@ -183,7 +183,7 @@ def train_with_trainer(folder: str, is_packed: bool) -> tuple[float, float, dict
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_trainer_computes_the_same_with_and_without_packing(num_ranks: int, tmp_path: Path) -> None:
+def test_trainer_results_do_not_depend_on_packing(num_ranks: int, tmp_path: Path) -> None:
     packed, plain = (run_ranks(train_with_trainer, num_ranks, str(tmp_path), each)[0] for each in (True, False))
     expected = train_by_hand("Llama")[0]
     assert packed[:2] == pytest.approx((expected, expected), abs=1e-6)
@@ -191,8 +191,8 @@ def test_the_trainer_computes_the_same_with_and_without_packing(num_ranks: int, 
         torch.testing.assert_close(value, plain[2][name], rtol=0, atol=1e-6, msg=name)
 
 
-class Reader(torch.nn.Module):
-    """One block with attention by a mask over documents."""
+class MaskedModel(torch.nn.Module):
+    """Model with one attention block, whose mask separates documents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,8 +211,9 @@ class Reader(torch.nn.Module):
 
 
 def train_or_die(folder: str, doomed: int, place: int, moment: str) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses since the last resume, and the weights at the end. One rank kills itself at a batch, before its update or
-    while a checkpoint is written.
+    """Return losses since the last resume, and the final weights. The rank `doomed` kills itself at a batch.
+
+    It does so before the batch's update or while a checkpoint is written, depending on `moment`.
     """
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(data_seed=3),
@@ -220,7 +221,7 @@ def train_or_die(folder: str, doomed: int, place: int, moment: str) -> tuple[lis
     )  # fmt: skip
     dataset = PackedDataset(make_documents(count=40), LENGTH, seed=1)
     loader = DataLoader(dataset, batch_size=2, shuffle=True, num_workers=1, collate_fn=PackingCollator("mask"))
-    model = Reader()
+    model = MaskedModel()
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader)
     accelerator.resume()
 
@@ -247,7 +248,7 @@ def train_or_die(folder: str, doomed: int, place: int, moment: str) -> tuple[lis
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_at_random_moments_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_run_killed_at_random_moments_continues_bit_for_bit(tmp_path: Path) -> None:
     chooser = random.Random(7)
     whole = run_ranks(train_or_die, 2, str(tmp_path / "whole"), -1, 0, "")
     folder = str(tmp_path / "killed")
@@ -261,7 +262,7 @@ def test_a_run_that_is_killed_at_random_moments_goes_on_bit_for_bit(tmp_path: Pa
 
 
 def read_part(folder: str, num_steps: int | None) -> list[list[list[int]]]:
-    """Sequences of each step over all ranks, until the state is saved after some steps."""
+    """Return the sequences of each step over all ranks. After `num_steps` steps, save and stop; None reads all."""
     accelerator = Accelerator(
         cpu=True, dataloader_config=DataLoaderConfiguration(data_seed=3, split_batches=True),
         project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True),
@@ -280,7 +281,7 @@ def read_part(folder: str, num_steps: int | None) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(1, 4))])
-def test_any_number_of_ranks_reads_the_same_sequences_also_after_resumes(seed: int, tmp_path: Path) -> None:
+def test_any_number_of_ranks_reads_the_same_sequences_even_after_resumes(seed: int, tmp_path: Path) -> None:
     whole = run_ranks(read_part, 1, str(tmp_path / "whole"), None)[0]
     for number in range(3):
         rows = [row for step in whole[number * len(whole) // 3 : (number + 1) * len(whole) // 3] for row in step]

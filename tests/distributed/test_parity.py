@@ -1,4 +1,4 @@
-"""The parity table: plain PyTorch = Headway on one process = Headway on two, in losses, gradient norms and weights."""
+"""Plain PyTorch, Headway on one process and Headway on two agree in losses, gradient norms and weights."""
 
 import copy
 import traceback
@@ -23,7 +23,7 @@ EPOCHS = 3
 
 @dataclass(frozen=True)
 class Recipe:
-    """One row of the table; batch sizes are global."""
+    """One row of the table. Batch sizes are those over all ranks."""
 
     num_rows: int = 32
     batch_size: int = 8
@@ -64,7 +64,7 @@ TABLE = {
 }  # fmt: skip
 
 
-def make(recipe: Recipe) -> tuple[list[nn.Module], list[torch.optim.Optimizer], torch.Tensor, torch.Tensor]:
+def make_parts(recipe: Recipe) -> tuple[list[nn.Module], list[torch.optim.Optimizer], torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)) for _ in range(recipe.num_models)]
     rules = {
@@ -76,14 +76,14 @@ def make(recipe: Recipe) -> tuple[list[nn.Module], list[torch.optim.Optimizer], 
     return models, optimizers, x, x.sum(1, keepdim=True) + 0.1 * torch.randn(recipe.num_rows, 1)
 
 
-def result(losses: list[float], norms: list[float], models: list[nn.Module]) -> dict[str, torch.Tensor]:
+def collect_results(losses: list[float], norms: list[float], models: list[nn.Module]) -> dict[str, torch.Tensor]:
     weights = torch.cat([p.detach().flatten() for model in models for p in model.parameters()])
     return {"losses": torch.tensor(losses), "norms": torch.tensor(norms), "weights": weights.cpu()}
 
 
-def plain(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """The hand-written loop over whole windows, in float32."""
-    models, optimizers, x, y = make(recipe)
+def train_by_hand(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """Train whole windows in float32 with plain PyTorch."""
+    models, optimizers, x, y = make_parts(recipe)
     losses, norms, size = [], [], recipe.batch_size * recipe.steps
     for _ in range(EPOCHS):
         for start in range(0, recipe.num_rows, size):
@@ -94,12 +94,12 @@ def plain(recipe: Recipe) -> dict[str, torch.Tensor]:
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.item())
-    return result(losses, norms, models)
+    return collect_results(losses, norms, models)
 
 
-def headway(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """The same loop with the five lines changed; the loss curve is the exact mean over each window."""
-    models, optimizers, x, y = make(recipe)
+def train_with_headway(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """Train with Headway. Each logged loss is the exact mean over a window."""
+    models, optimizers, x, y = make_parts(recipe)
     accelerator = Accelerator(
         cpu=ON_CPU, mixed_precision=recipe.precision, gradient_accumulation_steps=recipe.steps,
         dataloader_config=DataLoaderConfiguration(even_batches=recipe.even),
@@ -125,13 +125,13 @@ def headway(recipe: Recipe) -> dict[str, torch.Tensor]:
                         sums[index] = [0.0, 0]
                     optimizer.step()
                     optimizer.zero_grad()
-    found = result(losses, norms, models)
-    # Windows of several models are updates of their own.
+    found = collect_results(losses, norms, models)
+    # each model's window is a separate update
     assert accelerator.num_updates == len(losses)
     return found
 
 
-# ---------------------------------------------------------------- what only several processes have
+# ---------------------------------------------------------------- scenarios with several processes
 
 
 class Heads(nn.Module):
@@ -143,8 +143,8 @@ class Heads(nn.Module):
         return self.used(self.body(x))
 
 
-def buffers_are_equal() -> None:
-    """Running statistics follow rank 0 at each update, as rank 0 alone would have made them."""
+def buffers_follow_rank_0() -> None:
+    """BatchNorm statistics equal those of rank 0 after each update."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=2)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
@@ -165,8 +165,8 @@ def ranks_start_from_rank_0() -> None:
     accelerator = Accelerator(cpu=ON_CPU)
     torch.manual_seed(accelerator.process_index)
     model = accelerator.prepare(nn.Linear(2, 2))
-    both = accelerator.gather(model.weight[None])
-    assert torch.equal(both[0], both[1])
+    results = accelerator.gather(model.weight[None])
+    assert torch.equal(results[0], results[1])
 
 
 def unused_parameters_are_named() -> None:
@@ -189,12 +189,12 @@ def unused_parameters_can_be_allowed() -> None:
             )
             optimizer.step()
             optimizer.zero_grad()
-    both = accelerator.gather(model.used.weight[None])
-    assert torch.equal(both[0], both[1])
+    results = accelerator.gather(model.used.weight[None])
+    assert torch.equal(results[0], results[1])
 
 
 def frozen_models() -> None:
-    """A wholly frozen model needs no engine; a partly frozen one trains, with all of it in the optimizer."""
+    """A fully frozen model needs no engine. A partly frozen one trains although all its parameters are in the optimizer."""
     accelerator = Accelerator(cpu=ON_CPU)
     torch.manual_seed(0)
     frozen, model = nn.Linear(2, 2).requires_grad_(False), Heads()
@@ -207,13 +207,13 @@ def frozen_models() -> None:
         accelerator.backward(model(frozen(x)).mean(), weight=1)
         optimizer.step()
         optimizer.zero_grad()
-    both = accelerator.gather(model.used.weight[None])
-    assert torch.equal(both[0], both[1])
+    results = accelerator.gather(model.used.weight[None])
+    assert torch.equal(results[0], results[1])
     assert accelerator.num_updates == 2
     assert all(torch.equal(value.cpu(), before[name]) for name, value in model.spare.state_dict().items())
 
 
-def what_cannot_be() -> None:
+def unsupported_models_are_errors() -> None:
     accelerator = Accelerator(cpu=ON_CPU)
     with pytest.raises(PrepareError, match="on the meta device"):
         accelerator.prepare(nn.Linear(2, 2, device="meta"))
@@ -223,25 +223,25 @@ def what_cannot_be() -> None:
     if ON_CPU:
         with pytest.raises(UnsupportedError, match="bf16 communication hook needs NCCL"):
             compressed.prepare(nn.Linear(2, 2))
-    stranger = accelerator.prepare_optimizer(torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1))
+    unrelated_optimizer = accelerator.prepare_optimizer(torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1))
     model = accelerator.prepare_model(nn.Linear(2, 2))
     accelerator.backward(model(torch.ones(1, 2, device=DEVICE)).mean())
     with pytest.raises(PrepareError, match="belong to no prepared model"):
-        stranger.step()
+        unrelated_optimizer.step()
 
 
 SCENARIOS = [
-    buffers_are_equal, ranks_start_from_rank_0, unused_parameters_are_named, unused_parameters_can_be_allowed,
-    frozen_models, what_cannot_be,
+    buffers_follow_rank_0, ranks_start_from_rank_0, unused_parameters_are_named, unused_parameters_can_be_allowed,
+    frozen_models, unsupported_models_are_errors,
 ]  # fmt: skip
 
 
-def play() -> dict[str, Any]:
-    """Each row's result, and what went wrong in each scenario."""
+def run_rows_and_scenarios() -> dict[str, Any]:
+    """Return each row's result, and the traceback of each failed row and scenario."""
     found: dict[str, Any] = {}
     for name, recipe in TABLE.items():
         try:
-            found[name] = headway(recipe)
+            found[name] = train_with_headway(recipe)
         except Exception:
             found[name] = traceback.format_exc()
     for scenario in SCENARIOS:
@@ -253,23 +253,23 @@ def play() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def both() -> list[dict[str, Any]]:
-    return run_ranks(play, 2)
+def results() -> list[dict[str, Any]]:
+    return run_ranks(run_rows_and_scenarios, 2)
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_plain_is_single_is_two_processes(name: str, both: list[dict[str, Any]]) -> None:
+def test_two_processes_match_one_process_and_plain_pytorch(name: str, results: list[dict[str, Any]]) -> None:
     recipe = TABLE[name]
-    assert isinstance(both[0][name], dict), both[0][name]
-    assert isinstance(both[1][name], dict), both[1][name]
-    wanted, single = plain(recipe), headway(recipe)
+    assert isinstance(results[0][name], dict), results[0][name]
+    assert isinstance(results[1][name], dict), results[1][name]
+    wanted, single = train_by_hand(recipe), train_with_headway(recipe)
     for what in ("losses", "norms", "weights"):
-        assert torch.equal(both[0][name][what], both[1][name][what]), f"{what} differ between ranks"
-        for found in (single, both[0][name]):
+        assert torch.equal(results[0][name][what], results[1][name][what]), f"{what} differ between ranks"
+        for found in (single, results[0][name]):
             torch.testing.assert_close(found[what], wanted[what], rtol=recipe.tolerance, atol=recipe.tolerance)
 
 
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
-def test_on_two_processes(name: str, both: list[dict[str, Any]]) -> None:
-    told = [f"rank {rank}: {found[name]}" for rank, found in enumerate(both) if found[name] is not None]
-    assert not told, "\n".join(told)
+def test_scenario_on_two_processes(name: str, results: list[dict[str, Any]]) -> None:
+    reports = [f"rank {rank}: {found[name]}" for rank, found in enumerate(results) if found[name] is not None]
+    assert not reports, "\n".join(reports)

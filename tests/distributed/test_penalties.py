@@ -1,4 +1,4 @@
-"""Penalties on weights and on gradients under sharded layouts, over ragged windows, against a hand-written loop."""
+"""Penalties on weights and on gradients in sharded layouts, over ragged windows, compared with a hand-written loop."""
 
 import pytest
 import torch
@@ -10,17 +10,17 @@ from headway import Accelerator, DataLoaderConfiguration, TensorParallelOptions
 from headway.core.strategies.fully_sharded.dtensors import explain_error
 from headway.errors import UnsupportedError
 from tests.devices import ON_CPU
-from tests.distributed.layouts import GPT, seeded, text, whole_weights
+from tests.distributed.layouts import GPT, build_seeded, gather_weights, make_tokens
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.on_device
 
 ROWS, WINDOW, STEPS = 21, 8, 2
-"""The last window has five rows: of the ranks of fsdp, one has more of them than the other."""
+"""The last window has five rows, so one FSDP rank has more rows than the other."""
 
 
 class Blocks(nn.Module):
-    """Several units for FSDP."""
+    """Model with several FSDP units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,80 +38,80 @@ class Blocks(nn.Module):
 PLAN = TensorParallelOptions(plan={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"})
 
 
-def rows() -> tuple[torch.Tensor, torch.Tensor]:
+def make_rows() -> tuple[torch.Tensor, torch.Tensor]:
     inputs = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(1))
     return inputs, inputs[:, :2].square()
 
 
-def penalised(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def compute_penalized_loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     inputs = inputs.clone().requires_grad_()
     outputs = model(inputs)
     (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
     return mse_loss(outputs, targets) + 0.1 * (slope.norm(dim=1) - 1).square().mean()
 
 
-def weight_penalty(model: nn.Module) -> torch.Tensor:
+def compute_weight_penalty(model: nn.Module) -> torch.Tensor:
     return 0.01 * sum(p.abs().sum() for p in model.parameters())
 
 
-def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Blocks()
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def by_hand() -> dict[str, torch.Tensor]:
-    model, optimizer = build()
+def train_by_hand() -> dict[str, torch.Tensor]:
+    model, optimizer = make_parts()
     for _ in range(2):
-        for inputs, targets in zip(*(tensor.split(WINDOW) for tensor in rows())):
-            (penalised(model, inputs, targets) + weight_penalty(model)).backward()
+        for inputs, targets in zip(*(tensor.split(WINDOW) for tensor in make_rows())):
+            (compute_penalized_loss(model, inputs, targets) + compute_weight_penalty(model)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return whole_weights(model)
+    return gather_weights(model)
 
 
-def prepared(layout: str) -> dict[str, torch.Tensor]:
+def train_prepared(layout: str) -> dict[str, torch.Tensor]:
     accelerator = Accelerator(
         cpu=ON_CPU, strategy=layout, gradient_accumulation_steps=STEPS, kwargs_handlers=[PLAN] if layout == "tp" else [],
         dataloader_config=DataLoaderConfiguration(even_batches=False),
     )  # fmt: skip
     size = WINDOW // (STEPS * accelerator.strategy.data_shard.count)
-    loader = DataLoader(TensorDataset(*rows()), batch_size=size)
-    model, optimizer, loader = accelerator.prepare(*build(), loader)
+    loader = DataLoader(TensorDataset(*make_rows()), batch_size=size)
+    model, optimizer, loader = accelerator.prepare(*make_parts(), loader)
     for _ in range(2):
         for inputs, targets in loader:
             with accelerator.accumulate(model):
-                accelerator.backward(penalised(model, inputs, targets))
-                accelerator.backward(weight_penalty(model))
+                accelerator.backward(compute_penalized_loss(model, inputs, targets))
+                accelerator.backward(compute_weight_penalty(model))
                 optimizer.step()
                 optimizer.zero_grad()
-    return whole_weights(model)
+    return gather_weights(model)
 
 
-def penalised_stages() -> None:
-    """Each stage of a pipeline has some of the parameters only."""
+def penalize_stages() -> None:
+    """Check that a penalty in a pipeline is an error, because each stage has only some of the parameters."""
     accelerator = Accelerator(cpu=ON_CPU, strategy="pp")
-    model = accelerator.prepare(seeded(0, GPT))
-    if not ON_CPU:  # torch itself adds nothing of the meta device to numbers on an accelerator
+    model = accelerator.prepare(build_seeded(0, GPT))
+    if not ON_CPU:  # torch cannot add a meta tensor to a number on an accelerator
         with pytest.raises(RuntimeError) as error:
-            weight_penalty(model)
+            compute_weight_penalty(model)
         assert "weight_decay" in explain_error(error.value)
         return
-    penalty = weight_penalty(model)
-    for loss in (penalty, model(text()).square().mean() + penalty):
+    penalty = compute_weight_penalty(model)
+    for loss in (penalty, model(make_tokens()).square().mean() + penalty):
         with pytest.raises(UnsupportedError, match="weight_decay"):
             accelerator.backward(loss)
     accelerator.end_training()
 
 
-def test_a_penalty_under_a_pipeline_is_an_error() -> None:
-    run_ranks(penalised_stages, 2)
+def test_penalty_in_a_pipeline_is_an_error() -> None:
+    run_ranks(penalize_stages, 2)
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
-def test_penalties_are_those_of_a_hand_written_loop(layout: str) -> None:
-    wanted = by_hand()
-    for found in run_ranks(prepared, 2, layout):
+def test_penalties_match_the_hand_written_loop(layout: str) -> None:
+    wanted = train_by_hand()
+    for found in run_ranks(train_prepared, 2, layout):
         assert found.keys() == wanted.keys()
         for name, tensor in wanted.items():
             torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""Pipelines = the hand-written loop on one process: losses, gradient norms and weights; and what they refuse, on all ranks alike."""
+"""Pipelines match the hand-written loop on one process, and their errors are the same on all ranks."""
 
 import contextlib
 import importlib.util
@@ -30,127 +30,138 @@ from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedEr
 from headway.layouts.pipeline import stage_forward as known
 from tests.devices import ON_CPU
 from tests.distributed import layouts
-from tests.distributed.layouts import GPT, Curve, Task, by_hand, difference, each, prepared, seeded, squares, text
-from tests.distributed.pipelines import as_function, whole_state
+from tests.distributed.layouts import (
+    GPT,
+    Curve,
+    Task,
+    build_seeded,
+    make_tokens,
+    mean_square,
+    measure_differences,
+    run_each,
+    train_by_hand,
+    train_prepared,
+)
+from tests.distributed.pipelines import gather_state, train_with_forward_backward
 from tests.distributed.ranks import run_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline.py"
 TOLERANCE = 3e-6
-"""As for other layouts: float32 sums of other orders differ by so much."""
+"""As for other layouts: float32 sums in another order differ by up to this value."""
 
 
-def four_blocks() -> nn.Module:
+def make_four_blocks() -> nn.Module:
     return GPT(num_blocks=4)
 
 
-def options(schedule: str, number: int | None = None, **given: Any) -> tuple[Any, ...]:
+def make_options(schedule: str, number: int | None = None, **given: Any) -> tuple[Any, ...]:
     return (PipelineOptions(schedule=schedule, num_microbatches=number, **given),)
 
 
-PLAIN: dict[str, Task] = {
+CALL_TASKS: dict[str, Task] = {
     "tied gpt": Task("gpt", updates=5, steps=1, seed_by_rank=True),
-    "frozen first stage": Task("gpt, frozen", updates=4, handlers=options("gpipe", 3, split="blocks.1")),
+    "frozen first stage": Task("gpt, frozen", updates=4, handlers=make_options("gpipe", 3, split="blocks.1")),
     "llama": Task("llama", updates=4),
     "gemma": Task("gemma", updates=4),
-    "tied gpt2": Task("gpt2", updates=6, handlers=(*options("gpipe", 2), ActivationCheckpointing())),
+    "tied gpt2": Task("gpt2", updates=6, handlers=(*make_options("gpipe", 2), ActivationCheckpointing())),
 }
-SCHEDULES: dict[str, Task] = {
-    "gpipe": Task("gpt2", window=16, updates=4, handlers=options("gpipe", 3)),
-    "1f1b": Task("llama, tied", window=16, updates=6, handlers=options("1f1b", 4)),
-    "1f1b, frozen": Task("gpt, frozen", window=16, updates=3, handlers=options("1f1b", 4)),
-    "interleaved": Task("four", window=16, updates=4, handlers=options("interleaved", 4)),
-    "zero_bubble": Task("four", window=16, updates=4, handlers=options("zero_bubble", 4)),
-    "zbv": Task("four", window=16, updates=4, handlers=options("zbv", 4)),
+SCHEDULE_TASKS: dict[str, Task] = {
+    "gpipe": Task("gpt2", window=16, updates=4, handlers=make_options("gpipe", 3)),
+    "1f1b": Task("llama, tied", window=16, updates=6, handlers=make_options("1f1b", 4)),
+    "1f1b, frozen": Task("gpt, frozen", window=16, updates=3, handlers=make_options("1f1b", 4)),
+    "interleaved": Task("four", window=16, updates=4, handlers=make_options("interleaved", 4)),
+    "zero_bubble": Task("four", window=16, updates=4, handlers=make_options("zero_bubble", 4)),
+    "zbv": Task("four", window=16, updates=4, handlers=make_options("zbv", 4)),
 }
 
 
 def train(tasks: dict[str, Task], functions: dict[str, Task], layout: str) -> dict[str, Curve]:
-    layouts.MODELS["four"] = four_blocks
+    layouts.MODELS["four"] = make_four_blocks
     found = {}
     for name, task in tasks.items():
-        found[name] = prepared(task, layout)
+        found[name] = train_prepared(task, layout)
         found[name]["weights"] = {n: w for n, w in found[name]["weights"].items() if not w.is_meta}
-    return found | {name: as_function(task, layout) for name, task in functions.items()}
+    return found | {name: train_with_forward_backward(task, layout) for name, task in functions.items()}
 
 
 def compare(by_rank: list[dict[str, Curve]], tasks: dict[str, Task], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(layouts.MODELS, "four", four_blocks)
+    monkeypatch.setitem(layouts.MODELS, "four", make_four_blocks)
     for name, task in tasks.items():
-        expected = by_hand(task)
+        expected = train_by_hand(task)
         for rank, curves in enumerate(by_rank):
             got = curves[name]
             here = {n: w for n, w in expected["weights"].items() if n in got["weights"]}
             assert got["weights"].keys() == here.keys()
-            if not here:  # whole weights are rank 0's
+            if not here:  # only rank 0 has whole weights
                 got["weights"], here = {"": torch.zeros(1)}, {"": torch.zeros(1)}
-            found = difference({**expected, "weights": here}, got)
+            found = measure_differences({**expected, "weights": here}, got)
             assert max(found["losses"], found["norms"]) < TOLERANCE, (name, rank, found)
             assert found["weights"] < 2e-3, (name, rank, found)
-        if name in SCHEDULES:
+        if name in SCHEDULE_TASKS:
             assert by_rank[0][name]["weights"].keys() == expected["weights"].keys()
 
 
 @pytest.mark.slow
 @pytest.mark.on_device
-@pytest.mark.parametrize(("plain", "functions"), [(PLAIN, {}), ({}, SCHEDULES)], ids=["plain", "schedules"])
-def test_two_stages_reproduce_the_hand_written_loop(plain, functions, monkeypatch):
+@pytest.mark.parametrize(("plain", "functions"), [(CALL_TASKS, {}), ({}, SCHEDULE_TASKS)], ids=["plain", "schedules"])
+def test_two_stages_match_the_hand_written_loop(plain, functions, monkeypatch):
     by_rank = run_ranks(train, 2, plain, functions, "pp", timeout=280)
     compare(by_rank, plain | functions, monkeypatch)
 
 
 @pytest.mark.on_device
-def test_replicas_of_a_pipeline(monkeypatch):
+def test_replicated_pipelines_match_the_hand_written_loop(monkeypatch):
     plain = {"tied gpt": Task("gpt", updates=4)}
-    functions = {"1f1b": Task("gpt2", window=16, updates=4, handlers=options("1f1b", 2))}
+    functions = {"1f1b": Task("gpt2", window=16, updates=4, handlers=make_options("1f1b", 2))}
     compare(run_ranks(train, 4, plain, functions, "ddp=2+pp=2", timeout=280), plain | functions, monkeypatch)
 
 
-# ---------------------------------------------------------------- what is alike on all ranks
+# ---------------------------------------------------------------- scenarios, equal on all ranks
 
 
-def begin(*handlers: Any, model: nn.Module | None = None, **given: Any) -> tuple[Accelerator, Any, Any]:
+def prepare_training(*handlers: Any, model: nn.Module | None = None, **given: Any) -> tuple[Accelerator, Any, Any]:
     accelerator = Accelerator(cpu=ON_CPU, strategy="pp", kwargs_handlers=list(handlers), **given)
-    model = seeded(0, lambda: GPT(num_blocks=2)) if model is None else model
+    model = build_seeded(0, lambda: GPT(num_blocks=2)) if model is None else model
     return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def refused(accelerator: Accelerator, kind: type[HeadwayError], part: str, act: Any) -> None:
-    """The same error on both ranks, which can go on together."""
+def assert_same_error(accelerator: Accelerator, kind: type[HeadwayError], part: str, act: Any) -> None:
+    """Assert that `act` raises the same error on both ranks, and that training can continue."""
     with pytest.raises(kind) as caught:
         act()
-    told = accelerator.collectives.gather_objects(str(caught.value))
-    assert told[0] == told[1], told
-    assert part in told[0], told
+    output = accelerator.collectives.gather_objects(str(caught.value))
+    assert output[0] == output[1], output
+    assert part in output[0], output
 
 
 def evaluation() -> None:
-    accelerator, model, _ = begin()
-    plain = seeded(0, lambda: GPT(num_blocks=2))
-    loader = accelerator.prepare(DataLoader(TensorDataset(text(rows=10)), batch_size=4))
+    accelerator, model, _ = prepare_training()
+    plain = build_seeded(0, lambda: GPT(num_blocks=2))
+    loader = accelerator.prepare(DataLoader(TensorDataset(make_tokens(rows=10)), batch_size=4))
     model.eval()
     with torch.no_grad():
         found = torch.cat([accelerator.gather_for_metrics(model(ids)) for (ids,) in loader])
-        expected = plain(text(rows=10))
+        expected = plain(make_tokens(rows=10))
     assert found.shape == expected.shape  # each sample once, on each rank
     assert torch.allclose(found, expected, atol=1e-6)
     accelerator.end_training()
 
 
-def streams() -> None:
-    """Dropout draws on each stage by itself, and what the script draws afterwards is alike."""
-    accelerator, model, _ = begin(model=seeded(0, lambda: GPT(num_blocks=2, dropout=0.5)))
+def random_states() -> None:
+    """Each stage draws its own dropout masks, but the script's later random numbers are equal on all ranks."""
+    accelerator, model, _ = prepare_training(model=build_seeded(0, lambda: GPT(num_blocks=2, dropout=0.5)))
     torch.manual_seed(7)
-    first, second = squares(model, text()).item(), squares(model, text()).item()
+    first, second = mean_square(model, make_tokens()).item(), mean_square(model, make_tokens()).item()
     assert first != second
     draws = accelerator.collectives.gather_objects((first, second, float(torch.rand(()))))
     assert draws[0] == draws[1]
     torch.manual_seed(7)
-    assert squares(model, text()).item() == first
+    assert mean_square(model, make_tokens()).item() == first
     accelerator.end_training()
 
 
-class Drawing(nn.Module):
-    """Draws on the host, as LayerDrop and masks of a model's own do."""
+class HostRandomBlock(nn.Module):
+    """Block that draws random numbers on the host, as LayerDrop does."""
 
     def __init__(self, block: nn.Module, times: int) -> None:
         super().__init__()
@@ -160,38 +171,38 @@ class Drawing(nn.Module):
         return self.block(x) * sum(random.random() + float(numpy.random.rand()) for _ in range(self.times))
 
 
-def host_streams() -> None:
-    """One stage draws more often than the other; what the script draws afterwards is alike, from every stream."""
-    model = seeded(0, lambda: GPT(num_blocks=2))
-    model.blocks[0], model.blocks[1] = Drawing(model.blocks[0], 1), Drawing(model.blocks[1], 3)
-    accelerator, model, _ = begin(model=model)
+def host_random_states() -> None:
+    """One stage draws more host random numbers than the other, but the script's later ones are equal on all ranks."""
+    model = build_seeded(0, lambda: GPT(num_blocks=2))
+    model.blocks[0], model.blocks[1] = HostRandomBlock(model.blocks[0], 1), HostRandomBlock(model.blocks[1], 3)
+    accelerator, model, _ = prepare_training(model=model)
     set_seed(7)
     before = torch.get_rng_state()
-    losses = [squares(model, text()).item()]
-    losses.append(accelerator.forward_backward(text(), lambda piece: squares(model, piece)).item())
-    losses += [squares(model, text()).item()]
+    losses = [mean_square(model, make_tokens()).item()]
+    losses.append(accelerator.forward_backward(make_tokens(), lambda piece: mean_square(model, piece)).item())
+    losses += [mean_square(model, make_tokens()).item()]
     assert len(set(losses)) == 3
-    assert torch.equal(torch.get_rng_state(), before)  # nothing was drawn from it
+    assert torch.equal(torch.get_rng_state(), before)  # no number was drawn from this state
     draws = accelerator.collectives.gather_objects((losses, random.random(), float(numpy.random.rand())))
     assert draws[0] == draws[1], draws
     accelerator.end_training()
 
 
-def one_backward() -> None:
-    accelerator, model, _ = begin()
-    out = model(text())
+def second_backward_of_one_forward() -> None:
+    accelerator, model, _ = prepare_training()
+    out = model(make_tokens())
     accelerator.backward(out.square().mean())
-    refused(accelerator, StateError, "twice", lambda: accelerator.backward(out.abs().mean()))
+    assert_same_error(accelerator, StateError, "twice", lambda: accelerator.backward(out.abs().mean()))
     accelerator.end_training()
 
 
-def backwards_by_hand() -> None:
-    """Two backwards before a step: what two stages share is summed once each."""
-    accelerator, model, _ = begin()
-    plain = seeded(0, lambda: GPT(num_blocks=2))
+def two_backward_passes_per_step() -> None:
+    """After two backward passes before a step, the gradients of tied weights are summed once for each pass."""
+    accelerator, model, _ = prepare_training()
+    plain = build_seeded(0, lambda: GPT(num_blocks=2))
     for seed in (1, 2):
-        accelerator.backward(squares(model, text(seed)))
-        squares(plain, text(seed)).backward()
+        accelerator.backward(mean_square(model, make_tokens(seed)))
+        mean_square(plain, make_tokens(seed)).backward()
     norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     assert abs(float(norm) - float(expected)) < 1e-5 * float(expected)
@@ -199,38 +210,47 @@ def backwards_by_hand() -> None:
 
 
 def schedules_need_functions() -> None:
-    accelerator, model, _ = begin(*options("1f1b"))
-    refused(accelerator, UnsupportedError, "forward_backward", lambda: model(text()))
+    accelerator, model, _ = prepare_training(*make_options("1f1b"))
+    assert_same_error(accelerator, UnsupportedError, "forward_backward", lambda: model(make_tokens()))
     with torch.no_grad():
-        assert model(text()).shape[0] == 2  # evaluation may be called
+        assert model(make_tokens()).shape[0] == 2  # evaluation can call the model directly
     accelerator.end_training()
 
 
-def losses_that_need_more() -> None:
-    accelerator, model, _ = begin()
-    call = lambda piece: squares(model, piece) + squares(model, piece)  # noqa: E731
-    refused(accelerator, UnsupportedError, "called twice", lambda: accelerator.forward_backward(text(rows=4), call))
-    wrong = lambda piece: 1 / 0  # noqa: E731
-    refused(
-        accelerator, Exception, "division", lambda: _named(lambda: accelerator.forward_backward(text(rows=4), wrong))
+def unsupported_losses() -> None:
+    accelerator, model, _ = prepare_training()
+    call = lambda piece: mean_square(model, piece) + mean_square(model, piece)  # noqa: E731
+    assert_same_error(
+        accelerator, UnsupportedError, "called twice", lambda: accelerator.forward_backward(make_tokens(rows=4), call)
     )
-    loss = accelerator.forward_backward(text(rows=4), lambda piece: squares(model, piece))  # and it goes on
+    wrong = lambda piece: 1 / 0  # noqa: E731
+    assert_same_error(
+        accelerator,
+        Exception,
+        "division",
+        lambda: _raise_named_error(lambda: accelerator.forward_backward(make_tokens(rows=4), wrong)),
+    )
+    loss = accelerator.forward_backward(
+        make_tokens(rows=4), lambda piece: mean_square(model, piece)
+    )  # training can continue
     assert torch.isfinite(loss)
     accelerator.end_training()
 
 
-def _named(act: Any) -> None:
+def _raise_named_error(act: Any) -> None:
     try:
         act()
-    except Exception as error:  # the rank on which it happened raises it as it is
+    except Exception as error:  # on the rank where it happened, the error is the original one
         raise HeadwayError("division" if "division" in str(error) else repr(error)) from error
 
 
-def weightless() -> None:
-    """A micro-batch whose mean is one over nothing leaves no trace."""
+def micro_batch_without_weight() -> None:
+    """A micro-batch whose mean loss divides by zero has no effect."""
     for schedule in ("gpipe", "zero_bubble"):
-        accelerator, model, _ = begin(*options(schedule, 4), model=seeded(0, lambda: GPT(num_blocks=4)))
-        plain, ids = seeded(0, lambda: GPT(num_blocks=4)), text(rows=8)
+        accelerator, model, _ = prepare_training(
+            *make_options(schedule, 4), model=build_seeded(0, lambda: GPT(num_blocks=4))
+        )
+        plain, ids = build_seeded(0, lambda: GPT(num_blocks=4)), make_tokens(rows=8)
         targets = ids.clone()
         targets[2:4] = -100
 
@@ -251,26 +271,28 @@ def weightless() -> None:
 
 def evaluation_under_every_schedule() -> None:
     for schedule in ("interleaved", "zero_bubble", "zbv"):
-        accelerator, model, _ = begin(*options(schedule, 4), model=seeded(0, lambda: GPT(num_blocks=4)))
+        accelerator, model, _ = prepare_training(
+            *make_options(schedule, 4), model=build_seeded(0, lambda: GPT(num_blocks=4))
+        )
         with torch.no_grad():
-            expected = seeded(0, lambda: GPT(num_blocks=4))(text(rows=9))
-            assert torch.allclose(model(text(rows=9)), expected, atol=1e-6)
+            expected = build_seeded(0, lambda: GPT(num_blocks=4))(make_tokens(rows=9))
+            assert torch.allclose(model(make_tokens(rows=9)), expected, atol=1e-6)
         accelerator.end_training()
 
 
-class Odd(GPT):
+class OddOutputGPT(GPT):
     def forward(self, ids: torch.Tensor) -> Any:
         return super().forward(ids), lambda: 1
 
 
 def odd_outputs() -> None:
-    accelerator, model, _ = begin(model=seeded(0, lambda: Odd(num_blocks=2)))
-    refused(accelerator, UnsupportedError, "cannot be sent", lambda: model(text()))
+    accelerator, model, _ = prepare_training(model=build_seeded(0, lambda: OddOutputGPT(num_blocks=2)))
+    assert_same_error(accelerator, UnsupportedError, "cannot be sent", lambda: model(make_tokens()))
     accelerator.end_training()
 
 
-class Skipping(GPT):
-    """Its head sees the embedding, too."""
+class SkipConnectionGPT(GPT):
+    """GPT whose head also uses the embedding."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         first = x = self.tokens(ids)
@@ -279,23 +301,23 @@ class Skipping(GPT):
         return self.head(self.norm(x + first))  # type: ignore[no-any-return]
 
 
-def skipping() -> None:
-    accelerator, model, _ = begin(model=seeded(0, lambda: Skipping(num_blocks=2, tied=False)))
-    refused(accelerator, UnsupportedError, "tokens", lambda: model(text()))
+def skip_connections() -> None:
+    accelerator, model, _ = prepare_training(model=build_seeded(0, lambda: SkipConnectionGPT(num_blocks=2, tied=False)))
+    assert_same_error(accelerator, UnsupportedError, "tokens", lambda: model(make_tokens()))
     accelerator.end_training()
-    model = seeded(0, lambda: Skipping(num_blocks=2, tied=False))
-    plain = seeded(0, lambda: Skipping(num_blocks=2, tied=False))
-    accelerator, model, _ = begin(PipelineOptions(first=("tokens",), last=("tokens",)), model=model)
-    accelerator.backward(squares(model, text(rows=4)))
-    squares(plain, text(rows=4)).backward()
+    model = build_seeded(0, lambda: SkipConnectionGPT(num_blocks=2, tied=False))
+    plain = build_seeded(0, lambda: SkipConnectionGPT(num_blocks=2, tied=False))
+    accelerator, model, _ = prepare_training(PipelineOptions(first=("tokens",), last=("tokens",)), model=model)
+    accelerator.backward(mean_square(model, make_tokens(rows=4)))
+    mean_square(plain, make_tokens(rows=4)).backward()
     norm = float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
     expected = float(nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.grad is not None], 1e9))
     assert abs(norm - expected) < 1e-5 * expected
     accelerator.end_training()
 
 
-class Recomputing(GPT):
-    """Checkpoints its blocks by itself."""
+class CheckpointedGPT(GPT):
+    """GPT that checkpoints its blocks itself."""
 
     reentrant = True
 
@@ -307,46 +329,46 @@ class Recomputing(GPT):
 
 
 def own_checkpoints() -> None:
-    """A reentrant one would be left before it has a graph, and nothing before the head would learn."""
-    accelerator, model, _ = begin(model=seeded(0, lambda: Recomputing(num_blocks=2)))
-    refused(accelerator, UnsupportedError, "use_reentrant=False", lambda: model(text(rows=4)))
-    as_function = lambda: accelerator.forward_backward(text(rows=4), lambda piece: squares(model, piece))  # noqa: E731
-    refused(accelerator, UnsupportedError, "use_reentrant=False", as_function)
+    """Reentrant checkpoints would leave everything before the head without gradients, so they are an error."""
+    accelerator, model, _ = prepare_training(model=build_seeded(0, lambda: CheckpointedGPT(num_blocks=2)))
+    assert_same_error(accelerator, UnsupportedError, "use_reentrant=False", lambda: model(make_tokens(rows=4)))
+    as_function = lambda: accelerator.forward_backward(make_tokens(rows=4), lambda piece: mean_square(model, piece))  # noqa: E731
+    assert_same_error(accelerator, UnsupportedError, "use_reentrant=False", as_function)
     with torch.no_grad():
-        assert torch.isfinite(squares(model, text(rows=4)))
-    model.reentrant, plain = False, seeded(0, lambda: Recomputing(num_blocks=2))
+        assert torch.isfinite(mean_square(model, make_tokens(rows=4)))
+    model.reentrant, plain = False, build_seeded(0, lambda: CheckpointedGPT(num_blocks=2))
     plain.reentrant = False
     as_function()
-    squares(plain, text(rows=4)).backward()
-    same_norm(accelerator, model, plain)
+    mean_square(plain, make_tokens(rows=4)).backward()
+    compare_norms(accelerator, model, plain)
     accelerator.end_training()
 
 
-def freezing() -> None:
-    """Between batches, in both directions: whether gradients travel back changes with it."""
+def freezing_between_batches() -> None:
+    """Freezing and unfreezing between batches changes whether gradients are sent back to the first stage."""
     for schedule in ("gpipe", "1f1b"):
-        accelerator, model, _ = begin(
-            *options(schedule), model=seeded(0, lambda: Recomputing(num_blocks=2, tied=False))
+        accelerator, model, _ = prepare_training(
+            *make_options(schedule), model=build_seeded(0, lambda: CheckpointedGPT(num_blocks=2, tied=False))
         )
-        plain = seeded(0, lambda: Recomputing(num_blocks=2, tied=False))
+        plain = build_seeded(0, lambda: CheckpointedGPT(num_blocks=2, tied=False))
         for is_learning in (True, False, True):
             for one in (model, plain):
                 one.tokens.requires_grad_(is_learning)
                 one.blocks.requires_grad_(is_learning)
-                one.reentrant = not is_learning  # no block learns: nothing is lost
+                one.reentrant = not is_learning  # with no trainable block, reentrant checkpoints lose nothing
                 one.zero_grad()
             if schedule == "gpipe":
-                accelerator.backward(squares(model, text(rows=4)))
+                accelerator.backward(mean_square(model, make_tokens(rows=4)))
             else:
-                accelerator.forward_backward(text(rows=4), lambda piece: squares(model, piece))
-            squares(plain, text(rows=4)).backward()
-            same_norm(accelerator, model, plain)
+                accelerator.forward_backward(make_tokens(rows=4), lambda piece: mean_square(model, piece))
+            mean_square(plain, make_tokens(rows=4)).backward()
+            compare_norms(accelerator, model, plain)
             assert is_learning or all(p.grad is None for p in model.blocks.parameters())
         accelerator.end_training()
 
 
-class Hungry(nn.Linear):
-    """Runs out of memory with more than two rows."""
+class FailingLinear(nn.Linear):
+    """Linear layer that runs out of memory with more than two rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] > 2:
@@ -355,9 +377,9 @@ class Hungry(nn.Linear):
 
 
 def out_of_memory() -> None:
-    """In the micro-batch that goes ahead, on one rank: the others take it for what it is, however late that one says so."""
-    accelerator = Accelerator(cpu=ON_CPU, strategy="pp", kwargs_handlers=list(options("gpipe", 1)))
-    for place in (2, 3):  # the last rank's block, and what comes after the blocks
+    """Memory runs out on one rank, in the first micro-batch. The other rank recognizes that, even if it hears of it late."""
+    accelerator = Accelerator(cpu=ON_CPU, strategy="pp", kwargs_handlers=list(make_options("gpipe", 1)))
+    for place in (2, 3):  # the last rank's block, and the layer after the blocks
         tried, seen = [], []
 
         @find_executable_batch_size(starting_batch_size=4)
@@ -365,9 +387,9 @@ def out_of_memory() -> None:
             tried.append(batch_size)
             accelerator.free_memory()
             parts = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)]
-            model = seeded(0, lambda: nn.Sequential(nn.Linear(3, 3), *parts, nn.Linear(3, 1)))
+            model = build_seeded(0, lambda: nn.Sequential(nn.Linear(3, 3), *parts, nn.Linear(3, 1)))
             of, index = (model, 3) if place == 3 else (model[2], 0)
-            of[index] = Hungry(3, of[index].out_features)
+            of[index] = FailingLinear(3, of[index].out_features)
             model = accelerator.prepare(model)
             try:
                 accelerator.backward(model(torch.ones(batch_size, 3)).sum())
@@ -384,21 +406,21 @@ def out_of_memory() -> None:
     accelerator.end_training()
 
 
-def same_norm(accelerator: Accelerator, model: nn.Module, plain: nn.Module) -> None:
+def compare_norms(accelerator: Accelerator, model: nn.Module, plain: nn.Module) -> None:
     norm = float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
     expected = float(nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.grad is not None], 1e9))
     assert abs(norm - expected) < 1e-5 * expected, (norm, expected)
 
 
-def changing_numbers() -> None:
-    """More kinds of batches than are remembered, and in one batch more kinds of micro-batches."""
+def changing_batches() -> None:
+    """More kinds of batches than the cache holds, and more kinds of micro-batches within one batch."""
     known.CAPACITY = 2
-    accelerator, model, _ = begin(*options("gpipe", 4))
-    plain = seeded(0, lambda: GPT(num_blocks=2))
+    accelerator, model, _ = prepare_training(*make_options("gpipe", 4))
+    plain = build_seeded(0, lambda: GPT(num_blocks=2))
     for step in range(4):
-        batch = {"x": text(rows=4), "step": step, "names": ["a", "b", "c", f"d{step}"]}
-        loss = accelerator.forward_backward(batch, lambda piece: squares(model, piece["x"]))
-        assert abs(loss.item() - squares(plain, text(rows=4)).item()) < 2e-6
+        batch = {"x": make_tokens(rows=4), "step": step, "names": ["a", "b", "c", f"d{step}"]}
+        loss = accelerator.forward_backward(batch, lambda piece: mean_square(model, piece["x"]))
+        assert abs(loss.item() - mean_square(plain, make_tokens(rows=4)).item()) < 2e-6
     found = accelerator.strategy._pipe._known
     assert len(found) == 2
     known.CAPACITY = 256
@@ -406,45 +428,45 @@ def changing_numbers() -> None:
 
 
 def not_finite() -> None:
-    accelerator, model, optimizer = begin(on_non_finite="skip")
-    before = whole_state(accelerator, model)
+    accelerator, model, optimizer = prepare_training(on_non_finite="skip")
+    before = gather_state(accelerator, model)
     with torch.no_grad():
         bad = 0.0 if accelerator.process_index == 0 else float("inf")
         model.norm.bias.data = model.norm.bias.data + bad if not model.norm.bias.is_meta else model.norm.bias.data
     with accelerator.accumulate(model):
-        accelerator.backward(squares(model, text()))
+        accelerator.backward(mean_square(model, make_tokens()))
         optimizer.step()
     assert optimizer.step_was_skipped
-    after = whole_state(accelerator, model)
+    after = gather_state(accelerator, model)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if name != "norm.bias")
     accelerator.end_training()
 
 
 def other_objects() -> None:
-    accelerator, model, _ = begin()
+    accelerator, model, _ = prepare_training()
     with pytest.raises(UnsupportedError, match="LBFGS"):
         accelerator.prepare(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(UnsupportedError, match="several models"):
         accelerator.prepare(GPT())
     held = sum(p.numel() for p in model.parameters() if not p.is_meta)
     assert 0 < held < sum(p.numel() for p in model.parameters())
-    before = squares(model, text()).item()
+    before = mean_square(model, make_tokens()).item()
     accelerator.free_memory()
     with pytest.raises(UnsupportedError, match="was released"):
-        model(text())
-    assert squares(accelerator.prepare(model), text()).item() == before
+        model(make_tokens())
+    assert mean_square(accelerator.prepare(model), make_tokens()).item() == before
     accelerator.end_training()
     with pytest.raises(PrepareError, match="a run that has ended"):
-        begin(model=model)
+        prepare_training(model=model)
     accelerator.end_training()
 
 
 def half_precision() -> None:
-    accelerator, model, optimizer = begin(mixed_precision="bf16")
-    plain = seeded(0, lambda: GPT(num_blocks=2))
+    accelerator, model, optimizer = prepare_training(mixed_precision="bf16")
+    plain = build_seeded(0, lambda: GPT(num_blocks=2))
     with torch.autocast("cpu", torch.bfloat16):
-        expected = squares(plain, text(rows=8))
-    loss = squares(model, text(rows=8))
+        expected = mean_square(plain, make_tokens(rows=8))
+    loss = mean_square(model, make_tokens(rows=8))
     assert abs(loss.item() - expected.item()) < 5e-3
     accelerator.backward(loss)
     optimizer.step()
@@ -454,47 +476,49 @@ def half_precision() -> None:
 
 def compiled_blocks() -> None:
     compiling = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
-    accelerator, model, _ = begin(dynamo_plugin=compiling)
-    plain = seeded(0, lambda: GPT(num_blocks=2))
-    accelerator.backward(squares(model, text(rows=8)))
-    squares(plain, text(rows=8)).backward()
+    accelerator, model, _ = prepare_training(dynamo_plugin=compiling)
+    plain = build_seeded(0, lambda: GPT(num_blocks=2))
+    accelerator.backward(mean_square(model, make_tokens(rows=8)))
+    mean_square(plain, make_tokens(rows=8)).backward()
     norm = float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
     expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
     assert abs(norm - expected) < 1e-5 * expected
     accelerator.end_training()
-    accelerator = Accelerator(cpu=ON_CPU, strategy="pp", kwargs_handlers=list(options("zbv")), dynamo_plugin=compiling)
+    accelerator = Accelerator(
+        cpu=ON_CPU, strategy="pp", kwargs_handlers=list(make_options("zbv")), dynamo_plugin=compiling
+    )
     with pytest.raises(UnsupportedError, match="splits backward in two"):
         accelerator.prepare(GPT(num_blocks=4))
     accelerator.end_training()
 
 
-def the_example() -> None:
+def pipeline_example() -> None:
     spec = importlib.util.spec_from_file_location("pipeline_example", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     for schedule in ("1f1b", "zbv"):
-        with contextlib.redirect_stdout(io.StringIO()) as told:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
             example.main(["--schedule", schedule, "--epochs", "2"])
-        losses = [float(each) for each in re.findall(r"loss ([\d.]+)", told.getvalue())]
+        losses = [float(each) for each in re.findall(r"loss ([\d.]+)", output.getvalue())]
         assert len(losses) == (2 if os.environ["RANK"] == "0" else 0)
         assert losses[1:] <= losses[:1]
 
 
-def checks() -> list[str]:
-    return each(
+def run_scenarios() -> list[str]:
+    return run_each(
         [
-            evaluation, streams, host_streams, one_backward,
-            backwards_by_hand, schedules_need_functions, losses_that_need_more, skipping,
-            own_checkpoints, freezing, out_of_memory, changing_numbers,
-            not_finite, other_objects, half_precision, compiled_blocks, the_example,
-            weightless, evaluation_under_every_schedule, odd_outputs,
+            evaluation, random_states, host_random_states, second_backward_of_one_forward,
+            two_backward_passes_per_step, schedules_need_functions, unsupported_losses, skip_connections,
+            own_checkpoints, freezing_between_batches, out_of_memory, changing_batches,
+            not_finite, other_objects, half_precision, compiled_blocks, pipeline_example,
+            micro_batch_without_weight, evaluation_under_every_schedule, odd_outputs,
         ]
     )  # fmt: skip
 
 
 @pytest.mark.slow
-def test_what_all_ranks_see():
-    for failed in run_ranks(checks, 2, timeout=300):
+def test_scenarios_on_two_stages():
+    for failed in run_ranks(run_scenarios, 2, timeout=300):
         assert not failed, "\n".join(failed)

@@ -1,4 +1,4 @@
-"""The Trainer trains, evaluates and saves under a pipeline, and with sequences in parts, as on one process."""
+"""The Trainer trains, evaluates and saves under pipeline and context parallelism, as on one process."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="the model is a transformers Llama")
 
 
 class Rows(Dataset):
-    """Every third row has fewer labels that count."""
+    """Sequences of nine tokens. Every third has fewer labels that count."""
 
     def __len__(self):
         return 30
@@ -23,7 +23,7 @@ class Rows(Dataset):
 
 
 def train(layout, folder):
-    """Each logged loss, and at the end that of the evaluation."""
+    """Train, and return all logged losses, ending with the evaluation loss."""
     import os
 
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -55,7 +55,7 @@ def train(layout, folder):
     return [value for entry in trainer.state.log_history for name, value in entry.items() if name.endswith("loss")]
 
 
-def test_the_trainer_goes_through_a_pipeline_and_cuts_sequences(tmp_path):
+def test_trainer_with_pipeline_and_context_parallelism_matches_one_process(tmp_path):
     (expected,) = run_ranks(train, 1, "ddp", str(tmp_path / "one"))
     assert len(expected) > 4
     assert expected[-1] < expected[0]

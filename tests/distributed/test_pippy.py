@@ -1,4 +1,4 @@
-"""Inference through a pipeline gives what the whole model gives."""
+"""`prepare_pippy`: inference through a pipeline gives the outputs of the whole model."""
 
 import pytest
 import torch
@@ -7,46 +7,50 @@ from torch import nn
 from headway import prepare_pippy
 from headway.core.runtime import process
 from headway.errors import ConfigError, UnsupportedError
-from tests.distributed.layouts import GPT, each, gpt2, llama, seeded, text
+from tests.distributed.layouts import GPT, build_seeded, gpt2, llama, make_tokens, run_each
 from tests.distributed.ranks import run_ranks
 
 
-def answers(make, inputs, **options):
-    """What the whole model answers, and what the pipeline does."""
+def run_whole_and_pipelined(make, inputs, **options):
+    """Return the whole model's output, the pipeline's output, and the pipeline."""
     process.start(cpu=True)
-    whole = seeded(0, make).eval()
+    whole = build_seeded(0, make).eval()
     with torch.no_grad():
         expected = whole(inputs)
-    model = prepare_pippy(seeded(0, make), **options)
+    model = prepare_pippy(build_seeded(0, make), **options)
     return expected, model(inputs), model
 
 
-def all_outputs():
-    expected, found, model = answers(lambda: GPT(num_blocks=3), text(rows=7), num_chunks=3, gather_output=True)
+def gathered_outputs():
+    expected, found, model = run_whole_and_pipelined(
+        lambda: GPT(num_blocks=3), make_tokens(rows=7), num_chunks=3, gather_output=True
+    )
     assert torch.allclose(found, expected, atol=1e-6)
     assert not found.requires_grad
     assert not model.training
-    again = model(text(seed=2, rows=1))  # fewer rows than chunks
+    again = model(make_tokens(seed=2, rows=1))  # fewer rows than chunks
     assert again.shape[0] == 1
 
 
-def the_last_process_answers():
-    expected, found, _ = answers(llama, text(rows=4))
+def outputs_on_the_last_process():
+    expected, found, _ = run_whole_and_pipelined(llama, make_tokens(rows=4))
     if torch.distributed.get_rank() == 1:
         assert torch.allclose(found.logits, expected.logits, atol=1e-6)
     else:
         assert found is None
 
 
-def points_and_arguments_by_name():
-    rows = text(rows=4)
-    expected, _, model = answers(gpt2, rows, split_points=["transformer.h.1"], gather_output=True, example_args=(rows,))
+def split_points_and_keyword_arguments():
+    rows = make_tokens(rows=4)
+    expected, _, model = run_whole_and_pipelined(
+        gpt2, rows, split_points=["transformer.h.1"], gather_output=True, example_args=(rows,)
+    )
     found = model(input_ids=rows, attention_mask=torch.ones_like(rows))
     assert torch.allclose(found.logits, expected.logits, atol=1e-6)
     with pytest.raises(UnsupportedError, match="use_cache=False"):
         model(rows, use_cache=True)
-    # A cache would be in parts, so each token runs the whole sequence.
-    plain = seeded(0, gpt2).eval()
+    # A cache would be split, so each new token needs a pass over the whole sequence.
+    plain = build_seeded(0, gpt2).eval()
     given = {"max_new_tokens": 3, "do_sample": False, "use_cache": False, "pad_token_id": 0}
     assert torch.equal(model.generate(rows[:, :4], **given), plain.generate(rows[:, :4], **given))
 
@@ -58,21 +62,23 @@ def wrong_arguments():
         prepare_pippy(GPT(), num_chunks=0)
 
 
-def checks():
-    return each([all_outputs, the_last_process_answers, points_and_arguments_by_name, wrong_arguments])
+def run_scenarios():
+    return run_each(
+        [gathered_outputs, outputs_on_the_last_process, split_points_and_keyword_arguments, wrong_arguments]
+    )
 
 
-def test_a_pipeline_answers_as_the_whole_model():
-    for failed in run_ranks(checks, 2, timeout=250):
+def test_pipeline_outputs_equal_those_of_the_whole_model():
+    for failed in run_ranks(run_scenarios, 2, timeout=250):
         assert not failed, "\n".join(failed)
 
 
-def test_on_one_process_the_model_stays_whole():
-    (same,) = run_ranks(alone, 1)
+def test_model_is_unchanged_on_one_process():
+    (same,) = run_ranks(prepare_on_one_process, 1)
     assert same
 
 
-def alone():
+def prepare_on_one_process():
     process.start(cpu=True)
     model = nn.Sequential(nn.Linear(2, 2))
     return prepare_pippy(model) is model and not model.training

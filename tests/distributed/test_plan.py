@@ -1,4 +1,4 @@
-"""`headway plan` against real ranks: what a plan says of each rank is what that rank holds and sends on gloo."""
+"""`headway plan` compared with real gloo ranks: planned memory and communication equal what each rank holds and sends."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from tests.distributed.ranks import run_ranks
 LENGTH = 24
 
 
-def llama():
+def make_llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {
@@ -32,18 +32,18 @@ def llama():
         "num_attention_heads": 3,
         "num_key_value_heads": 1,
     }
-    # 31, 42, 50 and 14 rows: cut among four ranks, the last one has fewer, and is padded.
+    # None of 31, 42, 50 and 14 rows is divisible by four, so the last rank has fewer rows and is padded.
     return skip_causal_mask(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=31, use_cache=False)))
 
 
-def tied():
+def make_tied_gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_embd=12, n_layer=2, n_head=2, vocab_size=31, n_positions=LENGTH, use_cache=False)
     return skip_causal_mask(GPT2LMHeadModel(config))
 
 
-def loss(model):
+def compute_loss(model):
     tokens = torch.zeros(2, LENGTH, dtype=torch.long)
     return model(input_ids=tokens, labels=tokens).loss
 
@@ -56,8 +56,8 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, momentum=0.9)
 
 
-def on_a_rank(make, strategy, precision, make_optimizer, is_owned=False):
-    """One real update; what is counted by the plan's own meter, and what is measured without it."""
+def measure_rank(make, strategy, precision, make_optimizer, is_owned=False):
+    """Make one real update. Return the plan meter's counts, and bytes of weights, gradients and state measured by torch alone."""
     accelerator = Accelerator(cpu=True, strategy=strategy, mixed_precision=precision)
     layout = parse_layout(strategy).resolve(accelerator.num_processes)
     model = accelerator.prepare(make())
@@ -69,7 +69,7 @@ def on_a_rank(make, strategy, precision, make_optimizer, is_owned=False):
 
     drive = ContextParallelDriver(accelerator.strategy, model) if layout.cp > 1 else None
     updates = DryRunUpdates(accelerator.strategy) if is_owned else None
-    trial = run_update(model, layout, loss, keep, precision, drive=drive, updates=updates)
+    trial = run_update(model, layout, compute_loss, keep, precision, drive=drive, updates=updates)
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
     state = [value for held in made[0].state.values() for value in held.values() if isinstance(value, torch.Tensor)]
@@ -77,8 +77,8 @@ def on_a_rank(make, strategy, precision, make_optimizer, is_owned=False):
     return trial, [sum(t.nbytes for t in tensors) for tensors in (local, grads, state)]
 
 
-def even():
-    """Matrices of which tensor parallelism cuts each dimension evenly, and FSDP does not."""
+def make_even_llama():
+    """Return a Llama that tensor parallelism can split evenly in each dimension, and FSDP cannot."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {
@@ -92,54 +92,58 @@ def even():
 
 
 CASES = [
-    (even, "fsdp+tp=2", 4, "bf16", adamw),
-    (llama, "fsdp", 2, "no", adamw),
-    (llama, "fsdp", 4, "bf16", adamw),
-    (llama, "hsdp=2", 4, "no", sgd),
-    (tied, "hsdp=2", 4, "bf16", adamw),
-    (llama, "cp", 2, "no", adamw),
-    (tied, "fsdp+cp=2", 4, "bf16", sgd),
+    (make_even_llama, "fsdp+tp=2", 4, "bf16", adamw),
+    (make_llama, "fsdp", 2, "no", adamw),
+    (make_llama, "fsdp", 4, "bf16", adamw),
+    (make_llama, "hsdp=2", 4, "no", sgd),
+    (make_tied_gpt2, "hsdp=2", 4, "bf16", adamw),
+    (make_llama, "cp", 2, "no", adamw),
+    (make_tied_gpt2, "fsdp+cp=2", 4, "bf16", sgd),
 ]
 
 
 @pytest.mark.parametrize(("make", "strategy", "num_ranks", "precision", "make_optimizer"), CASES)
-def test_a_rank_holds_and_sends_what_the_plan_says(make, strategy, num_ranks, precision, make_optimizer):
-    real = run_ranks(on_a_rank, num_ranks, make, strategy, precision, make_optimizer)
-    planned = plan(make, strategy, num_ranks, step=loss, optimizer=make_optimizer, precision=precision)
+def test_rank_holds_and_sends_what_the_plan_predicts(make, strategy, num_ranks, precision, make_optimizer):
+    real = run_ranks(measure_rank, num_ranks, make, strategy, precision, make_optimizer)
+    planned = plan(make, strategy, num_ranks, step=compute_loss, optimizer=make_optimizer, precision=precision)
     layout = parse_layout(strategy).resolve(num_ranks)
     for rank, (trial, (weights, gradients, state)) in enumerate(real):
         share = planned.shares.get_share(rank)
-        # Measured by torch alone, padding and buffers left out.
+        # measured by torch alone, without padding and buffers
         assert share.weights - share.padding - trial.buffers == weights
         assert share.gradients - share.padding == gradients
         assert share.optimizer_state == state
-        # Padding included, and everything that was sent.
+        # with padding, and everything that was sent
         assert (share.weights - trial.buffers, share.gradients) == (trial.weights, trial.gradients)
         assert planned.exchanges == trial.volumes
-        # The same rank, dry.
-        assert dry_run_rank(make, layout, rank, loss, make_optimizer, precision) == trial
+        # a dry run of the same rank
+        assert dry_run_rank(make, layout, rank, compute_loss, make_optimizer, precision) == trial
 
 
 def adafactor(parameters):
     return torch.optim.Adafactor(parameters)
 
 
-def matrices(parameters):
+def muon(parameters):
     return torch.optim.Muon([parameter for parameter in parameters if parameter.ndim == 2])
 
 
 @pytest.mark.parametrize(
     ("make", "strategy", "num_ranks", "make_optimizer"),
-    [(llama, "fsdp", 2, adafactor), (tied, "hsdp=2", 4, matrices), (even, "fsdp+tp=2", 4, adafactor)],
+    [
+        (make_llama, "fsdp", 2, adafactor),
+        (make_tied_gpt2, "hsdp=2", 4, muon),
+        (make_even_llama, "fsdp+tp=2", 4, adafactor),
+    ],
 )
-def test_an_owner_holds_and_sends_what_the_plan_says(make, strategy, num_ranks, make_optimizer):
-    """Optimizers that read whole parameters: each parameter's state is on the rank that updates it."""
-    real = run_ranks(on_a_rank, num_ranks, make, strategy, "no", make_optimizer, True)
-    planned = plan(make, strategy, num_ranks, step=loss, optimizer=make_optimizer)
+def test_owners_hold_and_send_what_the_plan_predicts(make, strategy, num_ranks, make_optimizer):
+    """For optimizers of whole parameters, each parameter's state is on the rank that updates it."""
+    real = run_ranks(measure_rank, num_ranks, make, strategy, "no", make_optimizer, True)
+    planned = plan(make, strategy, num_ranks, step=compute_loss, optimizer=make_optimizer)
     layout = parse_layout(strategy).resolve(num_ranks)
     for rank, (trial, (*_, state)) in enumerate(real):
         assert planned.shares.get_share(rank).optimizer_state == state
-        dry = dry_run_rank(make, layout, rank, loss, make_optimizer)
+        dry = dry_run_rank(make, layout, rank, compute_loss, make_optimizer)
         assert (dry.states, dry.optimizer_state) == (trial.states, trial.optimizer_state)
         sent, wanted = (
             {each: volume for each, volume in volumes.items() if each.kind == "all_to_all"}
@@ -150,8 +154,8 @@ def test_an_owner_holds_and_sends_what_the_plan_says(make, strategy, num_ranks, 
 
 
 @dataclass(frozen=True)
-class Text:
-    """A batch that can be cut."""
+class TokenBatch:
+    """Training step on a batch that can be split."""
 
     rows: int
 
@@ -166,7 +170,7 @@ class Text:
         return self.loss(model, self.inputs())
 
 
-def four():
+def make_four_layers():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 3, "num_key_value_heads": 1}
@@ -175,20 +179,20 @@ def four():
 
 PIPELINES = {
     2: [
-        (tied, "pp", PipelineOptions(num_microbatches=2), adamw),
-        (four, "pp", PipelineOptions("1f1b", num_microbatches=4), sgd),
-        (four, "pp", PipelineOptions("interleaved", num_microbatches=4), sgd),
-        (four, "pp", PipelineOptions("zbv", num_microbatches=4), sgd),
+        (make_tied_gpt2, "pp", PipelineOptions(num_microbatches=2), adamw),
+        (make_four_layers, "pp", PipelineOptions("1f1b", num_microbatches=4), sgd),
+        (make_four_layers, "pp", PipelineOptions("interleaved", num_microbatches=4), sgd),
+        (make_four_layers, "pp", PipelineOptions("zbv", num_microbatches=4), sgd),
     ],
     4: [
-        (four, "ddp=2+pp=2", PipelineOptions("1f1b", num_microbatches=3), adamw),
-        (four, "pp", PipelineOptions("1f1b", num_microbatches=6), sgd),
+        (make_four_layers, "ddp=2+pp=2", PipelineOptions("1f1b", num_microbatches=3), adamw),
+        (make_four_layers, "pp", PipelineOptions("1f1b", num_microbatches=6), sgd),
     ],
 }
 
 
-def on_stages(num_ranks):
-    """Real updates by each schedule, counted by the plan's meter, and measured without it."""
+def measure_stages(num_ranks):
+    """Make real updates with each schedule. Return the plan meter's counts and the bytes measured without it."""
     found = []
     for make, strategy, options, make_optimizer in PIPELINES[num_ranks]:
         accelerator = Accelerator(cpu=True, strategy=strategy, kwargs_handlers=[options])
@@ -200,8 +204,8 @@ def on_stages(num_ranks):
             made.append(make_optimizer(parameters))
             return made[0]
 
-        drive = PipelineDriver(accelerator.strategy, options.schedule, Text(6))
-        trial = run_update(model, layout, Text(6), keep, drive=drive)
+        drive = PipelineDriver(accelerator.strategy, options.schedule, TokenBatch(6))
+        trial = run_update(model, layout, TokenBatch(6), keep, drive=drive)
         held = [p for p in model.parameters() if not p.is_meta]
         state = [value for each in made[0].state.values() for value in each.values() if isinstance(value, torch.Tensor)]
         measured = [sum(t.nbytes for t in tensors) for tensors in (held, [p.grad for p in held], state)]
@@ -210,28 +214,28 @@ def on_stages(num_ranks):
     return found
 
 
-def on_stages_of_parts():
-    """One update by 1F1B, with sequences in two parts."""
+def measure_context_stages():
+    """Make one 1F1B update with sequences split in two."""
     options = PipelineOptions("1f1b", num_microbatches=3)
     accelerator = Accelerator(cpu=True, strategy="pp=2+cp=2", kwargs_handlers=[options])
-    model = accelerator.prepare(four())
-    drive = PipelineDriver(accelerator.strategy, "1f1b", Text(6))
-    trial = run_update(model, parse_layout("pp=2+cp=2").resolve(4), Text(6), sgd, drive=drive)
+    model = accelerator.prepare(make_four_layers())
+    drive = PipelineDriver(accelerator.strategy, "1f1b", TokenBatch(6))
+    trial = run_update(model, parse_layout("pp=2+cp=2").resolve(4), TokenBatch(6), sgd, drive=drive)
     held = [p.to_local() for p in model.parameters() if not p.is_meta]
     return trial, sum(t.nbytes for t in held)
 
 
-def test_stages_that_cut_sequences_hold_and_send_what_the_plan_says():
+def test_stages_with_split_sequences_hold_and_send_what_the_plan_predicts():
     options = EngineOptions(pipeline=PipelineOptions("1f1b", num_microbatches=3))
     layout = parse_layout("pp=2+cp=2").resolve(4)
-    dry_run = partial(dry_run_rank, four, layout, step=Text(6), make_optimizer=sgd, options=options)
+    dry_run = partial(dry_run_rank, make_four_layers, layout, step=TokenBatch(6), make_optimizer=sgd, options=options)
     planned = build_plan(
         "pp=2+cp=2",
         layout,
         dry_run_stages(layout, lambda rank, answers: dry_run(rank, peer_answers=answers)),
         0,
     )
-    for rank, (trial, weights) in enumerate(run_ranks(on_stages_of_parts, 4)):
+    for rank, (trial, weights) in enumerate(run_ranks(measure_context_stages, 4)):
         share, stage = planned.shares.get_share(rank), planned.stages[layout.find_coordinates(rank)["pp"]]
         assert share.weights - share.padding - trial.buffers == weights
         assert stage.activations == trial.activations
@@ -243,20 +247,20 @@ def test_stages_that_cut_sequences_hold_and_send_what_the_plan_says():
         assert {each.kind for each in wanted if each.axis == "cp"} >= {"all_gather", "reduce_scatter"}
 
 
-def without_handshakes(volumes):
-    """Headway's agreements before exchanges are the only all-gathers of a pipeline, of a few numbers each."""
+def remove_handshakes(volumes):
+    """Return the volumes without all-gathers. In a pipeline, only Headway's handshakes use them, with a few numbers each."""
     gathers = [volume for exchange, volume in volumes.items() if exchange.kind == "all_gather"]
     assert all(volume.largest < 20_000 for volume in gathers)
     return {exchange: volume for exchange, volume in volumes.items() if exchange.kind != "all_gather"}
 
 
 @pytest.mark.parametrize("num_ranks", PIPELINES)
-def test_a_stage_holds_and_sends_what_the_plan_says(num_ranks):
-    real = run_ranks(on_stages, num_ranks, num_ranks)
+def test_stage_holds_and_sends_what_the_plan_predicts(num_ranks):
+    real = run_ranks(measure_stages, num_ranks, num_ranks)
     for index, (make, strategy, options, make_optimizer) in enumerate(PIPELINES[num_ranks]):
         layout = parse_layout(strategy).resolve(num_ranks)
-        given = {"step": Text(6), "make_optimizer": make_optimizer, "options": EngineOptions(pipeline=options)}
-        dry_run = partial(dry_run_rank, make, layout, **given)  # by a CPU's kernels, as these ranks
+        given = {"step": TokenBatch(6), "make_optimizer": make_optimizer, "options": EngineOptions(pipeline=options)}
+        dry_run = partial(dry_run_rank, make, layout, **given)  # with CPU kernels, as on these ranks
         trials = dry_run_stages(layout, lambda rank, answers, dry_run=dry_run: dry_run(rank, peer_answers=answers))
         planned = build_plan(strategy, layout, trials, 0)
         for rank, results in enumerate(real):
@@ -267,22 +271,22 @@ def test_a_stage_holds_and_sends_what_the_plan_says(num_ranks):
             assert share.gradients == gradients
             assert share.optimizer_state == state
             assert stage.activations == trial.activations
-            assert stage.exchanges == without_handshakes(trial.volumes)
+            assert stage.exchanges == remove_handshakes(trial.volumes)
             assert stage.flops == sum(trial.flops.values())
 
 
-def replicas():
+def measure_replicas():
     Accelerator(cpu=True)
-    wrapped = torch.nn.parallel.DistributedDataParallel(llama())
+    wrapped = torch.nn.parallel.DistributedDataParallel(make_llama())
     with StepMeter(parse_layout("ddp").resolve(2)) as meter:
-        loss_ = loss(wrapped)
+        result = compute_loss(wrapped)
         meter.phase = "backward"
-        loss_.backward()
+        result.backward()
     return meter.volumes
 
 
-def test_replicas_send_their_gradients_once():
-    planned = plan(llama, "ddp", 2, step=loss)
-    for volumes in run_ranks(replicas, 2):
+def test_replicas_reduce_their_gradients_once():
+    planned = plan(make_llama, "ddp", 2, step=compute_loss)
+    for volumes in run_ranks(measure_replicas, 2):
         reduced = [volume.num_bytes for exchange, volume in volumes.items() if exchange.kind == "all_reduce"]
         assert [sum(reduced)] == [volume.num_bytes for volume in planned.exchanges.values()]

@@ -1,7 +1,7 @@
-"""Every state that a power cut in mid-save could leave, by what was forced to the disk: each loads the old or the new.
+"""Every state that a power cut during a save could leave on disk loads either the old or the new checkpoint.
 
-The calls of a real save are recorded by strace. A disk is modelled as inodes: of a file, what was not forced may be
-lost; of a folder, any number of its latest changes since it was last forced may be lost, each folder for itself.
+strace records the calls of a real save. The disk is modeled as inodes. Of a file, data that was not synced may be lost.
+Of a folder, any number of its latest changes since its last sync may be lost, independently for each folder.
 """
 
 import itertools
@@ -17,7 +17,7 @@ import pytest
 from headway.core.checkpoint import folders
 from headway.core.checkpoint.loading.files import verify_checkpoint
 from headway.errors import CheckpointError
-from tests.distributed.test_kill_sweep import _reason
+from tests.distributed.test_kill_sweep import _find_skip_reason
 
 SAVE = """
 import os, sys
@@ -25,7 +25,7 @@ from pathlib import Path
 from tests.distributed.killed_saves import VARIANTS, save
 root, variant = Path(sys.argv[1]), VARIANTS[sys.argv[2]]
 save(root, 1, {**variant, "is_blocking": True})
-os.mkdir(root.parent / "before")   # a mark in the trace; the test copies the tree here
+os.mkdir(root.parent / "before")   # marks the trace and holds a copy of the tree
 import shutil
 shutil.copytree(root, root.parent / "before" / "root")
 os.mkdir(root.parent / "begin")
@@ -40,7 +40,7 @@ AT = re.compile(r"<([^>]*)>")
 
 @dataclass
 class Inode:
-    """A file (its content as it was written in the end) or a folder (changes of its entries, in order)."""
+    """A file with its final content, or a folder with the changes of its entries in order."""
 
     is_folder: bool
     content: bytes = b""
@@ -68,10 +68,10 @@ class Disk:
 
     def change(self, folder, *change):
         self.nodes[folder].changes.append(change)
-        apply(self.now[folder], change)
+        apply_change(self.now[folder], change)
 
 
-def apply(entries, change):
+def apply_change(entries, change):
     kind, *names = change
     if kind == "add":
         entries[names[0]] = names[1]
@@ -96,8 +96,8 @@ def load_tree(disk, path, number):
     disk.nodes[number].synced = len(disk.nodes[number].changes)
 
 
-def whole_lines(trace):
-    """The trace with each call in one line: strace divides a call that another thread's call interrupts."""
+def join_lines(trace):
+    """Yield the trace with each call in one line. strace splits a call that another thread's call interrupts."""
     begun = {}
     for line in trace.read_text().splitlines():
         thread = line.split(" ", 1)[0]
@@ -109,10 +109,10 @@ def whole_lines(trace):
             yield line
 
 
-def steps(trace, root):
-    """(call, paths inside root as parts, result) of the calls between the two marks."""
+def parse_calls(trace, root):
+    """Yield (call, text, paths as parts relative to root, result) for the calls between the two marks."""
     is_on = False
-    for line in whole_lines(trace):
+    for line in join_lines(trace):
         if '/begin"' in line:
             is_on = True
         elif '/end"' in line:
@@ -131,7 +131,7 @@ def steps(trace, root):
             yield call, text, paths, int(found[3])
 
 
-def play(disk, call, text, paths, result):
+def replay_call(disk, call, text, paths, result):
     parts = paths[0]
     if call == "openat":
         if "O_CREAT" in text and parts[-1] not in disk.now[disk.find(parts[:-1])]:
@@ -158,8 +158,8 @@ def play(disk, call, text, paths, result):
         raise AssertionError(call)
 
 
-def states(disk):
-    """Trees that a cut may leave now: nested dicts of names, with inode numbers at the leaves, and each file's length."""
+def list_states(disk):
+    """Yield (folder entries, whether unsynced file data is lost) for each state that a power cut may leave now."""
     changed = [n for n, node in enumerate(disk.nodes) if node.is_folder]
     choices = [range(disk.nodes[n].synced, len(disk.nodes[n].changes) + 1) for n in changed]
     for lengths in itertools.product(*choices):
@@ -167,7 +167,7 @@ def states(disk):
         for number, length in zip(changed, lengths):
             entries[number] = {}
             for change in disk.nodes[number].changes[:length]:
-                apply(entries[number], change)
+                apply_change(entries[number], change)
         for is_lost in (True, False):
             yield entries, is_lost
 
@@ -182,55 +182,55 @@ def write_tree(disk, entries, is_lost, number, path):
             (path / name).write_bytes(node.content[: node.synced if is_lost else node.length])
 
 
-def shape(disk, entries, is_lost, number=0):
+def describe_tree(disk, entries, is_lost, number=0):
     return tuple(sorted(
-        (name, shape(disk, entries, is_lost, child) if disk.nodes[child].is_folder
+        (name, describe_tree(disk, entries, is_lost, child) if disk.nodes[child].is_folder
          else (child, disk.nodes[child].synced if is_lost else disk.nodes[child].length))
         for name, child in entries[number].items()
     ))  # fmt: skip
 
 
-def give_contents(disk, root):
-    """Files that are there in the end were written once, from the start; the others' contents come with `load_tree`."""
+def set_contents(disk, root):
+    """Set each file's final content. Files that exist at the end were written once, from their start."""
     for path in root.rglob("*"):
         if path.is_file():
             node = disk.nodes[disk.find(path.relative_to(root).parts)]
             node.content = path.read_bytes()
 
 
-@pytest.mark.skipif(bool(_reason()), reason=_reason())
+@pytest.mark.skipif(bool(_find_skip_reason()), reason=_find_skip_reason())
 @pytest.mark.parametrize("variant", ["blocking", "behind", "exchange", "threads"])
-def test_every_state_after_a_power_cut_loads(variant, tmp_path):
+def test_every_state_after_a_power_cut_loads_a_checkpoint(variant, tmp_path):
     root, trace = tmp_path / "root", tmp_path / "trace"
     root.mkdir()
-    ran = subprocess.run(
+    result = subprocess.run(
         ["strace", "-f", "-y", "-o", str(trace), "-e",
          "trace=openat,write,pwrite64,fsync,rename,renameat2,unlink,unlinkat,rmdir,mkdir",
          sys.executable, "-c", SAVE, str(root), variant], capture_output=True, text=True, timeout=200)  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    played = list(steps(trace, root))
-    assert len(played) > 25
+    assert result.returncode == 0, result.stderr
+    calls = list(parse_calls(trace, root))
+    assert len(calls) > 25
     last = Disk()
     load_tree(last, tmp_path / "before" / "root", 0)
-    for step in played:
-        play(last, *step)
-    give_contents(last, root)
+    for step in calls:
+        replay_call(last, *step)
+    set_contents(last, root)
     disk, seen, values = Disk(), set(), []
     load_tree(disk, tmp_path / "before" / "root", 0)
-    for step in played:
-        play(disk, *step)
+    for step in calls:
+        replay_call(disk, *step)
         for number, node in enumerate(disk.nodes):
             node.content = node.content or last.nodes[number].content
-        for entries, is_lost in states(disk):
-            key = shape(disk, entries, is_lost)
+        for entries, is_lost in list_states(disk):
+            key = describe_tree(disk, entries, is_lost)
             if key not in seen:
                 seen.add(key)
-                values.append(value_of(disk, entries, is_lost, tmp_path / "cut"))
+                values.append(load_value(disk, entries, is_lost, tmp_path / "cut"))
     print(f"{variant}: {len(seen)} states, {values.count(1)} old, {values.count(2)} new")
     assert set(values) == {1, 2}
 
 
-def value_of(disk, entries, is_lost, path):
+def load_value(disk, entries, is_lost, path):
     shutil.rmtree(path, ignore_errors=True)
     write_tree(disk, entries, is_lost, 0, path)
     for folder in folders.list_committed(path):

@@ -1,4 +1,4 @@
-"""The predicted batch size under a real limit of the address space, on one and two ranks, of which one has less."""
+"""The predicted batch size under a real limit of the address space, on one rank and on two ranks with different limits."""
 
 import resource
 from pathlib import Path
@@ -9,11 +9,15 @@ import torch
 from tests.distributed.ranks import run_ranks
 
 WIDTH, START = 250_000, 200
-"""A row takes 1 MB in each of several activations. glibc maps each one by itself, so what is freed is given back."""
+"""A row takes 1 MB in each of several activations. glibc maps each one separately, so freed memory is returned."""
 
 
-def search(rooms):
-    """Sizes and updates of each call, the size at the end, and its weights; a rank has `rooms[rank]` bytes more than now."""
+def search_batch_size(rooms):
+    """Search for a batch size, with `rooms[rank]` bytes more address space than at the start.
+
+    Returns:
+        (batch size, number of updates) of each call, the final size, and whether its weights equal those of a plain run.
+    """
     import headway
     from headway import Accelerator
 
@@ -39,7 +43,7 @@ def search(rooms):
 
 
 def warm_up():
-    """Threads and lazily loaded libraries take their address space before the limit is drawn."""
+    """Start threads and load libraries, so that they take their address space before the limit is set."""
     update(2, 1, [0, 0])
 
 
@@ -61,12 +65,12 @@ def update(batch_size, num_updates, counts):
 
 
 @pytest.mark.parametrize("rooms", [(300 << 20,), (600 << 20, 300 << 20)], ids=["one rank", "two ranks"])
-def test_the_largest_size_is_predicted_from_two_probes_and_trains_as_if_it_had_been_known(rooms):
-    results = run_ranks(search, len(rooms), rooms, timeout=120)
+def test_size_predicted_from_two_probes_trains_like_a_plain_run(rooms):
+    results = run_ranks(search_batch_size, len(rooms), rooms, timeout=120)
     for calls, size, is_equal in results:
         assert calls == results[0][0]
         assert [each[0] for each in calls[:2]] == [2, 4]
-        assert [each[1] for each in calls[:2]] == [2, 2], "probes end in the second update"
+        assert [each[1] for each in calls[:2]] == [2, 2], "each probe ends in the second update"
         assert calls[-1] == [size, 4]
         assert is_equal
-    assert START // 25 <= size < START, "a fitting size is missed, or the limit is not felt"
+    assert START // 25 <= size < START, "the predicted size is too small, or the limit had no effect"

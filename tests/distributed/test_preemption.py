@@ -1,4 +1,4 @@
-"""Asked to end by a signal to any rank or to the launcher: all ranks save at one point, and a resumed run is the undisturbed one."""
+"""After a signal to any rank or to the launcher, all ranks save at one point, and the resumed run matches an uninterrupted one."""
 
 import json
 import os
@@ -18,14 +18,14 @@ from headway.core.runtime.control_plane import stopping
 from headway.core.runtime.resume_advice import NO_CHECKPOINT
 from headway.errors import PREEMPTED, Preempted
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_launch import begin
-from tests.distributed.test_resume import Net, Noisy
+from tests.distributed.test_launch import start_launch
+from tests.distributed.test_resume import Net, NoisyRows
 
 NUM_EPOCHS = 2
 
 
-class Striker:
-    """Sends this process a signal at a certain moment, and waits until it is heard."""
+class SignalSender:
+    """Sends a signal to this process at a certain moment, and waits until Headway has noticed it."""
 
     def __init__(self, phase=None, who=(), count=0, number=signal.SIGTERM):
         self.phase, self.who, self.left, self.number = phase, who, count, number
@@ -42,9 +42,9 @@ class Striker:
 
 
 class Run:
-    """One process's life: what it saw until it was asked to end, or until training was over."""
+    """One process's training, until it is asked to end or is finished, with all values that it computed."""
 
-    def __init__(self, folder, strike, blocking=True, steps=2):
+    def __init__(self, folder, send_signal, blocking=True, steps=2):
         self.losses, self.evaluations, self.weights, self.stopped, self.phase = {}, {}, None, None, "start"
         set_seed(7)
         model = Net()
@@ -53,17 +53,17 @@ class Run:
         self.accelerator = accelerator = Accelerator(
             cpu=True, gradient_accumulation_steps=steps, project_config=project
         )
-        train, evaluation = DataLoader(Noisy(), batch_size=3, shuffle=True), DataLoader(Noisy(), batch_size=3)
+        train, evaluation = DataLoader(NoisyRows(), batch_size=3, shuffle=True), DataLoader(NoisyRows(), batch_size=3)
         prepared = accelerator.prepare(model, optimizer, train, evaluation)
         set_seed(11, device_specific=True)
         accelerator.resume("latest")
-        accelerator.register_save_state_pre_hook(lambda *_: strike("save", accelerator))
+        accelerator.register_save_state_pre_hook(lambda *_: send_signal("save", accelerator))
         try:
-            self.train(strike, blocking, *prepared)
-        except Preempted as told:
-            self.stopped = told
+            self.train(send_signal, blocking, *prepared)
+        except Preempted as outcomes:
+            self.stopped = outcomes
 
-    def train(self, strike, blocking, model, optimizer, train, evaluation):
+    def train(self, send_signal, blocking, model, optimizer, train, evaluation):
         accelerator = self.accelerator
         for epoch in accelerator.epochs(NUM_EPOCHS):
             self.phase = "training"
@@ -72,37 +72,37 @@ class Run:
                 with accelerator.accumulate(model):
                     loss = (model(x) - y).square().mean()
                     accelerator.backward(loss)
-                    strike("training", accelerator)
+                    send_signal("training", accelerator)
                     optimizer.step()
                     optimizer.zero_grad()
                 self.losses[epoch, train.num_consumed] = loss.item()
                 if accelerator.sync_gradients and accelerator.num_updates % 2 == 1:
                     accelerator.save_state(blocking=blocking)
-                    strike("written behind", accelerator)
+                    send_signal("written behind", accelerator)
             self.phase = "evaluation"
-            self.evaluations[epoch] = self.evaluate(strike, model, evaluation)
+            self.evaluations[epoch] = self.evaluate(send_signal, model, evaluation)
         accelerator.wait_for_save()
         self.weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
-    def evaluate(self, strike, model, evaluation):
+    def evaluate(self, send_signal, model, evaluation):
         model.eval()
         total = 0.0
         for _, x, y in evaluation:
-            strike("evaluation", self.accelerator)
+            send_signal("evaluation", self.accelerator)
             with torch.no_grad():
                 wrong = (model(x) - y).abs()
             total += self.accelerator.gather_for_metrics(wrong).sum().item()
         return total
 
 
-def disturbed(root, phase, who, blocking, whole):
-    """A run that is asked to end, and the one that goes on from there; both together must be the undisturbed one."""
+def compare_interrupted_run(root, phase, who, blocking, whole):
+    """Interrupt a run and resume it. Both parts together must equal the undisturbed run `whole`."""
     folder = f"{root}/{phase}-{who}-{blocking}"
-    first = Run(folder, Striker(phase, who, 3), blocking)
+    first = Run(folder, SignalSender(phase, who, 3), blocking)
     assert first.stopped is not None
     assert first.stopped.code == PREEMPTED
     assert first.weights is None
-    rest = Run(folder, Striker())
+    rest = Run(folder, SignalSender())
     assert rest.stopped is None
     assert {**first.losses, **rest.losses} == whole.losses
     assert {**first.evaluations, **rest.evaluations} == whole.evaluations
@@ -117,118 +117,118 @@ def disturbed(root, phase, who, blocking, whole):
     )
 
 
-def all_disturbed(root):
-    whole = Run(f"{root}/whole", Striker())
+def compare_all_phases(root):
+    whole = Run(f"{root}/whole", SignalSender())
     phases = ("training", "evaluation", "save", "written behind")
     ranks = [(rank,) for rank in range(whole.accelerator.num_processes)]
-    told = {}
+    outcomes = {}
     for phase, who in product(phases, [*ranks, (0, 1)] if len(ranks) > 1 else ranks):
-        told[phase, who] = disturbed(root, phase, who, phase != "written behind", whole)
-    return len(whole.losses), told
+        outcomes[phase, who] = compare_interrupted_run(root, phase, who, phase != "written behind", whole)
+    return len(whole.losses), outcomes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_signal_to_any_rank_at_any_time(world_size, tmp_path):
-    (num_losses, told), *others = run_ranks(all_disturbed, world_size, str(tmp_path))
-    # Every rank stops at the same place, and says the same.
-    assert [each for _, each in others] == [told] * (world_size - 1)
-    for (phase, who), (where, num_first, num_rest, evaluated, evaluated_again, text) in told.items():
+def test_signal_to_any_rank_in_any_phase(world_size, tmp_path):
+    (num_losses, outcomes), *others = run_ranks(compare_all_phases, world_size, str(tmp_path))
+    # All ranks stop at the same point with the same message.
+    assert [each for _, each in others] == [outcomes] * (world_size - 1)
+    for (phase, who), (where, num_first, num_rest, evaluated, evaluated_again, text) in outcomes.items():
         assert where == ("evaluation" if phase == "evaluation" else "training"), (phase, who)
-        assert num_first + num_rest == num_losses, (phase, who)  # nothing is computed twice
+        assert num_first + num_rest == num_losses, (phase, who)  # no micro-batch is computed twice
         assert evaluated + evaluated_again == NUM_EPOCHS
         assert "preempted by SIGTERM" in text
         if world_size > 1 and len(who) == 1:
             assert f"on rank {who[0]}" in text
 
 
-def disturbed_twice(root):
-    """Asked to end at an epoch's last batch, and again in the evaluation that the resumed run owes."""
-    whole = Run(f"{root}/whole", Striker())
+def interrupt_twice(root):
+    """Interrupt a run at an epoch's last batch, and again in the evaluation that the resumed run has to make up for."""
+    whole = Run(f"{root}/whole", SignalSender())
     num_batches = len(whole.losses) // NUM_EPOCHS
-    first = Run(f"{root}/twice", Striker("training", (0,), num_batches))
+    first = Run(f"{root}/twice", SignalSender("training", (0,), num_batches))
     assert (first.stopped is not None, first.evaluations, len(first.losses)) == (True, {}, num_batches)
-    second = Run(f"{root}/twice", Striker("evaluation", (0,), 2))
+    second = Run(f"{root}/twice", SignalSender("evaluation", (0,), 2))
     assert (second.stopped is not None, second.evaluations, second.losses) == (True, {}, {})
-    rest = Run(f"{root}/twice", Striker())
+    rest = Run(f"{root}/twice", SignalSender())
     assert rest.evaluations == whole.evaluations
     assert {**first.losses, **rest.losses} == whole.losses
     assert rest.weights == whole.weights
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_evaluation_is_owed_until_it_was_made(world_size, tmp_path):
-    run_ranks(disturbed_twice, world_size, str(tmp_path))
+def test_interrupted_evaluation_is_made_up_for(world_size, tmp_path):
+    run_ranks(interrupt_twice, world_size, str(tmp_path))
 
 
 # ---------------------------------------------------------------- other loops
 
 
-def made(folder, **settings):
+def prepare_training(folder, **settings):
     set_seed(7)
     model = torch.nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project, **settings)
-    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(Noisy(), batch_size=3, shuffle=True))
+    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(NoisyRows(), batch_size=3, shuffle=True))
 
 
-def step(accelerator, model, optimizer, x, y):
+def make_update(accelerator, model, optimizer, x, y):
     with accelerator.accumulate(model):
         accelerator.backward((model(x).squeeze(1) - y).square().mean())
         optimizer.step()
         optimizer.zero_grad()
 
 
-def flagged(folder):
-    """Preemption(exits=False): every rank sees the flag at the same batch, and goes on as it likes."""
-    accelerator, model, optimizer, loader = made(folder, preemption=Preemption(("SIGUSR1",), exits=False))
-    strike, seen = Striker("training", (0,), 2, signal.SIGUSR1), []
+def check_flag(folder):
+    """With Preemption(exits=False), every rank sees the flag at the same batch, and training continues."""
+    accelerator, model, optimizer, loader = prepare_training(folder, preemption=Preemption(("SIGUSR1",), exits=False))
+    send_signal, seen = SignalSender("training", (0,), 2, signal.SIGUSR1), []
     for _, x, y in loader:
         seen.append(accelerator.preempted)
-        strike("training", accelerator)
-        step(accelerator, model, optimizer, x, y)
+        send_signal("training", accelerator)
+        make_update(accelerator, model, optimizer, x, y)
     return seen
 
 
-def timed(folder):
-    """A deadline asks like a signal."""
+def reach_time_limit(folder):
+    """A time limit interrupts like a signal."""
     limit = Preemption(time_limit=timedelta(seconds=1), reserve=timedelta(0))
-    accelerator, model, optimizer, loader = made(folder, preemption=limit)
+    accelerator, model, optimizer, loader = prepare_training(folder, preemption=limit)
     try:
         while True:
             for _, x, y in loader:
-                step(accelerator, model, optimizer, x, y)
-    except Preempted as told:
-        return str(told)
+                make_update(accelerator, model, optimizer, x, y)
+    except Preempted as outcomes:
+        return str(outcomes)
 
 
-def without_loader(folder):
-    """A loop of its own: its windows are checks."""
-    accelerator, model, optimizer, _ = made(folder)
-    strike = Striker("training", (0,), 2)
+def train_without_loader(folder):
+    """In a loop without a prepared loader, ranks check for preemption at each window."""
+    accelerator, model, optimizer, _ = prepare_training(folder)
+    send_signal = SignalSender("training", (0,), 2)
     try:
         for number in range(1000):
             x = torch.randn(3, 6, generator=torch.Generator().manual_seed(number))
-            strike("training", accelerator)
-            step(accelerator, model, optimizer, x, x.sum(1))
+            send_signal("training", accelerator)
+            make_update(accelerator, model, optimizer, x, x.sum(1))
     except Preempted:
         return accelerator.num_updates, accelerator.check_preemption()
 
 
-def astray(folder):
-    """Rank 0 is asked in a pass that only it makes: the stop moves to the next window, which all ranks reach."""
+def signal_in_pass_of_one_rank(folder):
+    """Rank 0 gets a signal in a pass that only it makes. The stop moves to the next window, which all ranks reach."""
     stopping.LATE = 0.5
-    accelerator, model, optimizer, loader = made(folder)
-    other = accelerator.prepare(DataLoader(Noisy(), batch_size=3))
+    accelerator, model, optimizer, loader = prepare_training(folder)
+    other = accelerator.prepare(DataLoader(NoisyRows(), batch_size=3))
     alone = 0
-    strike = Striker("training", (0,), 2)
+    send_signal = SignalSender("training", (0,), 2)
     try:
         for _, x, y in loader:
-            step(accelerator, model, optimizer, x, y)
+            make_update(accelerator, model, optimizer, x, y)
             if accelerator.num_updates == 2:
                 for _ in other if accelerator.is_main_process else ():
-                    strike("training", accelerator)
+                    send_signal("training", accelerator)
                     alone += 1
                 accelerator.wait_for_everyone()
     except Preempted:
@@ -237,28 +237,28 @@ def astray(folder):
         stopping.LATE = 20.0
 
 
-def hurried(folder):
-    """A window that takes long is not waited for: the resumed run begins it anew."""
+def abandon_long_window(folder):
+    """A window expected to take long is abandoned, and the resumed run repeats it."""
     stopping.SOON = -1.0
     try:
-        first = Run(folder, Striker("training", (0, 1), 3))
+        first = Run(folder, SignalSender("training", (0, 1), 3))
     finally:
         stopping.SOON = 5.0
-    rest = Run(folder, Striker())
+    rest = Run(folder, SignalSender())
     return first.losses, rest.losses
 
 
-def slowed(folder):
-    """A window that becomes slow is broken off too: nobody knew it when the signal came."""
+def abandon_slow_window(folder):
+    """A window that becomes slow is abandoned, too. Its duration was unknown when the signal came."""
     stopping.SOON = 0.5
-    accelerator, model, optimizer, loader = made(folder, gradient_accumulation_steps=3)
-    strike, has_struck = Striker("training", (0,), 1), False
+    accelerator, model, optimizer, loader = prepare_training(folder, gradient_accumulation_steps=3)
+    send_signal, has_struck = SignalSender("training", (0,), 1), False
     try:
         for _ in range(3):
             for _, x, y in loader:
-                step(accelerator, model, optimizer, x, y)
-                if accelerator.num_updates == 1:  # its window was quick, this one is not
-                    strike("training", accelerator)
+                make_update(accelerator, model, optimizer, x, y)
+                if accelerator.num_updates == 1:  # the previous window was fast, this one is slow
+                    send_signal("training", accelerator)
                     time.sleep(0.7 if has_struck else 0.0)
                     has_struck = True
     except Preempted:
@@ -267,21 +267,21 @@ def slowed(folder):
         stopping.SOON = 5.0
 
 
-def damaged(folder):
-    """A save behind the loop that failed is made up for."""
-    accelerator, model, optimizer, loader = made(folder)
-    strike = Striker("training", (1,), 3)
+def repeat_failed_save(folder):
+    """A background save that failed is repeated before the process ends."""
+    accelerator, model, optimizer, loader = prepare_training(folder)
+    send_signal = SignalSender("training", (1,), 3)
     try:
         for _, x, y in loader:
-            step(accelerator, model, optimizer, x, y)
+            make_update(accelerator, model, optimizer, x, y)
             if accelerator.num_updates == 1:
                 accelerator.save_state(blocking=False)
             if accelerator.num_updates == 3:
                 accelerator._checkpoint_state.saver.wait()
                 accelerator._checkpoint_state.saver.wait = fail_once(accelerator._checkpoint_state.saver)
-            strike("training", accelerator)
-    except Preempted as told:
-        return accelerator.num_updates, told.checkpoint
+            send_signal("training", accelerator)
+    except Preempted as outcomes:
+        return accelerator.num_updates, outcomes.checkpoint
 
 
 def fail_once(saver):
@@ -294,34 +294,42 @@ def fail_once(saver):
     return wait
 
 
-def others(root):
-    told = {
+def run_other_loops(root):
+    outcomes = {
         loop.__name__: loop(f"{root}/{loop.__name__}")
-        for loop in (flagged, timed, without_loader, astray, hurried, slowed, damaged)
+        for loop in (
+            check_flag,
+            reach_time_limit,
+            train_without_loader,
+            signal_in_pass_of_one_rank,
+            abandon_long_window,
+            abandon_slow_window,
+            repeat_failed_save,
+        )
     }
     process.reset()
-    told["after"] = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    return told
+    outcomes["after"] = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    return outcomes
 
 
-def test_other_loops(tmp_path):
-    first, second = run_ranks(others, 2, str(tmp_path))
-    assert first["flagged"] == second["flagged"]
-    assert first["flagged"].index(True) in (3, 4)
-    assert "preempted by the end of the allotted time after update" in first["timed"]
-    assert first["timed"] == second["timed"]
-    assert first["without_loader"] == second["without_loader"]
-    assert first["without_loader"][0] in (1, 2, 3)
-    assert first["without_loader"][1] is True
-    # Rank 0 made its whole pass alone, one batch after the other, and then both made the third update.
-    assert (first["astray"], second["astray"]) == ((3, 6), (3, 0))
-    assert first["slowed"] == second["slowed"] == (1, True)
-    losses, rest = first["hurried"]
+def test_other_loops_and_limits(tmp_path):
+    first, second = run_ranks(run_other_loops, 2, str(tmp_path))
+    assert first["check_flag"] == second["check_flag"]
+    assert first["check_flag"].index(True) in (3, 4)
+    assert "preempted by the end of the allotted time after update" in first["reach_time_limit"]
+    assert first["reach_time_limit"] == second["reach_time_limit"]
+    assert first["train_without_loader"] == second["train_without_loader"]
+    assert first["train_without_loader"][0] in (1, 2, 3)
+    assert first["train_without_loader"][1] is True
+    # Rank 0 completed its own pass, and then both ranks made the third update.
+    assert (first["signal_in_pass_of_one_rank"], second["signal_in_pass_of_one_rank"]) == ((3, 6), (3, 0))
+    assert first["abandon_slow_window"] == second["abandon_slow_window"] == (1, True)
+    losses, rest = first["abandon_long_window"]
     assert set(losses) & set(rest)
     assert all(rest[key] == losses[key] for key in set(losses) & set(rest))
-    assert first["damaged"] == second["damaged"]
-    assert Path(first["damaged"][1], "manifest.json").exists()
-    assert first["after"] == [signal.SIG_IGN, signal.SIG_IGN]  # it has been agreed to end
+    assert first["repeat_failed_save"] == second["repeat_failed_save"]
+    assert Path(first["repeat_failed_save"][1], "manifest.json").exists()
+    assert first["after"] == [signal.SIG_IGN, signal.SIG_IGN]  # the run has agreed to end
 
 
 # ---------------------------------------------------------------- with the launcher
@@ -361,7 +369,7 @@ for epoch in accelerator.epochs(2):
             if sys.argv[1] == "fails" and accelerator.process_index == 1:
                 raise ValueError("bad luck")
         if sys.argv[1] != "ends" and accelerator.num_updates >= begun + 5:
-            time.sleep(0.05)  # so that the signal comes while there is something left
+            time.sleep(0.05)  # so that the signal arrives before the end
         accelerator.wait_for_everyone()
         loss = accelerator.reduce(loss.detach(), "mean")
         if accelerator.is_main_process:
@@ -369,18 +377,18 @@ for epoch in accelerator.epochs(2):
 """
 
 
-def launched(folder: Path, how: str, *flags: str) -> tuple[int, dict[int, str], str]:
-    process = begin(folder, LAUNCHED, "--cpu", "-n", "2", *flags, args=(how,))
+def launch_and_read(folder: Path, how: str, *flags: str) -> tuple[int, dict[int, str], str]:
+    process = start_launch(folder, LAUNCHED, "--cpu", "-n", "2", *flags, args=(how,))
     out, err = process.communicate(timeout=120)
-    told = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    return process.returncode, {each["update"]: each["loss"] for each in told}, err
+    outcomes = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return process.returncode, {each["update"]: each["loss"] for each in outcomes}, err
 
 
 @pytest.mark.slow
-def test_the_launcher_passes_it_on_both_ways(tmp_path):
+def test_launcher_forwards_the_signal_in_both_directions(tmp_path):
     curve: dict[int, str] = {}
     for how in ("rank 1", "SIGTERM"):
-        code, losses, err = launched(tmp_path, how, "--max_restarts", "2")
+        code, losses, err = launch_and_read(tmp_path, how, "--max_restarts", "2")
         assert code == PREEMPTED, err
         assert losses
         assert not set(curve) & set(losses)
@@ -392,24 +400,24 @@ def test_the_launcher_passes_it_on_both_ways(tmp_path):
         assert ("headway: SIGTERM: the ranks save and end" in err) == (how == "SIGTERM")
         assert "starting all processes again" not in err
         assert "Traceback" not in err
-    code, losses, err = launched(tmp_path, "ends")
+    code, losses, err = launch_and_read(tmp_path, "ends")
     assert code == 0, err
     assert sorted([*curve, *losses]) == list(range(1, 17))
 
 
 @pytest.mark.slow
-def test_a_failure_stays_one(tmp_path):
-    """The launcher ends the other ranks by a signal, which is not a request to save."""
-    code, _, err = launched(tmp_path, "fails")
+def test_failure_is_not_reported_as_preemption(tmp_path):
+    """The launcher ends the other ranks by a signal, which must not count as a request to save."""
+    code, _, err = launch_and_read(tmp_path, "fails")
     assert code == 1
     assert "headway: rank 1 of 2 failed first" in err
     assert "preempted" not in err
     assert not (tmp_path / "run").exists()
 
 
-def test_a_script_that_does_not_listen_ends_as_ever(tmp_path):
+def test_script_without_headway_ends_at_the_signal(tmp_path):
     body = "import json, os, sys, time\nsys.stdout.write(json.dumps({'pid': os.getpid()}) + '\\n')\n"
-    process = begin(tmp_path, body + "sys.stdout.flush()\ntime.sleep(300)\n", "--cpu", "-n", "2")
+    process = start_launch(tmp_path, body + "sys.stdout.flush()\ntime.sleep(300)\n", "--cpu", "-n", "2")
     for _ in range(2):
         process.stdout.readline()
     process.send_signal(signal.SIGUSR1)
@@ -418,12 +426,12 @@ def test_a_script_that_does_not_listen_ends_as_ever(tmp_path):
     assert "stopped by SIGUSR1" in err
 
 
-def test_the_grace_ends(tmp_path):
-    """Ranks that do not come to a check are killed when the grace is over."""
+def test_ranks_are_killed_after_the_grace_period(tmp_path):
+    """Ranks that reach no check for preemption are killed after the grace period."""
     body = "from headway import Accelerator, ProjectConfiguration\nimport time\n"
     body += "Accelerator(cpu=True, project_config=ProjectConfiguration('run', automatic_checkpoint_naming=True))\n"
     body += "print('ready', flush=True)\ntime.sleep(300)\n"
-    process = begin(tmp_path, body, "--cpu", "-n", "2", "--grace", "1")
+    process = start_launch(tmp_path, body, "--cpu", "-n", "2", "--grace", "1")
     for _ in range(2):
         assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGUSR1)
@@ -436,13 +444,13 @@ def test_the_grace_ends(tmp_path):
     ]
 
 
-def test_a_signal_that_comes_again_ends_who_comes_to_no_check(tmp_path):
+def test_repeated_signal_ends_a_process_that_reaches_no_check(tmp_path):
     body = "from headway import Accelerator, ProjectConfiguration\nimport time\n"
     body += "from headway.core.runtime.control_plane import stopping\n"
     body += "stopping.AGAIN = 0.2\n"
     body += "Accelerator(cpu=True, project_config=ProjectConfiguration('run', automatic_checkpoint_naming=True))\n"
     body += "print('ready', flush=True)\ntime.sleep(300)\n"
-    process = begin(tmp_path, body, "--cpu")
+    process = start_launch(tmp_path, body, "--cpu")
     assert process.stdout.readline() == "ready\n"
     deadline = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < deadline:

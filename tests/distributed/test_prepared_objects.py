@@ -1,6 +1,6 @@
-"""What prepared objects do on two processes where scripts rely on it: windows closed by hand, `module`, freezing, repeated losses.
+"""Prepared objects on two processes, as scripts use them: windows closed by hand, `module`, freezing, repeated losses.
 
-All scenarios run in one pair of processes; each is a test of its own.
+All scenarios run in one pair of processes. Each scenario is reported as a separate test.
 """
 
 import copy
@@ -18,24 +18,24 @@ from headway.errors import PrepareError, StateError
 from tests.distributed.ranks import run_ranks
 from tests.distributed.scenarios import (
     are_equal_on_ranks,
-    assert_said,
-    data,
-    listening,
-    parts,
-    plain_windows,
-    play,
-    weights,
+    assert_warned_once,
+    capture_warnings,
+    flatten_weights,
+    make_data,
+    make_parts,
+    run_scenarios,
+    train_plain_windows,
 )
 
 # -------------------------------------------------------------------- windows closed by hand
 
 
 def windows_closed_by_hand() -> None:
-    """Accelerator(k), backward outside accumulate and a step every k-th time: the loss is divided by k."""
+    """With Accelerator(k), backward outside `accumulate` and a step after every k-th batch, losses are divided by k."""
     for keeps_local in (False, True):
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        model, optimizer, loader = accelerator.prepare(*parts())
-        with listening() as said:
+        model, optimizer, loader = accelerator.prepare(*make_parts())
+        with capture_warnings() as warnings:
             for number, (inputs, targets) in enumerate(loader, start=1):
                 is_end = number % accelerator.gradient_accumulation_steps == 0
                 if keeps_local and not is_end:
@@ -48,13 +48,13 @@ def windows_closed_by_hand() -> None:
                     accelerator.clip_grad_norm_(model.parameters(), 1e9)
                     optimizer.step()
                     optimizer.zero_grad()
-        assert_said(said, "outside accumulate()", "divided by 2")
+        assert_warned_once(warnings, "outside accumulate()", "divided by 2")
         assert accelerator.num_updates == 2
         assert are_equal_on_ranks(accelerator, model)
-        torch.testing.assert_close(weights(model), plain_windows(12))
+        torch.testing.assert_close(flatten_weights(model), train_plain_windows(12))
 
 
-# -------------------------------------------------------------------- what DistributedDataParallel has
+# -------------------------------------------------------------------- attributes of DistributedDataParallel
 
 
 class Net(nn.Module):
@@ -67,7 +67,7 @@ class Net(nn.Module):
 
 
 class Holder(nn.Module):
-    """A wrapper of the user's own, with both names taken."""
+    """A user's wrapper that defines `module` and `no_sync` itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def module_and_no_sync() -> None:
         assert not hasattr(model, "module")
 
 
-def scripts_that_open_wrappers_come_to_an_end() -> None:
+def unwrapping_loops_end() -> None:
     model = Accelerator(cpu=True).prepare(Net())
     opened = model
     while hasattr(opened, "module"):
@@ -122,7 +122,7 @@ def no_sync_keeps_gradients_local() -> None:
     assert accelerator.gather(model.layer.weight.grad.clone())[:, 0].tolist() == [3.0, 3.0]
 
 
-def own_names_win() -> None:
+def names_of_the_model_win() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Holder())
     assert isinstance(model.module, nn.Linear)
@@ -138,12 +138,12 @@ def own_names_win() -> None:
 
 def frozen_after_prepare() -> None:
     accelerator = Accelerator(cpu=True)
-    model, optimizer, _ = parts()
+    model, optimizer, _ = make_parts()
     model, optimizer = accelerator.prepare(model, optimizer)
-    x, y = data()
+    x, y = make_data()
     accelerator.backward(mse_loss(model(x), y))
     optimizer.step()
-    before = weights(model)
+    before = flatten_weights(model)
     model[0].requires_grad_(False)
     accelerator.backward(mse_loss(model(x), y))
     with pytest.raises(
@@ -151,21 +151,21 @@ def frozen_after_prepare() -> None:
         match=r"2 parameters of (?:SGD|Sequential) \(0.weight, 0.bias\) were frozen after prepare\(\).*find_unused",
     ):
         optimizer.step()
-    assert torch.equal(weights(model), before)
+    assert torch.equal(flatten_weights(model), before)
     with pytest.raises(
         StateError, match=r"2 parameters of Sequential \(0.weight, 0.bias\) were frozen after prepare"
-    ) as told:
+    ) as reports:
         model(x)
-    assert told.value.__suppress_context__  # none of torch's twenty lines
+    assert reports.value.__suppress_context__  # hides torch's error of twenty lines
 
 
-def freezing_where_it_is_allowed() -> None:
+def freezing_with_find_unused_parameters() -> None:
     options = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
-    model, optimizer, _ = parts()
+    model, optimizer, _ = make_parts()
     model, optimizer = accelerator.prepare(model, optimizer)
     model[0].requires_grad_(False)
-    x, y = data()
+    x, y = make_data()
     for _ in range(3):
         accelerator.backward(mse_loss(model(x + accelerator.process_index), y))
         optimizer.step()
@@ -173,14 +173,14 @@ def freezing_where_it_is_allowed() -> None:
     assert are_equal_on_ranks(accelerator, model)
 
 
-def a_model_frozen_as_a_whole_for_a_while() -> None:
-    """A critic whose parameters rest while the generator learns."""
+def frozen_critic() -> None:
+    """A critic is frozen while the generator learns, as in a GAN."""
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     generator, critic = nn.Linear(3, 3), nn.Linear(3, 1)
     first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic))
     generator, critic, first, second = accelerator.prepare(generator, critic, first, second)
-    x = data()[0] * (1 + accelerator.process_index)
+    x = make_data()[0] * (1 + accelerator.process_index)
     for _ in range(3):
         critic.requires_grad_(False)
         accelerator.backward(critic(generator(x)).square().mean(), weight=1)
@@ -194,27 +194,27 @@ def a_model_frozen_as_a_whole_for_a_while() -> None:
     assert are_equal_on_ranks(accelerator, critic)
 
 
-# -------------------------------------------------------------------- one value for the batch, repeated
+# -------------------------------------------------------------------- a repeated loss value
 
 
-def a_repeated_loss() -> None:
-    """loss.repeat(batch_size) in an epoch of 2 x 5 + 3 samples, whose last round is not completed."""
+def repeated_loss_value() -> None:
+    """loss.repeat(batch_size) in an epoch of 2 x 5 + 3 samples, whose last round has fewer samples."""
     accelerator = Accelerator(cpu=True)
     accelerator.even_batches = False
-    loader = accelerator.prepare(DataLoader(TensorDataset(data(13)[0]), batch_size=5))
-    with listening() as said:
+    loader = accelerator.prepare(DataLoader(TensorDataset(make_data(13)[0]), batch_size=5))
+    with capture_warnings() as warnings:
         gathered = [accelerator.gather_for_metrics(torch.tensor(1.0).repeat(5)) for _ in loader]
     assert sum(map(len, gathered)) == 13
-    assert_said(said, "gather_for_metrics got a tensor of shape (5,)")
+    assert_warned_once(warnings, "gather_for_metrics got a tensor of shape (5,)")
 
 
 # -------------------------------------------------------------------- a model on several devices
 
 
-def a_dispatched_model() -> None:
-    """It is no replica, wherever it is left."""
+def dispatched_model() -> None:
+    """A dispatched model cannot be replicated, whether or not it may be moved."""
     model = nn.Linear(2, 1)
-    model.hf_device_map = {"weight": 0, "bias": 1}  # type: ignore[assignment]  # the devices are not looked for
+    model.hf_device_map = {"weight": 0, "bias": 1}  # the devices are not used
     for placement in (None, [False]):
         with pytest.raises(PrepareError, match="so it cannot be one of 2 replicas"):
             Accelerator(cpu=True).prepare(model, device_placement=placement)
@@ -224,23 +224,23 @@ def a_dispatched_model() -> None:
 SCENARIOS: list[Callable[[], None]] = [
     windows_closed_by_hand,
     module_and_no_sync,
-    scripts_that_open_wrappers_come_to_an_end,
+    unwrapping_loops_end,
     no_sync_keeps_gradients_local,
-    own_names_win,
+    names_of_the_model_win,
     frozen_after_prepare,
-    freezing_where_it_is_allowed,
-    a_model_frozen_as_a_whole_for_a_while,
-    a_repeated_loss,
-    a_dispatched_model,
+    freezing_with_find_unused_parameters,
+    frozen_critic,
+    repeated_loss_value,
+    dispatched_model,
 ]
 
 
 @pytest.fixture(scope="module")
 def failures() -> list[dict[str, str]]:
-    return run_ranks(play, 2, SCENARIOS)
+    return run_ranks(run_scenarios, 2, SCENARIOS)
 
 
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
-def test_on_two_processes(name: str, failures: list[dict[str, str]]) -> None:
-    told = [f"rank {rank}: {found[name]}" for rank, found in enumerate(failures) if name in found]
-    assert not told, "\n".join(told)
+def test_scenario_on_two_processes(name: str, failures: list[dict[str, str]]) -> None:
+    reports = [f"rank {rank}: {found[name]}" for rank, found in enumerate(failures) if name in found]
+    assert not reports, "\n".join(reports)

@@ -1,4 +1,4 @@
-"""Pretrained weights read straight into shards: bit-equal to loading whole, each rank its own part, once."""
+"""Pretrained weights loaded into shards are exactly equal to whole loading, and each rank reads its own part once."""
 
 import json
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from torch import nn
 from headway import Accelerator
 from headway.errors import CheckpointError
 from tests.devices import ON_CPU
-from tests.distributed.layouts import VOCABULARY, gpt2, seeded, text, whole_weights
+from tests.distributed.layouts import VOCABULARY, build_seeded, gather_weights, gpt2, make_tokens
 from tests.distributed.ranks import run_ranks
 
 
 def mixtral() -> nn.Module:
-    """Its experts are stored one by one, and stacked by transformers' conversion."""
+    """Return a Mixtral. Its experts are stored one by one, and transformers stacks them when loading."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -27,8 +27,8 @@ def mixtral() -> nn.Module:
     )
 
 
-def pairs_of_heads(tied: bool, **others: int) -> nn.Module:
-    """A Llama whose attention two ranks can share."""
+def make_two_head_llama(tied: bool, **others: int) -> nn.Module:
+    """Return a Llama whose attention heads two ranks can share."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2} | others
@@ -36,27 +36,27 @@ def pairs_of_heads(tied: bool, **others: int) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: pairs_of_heads(False), "llama, tied": lambda: pairs_of_heads(True), "gpt2": gpt2, "mixtral": mixtral,
+    "llama": lambda: make_two_head_llama(False), "llama, tied": lambda: make_two_head_llama(True), "gpt2": gpt2, "mixtral": mixtral,
 }  # fmt: skip
 LAYOUTS = ("ddp", "fsdp", "hsdp=2", "tp=2", "fsdp+tp=2", "cp=2")
 
 
-def without_memory(make: Any, is_lazy: bool = True) -> nn.Module:
+def make_lazy_model(make: Any, is_lazy: bool = True) -> nn.Module:
     with torch.device("meta" if is_lazy else "cpu"):
         model: nn.Module = make()
     return model
 
 
 def load(folder: str, layout: str) -> list[str]:
-    """Before prepare, after it, and from rank 0's memory; each is compared with a whole load."""
+    """Load weights before `prepare`, after it, and from rank 0's memory. Return the differences from a whole load."""
     failed = []
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
     for name, make in MODELS.items():
         if "llama" not in name and "tp" in layout:
-            continue  # transformers has no plan for it, or none that two ranks can follow
+            continue  # transformers has no tensor-parallel plan for this model, or none that two ranks can follow
         wanted = type(make()).from_pretrained(Path(folder, name)).state_dict()
         for way in ("before", "after", "rank 0"):
-            model = without_memory(make, way != "after" and (way != "rank 0" or accelerator.process_index > 0))
+            model = make_lazy_model(make, way != "after" and (way != "rank 0" or accelerator.process_index > 0))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             if way == "before":
                 accelerator.load_weights(model, Path(folder, name))
@@ -65,11 +65,11 @@ def load(folder: str, layout: str) -> list[str]:
             model, optimizer = accelerator.prepare(model, optimizer)
             if way == "after":
                 accelerator.load_weights(model, Path(folder, name))
-            found = whole_weights(model)
+            found = gather_weights(model)
             differing = [key for key in wanted if not torch.equal(found[key], wanted[key])]
             if differing or found.keys() != wanted.keys():
                 failed.append(f"{layout}, {name}, {way}: {differing[:3]}")
-            loss = model(text()).logits.square().mean()
+            loss = model(make_tokens()).logits.square().mean()
             accelerator.backward(loss)
             optimizer.step()
             if not bool(torch.isfinite(accelerator.gather(loss.detach()[None])).all()):
@@ -83,16 +83,16 @@ def load(folder: str, layout: str) -> list[str]:
     "layout",
     [each if each in ("hsdp=2", "fsdp+tp=2") else pytest.param(each, marks=pytest.mark.matrix) for each in LAYOUTS],
 )
-def test_every_layout(tmp_path, layout):
+def test_weights_load_in_every_layout(tmp_path, layout):
     for name, make in MODELS.items():
-        seeded(0, make).save_pretrained(tmp_path / name)
+        build_seeded(0, make).save_pretrained(tmp_path / name)
     num_ranks = 4 if "+" in layout or layout == "hsdp=2" else 2
     for failed in run_ranks(load, num_ranks, str(tmp_path), layout, timeout=240):
         assert not failed, failed
 
 
 class Stack(nn.Module):
-    """Blocks of one matrix each, the units of sharding."""
+    """Model of blocks with one matrix each, which are the units of sharding."""
 
     def __init__(self, width: int, num_blocks: int) -> None:
         super().__init__()
@@ -104,13 +104,13 @@ class Stack(nn.Module):
         return x
 
 
-def seen(file: str, key: str) -> int:
+def read_process_counter(file: str, key: str) -> int:
     line = next(line for line in Path("/proc/self", file).read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * (1024 if file == "status" else 1)
 
 
 def write_stack(folder: str, width: int, num_blocks: int) -> None:
-    """A checkpoint of it, a file for each block."""
+    """Write a checkpoint of a `Stack`, with one file per block."""
     for number in range(num_blocks):
         value = torch.full((width, width), float(number))
         save_file({f"blocks.{number}.0.weight": value}, Path(folder, f"{number}.safetensors"))
@@ -118,33 +118,37 @@ def write_stack(folder: str, width: int, num_blocks: int) -> None:
     Path(folder, "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
-def measured(folder: str, width: int, num_blocks: int) -> dict[str, int]:
-    """Bytes of this rank's part, those it has read, and its memory's peak above what it had before."""
+def measure_loading(folder: str, width: int, num_blocks: int) -> dict[str, int]:
+    """Return the bytes of this rank's part, the bytes that it read, and its peak memory above the start."""
     accelerator = Accelerator(cpu=True, strategy="fsdp")
-    accelerator.prepare(Stack(4, 2))  # what is imported and allocated once
+    accelerator.prepare(Stack(4, 2))  # imports and one-time allocations happen here
     accelerator.free_memory()
     with torch.device("meta"):
         model = Stack(width, num_blocks)
     Path("/proc/self/clear_refs").write_text("5")
-    before, num_read = seen("status", "VmRSS"), seen("io", "rchar")
+    before, num_read = read_process_counter("status", "VmRSS"), read_process_counter("io", "rchar")
     accelerator.load_weights(model, folder)
     accelerator.prepare(model)
     part = sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[attr-defined]
-    return {"part": part, "read": seen("io", "rchar") - num_read, "peak": seen("status", "VmHWM") - before}
+    return {
+        "part": part,
+        "read": read_process_counter("io", "rchar") - num_read,
+        "peak": read_process_counter("status", "VmHWM") - before,
+    }
 
 
-def test_each_rank_reads_its_part_once_and_holds_no_more(tmp_path):
+def test_each_rank_reads_and_holds_only_its_part(tmp_path):
     width, num_blocks = 1024, 24
     unit = 4 * width * width
     write_stack(str(tmp_path), width, num_blocks)
-    for num_ranks in (2, 8):  # so that 8 ranks of a machine hold one copy together
-        for found in run_ranks(measured, num_ranks, str(tmp_path), width, num_blocks, timeout=240):
+    for num_ranks in (2, 8):  # so 8 ranks of a machine together hold one copy
+        for found in run_ranks(measure_loading, num_ranks, str(tmp_path), width, num_blocks, timeout=240):
             assert found["part"] == unit * num_blocks // num_ranks
             assert found["read"] <= 1.1 * found["part"], found
             assert found["peak"] <= found["part"] + 1.1 * unit, found
 
 
-def refused(folder: str) -> list[str]:
+def collect_errors(folder: str) -> list[str]:
     accelerator = Accelerator(cpu=ON_CPU, strategy="fsdp")
     messages = []
     save_file({"0.weight": torch.ones(4, 3)}, Path(folder, f"of_{accelerator.process_index}.safetensors"))
@@ -155,7 +159,7 @@ def refused(folder: str) -> list[str]:
         with pytest.raises(CheckpointError) as error:
             accelerator.load_weights(model, Path(folder, source))
         messages.append(str(error.value))
-    # A part of a model: the rest initializes itself.
+    # The checkpoint covers a part of the model, and the rest initializes itself.
     model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 2))
     model = accelerator.prepare(model)
     Path(folder, "more").mkdir(exist_ok=True)
@@ -164,8 +168,8 @@ def refused(folder: str) -> list[str]:
     with pytest.raises(CheckpointError, match="contains other tensors on some ranks"):
         accelerator.load_weights(model[0], Path(folder, "more", f"{accelerator.process_index}.safetensors"))
     accelerator.load_weights(model[0], Path(folder, "more", "0.safetensors"))
-    assert torch.equal(whole_weights(model)["0.weight"], torch.full((4, 3), 7.0))
-    # A file that is gone on one rank when its turn comes: an error on all.
+    assert torch.equal(gather_weights(model)["0.weight"], torch.full((4, 3), 7.0))
+    # One rank's file is deleted before it is read: an error on all ranks.
     accelerator.free_memory()
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 4, bias=False))
@@ -180,8 +184,8 @@ def refused(folder: str) -> list[str]:
     return messages
 
 
-def test_what_does_not_fit_is_an_error_on_every_rank(tmp_path):
-    for misfit, absent in run_ranks(refused, 2, str(tmp_path)):
+def test_misfits_and_missing_files_are_errors_on_every_rank(tmp_path):
+    for misfit, absent in run_ranks(collect_errors, 2, str(tmp_path)):
         assert "Mismatched (1): 0.weight" in misfit
         assert "Missing from the checkpoint (1): 0.bias" in misfit
         assert "nothing does not exist" in absent

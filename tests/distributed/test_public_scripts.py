@@ -1,6 +1,6 @@
-"""Ten kinds of public script, only their import changed: Accelerate's numbers, or a difference that plain PyTorch settles.
+"""Ten kinds of public script with changed imports give Accelerate's numbers, or a difference that plain PyTorch explains.
 
-The scripts stand in `tests/scripts`. Both libraries are run live, on one process and on two.
+The scripts are in `tests/scripts`. Both libraries run on one process and on two.
 """
 
 import json
@@ -27,14 +27,14 @@ pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 TOLERANCE = 1e-6
-"""Of two processes, relative to the largest number of its kind; on one process every bit is the same."""
+"""Tolerance on two processes, relative to the largest number of its kind. On one process, all bits are equal."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A script and its flags; `alone` and `together` are further ones on one process and on two.
+    """A script and its flags. `alone` and `together` are further flags on one process and on two.
 
-    Two processes read in the data's own order, because the libraries draw different ones (see below).
+    Two processes read the data in order, because the libraries shuffle differently (see below).
     """
 
     script: str
@@ -56,26 +56,26 @@ CASES = [
     Case("lora"),
     Case("schedule_free"),
     Case("local_sgd", "--gradient_accumulation_steps 2"),
-    # Two processes end on a batch that only repeats others, read ahead with its window: the script's own arithmetic holds.
+    # Two processes end on a batch of repeats that was read ahead with its window, so the script's own arithmetic is right.
     Case("autoregressive_accumulation", "--num_sequences 93"),
 ]
 
 
-def with_import_changed(text: str, is_flat: bool) -> str:
-    """What a search and replace makes of a script.
+def change_imports(text: str, is_flat: bool) -> str:
+    """Return a script with its imports changed by search and replace.
 
     Args:
-        text: of the script.
-        is_flat: `from accelerate.utils import X` becomes `from headway import X`; else module paths stay as they are.
+        text: Text of the script.
+        is_flat: Whether `from accelerate.utils import X` becomes `from headway import X`. Otherwise, module paths are kept.
     """
     modules = r"accelerate(?:\.\w+)*" if is_flat else "accelerate"
     text = re.sub(rf"^(\s*from ){modules}\b", r"\1headway", text, flags=re.M)
     return re.sub(r"^(\s*)import accelerate$", r"\1import headway as accelerate", text, flags=re.M)
 
 
-def test_only_import_lines_change():
+def test_change_of_imports_affects_only_import_lines():
     for path in SCRIPTS.glob("*.py"):
-        old, new = path.read_text().splitlines(), with_import_changed(path.read_text(), True).splitlines()
+        old, new = path.read_text().splitlines(), change_imports(path.read_text(), True).splitlines()
         changed = [line for line, other in zip(old, new) if line != other]
         assert all(re.match(r"\s*(from|import) accelerate", line) for line in changed)
         assert not re.search(r"^\s*(from|import) accelerate", "\n".join(new), re.M)
@@ -91,12 +91,12 @@ def stage() -> Iterator[Stage]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Where the scripts of each library lie; "flat": imported from Headway's top."""
+    """Return the script folder of each library. "flat" has imports from the top of Headway."""
     found = {"accelerate": SCRIPTS}
     for name in ("headway", "flat"):
         found[name] = tmp_path_factory.mktemp(name)
         for path in SCRIPTS.glob("*.py"):
-            (found[name] / path.name).write_text(with_import_changed(path.read_text(), name == "flat"))
+            (found[name] / path.name).write_text(change_imports(path.read_text(), name == "flat"))
     return found
 
 
@@ -105,7 +105,7 @@ Evidence = list[dict[str, list[float]]]
 
 @pytest.fixture
 def run(stage, folders, tmp_path):
-    """Runs a script with a library; returns what each rank noted."""
+    """Return a function that runs a script with a library and returns the evidence of each rank."""
 
     def run(library: str, script: str, args: list[str], world_size: int, is_deadly: bool = False) -> Evidence:
         folder = tmp_path / f"{library}{len(list(tmp_path.iterdir()))}"
@@ -116,44 +116,44 @@ def run(stage, folders, tmp_path):
         if is_deadly:
             assert codes == [-9] * world_size
             return []
-        told = "".join((folder / f"log{rank}").read_text()[-4000:] for rank in range(world_size))
-        # With gloo a rank of Accelerate's may hang when it is done: the group is gone, and DDP's reducer is still there.
+        output = "".join((folder / f"log{rank}").read_text()[-4000:] for rank in range(world_size))
+        # With gloo, a finished rank of Accelerate may hang, because DDP's reducer outlives the process group.
         allowed = {0} if library != "accelerate" else {0, None}
-        assert set(codes) <= allowed, told
+        assert set(codes) <= allowed, output
         return [json.loads((folder / "evidence" / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
     return run
 
 
-def deviation(one: list[float], other: list[float]) -> float:
+def measure_deviation(one: list[float], other: list[float]) -> float:
     assert len(one) == len(other)
     return max((abs(a - b) for a, b in zip(one, other)), default=0.0) / (max(map(abs, one), default=1.0) or 1.0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.script)
-def test_the_same_numbers(case, world_size, run, tmp_path):
-    """Losses, gradients, norms, learning rates, parameters and metrics, all of them and on all ranks."""
+def test_numbers_equal_those_of_accelerate(case, world_size, run, tmp_path):
+    """Compares all losses, gradients, norms, learning rates, parameters and metrics, on all ranks."""
     args = case.args(world_size)
     if "../class_images" in args:
-        # Drawn beforehand: how often this draws from the generator is a difference of its own, below.
+        # Class images are drawn beforehand, because the libraries draw from the generator a different number of times (see below).
         run("accelerate", case.script, args, 1)
     theirs = run("accelerate", case.script, args, world_size)
     ours = run("headway" if world_size == 1 else "flat", case.script, args, world_size)
     for their, our in zip(theirs, ours):
         assert our.keys() == their.keys()
         assert {"loss", "gradients", "parameters"} <= our.keys()
-        apart = {name: deviation(their[name], our[name]) for name in their}
+        apart = {name: measure_deviation(their[name], our[name]) for name in their}
         assert max(apart.values()) <= (0.0 if world_size == 1 else TOLERANCE), apart
     if case.script == "text_classification":
-        assert ours[0]["last epoch"][0] < 19, "nothing stopped it early"
+        assert ours[0]["last epoch"][0] < 19, "early stopping did not happen"
 
 
-# ---------------------------------------------------------------- differences, and what plain PyTorch says
+# ---------------------------------------------------------------- differences, explained by plain PyTorch
 
 
-def plain_gradients(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The gradient of the mean over the first rows of causal_lm's text, in one piece: each tensor's sum and norm."""
+def compute_plain_gradients(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the sum and norm of each gradient of the mean loss over the first rows of causal_lm's text."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     script: dict[str, Any] = runpy.run_path(str(SCRIPTS / "causal_lm.py"), run_name="causal_lm")
     rows = torch.tensor(script["load_blocks"](script["SOURCES"]["train"], 32, num_rows)["input_ids"])
@@ -178,33 +178,33 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-def test_the_gradient_of_a_window_is_that_of_its_rows(name, run, monkeypatch):
+def test_gradient_of_a_window_equals_that_of_its_rows(name, run, monkeypatch):
     num_rows, steps, world_size = WINDOWS[name]
     args = f"--seed 1 --in_order --dropout 0 --num_train_epochs 1 --num_blocks {num_rows}".split()
     args += ["--gradient_accumulation_steps", str(steps)]
-    plain = plain_gradients(num_rows, monkeypatch)
+    plain = compute_plain_gradients(num_rows, monkeypatch)
     theirs, ours = (run(library, "causal_lm", args, world_size)[0] for library in ("accelerate", "headway"))
-    assert ours["loss"] == theirs["loss"]  # the same rows
-    assert deviation(plain, ours["gradients"]) < 1e-5
-    assert deviation(plain, theirs["gradients"]) > 0.01
+    assert ours["loss"] == theirs["loss"]  # both libraries read the same rows
+    assert measure_deviation(plain, ours["gradients"]) < 1e-5
+    assert measure_deviation(plain, theirs["gradients"]) > 0.01
 
 
-def test_two_processes_shuffle_as_one(run):
-    """One process with batches of 32 is the plain loop; two with 16 see the same rows in the same updates."""
+def test_two_processes_shuffle_like_one(run):
+    """Two processes with batches of 16 see the same rows per update as the plain loop with batches of 32."""
     flags = ["--dropout", "0", "--batch_size"]
     alone = run("headway", "schedule_free", [*flags, "32"], 1)[0]
     plain = run("accelerate", "schedule_free", [*flags, "32"], 1)[0]
     ours, theirs = (run(library, "schedule_free", [*flags, "16"], 2) for library in ("headway", "accelerate"))
     assert alone == plain
-    assert deviation(plain["parameters"], ours[0]["parameters"]) < 1e-4
+    assert measure_deviation(plain["parameters"], ours[0]["parameters"]) < 1e-4
     assert ours[0]["metrics"] == plain["metrics"]
     means = [(a + b) / 2 for a, b in zip(ours[0]["loss"], ours[1]["loss"])]
-    assert deviation(plain["loss"], means) < 1e-4
-    assert deviation(plain["parameters"], theirs[0]["parameters"]) > 1e-2
+    assert measure_deviation(plain["loss"], means) < 1e-4
+    assert measure_deviation(plain["parameters"], theirs[0]["parameters"]) > 1e-2
 
 
-def test_split_batches_is_the_global_size(run):
-    """Accelerate's `Accelerator(split_batches=True)` is accepted and does nothing; the script means 16 rows over all ranks."""
+def test_split_batches_makes_the_batch_size_global(run):
+    """Accelerate ignores `Accelerator(split_batches=True)`. The script intends 16 rows over all ranks."""
     theirs, ours = (run(library, "denoising_diffusion", [], 2) for library in ("accelerate", "headway"))
     assert set(theirs[0]["rows"]) == {16}
     assert set(ours[0]["rows"]) == {8}
@@ -212,8 +212,8 @@ def test_split_batches_is_the_global_size(run):
     assert set(alone[0]["rows"]) == {16}
 
 
-def test_a_bar_of_tqdm_auto_opens_its_loader_twice_as_in_plain_torch(run):
-    """tqdm.auto calls iter() when it is made and when it is iterated; each draws a base seed, except in Accelerate."""
+def test_tqdm_auto_opens_the_loader_twice_as_in_plain_pytorch(run):
+    """tqdm.auto calls iter() on creation and on iteration. Each call draws a base seed, except with Accelerate's loader."""
     from tqdm.auto import tqdm
 
     def draw_after_pass(loader: Any) -> float:
@@ -235,8 +235,8 @@ RESUMABLE = [
 ]  # fmt: skip
 
 
-def test_killed_and_started_again_it_ends_with_the_same_weights(run, tmp_path):
-    """SIGKILL in the fifth update, the same command again: shuffling, noise and EMA go on as if nothing had been."""
+def test_killed_script_ends_with_the_same_weights_after_a_restart(run, tmp_path):
+    """After SIGKILL in the fifth update and a restart, shuffling, noise and EMA continue as without the kill."""
     differs = {}
     for library in ("headway", "accelerate"):
         args = [*RESUMABLE, "--output_dir", str(tmp_path / f"out_{library}")]
@@ -249,7 +249,7 @@ def test_killed_and_started_again_it_ends_with_the_same_weights(run, tmp_path):
         differs[library] = {name for name, numbers in tail.items() if resumed[name] != numbers}
         assert resumed["checkpoints"] == whole["checkpoints"]
     assert differs["headway"] == set()
-    # Accelerate's sampler draws another order for the rest of the epoch.
+    # Accelerate's sampler draws a different order for the rest of the epoch.
     assert differs["accelerate"] == {"loss", "parameters", "ema"}
 
 
@@ -267,12 +267,12 @@ def launch(script: Path, *args: str, cwd: Path) -> subprocess.CompletedProcess[s
         "--evidence",
         "evidence",
     ]
-    # As many threads as the stage's ranks have: sums of more threads have other last bits.
+    # One thread, as in the ranks of `Stage`. More threads sum in another order.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment, timeout=200)
 
 
-def test_by_the_real_launcher(run, folders, tmp_path):
+def test_scripts_run_with_the_real_launcher(run, folders, tmp_path):
     args = [
         "--train_text_encoder",
         "--max_train_steps",
@@ -290,4 +290,4 @@ def test_by_the_real_launcher(run, folders, tmp_path):
     shutil.rmtree(tmp_path / "evidence")
     theirs = run("accelerate", "dreambooth", args, 2)
     for their, our in zip(theirs, ours):
-        assert max(deviation(their[name], our[name]) for name in their) <= TOLERANCE
+        assert max(measure_deviation(their[name], our[name]) for name in their) <= TOLERANCE

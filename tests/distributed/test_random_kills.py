@@ -1,6 +1,6 @@
-"""Launchers and ranks killed at random moments, from the first import to the middle of a run: nothing stays behind.
+"""Launchers and ranks killed at random moments, from the first import to the middle of a run, leave no process behind.
 
-`HEADWAY_KILLS=50 pytest tests/distributed/test_random_kills.py` is the long version.
+`HEADWAY_KILLS=50 pytest tests/distributed/test_random_kills.py` runs the long version.
 """
 
 import os
@@ -18,13 +18,13 @@ NUM_KILLS = int(os.environ.get("HEADWAY_KILLS", "5"))
 AT_ONCE = 5
 
 
-def begin(folder: Path) -> subprocess.Popen[bytes]:
+def start_launch(folder: Path) -> subprocess.Popen[bytes]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
     return subprocess.Popen([sys.executable, "-m", "headway", "launch", "--cpu", "-n", "2", "train.py"], cwd=folder,
                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=kept)  # fmt: skip
 
 
-def family(pid: int) -> list[psutil.Process]:
+def list_processes(pid: int) -> list[psutil.Process]:
     try:
         launcher = psutil.Process(pid)
         return [launcher, *launcher.children(recursive=True)]
@@ -33,21 +33,21 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
-def test_nothing_outlives_a_launch_of_which_any_process_was_killed(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux notifies a process of its parent's death")
+def test_no_process_outlives_a_launch_after_a_kill(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\ntime.sleep(3600)\n")
     draw = random.Random(4711)
     for done in range(0, NUM_KILLS, AT_ONCE):
-        launches = [begin(tmp_path) for _ in range(min(AT_ONCE, NUM_KILLS - done))]
+        launches = [start_launch(tmp_path) for _ in range(min(AT_ONCE, NUM_KILLS - done))]
         started: list[psutil.Process] = []
         try:
-            # Three in four die as a run, the others while they come up.
+            # Three in four are killed while running, the others during startup.
             moments = [draw.uniform(0, 2) if draw.random() < 0.25 else None for _ in launches]
             for launch, moment in zip(launches, moments):
                 deadline = time.monotonic() + (60 if moment is None else moment)
-                while len(family(launch.pid)) < 3 and time.monotonic() < deadline:
+                while len(list_processes(launch.pid)) < 3 and time.monotonic() < deadline:
                     time.sleep(0.05)
-                members = family(launch.pid)
+                members = list_processes(launch.pid)
                 started += members
                 draw.choice(members).send_signal(draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
             for launch in launches:
@@ -55,7 +55,7 @@ def test_nothing_outlives_a_launch_of_which_any_process_was_killed(tmp_path: Pat
             _, alive = psutil.wait_procs(started, timeout=30)
             assert [process.cmdline() for process in alive] == []
         finally:
-            for process in [*started, *(member for launch in launches for member in family(launch.pid))]:
+            for process in [*started, *(member for launch in launches for member in list_processes(launch.pid))]:
                 if process.is_running():
                     process.kill()
             for launch in launches:

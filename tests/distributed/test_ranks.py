@@ -1,4 +1,4 @@
-"""What real ranks do apart and together: order, splitting, triggers, seeds, files, and prepared models under DDP."""
+"""Functions of the Accelerator on real ranks: order, splitting, triggers, seeds, files, and models prepared with DDP."""
 
 import contextlib
 import copy
@@ -17,10 +17,10 @@ from headway.errors import PrepareError, StateError
 from tests.distributed.ranks import run_ranks
 from tests.unit.core.data.fakes import Numbers
 
-# -------------------------------------------------------------------- who does what
+# -------------------------------------------------------------------- decorators and order
 
 
-def act():
+def call_on_chosen_ranks():
     acc = Accelerator(cpu=True)
     rank, out = acc.process_index, {}
     with acc.split_between_processes({"a": [1, 2, 3], "b": (4, 5, 6)}, apply_padding=True) as part:
@@ -42,8 +42,8 @@ def act():
     return out
 
 
-def test_each_process_does_its_part():
-    first, second = run_ranks(act, 2)
+def test_decorators_splitting_and_triggers():
+    first, second = run_ranks(call_on_chosen_ranks, 2)
     assert first["split"] == {"a": [1, 2], "b": (4, 5)}
     assert second["split"] == {"a": [3, 3], "b": (6, 6)}
     assert first["ran"] == {"main": "main", "local": "local", "last": None, "one": None, "local one": None}
@@ -79,14 +79,14 @@ def _exists(path):
     return Path(path).exists()
 
 
-def test_the_main_process_goes_first_and_its_error_frees_the_others(tmp_path):
+def test_main_process_goes_first_and_its_error_releases_the_others(tmp_path):
     assert run_ranks(go_first, 2, str(tmp_path), timeout=60) == [[True, True, "raised"], [True, True, "went on"]]
 
 
 # -------------------------------------------------------------------- RNG states
 
 
-def draw():
+def draw_random_numbers():
     rank = process.current().rank
     set_seed(3)
     common = (random.random(), float(numpy.random.rand()), float(torch.rand(1)))
@@ -108,8 +108,8 @@ def draw():
     return common, own, after, random.random()
 
 
-def test_seeds_and_streams():
-    ranks = run_ranks(draw, 2)
+def test_seeds_and_synchronized_random_states():
+    ranks = run_ranks(draw_random_numbers, 2)
     common, own, after, untouched = zip(*ranks)
     assert common[0] == common[1] == own[0]
     assert not set(own[0]) & set(own[1])
@@ -120,7 +120,7 @@ def test_seeds_and_streams():
 # -------------------------------------------------------------------- uneven data
 
 
-def join():
+def join_uneven_inputs():
     acc = Accelerator(cpu=True)
     torch.manual_seed(0)
     model, loader = acc.prepare(nn.Linear(1, 1), DataLoader(Numbers(5), batch_size=2))
@@ -144,8 +144,8 @@ def join():
     return out
 
 
-def test_uneven_inputs():
-    first, second = run_ranks(join, 2)
+def test_join_uneven_inputs():
+    first, second = run_ranks(join_uneven_inputs, 2)
     assert sorted(first["inside"] + second["inside"]) == list(range(5))
     for out in (first, second):
         assert out["after"] == (True, out["before"])
@@ -174,10 +174,10 @@ class Rows(Dataset):
         return torch.full((3,), float(index)), torch.tensor([float(index)])
 
 
-def prepared_under_ddp(folder):
+def use_model_under_ddp(folder):
     acc, out = Accelerator(cpu=True, mixed_precision="bf16"), {}
     rank = acc.process_index
-    torch.manual_seed(rank)  # DDP gives all ranks rank 0's values
+    torch.manual_seed(rank)  # DDP copies rank 0's values to all ranks
     net = Net()
     keys = list(net.state_dict())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -203,7 +203,7 @@ def prepared_under_ddp(folder):
         acc.prepare(nn.parallel.DistributedDataParallel(Net()))
     except PrepareError as error:
         out["ddp"] = str(error)
-    # One rank alone: no forward without gradients may hold a collective.
+    # On one rank only: a forward pass without gradients must not wait in a collective.
     if rank == 1:
         model.eval()
         with torch.no_grad():
@@ -212,7 +212,7 @@ def prepared_under_ddp(folder):
         with torch.inference_mode():
             model(torch.ones(2, 3))
     acc.wait_for_everyone()
-    out["compiled"] = _compiled(acc)
+    out["compiled"] = _compute_compiled_gradients(acc)
     with contextlib.suppress(KeyError), acc.profile(ProfileKwargs(output_trace_dir=folder)):
         torch.ones(2, 2) @ torch.ones(2, 2)
         raise KeyError
@@ -224,7 +224,7 @@ def prepared_under_ddp(folder):
     return out
 
 
-def _compiled(acc):
+def _compute_compiled_gradients(acc):
     torch.manual_seed(1)
     inputs = torch.randn(4, 3) * (acc.process_index + 1)
     gradients = []
@@ -244,10 +244,10 @@ def _compiled(acc):
     return gradients
 
 
-def test_a_model_under_ddp_is_still_the_users(tmp_path):
+def test_model_under_ddp_keeps_its_class_and_state(tmp_path):
     from safetensors.torch import load_file
 
-    first, second = run_ranks(prepared_under_ddp, 2, str(tmp_path))
+    first, second = run_ranks(use_model_under_ddp, 2, str(tmp_path))
     del first["state"]["norm.num_batches_tracked"]
     for name in first["state"]:
         assert first["state"][name] == second["state"][name], name
@@ -266,7 +266,7 @@ def test_a_model_under_ddp_is_still_the_users(tmp_path):
 # -------------------------------------------------------------------- transformers
 
 
-def language_model(folder):
+def train_language_model(folder):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     acc = Accelerator(cpu=True)
@@ -282,7 +282,7 @@ def language_model(folder):
     optimizer.zero_grad()
     model.eval()
     made = None
-    if acc.is_main_process:  # alone: generation must not wait for the others
+    if acc.is_main_process:  # on one rank only: generation must not wait for the others
         made = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=31).shape
     if acc.is_main_process:
         acc.unwrap_model(model).save_pretrained(f"{folder}/pretrained")
@@ -295,10 +295,10 @@ def language_model(folder):
         return made, model(tokens * 0 + 1).logits.tolist()
 
 
-def test_a_transformers_model(tmp_path):
+def test_transformers_model_trains_generates_and_saves(tmp_path):
     from transformers import GPT2LMHeadModel
 
-    (made, logits), (_, other) = run_ranks(language_model, 2, str(tmp_path))
+    (made, logits), (_, other) = run_ranks(train_language_model, 2, str(tmp_path))
     assert made[0] == 2
     assert logits == other
     for name in ("pretrained", "weights", "sharded"):
@@ -310,7 +310,7 @@ def test_a_transformers_model(tmp_path):
     assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 1
 
 
-def _several_runs_in_one_process() -> list[float]:
+def _run_three_trainings() -> list[float]:
     sums = []
     for turn in range(3):
         accelerator = Accelerator(cpu=True)
@@ -321,5 +321,5 @@ def _several_runs_in_one_process() -> list[float]:
     return sums
 
 
-def test_a_process_can_join_one_group_after_another() -> None:
-    assert run_ranks(_several_runs_in_one_process, 2) == [[0.0, 2.0, 4.0]] * 2
+def test_process_joins_several_groups_one_after_another() -> None:
+    assert run_ranks(_run_three_trainings, 2) == [[0.0, 2.0, 4.0]] * 2

@@ -1,4 +1,4 @@
-"""The recipe goes from text to samples, and kills in the middle of its stages change no bit of what it makes."""
+"""The recipe runs from raw text to samples, and kills during its stages do not change its weights."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "recipe" / "recipe.py"
 STAGES = ("pretraining", "finetuning", "reinforcement")
 
 
-def start(out: Path) -> subprocess.Popen[str]:
+def start_recipe(out: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", "2", "--max_restarts", "1"]
     return subprocess.Popen(
         [*command, str(SCRIPT), "--quick", "--out", str(out)], text=True, start_new_session=True,
@@ -28,34 +28,34 @@ def wait_for_checkpoint(stage: Path, run: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
-def end(run: subprocess.Popen[str]) -> str:
-    told = run.communicate(timeout=200)[0]
-    assert run.returncode == 0, told
-    return told
+def wait_for_end(run: subprocess.Popen[str]) -> str:
+    output = run.communicate(timeout=200)[0]
+    assert run.returncode == 0, output
+    return output
 
 
-def made(out: Path) -> dict[str, bytes]:
+def read_weights(out: Path) -> dict[str, bytes]:
     return {stage: (out / stage / "model.safetensors").read_bytes() for stage in STAGES}
 
 
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_killed_twice_it_makes_the_same_weights(tmp_path):
-    told = end(start(tmp_path / "whole"))
-    assert "resumed" not in told
-    assert "drift apart" not in told
+def test_recipe_killed_twice_ends_with_the_same_weights(tmp_path):
+    output = wait_for_end(start_recipe(tmp_path / "whole"))
+    assert "resumed" not in output
+    assert "drift apart" not in output
 
-    run = start(tmp_path / "killed")
+    run = start_recipe(tmp_path / "killed")
     wait_for_checkpoint(tmp_path / "killed" / "pretraining", run)
     ranks = [p for p in psutil.Process(run.pid).children(recursive=True) if SCRIPT.name in " ".join(p.cmdline())]
     ranks[-1].kill()  # the launcher starts both ranks again
     wait_for_checkpoint(tmp_path / "killed" / "reinforcement", run)
     os.killpg(run.pid, signal.SIGKILL)
     assert "pretraining/checkpoints/checkpoint_" in run.communicate()[0]
-    told = end(start(tmp_path / "killed"))
-    assert "reinforcement/checkpoints/checkpoint_" in told
-    assert "pretraining:" not in told  # its weights were there
+    output = wait_for_end(start_recipe(tmp_path / "killed"))
+    assert "reinforcement/checkpoints/checkpoint_" in output
+    assert "pretraining:" not in output  # this stage was complete
 
-    assert made(tmp_path / "killed") == made(tmp_path / "whole")
+    assert read_weights(tmp_path / "killed") == read_weights(tmp_path / "whole")
     page = (tmp_path / "killed" / "report.html").read_text()
     assert all(stage in page for stage in STAGES)

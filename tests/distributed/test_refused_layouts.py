@@ -1,4 +1,4 @@
-"""What layouts refuse they refuse on all ranks alike, and before anybody waits; and what is near to that works."""
+"""Uses that layouts reject raise the same error on all ranks before any rank waits, and similar uses work."""
 
 from typing import Any
 
@@ -8,25 +8,25 @@ import torch
 from headway import Accelerator, TorchDynamoPlugin
 from headway.core.runtime import process
 from headway.errors import DataError, HeadwayError, PrepareError, StateError, UnsupportedError
-from tests.distributed.cut_losses import Other, compare_gradients
-from tests.distributed.layouts import GPT, each, gpt, seeded, text
+from tests.distributed.cut_losses import CustomLossGPT, compare_gradients
+from tests.distributed.layouts import GPT, build_seeded, gpt, make_tokens, run_each
 from tests.distributed.ranks import run_ranks
 
 
-def refused(accelerator: Accelerator, kind: type[HeadwayError], part: str, act: Any) -> None:
-    """The same error on all ranks, which can go on together."""
+def assert_same_error(accelerator: Accelerator, kind: type[HeadwayError], part: str, act: Any) -> None:
+    """Assert that `act` raises the same error on all ranks, and that training can continue."""
     with pytest.raises(kind) as caught:
         act()
-    told = accelerator.collectives.gather_objects(str(caught.value))
-    assert all(each == told[0] for each in told), told
-    assert part in told[0], told
+    messages = accelerator.collectives.gather_objects(str(caught.value))
+    assert all(each == messages[0] for each in messages), messages
+    assert part in messages[0], messages
 
 
-def stages_that_freeze_differently() -> None:
+def freeze_on_one_stage() -> None:
     accelerator, model = Accelerator(cpu=True, strategy="pp"), GPT(num_blocks=2)
     if accelerator.process_index:
         model.tokens.requires_grad_(False)
-    refused(
+    assert_same_error(
         accelerator, PrepareError, "tokens.weight of GPT is (50, 16) in torch.float32 on rank 0 and",
         lambda: accelerator.prepare(model),
     )  # fmt: skip
@@ -35,10 +35,10 @@ def stages_that_freeze_differently() -> None:
     accelerator.end_training()
 
 
-def compiled_and_cut() -> None:
-    """A model that the user has compiled is cut as any other; one that Headway would compile is refused before its first update."""
-    accelerator, plain, ids = Accelerator(cpu=True, strategy="cp"), seeded(0, gpt), text(9)
-    model = accelerator.prepare(torch.compile(seeded(0, gpt), backend="eager"))
+def compile_with_context_parallelism() -> None:
+    """A model compiled by the user can be split. Compilation by Headway is rejected before the first update."""
+    accelerator, plain, ids = Accelerator(cpu=True, strategy="cp"), build_seeded(0, gpt), make_tokens(9)
+    model = accelerator.prepare(torch.compile(build_seeded(0, gpt), backend="eager"))
     wanted, mine = plain(ids).square().mean(), model(ids).square().mean()
     assert abs(mine.item() - wanted.item()) < 1e-5 * wanted.item()
     wanted.backward()
@@ -48,55 +48,57 @@ def compiled_and_cut() -> None:
     accelerator = Accelerator(
         cpu=True, strategy="cp", dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
     )
-    refused(
+    assert_same_error(
         accelerator, UnsupportedError, "is compiled, which context parallelism does not support",
-        lambda: accelerator.prepare(seeded(0, gpt))(ids),
+        lambda: accelerator.prepare(build_seeded(0, gpt))(ids),
     )  # fmt: skip
     accelerator.end_training()
 
 
-def groups_that_have_ended() -> None:
-    """As after an attempt of find_executable_batch_size in which memory ran out."""
+def use_ended_group() -> None:
+    """The group has ended, as after an attempt of `find_executable_batch_size` that ran out of memory."""
     accelerator = Accelerator(cpu=True, strategy="fsdp")
-    accelerator.prepare(seeded(0, gpt))
+    accelerator.prepare(build_seeded(0, gpt))
     process.leave_group()
     process.join_group()
-    refused(
+    assert_same_error(
         accelerator,
         StateError,
         "Create the Accelerator inside its function",
-        lambda: accelerator.prepare(seeded(0, gpt)),
+        lambda: accelerator.prepare(build_seeded(0, gpt)),
     )
     again = Accelerator(cpu=True, strategy="fsdp")
-    assert torch.isfinite(again.prepare(seeded(0, gpt))(text()).sum())
+    assert torch.isfinite(again.prepare(build_seeded(0, gpt))(make_tokens()).sum())
     again.end_training()
 
 
-def on_two() -> list[str]:
-    return each([stages_that_freeze_differently, compiled_and_cut, groups_that_have_ended])
+def run_on_two() -> list[str]:
+    return run_each([freeze_on_one_stage, compile_with_context_parallelism, use_ended_group])
 
 
-def labels_of_one_sequence() -> list[str]:
-    """Only the first pair of ranks has labels of -1, which padding would turn into labels that count."""
+def use_labels_that_cannot_be_padded() -> list[str]:
+    """Only the first pair of ranks has labels of -1. Padding would turn these into labels that count."""
     accelerator = Accelerator(cpu=True, strategy="fsdp=2+cp=2")
-    model = accelerator.prepare(seeded(0, lambda: Other("by hand", -1)))
-    ids, targets = text(2, rows=3)[:, :10], text(3, rows=3)[:, :10].clamp(min=1)
+    model = accelerator.prepare(build_seeded(0, lambda: CustomLossGPT("by hand", -1)))
+    ids, targets = make_tokens(2, rows=3)[:, :10], make_tokens(3, rows=3)[:, :10].clamp(min=1)
     if accelerator.process_index < 2:
         targets[1, :4] = -1
     with pytest.raises(DataError) as caught:
         model(ids, targets)
-    told = accelerator.collectives.gather_objects(str(caught.value))
+    messages = accelerator.collectives.gather_objects(str(caught.value))
     accelerator.end_training()
-    return told
+    return messages
 
 
 @pytest.mark.slow
-def test_two_ranks():
-    for failed in run_ranks(on_two, 2):
+def test_errors_on_two_ranks():
+    for failed in run_ranks(run_on_two, 2):
         assert not failed, "\n".join(failed)
 
 
-def test_labels_that_one_sequence_cannot_pad_are_an_error_on_all_ranks():
-    for told in run_ranks(labels_of_one_sequence, 4):
-        assert all("name the label that the loss of Other ignores" in each for each in told[:2]), told
-        assert all("the batch of ranks 0, 1 has labels that cannot be padded" in each for each in told[2:]), told
+def test_labels_that_cannot_be_padded_are_an_error_on_all_ranks():
+    for messages in run_ranks(use_labels_that_cannot_be_padded, 4):
+        assert all("name the label that the loss of CustomLossGPT ignores" in each for each in messages[:2]), messages
+        assert all("the batch of ranks 0, 1 has labels that cannot be padded" in each for each in messages[2:]), (
+            messages
+        )

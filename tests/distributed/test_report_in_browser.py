@@ -1,4 +1,4 @@
-"""The report in a real browser, headless Chromium: it draws, in both color schemes; its controls work; its console is silent."""
+"""The HTML report in headless Chromium: charts are drawn in both color schemes, controls work, and the console is empty."""
 
 import base64
 import hashlib
@@ -19,7 +19,7 @@ from tests.unit.core.tracking.report.logs import Log, lively
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs headless Chromium: apt-get install chromium")
 
-# Runs in the page: what it finds is written into an attribute, where --dump-dom shows it.
+# Runs in the page and writes its results to an attribute, which --dump-dom prints.
 PROBE = """
 Element.prototype.setPointerCapture = () => {};  // made-up pointers cannot be captured
 window.requestAnimationFrame = (draw) => setTimeout(draw, 1);  // under virtual time there may be no frames
@@ -79,15 +79,15 @@ const lines = () => [...first.querySelectorAll(".line")].map((path) => path.getA
 """
 
 
-def probed(page):
-    """The page with the probe, which its security policy is told to let run."""
+def add_probe(page):
+    """Return the page with the probe, and with a security policy that lets the probe run."""
     digest = base64.b64encode(hashlib.sha256(PROBE.encode()).digest()).decode()
     allowed = page.replace("script-src ", f"script-src 'sha256-{digest}' ")
     return allowed.replace("</body>", f"<script>{PROBE}</script></body>")
 
 
 def browse(page, folder, width, height, *flags):
-    """The page as the browser leaves it, its picture, and what its console said."""
+    """Open a page in the browser. Return the final DOM, the screenshot's path, and the console lines."""
     folder.mkdir(parents=True)
     (folder / "page.html").write_text(page, encoding="utf-8")
     command = [
@@ -104,34 +104,34 @@ def browse(page, folder, width, height, *flags):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    said = (folder / "log").read_text(errors="replace")
-    assert process.returncode == 0, said[-3000:]
-    console = [line for line in said.splitlines() if "CONSOLE" in line]
+    log_text = (folder / "log").read_text(errors="replace")
+    assert process.returncode == 0, log_text[-3000:]
+    console = [line for line in log_text.splitlines() if "CONSOLE" in line]
     return (folder / "dom").read_text(encoding="utf-8"), folder / "page.png", console
 
 
-def pixels(path):
-    """Rows of (red, green, blue), 0 to 255."""
+def read_pixels(path):
+    """Return rows of (red, green, blue) from 0 to 255."""
     image = pytest.importorskip("matplotlib.image", reason="reads the screenshot")
     return (image.imread(path)[..., :3] * 255).round().astype(int)
 
 
-def count(found, code):
+def count_pixels(found, code):
     wanted = [int(code[index : index + 2], 16) for index in (1, 3, 5)]
     return int((abs(found - wanted).max(axis=-1) <= 3).sum())
 
 
-def drawn_charts(dom):
-    """The charts of the page as the script left them, in the order of the page."""
+def find_charts(dom):
+    """Return the charts as the script drew them, in page order."""
     found = re.findall(r'<svg viewBox="[^"]*" role="img".*?</svg>', dom.partition("<script")[0], re.DOTALL)
     return [ElementTree.fromstring(svg) for svg in found]
 
 
-def classes(svg, first):
+def find_elements(svg, first):
     return [element for element in svg.iter() if element.get("class", "").split()[:1] == [first]]
 
 
-def test_what_is_drawn(tmp_path):
+def test_charts_have_the_expected_elements(tmp_path):
     log = Log(tmp_path / "run")
     log.run()
     for step, value in enumerate([1.0, 2.0, "nan", "nan", 3.0, "inf", 1.0, 2.0, "-inf"]):
@@ -140,30 +140,30 @@ def test_what_is_drawn(tmp_path):
     log.event("checkpoint", 6)
     dom, _, console = browse(html_page(load([log.write()])), tmp_path / "browser", 1400, 1600)
     assert console == []
-    charts = drawn_charts(dom)
+    charts = find_charts(dom)
     assert [svg.get("aria-label") for svg in charts] == [
         "Loss: run training", "Tokens per second: run", "Model FLOPs utilization: run", "Memory: run in use",
     ]  # fmt: skip
     loss = charts[0]
-    (line,) = classes(loss, "line")
+    (line,) = find_elements(loss, "line")
     assert line.get("d").count("M") == 3
     assert len(re.findall(r"M[\d.]+ [\d.]+h0", line.get("d"))) == 1, "a value between two gaps is a dot"
-    assert len(classes(loss, "nonfinite")) == 3
-    assert (len(classes(loss, "rule")), len(classes(loss, "foot"))) == (1, 1)
+    assert len(find_elements(loss, "nonfinite")) == 3
+    assert (len(find_elements(loss, "rule")), len(find_elements(loss, "foot"))) == (1, 1)
     ticks = [[text.text for text in svg.iter("text") if text.get("x") == "48"] for svg in charts[1:]]
     assert ticks == [
         ["0", "25k", "50k", "75k", "step"], ["0%", "20%", "40%", "step"],
         ["0 B", "1 GiB", "2 GiB", "step"],
     ]  # fmt: skip
-    assert misplaced(charts) == []
+    assert find_invalid_coordinates(charts) == []
 
 
-def misplaced(charts):
+def find_invalid_coordinates(charts):
     places = [element.get(name, "") for svg in charts for element in svg.iter() for name in ("d", "x", "y", "cx", "cy")]
     return [place for place in places if re.search(r"NaN|Infinity|e\+", place)]
 
 
-def test_strange_numbers_are_drawn(tmp_path):
+def test_extreme_numbers_are_drawn(tmp_path):
     log = Log(tmp_path / "run")
     log.run()
     for step, value in enumerate([1e308, -1e308, 5e-324, 0.0, 10**400]):
@@ -171,8 +171,8 @@ def test_strange_numbers_are_drawn(tmp_path):
     log.event("checkpoint", 10**300, size=10**400)
     dom, _, console = browse(html_page(load([log.write()])), tmp_path / "browser", 1400, 1600)
     assert console == []
-    assert len(drawn_charts(dom)) == 3
-    assert misplaced(drawn_charts(dom)) == []
+    assert len(find_charts(dom)) == 3
+    assert find_invalid_coordinates(find_charts(dom)) == []
 
 
 @pytest.mark.parametrize(
@@ -180,39 +180,39 @@ def test_strange_numbers_are_drawn(tmp_path):
     [(1400, 1, looks.LINES, looks.PAGE), (600, 0, looks.LINES_DARK, looks.PAGE_DARK)],
     ids=["light-wide", "dark-narrow"],
 )
-def test_the_page_in_a_browser(width, scheme, colors, ground, tmp_path):
+def test_controls_and_colors_in_a_browser(width, scheme, colors, ground, tmp_path):
     runs = [lively(tmp_path / f"run-{seed}", seed, steps=400, lr=lr) for seed, lr in ((0, 3e-4), (1, 3e-3), (2, 1e-4))]
     page = html_page(load(runs))
     height = 3600 if width > 1000 else 6500
     flag = f"--blink-settings=preferredColorScheme={scheme}"
-    dom, picture, console = browse(probed(page), tmp_path / "browser", width, height, flag)
+    dom, picture, console = browse(add_probe(page), tmp_path / "browser", width, height, flag)
     assert len(console) == 1, console
     assert "the probe speaks" in console[0]
-    told = json.loads(html.unescape(re.search(r'data-told="([^"]*)"', dom)[1]))
+    results = json.loads(html.unescape(re.search(r'data-told="([^"]*)"', dom)[1]))
 
-    assert told["overflow"] <= 0
-    assert len(told["boxes"]) == len(told["up"]) == 13
+    assert results["overflow"] <= 0
+    assert len(results["boxes"]) == len(results["up"]) == 13
 
-    assert sorted(told["lines"]) == ["line c0", "line c0", "line c1", "line c1", "line c2", "line c2"]
-    assert told["tip"].startswith("step ")
-    assert all(f"run-{seed} · training" in told["tip"] for seed in range(3))
-    assert told["crosses"] == 13
-    assert told["zoomed"] != told["across"] == told["unzoomed"]
-    assert told["canUnzoom"]
-    assert all(label.endswith(("s", "min")) for label in told["time"])
-    assert sorted(told["hidden"][0]) == ["line c0", "line c0", "line c2", "line c2"]
-    assert set(told["log"]) & {"1", "2", "5", "10"}
-    assert told["isSmoother"]
-    assert told["isBack"]
+    assert sorted(results["lines"]) == ["line c0", "line c0", "line c1", "line c1", "line c2", "line c2"]
+    assert results["tip"].startswith("step ")
+    assert all(f"run-{seed} · training" in results["tip"] for seed in range(3))
+    assert results["crosses"] == 13
+    assert results["zoomed"] != results["across"] == results["unzoomed"]
+    assert results["canUnzoom"]
+    assert all(label.endswith(("s", "min")) for label in results["time"])
+    assert sorted(results["hidden"][0]) == ["line c0", "line c0", "line c2", "line c2"]
+    assert set(results["log"]) & {"1", "2", "5", "10"}
+    assert results["isSmoother"]
+    assert results["isBack"]
 
-    found = pixels(picture)
+    found = read_pixels(picture)
     assert found.shape[1] == width
-    for left, top, right, bottom in told["boxes"]:
+    for left, top, right, bottom in results["boxes"]:
         chart = found[top:bottom, left:right]
-        assert count(chart, ground) > 0.5 * (right - left) * (bottom - top)
-        # Where runs are alike the last one covers the others.
-        assert count(chart, colors[2]) > 50
-    loss = found[told["boxes"][0][1] : told["boxes"][0][3], told["boxes"][0][0] : told["boxes"][0][2]]
-    rate = found[told["boxes"][1][1] : told["boxes"][1][3], told["boxes"][1][0] : told["boxes"][1][2]]
-    assert count(loss, colors[1]) > 50
-    assert all(count(rate, code) > 50 for code in colors[:3])
+        assert count_pixels(chart, ground) > 0.5 * (right - left) * (bottom - top)
+        # Where runs coincide, the last one covers the others.
+        assert count_pixels(chart, colors[2]) > 50
+    loss = found[results["boxes"][0][1] : results["boxes"][0][3], results["boxes"][0][0] : results["boxes"][0][2]]
+    rate = found[results["boxes"][1][1] : results["boxes"][1][3], results["boxes"][1][0] : results["boxes"][1][2]]
+    assert count_pixels(loss, colors[1]) > 50
+    assert all(count_pixels(rate, code) > 50 for code in colors[:3])

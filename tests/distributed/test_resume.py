@@ -1,4 +1,4 @@
-"""A resumed run is the uninterrupted one: losses bit for bit on the same world, samples in order on another."""
+"""A resumed run matches an uninterrupted one: losses exactly on the same world size, sample order on another."""
 
 import os
 from pathlib import Path
@@ -16,8 +16,8 @@ from tests.distributed.test_launch import launch
 NUM_SAMPLES, NUM_EPOCHS = 36, 3
 
 
-class Noisy(Dataset):
-    """Augments with all three global generators, as users' transforms do."""
+class NoisyRows(Dataset):
+    """Dataset that augments samples with torch's and NumPy's global generators, as user transforms do."""
 
     def __len__(self):
         return NUM_SAMPLES
@@ -39,13 +39,13 @@ class Net(torch.nn.Module):
         return self.body(x).squeeze(1)
 
 
-def build(folder, *, steps=1, batch=3, workers=0, precision="no", **project):
+def prepare_training(folder, *, steps=1, batch=3, workers=0, precision="no", **project):
     set_seed(7)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
     loader = DataLoader(
-        Noisy(),
+        NoisyRows(),
         batch_size=batch,
         shuffle=True,
         num_workers=workers,
@@ -59,8 +59,12 @@ def build(folder, *, steps=1, batch=3, workers=0, precision="no", **project):
 
 
 def train(folder, stop_after=None, save_at=(), resume=False, blocking=True, **settings):
-    """Returns (loss of each micro-batch, sample numbers in global order, final weights); saves at micro-batches."""
-    accelerator, model, optimizer, loader, scheduler = build(folder, **settings)
+    """Train, and save after the micro-batches in `save_at`.
+
+    Returns:
+        The loss of each micro-batch, the sample numbers in global order, the final weights, and the result of `resume`.
+    """
+    accelerator, model, optimizer, loader, scheduler = prepare_training(folder, **settings)
     restored = accelerator.resume("latest") if resume else None
     if restored is None:
         set_seed(11, device_specific=True)
@@ -85,7 +89,7 @@ def train(folder, stop_after=None, save_at=(), resume=False, blocking=True, **se
     return losses, seen, weights, restored
 
 
-def exact(root, settings, stop_after):
+def compare_resumed_run(root, settings, stop_after):
     whole, _, weights, _ = train(f"{root}/whole", **settings)
     first, _, _, _ = train(f"{root}/cut", stop_after, {stop_after}, **settings)
     rest, _, resumed, _ = train(f"{root}/cut", resume=True, **settings)
@@ -96,7 +100,7 @@ def exact(root, settings, stop_after):
     return begun
 
 
-def all_exact(root):
+def compare_all_settings(root):
     per_epoch = NUM_SAMPLES // (3 * int(os.environ["WORLD_SIZE"]))
     begun = {}
     for name, settings, stop_after in [
@@ -108,50 +112,50 @@ def all_exact(root):
         ("bf16 behind the loop", {"precision": "bf16", "blocking": False}, 3),
         ("fp16", {"precision": "fp16"}, 3),
     ]:
-        begun[name] = (exact(f"{root}/{name}", settings, stop_after), stop_after)
+        begun[name] = (compare_resumed_run(f"{root}/{name}", settings, stop_after), stop_after)
     return begun
 
 
 @pytest.mark.on_device
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_resumed_losses_are_bit_equal(world_size, tmp_path):
-    begun = run_ranks(all_exact, world_size, str(tmp_path))[0]
+def test_resumed_losses_are_bit_for_bit_equal(world_size, tmp_path):
+    begun = run_ranks(compare_all_settings, world_size, str(tmp_path))[0]
     for name, (where, stopped) in begun.items():
         assert where == (4 if name == "mid window" else stopped), name
 
 
-def half(root):
-    """Half of a run on any world; the other half of the same run, on this one."""
+def train_first_half(root):
+    """Train the first five batches of a run, and save."""
     return train(f"{root}/cut", 5, {5})
 
 
-def other_half(root, batch=3, stop_after=None, resume_from="cut"):
-    """On with it; a run that stops has saved, so that what comes next goes on from there."""
+def train_rest(root, batch=3, stop_after=None, resume_from="cut"):
+    """Continue the run. With `stop_after`, stop and save, so that another run can continue."""
     losses, seen, weights, restored = train(f"{root}/{resume_from}", stop_after, {stop_after}, resume=True, batch=batch)
     return losses, seen, weights, restored.differences
 
 
-def whole(root):
+def train_whole(root):
     return train(f"{root}/whole")
 
 
 @pytest.mark.on_device
-def test_another_world_sees_the_same_samples_in_the_same_order(tmp_path):
-    _, expected, _, _ = run_ranks(whole, 2, str(tmp_path))[0]
-    _, first, _, _ = run_ranks(half, 2, str(tmp_path))[0]
+def test_other_world_size_sees_the_same_samples_in_order(tmp_path):
+    _, expected, _, _ = run_ranks(train_whole, 2, str(tmp_path))[0]
+    _, first, _, _ = run_ranks(train_first_half, 2, str(tmp_path))[0]
     assert first == expected[:30]
     for world_size, batch in ((1, 3), (3, 2)):
-        (_, rest, _, told), *others = run_ranks(other_half, world_size, str(tmp_path), batch)
+        (_, rest, _, differences), *others = run_ranks(train_rest, world_size, str(tmp_path), batch)
         assert [seen for _, seen, _, _ in others] == [rest] * (world_size - 1)
         assert first + rest == expected
-        assert told[0] == f"world 2 -> {world_size}; RNG states are derived from (seed, update, rank)"
-        assert told[1:] == (["accumulation 1 -> 2 to keep the global batch of 6"] if world_size == 1 else [])
+        assert differences[0] == f"world 2 -> {world_size}; RNG states are derived from (seed, update, rank)"
+        assert differences[1:] == (["accumulation 1 -> 2 to keep the global batch of 6"] if world_size == 1 else [])
 
 
-SIZE = 5  # 2 ranks x 5 samples x 4 micro-batches: no whole number of steps of 3 ranks makes 40
+SIZE = 5  # 2 ranks x 5 samples x 4 micro-batches = 40, which no whole number of steps on 3 ranks makes
 
 
-class Plain(Dataset):
+class PlainRows(Dataset):
     def __len__(self):
         return 106
 
@@ -163,18 +167,18 @@ class Plain(Dataset):
 
 class Streamed(IterableDataset):
     def __iter__(self):
-        return (Plain()[index] for index in range(106))
+        return (PlainRows()[index] for index in range(106))
 
 
-def ragged(root, stop_after, kind):
-    """(samples and weights after each update, differences), of a run that stops after so many updates, saved."""
+def train_ragged(root, stop_after, kind):
+    """Train until update `stop_after`, and save. Return samples, weights and rate of each update, and the differences."""
     set_seed(7)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 40)
     loader = (
         DataLoader(Streamed(), batch_size=SIZE) if kind == "stream"
-        else DataLoader(Plain(), batch_size=SIZE, shuffle=True, drop_last=kind == "drop")
+        else DataLoader(PlainRows(), batch_size=SIZE, shuffle=True, drop_last=kind == "drop")
     )  # fmt: skip
     loading = DataLoaderConfiguration(dispatch_batches=kind == "dispatch", even_batches=False)
     project = ProjectConfiguration(root, automatic_checkpoint_naming=True)
@@ -205,16 +209,19 @@ def ragged(root, stop_after, kind):
 KINDS = ("map", "drop", "stream", "dispatch")
 
 
-def both_ragged(root):
-    """The whole run, and the beginning of one."""
-    return {kind: (ragged(f"{root}/{kind}/whole", None, kind), ragged(f"{root}/{kind}/cut", 2, kind)) for kind in KINDS}
+def train_whole_and_start(root):
+    """Train a whole run and the beginning of another, for each kind of loader."""
+    return {
+        kind: (train_ragged(f"{root}/{kind}/whole", None, kind), train_ragged(f"{root}/{kind}/cut", 2, kind))
+        for kind in KINDS
+    }
 
 
-def rest_ragged(root, stop_after):
-    return {kind: ragged(f"{root}/{kind}/cut", stop_after, kind) for kind in KINDS}
+def train_ragged_rest(root, stop_after):
+    return {kind: train_ragged(f"{root}/{kind}/cut", stop_after, kind) for kind in KINDS}
 
 
-def check_same(kind, whole, parts):
+def check_equal(kind, whole, parts):
     found = [update for part in parts for update in part]
     assert [seen for seen, _, _ in found] == [seen for seen, _, _ in whole], kind
     for (_, wanted, rate), (_, weights, other) in zip(whole, found):
@@ -223,23 +230,23 @@ def check_same(kind, whole, parts):
 
 
 @pytest.mark.on_device
-def test_a_global_batch_that_does_not_divide_is_split_raggedly(tmp_path):
-    begun = run_ranks(both_ragged, 2, str(tmp_path))[0]
-    # On three ranks, three again as after a kill, and one.
-    rest = [run_ranks(rest_ragged, world, str(tmp_path), stop)[0] for world, stop in [(3, 4), (3, 5), (1, None)]]
+def test_indivisible_global_batch_is_split_unevenly(tmp_path):
+    begun = run_ranks(train_whole_and_start, 2, str(tmp_path))[0]
+    # On three ranks, on three again (as after a kill), and on one.
+    rest = [run_ranks(train_ragged_rest, world, str(tmp_path), stop)[0] for world, stop in [(3, 4), (3, 5), (1, None)]]
     for kind in KINDS:
         (whole, _), first = begun[kind]
         parts = [first, *(each[kind] for each in rest)]
-        check_same(kind, whole, [updates for updates, _ in parts])
-        told = [differences for _, differences in parts]
-        assert told[1][-1] == "the global batch of 40 samples is split unevenly among the ranks"
-        assert told[2] == told[1][-1:]
-        assert told[3][0].startswith("world 3 -> 1")
-        assert any("to keep the global batch of 40" in line for line in told[3])
+        check_equal(kind, whole, [updates for updates, _ in parts])
+        differences = [each for _, each in parts]
+        assert differences[1][-1] == "the global batch of 40 samples is split unevenly among the ranks"
+        assert differences[2] == differences[1][-1:]
+        assert differences[3][0].startswith("world 3 -> 1")
+        assert any("to keep the global batch of 40" in line for line in differences[3])
 
 
 @pytest.mark.matrix
-def test_a_killed_run_that_is_restarted_ends_as_if_nothing_had_happened(tmp_path):
+def test_killed_and_restarted_run_matches_uninterrupted_run(tmp_path):
     body = (Path(__file__).parents[2] / "examples" / "by_feature" / "checkpointing.py").read_text()
     kill = """
             if accelerator.num_updates == 70 and accelerator.process_index == 1 and KILLS:
@@ -249,24 +256,24 @@ def test_a_killed_run_that_is_restarted_ends_as_if_nothing_had_happened(tmp_path
 """
     mark = "            if accelerator.num_updates % 20 == 0:"
     assert mark in body
-    told = []
+    differences = []
     for kills in ("False", "True"):
         folder = tmp_path / kills
         folder.mkdir()
-        ran = launch(
+        result = launch(
             folder, body.replace(mark, kill.replace("KILLS", kills) + mark), "-n", "2", "--cpu", "--max_restarts", "1"
         )
-        assert ran.returncode == 0, ran.stderr
-        assert ("SIGKILL" in ran.stderr) == (kills == "True")
-        told.append([line for line in ran.stdout.splitlines() if line.startswith("epoch")])
-    whole, killed = told
+        assert result.returncode == 0, result.stderr
+        assert ("SIGKILL" in result.stderr) == (kills == "True")
+        differences.append([line for line in result.stdout.splitlines() if line.startswith("epoch")])
+    whole, killed = differences
     assert len(whole) == 3
     assert killed[-1] == whole[-1]
     assert set(killed) == set(whole)
 
 
-def split(folder, stop_after=None):
-    """The learning rate of each update, of a schedule that is counted in updates because batches are split."""
+def trace_rates(folder, stop_after=None):
+    """Return the learning rate of each update. With split batches, the schedule counts updates."""
     set_seed(7)
     model = torch.nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
@@ -292,8 +299,8 @@ def split(folder, stop_after=None):
 
 
 @pytest.mark.on_device
-def test_a_schedule_under_split_batches_does_not_count_processes(tmp_path):
+def test_schedule_with_split_batches_does_not_depend_on_processes(tmp_path):
     whole = [1.0] * 4 + [0.5] * 4 + [0.25] * 4
-    assert run_ranks(split, 2, str(tmp_path), 2)[0] == whole[:2]
-    assert run_ranks(split, 3, str(tmp_path), 6)[0] == whole[2:6]
-    assert run_ranks(split, 1, str(tmp_path))[0] == whole[6:]
+    assert run_ranks(trace_rates, 2, str(tmp_path), 2)[0] == whole[:2]
+    assert run_ranks(trace_rates, 3, str(tmp_path), 6)[0] == whole[2:6]
+    assert run_ranks(trace_rates, 1, str(tmp_path))[0] == whole[6:]

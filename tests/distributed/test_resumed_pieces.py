@@ -1,4 +1,4 @@
-"""The size of pieces that a run has found goes on after a resume: masks are drawn piece by piece."""
+"""The piece size of automatic micro-batching is kept after a resume, because dropout masks are drawn for each piece."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.on_device
 
 
 class Net(torch.nn.Module):
-    """Runs out of memory with more than three rows, where it is armed."""
+    """Runs out of memory with more than three rows while it is armed."""
 
     def __init__(self, is_armed):
         super().__init__()
@@ -28,7 +28,7 @@ class Net(torch.nn.Module):
 
 
 def train(folder, is_armed, stop_after=None, steps=1):
-    """The loss of each batch from where the run begins. Memory is short up to the third update, on rank 0."""
+    """Return the loss of each batch. On rank 0, memory is too small until the third update if `is_armed`."""
     set_seed(3)
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
     accelerator = Accelerator(
@@ -39,7 +39,7 @@ def train(folder, is_armed, stop_after=None, steps=1):
     data = TensorDataset(torch.randn(96, 3, generator=torch.Generator().manual_seed(1)))
     loader = DataLoader(data, batch_size=8 // accelerator.num_processes, shuffle=True)
     net, (model, optimizer, loader) = model, accelerator.prepare(model, optimizer, loader)
-    # As on a CPU: a device measures sizes after a failure, and a run resumed meanwhile measures anew (docs/microbatching.md).
+    # As on a CPU. A device measures piece sizes after a failure, and again after a resume (docs/microbatching.md).
     accelerator._training_step.transaction.allocator = AllocatorPressure(HARDWARE["cpu"], torch.device("cpu"))
     accelerator.resume("latest")
     losses = []
@@ -59,16 +59,16 @@ def train(folder, is_armed, stop_after=None, steps=1):
     return losses
 
 
-def whole_and_in_two(folder, steps):
+def run_whole_and_in_two(folder, steps):
     cut = f"{folder}/cut"
     whole = train(f"{folder}/whole", True, steps=steps)
     return whole, train(cut, True, 7, steps=steps), train(cut, False, steps=steps)
 
 
 @pytest.mark.parametrize(("num_ranks", "steps"), [(1, 1), (2, 1), (1, 3)])
-def test_pieces_keep_their_size_after_a_resume(num_ranks, steps, tmp_path):
-    """With windows of three batches the seventh is in the middle of one: the run goes back to its beginning."""
-    for whole, first, rest in run_ranks(whole_and_in_two, num_ranks, str(tmp_path), steps):
+def test_piece_size_is_kept_after_a_resume(num_ranks, steps, tmp_path):
+    """With windows of three batches, the seventh batch is within a window, so the resumed run goes back to its start."""
+    for whole, first, rest in run_ranks(run_whole_and_in_two, num_ranks, str(tmp_path), steps):
         begun = 7 if steps == 1 else 6
         assert first == whole[:7]
         assert rest == whole[begun:]

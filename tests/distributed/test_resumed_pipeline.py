@@ -1,4 +1,4 @@
-"""What a stage of a pipeline draws follows from its number and its micro-batch's, whatever has passed before."""
+"""Random numbers of a pipeline stage depend only on the numbers of stage and micro-batch, so a resumed run draws the same."""
 
 import random
 
@@ -24,7 +24,7 @@ class Block(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    """Draws from every stream, before, in and behind its blocks."""
+    """Model that draws from all random states, before, in and after its blocks."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Net(torch.nn.Module):
 
 
 def train(folder, schedule, is_called, stop_after=None):
-    """The loss of each batch from where the run begins: of 37 rows in micro-batches of 2, so that an epoch ends raggedly."""
+    """Return the loss of each batch since the start. The 37 rows in micro-batches of 2 leave a ragged last batch."""
     set_seed(7)
     options = PipelineOptions(num_microbatches=4, schedule=schedule)
     accelerator = Accelerator(
@@ -77,7 +77,7 @@ def train(folder, schedule, is_called, stop_after=None):
     return losses
 
 
-def whole_and_in_two(folder, schedule, is_called):
+def run_whole_and_in_two(folder, schedule, is_called):
     cut = f"{folder}/cut"
     whole = train(f"{folder}/whole", schedule, is_called)
     return whole, train(cut, schedule, is_called, 7), train(cut, schedule, is_called)
@@ -87,8 +87,8 @@ def whole_and_in_two(folder, schedule, is_called):
     ("schedule", "is_called"),
     [("gpipe", True), pytest.param("1f1b", False, marks=pytest.mark.matrix), ("interleaved", False)],
 )
-def test_a_resumed_run_draws_the_same(schedule, is_called, tmp_path):
-    for whole, first, rest in run_ranks(whole_and_in_two, 2, str(tmp_path), schedule, is_called):
+def test_resumed_pipeline_draws_the_same_random_numbers(schedule, is_called, tmp_path):
+    for whole, first, rest in run_ranks(run_whole_and_in_two, 2, str(tmp_path), schedule, is_called):
         assert first == whole[:7]
         assert rest == whole[7:]
         assert len({*whole}) == len(whole) == 15

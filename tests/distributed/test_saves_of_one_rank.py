@@ -1,4 +1,4 @@
-"""`save_state` under `if accelerator.is_main_process:`, as public scripts have it: rank 0 writes, nobody waits, all go on from it."""
+"""`save_state` under `if accelerator.is_main_process:`, as in public scripts: rank 0 writes, no rank waits, and all can resume."""
 
 import logging
 import os
@@ -28,7 +28,7 @@ ALONE = (
 
 
 class Training:
-    """Two ranks, a model with dropout, and a loop that a script's own code is run in after each update."""
+    """Training on two ranks of a model with dropout. Calls the test's code after each update."""
 
     def __init__(self, output_dir=None, **project):
         set_seed(5)
@@ -59,10 +59,10 @@ class Training:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
 
-# -------------------------------------------------------------------- the forms of public scripts
+# -------------------------------------------------------------------- saving code of public scripts
 
 
-def folder_of(args, step):
+def make_path(args, step):
     return os.path.join(args.output_dir, f"checkpoint-{step}")
 
 
@@ -92,30 +92,30 @@ def deepspeed_or_main(args, accelerator, step):
     distributed_type = "MULTI_CPU"
     if accelerator.is_main_process or distributed_type == "DEEPSPEED":
         if step % args.checkpointing_steps == 0:
-            accelerator.save_state(folder_of(args, step))
+            accelerator.save_state(make_path(args, step))
 
 
 def condition_in_one(args, accelerator, step):
     if step % args.checkpointing_steps == 0 and accelerator.is_main_process:
-        accelerator.save_state(output_dir=folder_of(args, step))
+        accelerator.save_state(output_dir=make_path(args, step))
 
 
 def local_main(args, accelerator, step):
     if accelerator.is_local_main_process and step % args.checkpointing_steps == 0:
-        accelerator.save_state(folder_of(args, step), safe_serialization=False)
+        accelerator.save_state(make_path(args, step), safe_serialization=False)
 
 
 def process_index(args, accelerator, step):
     if step % args.checkpointing_steps == 0:
         if accelerator.process_index == 0:
-            accelerator.save_state(folder_of(args, step))
+            accelerator.save_state(make_path(args, step))
 
 
 def guard_clause(args, accelerator, step):
     if not accelerator.is_main_process or step % args.checkpointing_steps != 0:
         return
     os.makedirs(args.output_dir, exist_ok=True)
-    accelerator.save_state(folder_of(args, step))
+    accelerator.save_state(make_path(args, step))
 
 
 def helper_save(accelerator, path):
@@ -126,13 +126,13 @@ def helper_save(accelerator, path):
 def helper(args, accelerator, step):
     if accelerator.is_main_process:
         if step % args.checkpointing_steps == 0:
-            helper_save(accelerator, folder_of(args, step))
+            helper_save(accelerator, make_path(args, step))
 
 
 def decorated(args, accelerator, step):
     @accelerator.on_main_process
     def save():
-        accelerator.save_state(folder_of(args, step))
+        accelerator.save_state(make_path(args, step))
 
     if step % args.checkpointing_steps == 0:
         save()
@@ -141,25 +141,25 @@ def decorated(args, accelerator, step):
 def alias(args, accelerator, step):
     is_master = accelerator.is_main_process
     if is_master and step % args.checkpointing_steps == 0:
-        accelerator.save_state(folder_of(args, step))
+        accelerator.save_state(make_path(args, step))
 
 
 def plain_rank(args, accelerator, step):
     if dist.get_rank() == 0 and step % args.checkpointing_steps == 0:
-        accelerator.save_state(folder_of(args, step))
+        accelerator.save_state(make_path(args, step))
 
 
 def behind_the_loop(args, accelerator, step):
     if accelerator.is_main_process and step % args.checkpointing_steps == 0:
-        accelerator.save_state(folder_of(args, step), blocking=False)
+        accelerator.save_state(make_path(args, step), blocking=False)
 
 
 FORMS = (diffusers, diffusers_with_rotation, deepspeed_or_main, condition_in_one, local_main, process_index, guard_clause,
          helper, decorated, alias, plain_rank, behind_the_loop)  # fmt: skip
 
 
-def form(root, save):
-    """Train, save on the way, train on, and load on all ranks; what was found."""
+def check_form(root, save):
+    """Train, save, continue, and load on all ranks. Return the results."""
     args = SimpleNamespace(output_dir=f"{root}/{save.__name__}", checkpointing_steps=2, checkpoints_total_limit=1)
     kept = {}
 
@@ -189,8 +189,8 @@ def form(root, save):
     }  # fmt: skip
 
 
-def forms(root):
-    return {save.__name__: form(root, save) for save in FORMS}
+def check_all_forms(root):
+    return {save.__name__: check_form(root, save) for save in FORMS}
 
 
 def load_on_one(root):
@@ -200,8 +200,8 @@ def load_on_one(root):
     return restored.differences, training.accelerator.num_updates, training.losses
 
 
-def test_the_forms_of_public_scripts(tmp_path):
-    both = run_ranks(forms, 2, str(tmp_path), timeout=240)
+def test_saving_code_of_public_scripts(tmp_path):
+    both = run_ranks(check_all_forms, 2, str(tmp_path), timeout=240)
     for name in both[0]:
         for rank, found in enumerate(each[name] for each in both):
             where = name, rank
@@ -216,7 +216,9 @@ def test_the_forms_of_public_scripts(tmp_path):
                 else ["checkpoint-2", "checkpoint-4", "latest"]
             )
             assert found["names"] == kept, where
-        straight, resumed = both[0][name]["next loss"]  # rank 0 has its own generator, so its dropout
+        straight, resumed = both[0][name][
+            "next loss"
+        ]  # rank 0 has its own RNG state, so its dropout masks are the same
         assert straight == resumed, name
     differences, updates, losses = run_ranks(load_on_one, 1, str(tmp_path))[0]
     assert differences[0].startswith("world 2 -> 1; RNG states are derived from")
@@ -225,49 +227,49 @@ def test_the_forms_of_public_scripts(tmp_path):
     assert all(loss == loss for loss in losses)
 
 
-# -------------------------------------------------------------------- numbers, rotation, hooks; saves of all ranks after it
+# -------------------------------------------------------------------- numbers, rotation, hooks, and later saves of all ranks
 
 
-def numbered(root):
-    told = {}
+def save_numbered(root):
+    results = {}
     training = Training(f"{root}/run", total_limit=2)
     accelerator, parent = training.accelerator, Path(root, "run", "checkpoints")
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: Path(folder, "mine").write_text("ema"))
-    with_warnings = Warnings()
+    with_warnings = CapturedWarnings()
     sequence = accelerator.collectives.ledger.sequence
     for _ in range(2):
         if accelerator.is_main_process:
             accelerator.save_state()
-    told["collectives"] = accelerator.collectives.ledger.sequence - sequence
+    results["collectives"] = accelerator.collectives.ledger.sequence - sequence
     accelerator.wait_for_everyone()
-    told["all ranks"] = accelerator.save_state().name
+    results["all ranks"] = accelerator.save_state().name
     training.train(2)
     all_behind = accelerator.save_state(blocking=False).name
-    if accelerator.is_main_process:  # one of all ranks is still being written
+    if accelerator.is_main_process:  # the save of all ranks is still being written
         accelerator.save_state(blocking=False)
     training.train(4)
-    told["behind"] = all_behind, accelerator.save_state(blocking=False).name
+    results["behind"] = all_behind, accelerator.save_state(blocking=False).name
     accelerator.wait_for_save()
     accelerator.wait_for_everyone()
-    told["names"] = sorted(path.name for path in parent.iterdir())
+    results["names"] = sorted(path.name for path in parent.iterdir())
     if accelerator.is_main_process:
-        told["hook"] = (accelerator.save_state() / "mine").read_text()
+        results["hook"] = (accelerator.save_state() / "mine").read_text()
     accelerator.wait_for_everyone()
-    told["warnings"] = list(with_warnings.texts)
+    results["warnings"] = list(with_warnings.texts)
 
     again = Training(f"{root}/run", total_limit=2)
     restored = again.accelerator.resume("latest")
-    told["resumed"] = restored.folder.name, restored.differences, again.accelerator.save_iteration
+    results["resumed"] = restored.folder.name, restored.differences, again.accelerator.save_iteration
     if again.accelerator.is_main_process:
         again.accelerator.save_state()
     again.accelerator.wait_for_everyone()
-    told["then"] = again.accelerator.save_state().name
-    told["whole"] = read_manifest(parent / told["then"]).about.get("saved_by")
-    return told
+    results["then"] = again.accelerator.save_state().name
+    results["whole"] = read_manifest(parent / results["then"]).about.get("saved_by")
+    return results
 
 
-class Warnings(logging.Handler):
-    """The warnings about saves from here on."""
+class CapturedWarnings(logging.Handler):
+    """Collects warnings about saves."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -278,17 +280,17 @@ class Warnings(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def test_numbers_rotation_and_hooks(tmp_path):
-    first, second = run_ranks(numbered, 2, str(tmp_path))
+def test_numbers_rotation_and_hooks_of_saves_on_one_rank(tmp_path):
+    first, second = run_ranks(save_numbered, 2, str(tmp_path))
     assert first["collectives"] == second["collectives"] == 0
     assert first["hook"] == "ema"
-    for told in (first, second):
-        assert told["all ranks"] == "checkpoint_2"
-        assert told["behind"] == ("checkpoint_3", "checkpoint_5")
-        assert told["names"] == ["checkpoint_4", "checkpoint_5", "latest"]
-        assert told["resumed"] == ("checkpoint_6", [ALONE], 7)
-        assert told["then"] == "checkpoint_8"
-        assert told["whole"] is None
+    for results in (first, second):
+        assert results["all ranks"] == "checkpoint_2"
+        assert results["behind"] == ("checkpoint_3", "checkpoint_5")
+        assert results["names"] == ["checkpoint_4", "checkpoint_5", "latest"]
+        assert results["resumed"] == ("checkpoint_6", [ALONE], 7)
+        assert results["then"] == "checkpoint_8"
+        assert results["whole"] is None
     (text,) = first["warnings"]
     assert second["warnings"] == []
     assert "is called at" in text
@@ -297,7 +299,7 @@ def test_numbers_rotation_and_hooks(tmp_path):
     assert "call save_state on every rank" in text
 
 
-def best(root):
+def save_best(root):
     training = Training(f"{root}/best", total_limit=1, keep_best="max")
     for metric in (0.1, 0.9, 0.3):
         if training.accelerator.is_main_process:
@@ -306,22 +308,22 @@ def best(root):
     return sorted(path.name for path in Path(root, "best", "checkpoints").iterdir())
 
 
-def no_place(root):
-    """A save that fails on rank 0: it says so there, and the others go on."""
+def fail_to_save(root):
+    """A save that fails on rank 0 raises there, and the other rank continues."""
     training = Training()
     Path(root, "file").write_text("no folder")
     training.accelerator.wait_for_everyone()
-    told = ""
+    results = ""
     if training.accelerator.is_main_process:
         try:
             training.accelerator.save_state(f"{root}/file/checkpoint-1")
         except CheckpointError as error:
-            told = str(error)
+            results = str(error)
     training.train(3)
-    return told, training.accelerator.num_updates
+    return results, training.accelerator.num_updates
 
 
-def last_rank(root):
+def save_on_last_rank(root):
     training = Training()
     training.train(2)
     drawn = None
@@ -334,22 +336,22 @@ def last_rank(root):
     return restored.differences[0][:22], torch.equal(again.weights(), training.weights()), (drawn, random.random())
 
 
-def several(root):
-    return best(root), no_place(root), last_rank(root)
+def run_several(root):
+    return save_best(root), fail_to_save(root), save_on_last_rank(root)
 
 
-def test_the_best_a_failure_and_another_rank(tmp_path):
-    first, second = run_ranks(several, 2, str(tmp_path))
+def test_best_checkpoint_failure_and_save_on_the_last_rank(tmp_path):
+    first, second = run_ranks(run_several, 2, str(tmp_path))
     assert first[0] == second[0] == ["checkpoint_1", "checkpoint_2", "latest"]
     assert "rank 0: FileExistsError" in first[1][0]
     assert (first[1][1], second[1]) == (3, ("", 3))
-    for told in (first[2], second[2]):
-        assert told[:2] == ("saved on rank 1 alone,", True)
+    for results in (first[2], second[2]):
+        assert results[:2] == ("saved on rank 1 alone,", True)
     drawn, again = second[2][2]
     assert drawn == again
 
 
-# -------------------------------------------------------------------- killed after it
+# -------------------------------------------------------------------- a kill after a save
 
 KILLED = """
 import os, signal, torch
@@ -377,18 +379,18 @@ if accelerator.is_main_process:
 
 
 @pytest.mark.slow
-def test_killed_after_it_and_resumed(tmp_path):
-    ran = launch(tmp_path, KILLED, "-n", "2", "--cpu", "--max_restarts", "1")
-    assert ran.returncode == 0, ran.stderr
-    assert "ended 8 20 5" in ran.stdout
-    assert ran.stderr.count("on rank 0 only: rank 1 has gone on to train.py:") <= 2  # once a start
+def test_run_killed_after_a_save_on_one_rank_resumes(tmp_path):
+    result = launch(tmp_path, KILLED, "-n", "2", "--cpu", "--max_restarts", "1")
+    assert result.returncode == 0, result.stderr
+    assert "ended 8 20 5" in result.stdout
+    assert result.stderr.count("on rank 0 only: rank 1 has gone on to train.py:") <= 2  # once per start
 
 
-# -------------------------------------------------------------------- a folder of each rank's own
+# -------------------------------------------------------------------- a different folder on each rank
 
 
-def save_to_own(folder, strategy):
-    """What scripts do that make a temporary folder on each rank."""
+def save_to_own_folder(folder, strategy):
+    """Save as scripts do that make a temporary folder on each rank."""
     rank = process.start(cpu=True).rank
     own = Path(folder, f"own {rank}")
     own.mkdir()
@@ -410,10 +412,10 @@ def save_to_own(folder, strategy):
     )
 
 
-def test_ranks_that_name_different_folders_write_to_that_of_rank_0(tmp_path):
+def test_ranks_with_different_folders_write_to_that_of_rank_0(tmp_path):
     for strategy in ("ddp", "fsdp"):
         (tmp_path / strategy).mkdir()
-        first, second = run_ranks(save_to_own, 2, str(tmp_path / strategy), strategy)
+        first, second = run_ranks(save_to_own_folder, 2, str(tmp_path / strategy), strategy)
         assert first[0] == second[0] == ["own 0", "same"]
         verify_checkpoint(tmp_path / strategy / "own 0")
         assert "manifest.json" in first[1]
@@ -435,6 +437,6 @@ def call_forty_times():
     return [any(current().has(f"{key}/{name}") for name in names) for key in found]
 
 
-def test_calls_of_long_ago_leave_nothing_in_the_store():
+def test_old_calls_leave_no_keys_in_the_store():
     for kept in run_ranks(call_forty_times, 2):
         assert kept == [False] * 24 + [True] * 16

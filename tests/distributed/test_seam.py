@@ -1,4 +1,4 @@
-"""Two groups: parts of the data that several ranks read, with the example of a strategy of one's own (`mirror`)."""
+"""Strategies in which several ranks read the same part of the data, with the example strategy `mirror` of examples/own_strategy."""
 
 import os
 import random
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from headway import Accelerator, DataLoaderConfiguration, Preemption, set_seed
 from headway.core.runtime.control_plane.control import Control
-from tests.distributed.mirror import mirrored, write_entry_points
+from tests.distributed.mirror import make_mirrored_accelerator, write_entry_points
 from tests.distributed.ranks import run_ranks
 
 
@@ -25,23 +25,23 @@ def package(tmp_path: Path) -> Path:
     return write_entry_points(tmp_path / "site")
 
 
-def make(num_rows: int = 37) -> tuple[nn.Module, TensorDataset]:
+def make_parts(num_rows: int = 37) -> tuple[nn.Module, TensorDataset]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
     x = torch.randn(num_rows, 4)
     return model, TensorDataset(x, x.sum(1, keepdim=True) + 0.1 * torch.randn(num_rows, 1))
 
 
-# ---------------------------------------------------------------- the same losses as one process
+# ---------------------------------------------------------------- losses of one process
 
 
-def told(losses: list[float], norms: list[float], model: nn.Module) -> dict[str, torch.Tensor]:
+def collect_results(losses: list[float], norms: list[float], model: nn.Module) -> dict[str, torch.Tensor]:
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     return {"losses": torch.tensor(losses), "norms": torch.tensor(norms), "weights": weights}
 
 
-def plain(batch: int, steps: int, epochs: int = 2) -> dict[str, torch.Tensor]:
-    model, data = make()
+def train_by_hand(batch: int, steps: int, epochs: int = 2) -> dict[str, torch.Tensor]:
+    model, data = make_parts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     x, y = data.tensors
     losses, norms, size = [], [], batch * steps
@@ -53,14 +53,16 @@ def plain(batch: int, steps: int, epochs: int = 2) -> dict[str, torch.Tensor]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    return told(losses, norms, model)
+    return collect_results(losses, norms, model)
 
 
-def trained(folder: Path, steps: int, config: dict[str, Any], epochs: int = 2) -> dict[str, Any]:
-    """Weights by what is real, windows, clipping; batches of 8 over all parts."""
+def train_mirrored(folder: Path, steps: int, config: dict[str, Any], epochs: int = 2) -> dict[str, Any]:
+    """Train with losses weighted by real rows, accumulation and clipping, in batches of 8 rows over all parts of the data."""
     loading = DataLoaderConfiguration(**config)
-    accelerator = mirrored(folder, gradient_accumulation_steps=steps, on_non_finite="skip", dataloader_config=loading)
-    model, data = make()
+    accelerator = make_mirrored_accelerator(
+        folder, gradient_accumulation_steps=steps, on_non_finite="skip", dataloader_config=loading
+    )
+    model, data = make_parts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     size = 8 if loading.split_batches else 8 // accelerator.strategy.data_shard.count
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=size))
@@ -80,11 +82,11 @@ def trained(folder: Path, steps: int, config: dict[str, Any], epochs: int = 2) -
                 optimizer.step()
                 optimizer.zero_grad()
     assert accelerator.strategy.check(model)
-    return told(losses, norms, model)
+    return collect_results(losses, norms, model)
 
 
-def train(folder: Path, rows: list[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
-    return [trained(folder, steps, config) for steps, config in rows]
+def train_rows(folder: Path, rows: list[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [train_mirrored(folder, steps, config) for steps, config in rows]
 
 
 @pytest.mark.parametrize(
@@ -95,18 +97,18 @@ def train(folder: Path, rows: list[tuple[int, dict[str, Any]]]) -> list[dict[str
     ],
     ids=["two parts of the data", "one part"],
 )
-def test_mirrored_ranks_train_as_one_process(package: Path, world: int, rows: list[Any]) -> None:
-    for found in run_ranks(train, world, package, rows):
+def test_mirrored_ranks_match_one_process(package: Path, world: int, rows: list[Any]) -> None:
+    for found in run_ranks(train_rows, world, package, rows):
         for (steps, config), one in zip(rows, found):
-            for name, values in plain(8, steps).items():
+            for name, values in train_by_hand(8, steps).items():
                 torch.testing.assert_close(one[name], values, atol=2e-5, rtol=2e-5, msg=lambda t: f"{config}: {t}")
 
 
-# ---------------------------------------------------------------- what is read, and counted once
+# ---------------------------------------------------------------- reading, and counting each sample once
 
 
-class Noisy(Dataset[Any]):
-    """Numbers, each with what the dataset drew for it from three streams."""
+class RandomRows(Dataset[Any]):
+    """Dataset of numbers, each with random values that the dataset draws from two generators."""
 
     def __init__(self, length: int, is_batched: bool = False) -> None:
         self.length = length
@@ -126,29 +128,29 @@ class Stream(IterableDataset[Any]):
 
 
 LOADERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "shuffled": (lambda: DataLoader(Noisy(10), batch_size=2, shuffle=True), {}),
-    "shuffled, seedable": (lambda: DataLoader(Noisy(10), batch_size=2, shuffle=True), {"use_seedable_sampler": True}),
-    "uneven": (lambda: DataLoader(Noisy(10), batch_size=3, shuffle=True), {"even_batches": False}),
-    "workers": (lambda: DataLoader(Noisy(10), batch_size=2, shuffle=True, num_workers=1), {}),
+    "shuffled": (lambda: DataLoader(RandomRows(10), batch_size=2, shuffle=True), {}),
+    "shuffled, seedable": (lambda: DataLoader(RandomRows(10), batch_size=2, shuffle=True), {"use_seedable_sampler": True}),
+    "uneven": (lambda: DataLoader(RandomRows(10), batch_size=3, shuffle=True), {"even_batches": False}),
+    "workers": (lambda: DataLoader(RandomRows(10), batch_size=2, shuffle=True, num_workers=1), {}),
     "own generator": (
         lambda: DataLoader(
-            Noisy(10), batch_size=2,
+            RandomRows(10), batch_size=2,
             sampler=RandomSampler(range(10), generator=torch.Generator().manual_seed(random.randrange(1000))),
         ),
         {},
     ),
-    "batched by the dataset": (lambda: DataLoader(Noisy(10, is_batched=True), batch_size=None, shuffle=True), {}),
+    "batched by the dataset": (lambda: DataLoader(RandomRows(10, is_batched=True), batch_size=None, shuffle=True), {}),
     "stream": (lambda: DataLoader(Stream(), batch_size=2), {}),
-    "dispatched": (lambda: DataLoader(Noisy(10), batch_size=2, shuffle=True), {"dispatch_batches": True}),
+    "dispatched": (lambda: DataLoader(RandomRows(10), batch_size=2, shuffle=True), {"dispatch_batches": True}),
 }  # fmt: skip
 
 
-def read(folder: Path) -> dict[str, list[Any]]:
-    torch.manual_seed(100 + int(os.environ["RANK"]))  # ranks that were seeded apart, before any Accelerator
+def read_all_loaders(folder: Path) -> dict[str, list[Any]]:
+    torch.manual_seed(100 + int(os.environ["RANK"]))  # ranks have different seeds before any Accelerator exists
     random.seed(int(os.environ["RANK"]))
     found: dict[str, list[Any]] = {}
     for name, (loader, config) in LOADERS.items():
-        accelerator = mirrored(folder, dataloader_config=DataLoaderConfiguration(**config))
+        accelerator = make_mirrored_accelerator(folder, dataloader_config=DataLoaderConfiguration(**config))
         prepared = accelerator.prepare(loader())
         own, seen, valid = [], [], []
         for _ in range(2):
@@ -164,8 +166,8 @@ def read(folder: Path) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.matrix)])
-def test_a_part_of_the_data_is_read_alike_and_counted_once(package: Path, world: int) -> None:
-    ranks = run_ranks(read, world, package, timeout=240)
+def test_ranks_of_one_part_read_the_same_samples_and_count_them_once(package: Path, world: int) -> None:
+    ranks = run_ranks(read_all_loaders, world, package, timeout=240)
     for name in LOADERS:
         parts: dict[int, Any] = {}
         for rank in ranks:
@@ -175,8 +177,8 @@ def test_a_part_of_the_data_is_read_alike_and_counted_once(package: Path, world:
         assert len(parts) == world // 2
 
 
-def streams(folder: Path) -> list[Any]:
-    accelerator = mirrored(folder)
+def draw_and_reduce(folder: Path) -> list[Any]:
+    accelerator = make_mirrored_accelerator(folder)
     set_seed(5, device_specific=True)
     drawn = torch.rand(3).tolist()
     total = float(accelerator.reduce_mean(accelerator.strategy.data_shard.index + 1.0, 1.0))
@@ -184,20 +186,20 @@ def streams(folder: Path) -> list[Any]:
     return [drawn, total, gathered, accelerator.strategy.data_group.world_size, accelerator.strategy.data_group.rank]
 
 
-def test_device_specific_streams_are_one_for_each_part_of_the_data(package: Path) -> None:
-    first, second, third, fourth = run_ranks(streams, 4, package)
+def test_device_specific_seeds_are_equal_within_a_part_of_the_data(package: Path) -> None:
+    first, second, third, fourth = run_ranks(draw_and_reduce, 4, package)
     assert first[0] == second[0] != third[0] == fourth[0]
     assert [each[1:] for each in (first, second, third, fourth)] == [
         [1.5, [0, 1, 2, 3], 2, index] for index in (0, 0, 1, 1)
     ]
 
 
-# ---------------------------------------------------------------- votes are everyone's
+# ---------------------------------------------------------------- votes of all ranks
 
 
-def guarded(folder: Path) -> tuple[int, int, str, bool]:
-    accelerator = mirrored(folder, on_non_finite="skip")
-    model, data = make()
+def skip_infinite_loss(folder: Path) -> tuple[int, int, str, bool]:
+    accelerator = make_mirrored_accelerator(folder, on_non_finite="skip")
+    model, data = make_parts()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x, y = data.tensors
     for update in range(3):
@@ -213,8 +215,8 @@ def guarded(folder: Path) -> tuple[int, int, str, bool]:
     return accelerator.num_updates, accelerator.non_finite.num_skipped, accelerator.non_finite.report, is_alike
 
 
-def test_an_infinite_loss_on_one_rank_is_refused_by_all_of_them(package: Path) -> None:
-    for num_updates, num_skipped, report, is_alike in run_ranks(guarded, 4, package):
+def test_infinite_loss_on_one_rank_is_skipped_by_all_ranks(package: Path) -> None:
+    for num_updates, num_skipped, report, is_alike in run_ranks(skip_infinite_loss, 4, package):
         assert (num_updates, num_skipped, is_alike) == (2, 1, True)
         assert "inf on rank 3" in report
         assert "skipped on all ranks" in report
@@ -225,17 +227,17 @@ has = Control.has
 
 def has_slowly(control: Control, key: str) -> bool:
     if key.endswith("verdict"):
-        time.sleep(0.5)  # long enough for rank 0, the store's host, to be gone
+        time.sleep(0.5)  # long enough for rank 0, which hosts the store, to exit
     return has(control, key)
 
 
-def preempted(folder: Path, project: Path) -> tuple[int, bool]:
+def stop_at_signal(folder: Path, project: Path) -> tuple[int, bool]:
     if os.environ["RANK"] != "0":
         Control.has = has_slowly  # type: ignore[method-assign]
-    accelerator = mirrored(
+    accelerator = make_mirrored_accelerator(
         folder, preemption=Preemption(exits=False), project_dir=str(project), gradient_accumulation_steps=2
     )
-    model, data = make()
+    model, data = make_parts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=1))
     for inputs, targets in loader:
@@ -252,8 +254,8 @@ def preempted(folder: Path, project: Path) -> tuple[int, bool]:
     return accelerator.num_updates, accelerator.preempted
 
 
-def test_a_signal_on_one_rank_stops_all_of_them_at_one_update(package: Path, tmp_path: Path) -> None:
-    found = run_ranks(preempted, 4, package, tmp_path / "project")
+def test_signal_on_one_rank_stops_all_ranks_at_one_update(package: Path, tmp_path: Path) -> None:
+    found = run_ranks(stop_at_signal, 4, package, tmp_path / "project")
     assert len(set(found)) == 1
     assert found[0][1]
     assert 3 <= found[0][0] < 9
@@ -262,11 +264,11 @@ def test_a_signal_on_one_rank_stops_all_of_them_at_one_update(package: Path, tmp
 # ---------------------------------------------------------------- checkpoints
 
 
-def saved(folder: Path | None, where: Path, stop: int | None, resume: bool) -> dict[str, Any]:
-    """Shuffled, in mid-epoch, with dropout; `stop`: save after so many updates."""
-    accelerator = Accelerator(cpu=True) if folder is None else mirrored(folder)
+def train_and_save(folder: Path | None, where: Path, stop: int | None, resume: bool) -> dict[str, Any]:
+    """Train on shuffled data with dropout. With `stop`, save after that update; with `resume`, start from the checkpoint."""
+    accelerator = Accelerator(cpu=True) if folder is None else make_mirrored_accelerator(folder)
     set_seed(3)
-    model, data = make(40)
+    model, data = make_parts(40)
     model.append(nn.Dropout(0.0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     size = 8 // accelerator.strategy.data_shard.count
@@ -292,31 +294,31 @@ def saved(folder: Path | None, where: Path, stop: int | None, resume: bool) -> d
     }
 
 
-def test_checkpoints_go_from_one_layout_to_another(package: Path, tmp_path: Path) -> None:
+def test_checkpoints_load_in_other_layouts(package: Path, tmp_path: Path) -> None:
     where = tmp_path / "checkpoint"
-    whole = run_ranks(saved, 4, package, where, 4, False)
+    whole = run_ranks(train_and_save, 4, package, where, 4, False)
     wanted = torch.tensor(whole[0]["losses"])
     for folder, world, differs in ((package, 4, False), (None, 4, True), (package, 2, True)):
-        ranks = run_ranks(saved, world, folder, where, None, True)
+        ranks = run_ranks(train_and_save, world, folder, where, None, True)
         for rank, found in enumerate(ranks):
             torch.testing.assert_close(torch.tensor(found["losses"]), wanted, atol=2e-5, rtol=2e-5)
             assert bool(found["differences"]) == differs, found["differences"]
             if not differs:
                 assert found["draw"] == whole[rank]["draw"]
-        if differs:  # streams are derived: one for each part of the data
+        if differs:  # RNG states are derived, one for each part of the data
             assert len({found["draw"] for found in ranks}) == (world if folder is None else world // 2)
-    # Ranks of one part of the data have one stream.
+    # Ranks of one part of the data have the same RNG state.
     assert whole[0]["draw"] == whole[1]["draw"]
 
 
-# ---------------------------------------------------------------- batches that are run again, local SGD
+# ---------------------------------------------------------------- repeated batches
 
 
-def replayed(folder: Path) -> dict[str, Any]:
-    accelerator = mirrored(
+def train_with_failure(folder: Path) -> dict[str, Any]:
+    accelerator = make_mirrored_accelerator(
         folder, "mirrored_replicas", microbatching="auto", dataloader_config=DataLoaderConfiguration(even_batches=False)
     )
-    model, data = make()
+    model, data = make_parts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
     losses, norms, failures = [], [], []
@@ -333,12 +335,12 @@ def replayed(folder: Path) -> dict[str, Any]:
             norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
             optimizer.step()
             optimizer.zero_grad()
-    return told(losses, norms, model) | {"failures": len(failures)}
+    return collect_results(losses, norms, model) | {"failures": len(failures)}
 
 
-def test_a_batch_that_ran_out_of_memory_on_one_rank_weighs_each_part_once(package: Path) -> None:
-    found = run_ranks(replayed, 4, package)
+def test_batch_repeated_after_out_of_memory_weights_each_part_once(package: Path) -> None:
+    found = run_ranks(train_with_failure, 4, package)
     assert [each.pop("failures") for each in found] == [0, 0, 0, 1]
     for each in found:
-        for name, values in plain(8, 1).items():
+        for name, values in train_by_hand(8, 1).items():
             torch.testing.assert_close(each[name], values, atol=2e-5, rtol=2e-5)

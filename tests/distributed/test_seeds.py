@@ -1,4 +1,4 @@
-"""The loops of the documents users come from, with only the import changed, against the plain loop on one process."""
+"""Training loops from the documentation of other libraries, with only the import changed, match the plain loop on one process."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from tests.distributed.ranks import run_ranks
 BATCH = 4
 
 
-def parts(batch_size):
-    """Model, optimizer, loader and schedule of the script; 32 samples come out even on 1 and 2 processes."""
+def make_parts(batch_size):
+    """Return model, optimizer, loader and schedule of a script. 1 and 2 processes divide its 32 samples evenly."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -21,13 +21,13 @@ def parts(batch_size):
     return model, optimizer, DataLoader(dataset, batch_size=batch_size), scheduler
 
 
-def weights(model):
+def flatten_weights(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def plain(num_processes, gradient_accumulation_steps=1):
-    """The loop without Headway; it reads what all processes read together, and its schedule makes as many ticks."""
-    model, optimizer, training_dataloader, scheduler = parts(BATCH * num_processes)
+def train_by_hand(num_processes, gradient_accumulation_steps=1):
+    """Train without Headway, on the samples that all processes read together and with as many schedule ticks."""
+    model, optimizer, training_dataloader, scheduler = make_parts(BATCH * num_processes)
     for index, (inputs, targets) in enumerate(training_dataloader):
         loss = nn.functional.mse_loss(model(inputs), targets) / gradient_accumulation_steps
         loss.backward()
@@ -36,12 +36,12 @@ def plain(num_processes, gradient_accumulation_steps=1):
             for _ in range(num_processes):
                 scheduler.step()
             optimizer.zero_grad()
-    return weights(model), scheduler.get_last_lr()
+    return flatten_weights(model), scheduler.get_last_lr()
 
 
 def quicktour():
     loss_function = nn.functional.mse_loss
-    model, optimizer, training_dataloader, scheduler = parts(BATCH)
+    model, optimizer, training_dataloader, scheduler = make_parts(BATCH)
     # fmt: off
     from headway import Accelerator
     accelerator = Accelerator()
@@ -61,13 +61,13 @@ def quicktour():
         scheduler.step()
     # fmt: on
     assert inputs.device == device
-    return weights(model), scheduler.get_last_lr()
+    return flatten_weights(model), scheduler.get_last_lr()
 
 
 def accumulate_by_hand():
     gradient_accumulation_steps = 2
     loss_function = nn.functional.mse_loss
-    model, optimizer, training_dataloader, scheduler = parts(BATCH)
+    model, optimizer, training_dataloader, scheduler = make_parts(BATCH)
     # fmt: off
     from headway import Accelerator
     accelerator = Accelerator()
@@ -87,12 +87,12 @@ def accumulate_by_hand():
             scheduler.step()
             optimizer.zero_grad()
     # fmt: on
-    return weights(model), scheduler.get_last_lr()
+    return flatten_weights(model), scheduler.get_last_lr()
 
 
 def accumulate():
     loss_function = nn.functional.mse_loss
-    model, optimizer, training_dataloader, scheduler = parts(BATCH)
+    model, optimizer, training_dataloader, scheduler = make_parts(BATCH)
     # fmt: off
     from headway import Accelerator
     accelerator = Accelerator(gradient_accumulation_steps=2)
@@ -111,11 +111,11 @@ def accumulate():
             scheduler.step()
             optimizer.zero_grad()
     # fmt: on
-    return weights(model), scheduler.get_last_lr()
+    return flatten_weights(model), scheduler.get_last_lr()
 
 
 class Metric:
-    """As in the metric packages of the documents."""
+    """Metric with the interface of the packages that the documentation uses."""
 
     def __init__(self):
         self.rows = []
@@ -125,9 +125,9 @@ class Metric:
 
 
 def evaluate():
-    """27 samples: neither the batch size nor two processes divide them."""
+    """Evaluate on 27 samples, which neither the batch size nor two processes divide."""
     metric = Metric()
-    model, optimizer, training_dataloader, _ = parts(BATCH)
+    model, optimizer, training_dataloader, _ = make_parts(BATCH)
     inputs, targets = training_dataloader.dataset[:27]
     validation_dataloader = DataLoader(TensorDataset(inputs, targets), batch_size=BATCH)
     # fmt: off
@@ -146,7 +146,7 @@ def evaluate():
     return metric.rows
 
 
-def every_document():
+def run_all():
     from headway.core.runtime import process
 
     out = {}
@@ -157,10 +157,10 @@ def every_document():
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_the_documents_loops_equal_the_plain_one(num_processes):
-    ranks = run_ranks(every_document, num_processes)
-    once, twice = plain(num_processes), plain(num_processes, gradient_accumulation_steps=2)
-    model, _, loader, _ = parts(BATCH)
+def test_documented_loops_match_the_plain_loop(num_processes):
+    ranks = run_ranks(run_all, num_processes)
+    once, twice = train_by_hand(num_processes), train_by_hand(num_processes, gradient_accumulation_steps=2)
+    model, _, loader, _ = make_parts(BATCH)
     inputs, targets = loader.dataset[:27]
     wanted = torch.cat([model(inputs), targets], 1)
     for out in ranks:
@@ -173,6 +173,6 @@ def test_the_documents_loops_equal_the_plain_one(num_processes):
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_the_plain_loops_really_differ(num_processes):
-    first, second = plain(num_processes)[0], plain(num_processes, gradient_accumulation_steps=2)[0]
+def test_plain_loops_differ_by_accumulation(num_processes):
+    first, second = train_by_hand(num_processes)[0], train_by_hand(num_processes, gradient_accumulation_steps=2)[0]
     assert not torch.allclose(first, second, atol=1e-3)

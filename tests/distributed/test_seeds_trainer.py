@@ -1,4 +1,4 @@
-"""The notebook that users come from, cell by cell with only the import changed, on a BERT made from a small config."""
+"""A notebook for the transformers Trainer runs cell by cell with only the import changed, on a BERT made from a small config."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# What stands between the `cell` lines is the notebook's own text, but for the sizes and for the import of the Trainer.
+# The text between the `cell` lines is that of the notebook, except for the sizes and the import of the Trainer.
 NOTEBOOK = """
 import torch
 torch.set_num_threads(1)
@@ -99,12 +99,12 @@ print("cell", result.global_step, model.is_activation_checkpointing, type(traine
 
 
 @pytest.mark.slow
-def test_the_notebooks_cells_run_one_after_another(tmp_path):
+def test_notebook_cells_run_one_after_another(tmp_path):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
-    ran = subprocess.run([sys.executable, "-c", NOTEBOOK], cwd=tmp_path, env={**kept, "HEADWAY_DEVICE": "cpu"},
+    result = subprocess.run([sys.executable, "-c", NOTEBOOK], cwd=tmp_path, env={**kept, "HEADWAY_DEVICE": "cpu"},
                          capture_output=True, text=True, timeout=280)  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    lines = ran.stdout.splitlines()
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = result.stdout.splitlines()
     assert [line for line in lines if line.startswith("cell")] == [
         "cell 16 False AdamW",
         "cell 1 False AdamW",
@@ -113,4 +113,4 @@ def test_the_notebooks_cells_run_one_after_another(tmp_path):
     assert sum(line.startswith("Time: ") for line in lines) == 3
     assert sum(line.startswith("Samples/second: ") for line in lines) == 3
     found = sorted(path.name for path in Path(tmp_path, "outputs", "checkpoints").glob("checkpoint_*"))
-    assert found == ["checkpoint_0", "checkpoint_1", "checkpoint_2"], "no run removes another one's"
+    assert found == ["checkpoint_0", "checkpoint_1", "checkpoint_2"], "no run removes checkpoints of another"

@@ -1,4 +1,4 @@
-"""`headway test` passes on a sound set-up, and fails, on every rank, where a check does."""
+"""`headway test` passes on a correct setup, and fails on every rank if one check fails."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from headway.core.runtime import process
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), "fsdp"])
-def test_two_processes_pass(strategy: str) -> None:
+def test_two_processes_pass_all_checks(strategy: str) -> None:
     words = ["test", "--cpu", "-n", "2", "--strategy", strategy]
     done = subprocess.run([sys.executable, "-m", "headway", *words], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -20,7 +20,7 @@ def test_two_processes_pass(strategy: str) -> None:
     assert "FAILED" not in done.stdout
 
 
-def test_a_failed_check_is_named_and_ends_with_1(
+def test_failed_check_is_named_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def check_arithmetic(accelerator: object) -> str:

@@ -1,7 +1,7 @@
-"""Several models in turn - a generator and a discriminator, say - beside the same loops in plain PyTorch on one process.
+"""Several models trained in turn, such as a generator and a discriminator, compared with plain PyTorch on one process.
 
-Each loop is written twice: by hand over whole batches, or over as many micro-batches, and with the Accelerator on one and
-two processes, under each layout.
+Each loop runs in plain PyTorch over whole batches or micro-batches, and with the Accelerator on one and two processes in
+each layout.
 """
 
 import copy
@@ -19,7 +19,7 @@ from headway import Accelerator
 from headway.errors import PrepareError, StateError
 from tests.devices import ON_CPU
 from tests.distributed.ranks import run_ranks
-from tests.distributed.scenarios import play
+from tests.distributed.scenarios import run_scenarios
 
 pytestmark = pytest.mark.on_device
 
@@ -27,7 +27,7 @@ BATCH, UPDATES, WIDTH = 8, 4, 4
 
 
 class Pair:
-    """A generator and a discriminator with their optimizers; with a part that both train, where `shares`."""
+    """A generator and a discriminator with their optimizers. With `shares`, both contain the same layer."""
 
     def __init__(self, shares: bool = False) -> None:
         torch.manual_seed(0)
@@ -42,7 +42,7 @@ class Pair:
         return torch.cat([getattr(t, "full_tensor", lambda t=t: t)().flatten().cpu() for t in tensors])
 
 
-def d_loss(pair: Pair, real: torch.Tensor, noise: torch.Tensor, penalty: bool) -> torch.Tensor:
+def compute_d_loss(pair: Pair, real: torch.Tensor, noise: torch.Tensor, penalty: bool) -> torch.Tensor:
     fake = pair.g(noise).detach()
     loss = pair.d(fake).mean() - pair.d(real).mean()
     if penalty:
@@ -52,11 +52,11 @@ def d_loss(pair: Pair, real: torch.Tensor, noise: torch.Tensor, penalty: bool) -
     return loss
 
 
-def g_loss(pair: Pair, noise: torch.Tensor) -> torch.Tensor:
+def compute_g_loss(pair: Pair, noise: torch.Tensor) -> torch.Tensor:
     return -pair.d(pair.g(noise)).mean()
 
 
-def data(updates: int = UPDATES) -> tuple[torch.Tensor, torch.Tensor]:
+def make_data(updates: int = UPDATES) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(2, updates * BATCH, WIDTH, generator=generator).unbind()
 
@@ -65,35 +65,35 @@ Blocks = Callable[..., Any]
 Backward = Callable[[torch.Tensor], None]
 
 
-# ---------------------------------------------------------------- the loops, each for plain PyTorch and for an Accelerator
+# ---------------------------------------------------------------- the loops, for plain PyTorch and for an Accelerator
 
 
-def in_turn(
+def train_in_turn(
     pair: Pair, batches: Any, block: Blocks, backward: Backward, ends: Callable[[], bool], penalty: bool
 ) -> None:
-    """D's block and G's block for each batch; each steps at its own window's end."""
+    """Train D and then G on each batch, in separate blocks. Each steps at the end of its own window."""
     for real, noise in batches:
         with block(pair.d):
-            backward(d_loss(pair, real, noise, penalty))
+            backward(compute_d_loss(pair, real, noise, penalty))
             if ends():
                 pair.opt_d.step()
                 pair.opt_d.zero_grad()
         with block(pair.g):
-            backward(g_loss(pair, noise))
+            backward(compute_g_loss(pair, noise))
             if ends():
                 pair.opt_g.step()
                 pair.opt_g.zero_grad()
 
 
-def at_once(
+def train_at_once(
     pair: Pair, batches: Any, block: Blocks, backward: Backward, ends: Callable[[], bool], penalty: bool
 ) -> None:
-    """Both losses on the weights from before, then both steps."""
+    """Compute both losses with the weights from before, then make both steps."""
     for real, noise in batches:
         with block(pair.d):
-            backward(d_loss(pair, real, noise, penalty))
+            backward(compute_d_loss(pair, real, noise, penalty))
         with block(pair.g):
-            backward(g_loss(pair, noise))
+            backward(compute_g_loss(pair, noise))
         if ends():
             pair.opt_d.step()
             pair.opt_g.step()
@@ -101,14 +101,14 @@ def at_once(
             pair.opt_g.zero_grad()
 
 
-def update_by_update(
+def alternate_updates(
     pair: Pair, batches: Any, block: Blocks, backward: Backward, ends: Callable[[], bool], penalty: bool
 ) -> None:
-    """The micro-batches of one update of D, then those of one of G."""
+    """Run all micro-batches of one update of D, then those of one update of G."""
     is_ds_turn = True
     for real, noise in batches:
         with block(pair.d if is_ds_turn else pair.g):
-            backward(d_loss(pair, real, noise, penalty) if is_ds_turn else g_loss(pair, noise))
+            backward(compute_d_loss(pair, real, noise, penalty) if is_ds_turn else compute_g_loss(pair, noise))
             if ends():
                 optimizer = pair.opt_d if is_ds_turn else pair.opt_g
                 optimizer.step()
@@ -116,13 +116,17 @@ def update_by_update(
                 is_ds_turn = not is_ds_turn
 
 
-# What must be equal for any number of micro-batches; in turn, a later micro-batch of G sees the D of another update.
-LOOPS: dict[str, Callable[..., None]] = {"in turn": in_turn, "at once": at_once, "update by update": update_by_update}
+# The result must not depend on the number of micro-batches, except in turn: there, later micro-batches of G use an updated D.
+LOOPS: dict[str, Callable[..., None]] = {
+    "in turn": train_in_turn,
+    "at once": train_at_once,
+    "update by update": alternate_updates,
+}
 
 
-def by_hand(loop: Callable[..., None], steps: int, penalty: bool, shares: bool) -> torch.Tensor:
-    """On one process, in plain PyTorch: a batch in `steps` micro-batches, and no gradient in the other model."""
-    pair, (real, noise) = Pair(shares), data()
+def train_by_hand(loop: Callable[..., None], steps: int, penalty: bool, shares: bool) -> torch.Tensor:
+    """Train in plain PyTorch on one process. A batch has `steps` micro-batches, and a loss has gradients for one model only."""
+    pair, (real, noise) = Pair(shares), make_data()
     num_done, turn = 0, pair.d
     kept: dict[Any, list[Any]] = {}
 
@@ -132,7 +136,7 @@ def by_hand(loop: Callable[..., None], steps: int, penalty: bool, shares: bool) 
         return nullcontext()
 
     def backward(loss: torch.Tensor) -> None:
-        """The gradient of the model whose turn it is, kept apart until its step."""
+        """Add the gradients of the current model to those kept until its step."""
         parameters = list(turn.parameters())
         found = torch.autograd.grad(loss / steps, parameters, allow_unused=True)
         before = kept.get(turn) or [None] * len(found)
@@ -140,11 +144,11 @@ def by_hand(loop: Callable[..., None], steps: int, penalty: bool, shares: bool) 
 
     def ends() -> bool:
         nonlocal num_done
-        num_done += loop is not in_turn or turn is pair.d
+        num_done += loop is not train_in_turn or turn is pair.d
         return num_done % steps == 0
 
-    class Own:
-        """An optimizer that steps on the gradients of its model's turn."""
+    class OwnGradientsOptimizer:
+        """Optimizer that steps with the kept gradients of its model."""
 
         def __init__(self, optimizer: Any, model: Any) -> None:
             self.optimizer, self.model = optimizer, model
@@ -159,136 +163,140 @@ def by_hand(loop: Callable[..., None], steps: int, penalty: bool, shares: bool) 
         def zero_grad(self) -> None:
             pass
 
-    pair.opt_d, pair.opt_g = Own(pair.opt_d, pair.d), Own(pair.opt_g, pair.g)
+    pair.opt_d, pair.opt_g = OwnGradientsOptimizer(pair.opt_d, pair.d), OwnGradientsOptimizer(pair.opt_g, pair.g)
     size = BATCH // steps
     loop(pair, zip(real.split(size), noise.split(size)), block, backward, ends, penalty)
     return pair.weights()
 
 
-def prepared(accelerator: Accelerator, pair: Pair, rows: tuple[torch.Tensor, ...], size: int) -> Any:
+def prepare_pair(accelerator: Accelerator, pair: Pair, rows: tuple[torch.Tensor, ...], size: int) -> Any:
     pair.d, pair.g, pair.opt_d, pair.opt_g, loader = accelerator.prepare(
         pair.d, pair.g, pair.opt_d, pair.opt_g, DataLoader(TensorDataset(*rows), batch_size=size)
     )
     return loader
 
 
-def with_headway(loop: Callable[..., None], steps: int, penalty: bool, shares: bool, **options: Any) -> torch.Tensor:
+def train_with_headway(
+    loop: Callable[..., None], steps: int, penalty: bool, shares: bool, **options: Any
+) -> torch.Tensor:
     accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=steps, **options)
     pair = Pair(shares)
     count = accelerator.strategy.data_shard.count
-    loader = prepared(accelerator, pair, data(), BATCH // steps // count)
-    # step() and zero_grad() are called in every micro-batch, as in any other loop; for the turn, the window's end is asked.
-    ends = (lambda: accelerator.sync_gradients) if loop is update_by_update else lambda: True
+    loader = prepare_pair(accelerator, pair, make_data(), BATCH // steps // count)
+    # Scripts call step() and zero_grad() in every micro-batch. Only the alternating loop needs to know the window's end.
+    ends = (lambda: accelerator.sync_gradients) if loop is alternate_updates else lambda: True
     loop(pair, loader, accelerator.accumulate, accelerator.backward, ends, penalty)
     found = pair.weights()
     everywhere = accelerator.gather(found[None])
-    assert all(torch.equal(row, everywhere[0]) for row in everywhere), "ranks drift apart"
+    assert all(torch.equal(row, everywhere[0]) for row in everywhere), "weights differ between ranks"
     return found
 
 
-def scenario(loop: Callable[..., None], penalty: bool, shares: bool, **options: Any) -> None:
+def compare_loops(loop: Callable[..., None], penalty: bool, shares: bool, **options: Any) -> None:
     for steps in (1, 2, 4):
-        # Where the loop allows it: equal to whole batches, however they are cut.
+        # If the loop allows it, the result must equal that of whole batches.
         wanted = (
-            by_hand(loop, steps if loop is in_turn else 1, penalty, shares) if loop is not update_by_update else None
+            train_by_hand(loop, steps if loop is train_in_turn else 1, penalty, shares)
+            if loop is not alternate_updates
+            else None
         )
         if wanted is None:
-            wanted = by_hand(loop, steps, penalty, shares)
-        found = with_headway(loop, steps, penalty, shares, **options)
+            wanted = train_by_hand(loop, steps, penalty, shares)
+        found = train_with_headway(loop, steps, penalty, shares, **options)
         torch.testing.assert_close(
             found, wanted, rtol=1e-5, atol=1e-6, msg=lambda text: f"{steps} micro-batches: {text}"
         )
 
 
-def the_same_whatever_the_cut() -> None:
-    """Update by update and at once, 1, 2 and 4 micro-batches are one training."""
-    for loop in (at_once, update_by_update):
+def results_do_not_depend_on_micro_batches() -> None:
+    """With both steps at once and with alternating updates, 1, 2 and 4 micro-batches give the same weights."""
+    for loop in (train_at_once, alternate_updates):
         found = []
         for steps in (1, 2, 4):
-            rows = data()
-            if loop is update_by_update:  # an update's rows come twice: once for D, once for G
+            rows = make_data()
+            if loop is alternate_updates:  # each update's rows come twice: once for D, once for G
                 rows = tuple(t.view(UPDATES, 1, BATCH, WIDTH).expand(-1, 2, -1, -1).reshape(-1, WIDTH) for t in rows)
             accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=steps)
             pair = Pair()
-            loader = prepared(accelerator, pair, rows, BATCH // steps // accelerator.num_processes)
-            ends = (lambda a=accelerator: a.sync_gradients) if loop is update_by_update else lambda: True
+            loader = prepare_pair(accelerator, pair, rows, BATCH // steps // accelerator.num_processes)
+            ends = (lambda a=accelerator: a.sync_gradients) if loop is alternate_updates else lambda: True
             loop(pair, loader, accelerator.accumulate, accelerator.backward, ends, False)
             found.append(pair.weights())
         torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found[2], found[0], rtol=1e-5, atol=1e-6)
 
 
-# ---------------------------------------------------------------- one block for both
+# ---------------------------------------------------------------- one block for both models
 
 
-def both_in_one_block(pair: Pair, batches: Any, block: Blocks, backward: Backward) -> None:
+def train_in_one_block(pair: Pair, batches: Any, block: Blocks, backward: Backward) -> None:
     for real, noise in batches:
         with block(pair.d, pair.g):
             pair.opt_d.zero_grad()
-            backward(d_loss(pair, real, noise, False))
+            backward(compute_d_loss(pair, real, noise, False))
             pair.opt_d.step()
             pair.opt_d.zero_grad()
-            backward(g_loss(pair, noise))
+            backward(compute_g_loss(pair, noise))
             pair.opt_g.step()
             pair.opt_g.zero_grad()
             pair.opt_d.zero_grad()
 
 
 def one_block_is_exact_without_accumulation() -> None:
-    plain, (real, noise) = Pair(), data()
-    both_in_one_block(
+    plain, (real, noise) = Pair(), make_data()
+    train_in_one_block(
         plain, zip(real.split(BATCH), noise.split(BATCH)), lambda *_: nullcontext(), torch.Tensor.backward
     )
     accelerator = Accelerator(cpu=ON_CPU)
     pair = Pair()
-    loader = prepared(accelerator, pair, data(), BATCH // accelerator.num_processes)
-    both_in_one_block(pair, loader, accelerator.accumulate, accelerator.backward)
+    loader = prepare_pair(accelerator, pair, make_data(), BATCH // accelerator.num_processes)
+    train_in_one_block(pair, loader, accelerator.accumulate, accelerator.backward)
     torch.testing.assert_close(pair.weights(), plain.weights(), rtol=1e-5, atol=1e-6)
 
 
-def one_block_is_refused_with_accumulation() -> None:
+def one_block_with_accumulation_is_an_error() -> None:
     accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=2)
     pair = Pair()
-    loader = prepared(accelerator, pair, data(), BATCH // 2 // accelerator.num_processes)
+    loader = prepare_pair(accelerator, pair, make_data(), BATCH // 2 // accelerator.num_processes)
     before = pair.weights()
     with pytest.raises(StateError, match=r"block of its own.*docs/several_models\.md"):
-        both_in_one_block(pair, loader, accelerator.accumulate, accelerator.backward)
+        train_in_one_block(pair, loader, accelerator.accumulate, accelerator.backward)
     assert torch.equal(pair.weights(), before)
 
 
-def zero_grad_between_two_losses_is_refused() -> None:
+def zero_grad_between_two_losses_is_an_error() -> None:
     accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=2)
     pair = Pair()
-    loader = prepared(accelerator, pair, data(), BATCH // 2 // accelerator.num_processes)
+    loader = prepare_pair(accelerator, pair, make_data(), BATCH // 2 // accelerator.num_processes)
     real, noise = next(iter(loader))
     with accelerator.accumulate():
-        accelerator.backward(g_loss(pair, noise))
+        accelerator.backward(compute_g_loss(pair, noise))
         pair.opt_d.zero_grad()
         with pytest.raises(StateError, match=r"block of its own"):
-            accelerator.backward(d_loss(pair, real, noise, False))
+            accelerator.backward(compute_d_loss(pair, real, noise, False))
 
 
-def an_optimizer_whose_model_is_not_named() -> None:
-    """Two models of one loss: `accumulate` must name both."""
+def optimizer_of_unnamed_model_is_an_error() -> None:
+    """If a loss trains two models, `accumulate` must name both."""
     for steps in (1, 2):
         accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=steps)
         pair = Pair()
-        loader = prepared(accelerator, pair, data(), BATCH // steps // accelerator.num_processes)
+        loader = prepare_pair(accelerator, pair, make_data(), BATCH // steps // accelerator.num_processes)
         _, noise = next(iter(loader))
         with accelerator.accumulate(pair.g):
-            accelerator.backward(g_loss(pair, noise))
+            accelerator.backward(compute_g_loss(pair, noise))
             pair.opt_g.step()
             with pytest.raises(StateError, match=r"no accumulate\(\) block has named Sequential"):
                 pair.opt_d.step()
 
 
-def one_optimizer_joins_models() -> None:
-    """`accumulate(unet)` where one optimizer also trains the text encoder: both learn."""
-    plain, (_, noise) = Pair(), data()
+def one_optimizer_for_two_models() -> None:
+    """`accumulate(unet)` also trains the text encoder if one optimizer has the parameters of both."""
+    plain, (_, noise) = Pair(), make_data()
     optimizer = torch.optim.SGD([*plain.g.parameters(), *plain.d.parameters()], lr=0.1)
     for part in noise.split(BATCH):
         optimizer.zero_grad()
-        g_loss(plain, part).backward()
+        compute_g_loss(plain, part).backward()
         optimizer.step()
     for steps in (1, 2):
         accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=steps)
@@ -301,41 +309,41 @@ def one_optimizer_joins_models() -> None:
         )
         for (part,) in loader:
             with accelerator.accumulate(pair.g):
-                accelerator.backward(g_loss(pair, part))
+                accelerator.backward(compute_g_loss(pair, part))
                 joint.step()
                 joint.zero_grad()
         torch.testing.assert_close(pair.weights(), plain.weights(), rtol=1e-5, atol=1e-6)
 
 
 def overlapping_windows() -> None:
-    """accumulate(d) and accumulate(d, g) in turn: what d has of one window does not get into the other."""
-    rows = data(2)
+    """Alternate accumulate(d) and accumulate(d, g). Gradients of d must not move from one window to the other."""
+    rows = make_data(2)
     bare = Pair()
     steps = 2
     accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=steps)
     pair = copy.deepcopy(bare)
-    loader = prepared(accelerator, pair, rows, BATCH // steps // accelerator.num_processes)
+    loader = prepare_pair(accelerator, pair, rows, BATCH // steps // accelerator.num_processes)
     found: list[list[torch.Tensor]] = []
     for index, (real, noise) in enumerate(loader):
         if index == steps:
             break
         with accelerator.accumulate(pair.d):
-            accelerator.backward(d_loss(pair, real, noise, False))
+            accelerator.backward(compute_d_loss(pair, real, noise, False))
             if accelerator.sync_gradients:
                 found.append([p.grad.clone() for p in pair.d.parameters()])
         with accelerator.accumulate(pair.d, pair.g):
-            accelerator.backward(g_loss(pair, noise))
+            accelerator.backward(compute_g_loss(pair, noise))
             if accelerator.sync_gradients:
                 found.append([p.grad.clone() for p in pair.d.parameters()])
     real, noise = (t[:BATCH] for t in rows)
-    first = torch.autograd.grad(d_loss(bare, real, noise, False), list(bare.d.parameters()))
-    second = torch.autograd.grad(g_loss(bare, noise), list(bare.d.parameters()))
+    first = torch.autograd.grad(compute_d_loss(bare, real, noise, False), list(bare.d.parameters()))
+    second = torch.autograd.grad(compute_g_loss(bare, noise), list(bare.d.parameters()))
     torch.testing.assert_close(found[0], list(first), check_device=False)
     torch.testing.assert_close(found[1], list(second), check_device=False)
 
 
-class Crowded(nn.Linear):
-    """Memory runs out for more rows than `limit`, as in a forward that allocates too much."""
+class LimitedLinear(nn.Linear):
+    """Linear layer that runs out of memory for more rows than `limit`."""
 
     limit = 1 << 30
 
@@ -345,62 +353,62 @@ class Crowded(nn.Linear):
         return super().forward(x)
 
 
-def in_pieces(limit: int) -> None:
-    """Automatic micro-batching: a loop over the pieces for each model; the same, whether memory runs out or not."""
-    wanted = by_hand(in_turn, 1, False, False)
+def train_in_pieces(limit: int) -> None:
+    """Train with automatic micro-batching and one loop over the pieces for each model. Running out of memory changes nothing."""
+    wanted = train_by_hand(train_in_turn, 1, False, False)
     accelerator = Accelerator(cpu=ON_CPU, microbatching="auto")
     pair = Pair()
-    pair.d[0].__class__ = Crowded
+    pair.d[0].__class__ = LimitedLinear
     pair.d[0].limit = limit
-    loader = prepared(accelerator, pair, data(), BATCH // accelerator.num_processes)
+    loader = prepare_pair(accelerator, pair, make_data(), BATCH // accelerator.num_processes)
     for batch in loader:
         for real, noise in accelerator.microbatches(batch):
             with accelerator.accumulate(pair.d):
-                accelerator.backward(d_loss(pair, real, noise, False))
+                accelerator.backward(compute_d_loss(pair, real, noise, False))
                 pair.opt_d.step()
                 pair.opt_d.zero_grad()
         for _, noise in accelerator.microbatches(batch):
             with accelerator.accumulate(pair.g):
-                accelerator.backward(g_loss(pair, noise))
+                accelerator.backward(compute_g_loss(pair, noise))
                 pair.opt_g.step()
                 pair.opt_g.zero_grad()
     torch.testing.assert_close(pair.weights(), wanted, rtol=1e-5, atol=1e-6)
 
 
 def in_one_piece() -> None:
-    in_pieces(1 << 30)
+    train_in_pieces(1 << 30)
 
 
 def in_pieces_of_two() -> None:
-    in_pieces(2)
+    train_in_pieces(2)
 
 
-def one_loop_over_pieces_is_refused() -> None:
+def one_loop_over_pieces_for_two_models_is_an_error() -> None:
     accelerator = Accelerator(cpu=ON_CPU, microbatching="auto")
     pair = Pair()
-    (batch,) = list(prepared(accelerator, pair, data(1), BATCH))[:1]
+    (batch,) = list(prepare_pair(accelerator, pair, make_data(1), BATCH))[:1]
     pieces = accelerator.microbatches(batch)
     real, noise = next(pieces)
     with accelerator.accumulate(pair.d):
-        accelerator.backward(d_loss(pair, real, noise, False))
+        accelerator.backward(compute_d_loss(pair, real, noise, False))
     with pytest.raises(StateError, match=r"once for each \(docs/several_models\.md\)"), accelerator.accumulate(pair.g):
         pass
     pieces.close()
 
 
-SINGLE = [
+SCENARIOS = [
     *[
-        partial(scenario, loop, penalty, shares)
+        partial(compare_loops, loop, penalty, shares)
         for loop in LOOPS.values()
         for penalty, shares in ((False, False), (True, False), (False, True))
     ],
-    the_same_whatever_the_cut, one_block_is_exact_without_accumulation, one_block_is_refused_with_accumulation,
-    in_one_piece, in_pieces_of_two, one_loop_over_pieces_is_refused, zero_grad_between_two_losses_is_refused,
-    an_optimizer_whose_model_is_not_named, one_optimizer_joins_models, overlapping_windows,
+    results_do_not_depend_on_micro_batches, one_block_is_exact_without_accumulation, one_block_with_accumulation_is_an_error,
+    in_one_piece, in_pieces_of_two, one_loop_over_pieces_for_two_models_is_an_error, zero_grad_between_two_losses_is_an_error,
+    optimizer_of_unnamed_model_is_an_error, one_optimizer_for_two_models, overlapping_windows,
 ]  # fmt: skip
 
 
-def named(scenarios: list[Any]) -> Iterator[Callable[[], None]]:
+def name_scenarios(scenarios: list[Any]) -> Iterator[Callable[[], None]]:
     for each in scenarios:
         if isinstance(each, partial):
             loop, penalty, shares = each.args
@@ -408,37 +416,39 @@ def named(scenarios: list[Any]) -> Iterator[Callable[[], None]]:
         yield each
 
 
-def run(options: dict[str, Any]) -> dict[str, str]:
-    return play([partial_with_name(each, options) for each in named(SINGLE)])
+def run_all(options: dict[str, Any]) -> dict[str, str]:
+    return run_scenarios([bind_options(each, options) for each in name_scenarios(SCENARIOS)])
 
 
-def partial_with_name(each: Any, options: dict[str, Any]) -> Callable[[], None]:
+def bind_options(each: Any, options: dict[str, Any]) -> Callable[[], None]:
     made = partial(each, **options)
     made.__name__ = each.__name__  # type: ignore[attr-defined]
     return made
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_under_replicas(num_ranks: int) -> None:
-    for found in run_ranks(run, num_ranks, {}, timeout=240):
+def test_several_models_under_ddp(num_ranks: int) -> None:
+    for found in run_ranks(run_all, num_ranks, {}, timeout=240):
         assert not found, "\n".join(found.values())
 
 
-def every(options: dict[str, Any]) -> dict[str, str]:
-    """The loops that take options, in one pair of processes. What models share cannot be sharded."""
+def run_loops(options: dict[str, Any]) -> dict[str, str]:
+    """Run the loops that take options, in one pair of processes. Models that share a layer cannot be sharded."""
     loops = [
-        partial_with_name(each, options) for each in named(SINGLE) if isinstance(each, partial) and not each.args[2]
+        bind_options(each, options)
+        for each in name_scenarios(SCENARIOS)
+        if isinstance(each, partial) and not each.args[2]
     ]
-    return play([*loops, partial_with_name(models_that_share, options)])
+    return run_scenarios([*loops, bind_options(models_that_share_a_layer, options)])
 
 
-def models_that_share(**options: Any) -> None:
+def models_that_share_a_layer(**options: Any) -> None:
     with pytest.raises(PrepareError, match=r"are already sharded: the model shares them"):
-        prepared(Accelerator(cpu=ON_CPU, **options), Pair(shares=True), data(), 2)
+        prepare_pair(Accelerator(cpu=ON_CPU, **options), Pair(shares=True), make_data(), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp=2"])
-def test_under_shards(strategy: str) -> None:
-    for found in run_ranks(every, 2, {"strategy": strategy}):
+def test_several_models_under_fsdp(strategy: str) -> None:
+    for found in run_ranks(run_loops, 2, {"strategy": strategy}):
         assert not found, "\n".join(found.values())

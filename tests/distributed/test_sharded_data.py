@@ -1,4 +1,4 @@
-"""A `ShardedDataset` on real ranks: one order on any number of ranks and workers, and exact resumes on other numbers."""
+"""`ShardedDataset` on real ranks: the order does not depend on ranks and workers, and resumes are exact on other numbers."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import pytest
 from headway import ShardedDataset
 from tests.distributed.killed_data_script import EPOCHS
 from tests.distributed.ranks import run_ranks
-from tests.distributed.sharded_data_ranks import read_chunks, read_on_host, read_passes
+from tests.distributed.sharded_data_ranks import read_chunks, read_passes, read_with_own_cache
 from tests.distributed.slow_server import SlowServer
 from tests.unit.language_data.shard_files import make_records, write_shard
 
@@ -40,7 +40,7 @@ def write_shards(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def list_order(pattern: str, options: dict[str, Any], epoch: int) -> list[int]:
-    """Return the numbers of an epoch's records as a plain loop over the dataset reads them."""
+    """Return an epoch's record numbers in the order in which a plain loop over the dataset reads them."""
     dataset = ShardedDataset(pattern, **options)
     dataset.set_epoch(epoch)
     order = [int(record["id"]) for record in dataset]
@@ -49,7 +49,7 @@ def list_order(pattern: str, options: dict[str, Any], epoch: int) -> list[int]:
 
 
 def join_ranks(results: list[list[list[int]]]) -> list[int]:
-    """Return the numbers of all ranks' batches in the order of the data."""
+    """Return the record numbers of all ranks' batches in data order."""
     return [number for step in zip(*results) for batch in step for number in batch]
 
 
@@ -67,14 +67,14 @@ def test_order_does_not_depend_on_ranks_or_workers(tmp_path: Path, world_size: i
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_each_epoch_has_an_order_of_its_own_also_in_persistent_workers(tmp_path: Path, num_workers: int) -> None:
+def test_each_epoch_has_its_own_order_even_in_persistent_workers(tmp_path: Path, num_workers: int) -> None:
     pattern, options = write_shards(tmp_path)
     (found,) = run_ranks(read_passes, 1, pattern, options, num_workers)
     assert found == [list_order(pattern, options, epoch) for epoch in range(3)]
 
 
 def check_resumes(folder: Path, num_points: int, worlds: list[int], workers: list[int], seed: int) -> None:
-    """Stop at random points and go on with other numbers of ranks and workers, twice in a row each time."""
+    """Stop at random points and continue with other numbers of ranks and workers, twice in each run."""
     pattern, options = write_shards(folder)
     expected = list_order(pattern, options, epoch=1)
     generator = random.Random(seed)
@@ -120,7 +120,7 @@ def test_resumes_on_one_two_and_four_ranks(tmp_path: Path, seed: int) -> None:
 
 
 def start_training(folder: Path, pattern: str, world_size: int, num_workers: int) -> "subprocess.Popen[bytes]":
-    """Start the script on some ranks, in a process group of its own."""
+    """Start the training script on some ranks, in a new process group."""
     command = [
         sys.executable,
         "-m",
@@ -140,7 +140,7 @@ def start_training(folder: Path, pattern: str, world_size: int, num_workers: int
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", [1, 2])
-def test_kills_at_random_moments_lose_and_double_nothing(tmp_path: Path, seed: int) -> None:
+def test_kills_at_random_moments_neither_lose_nor_repeat_records(tmp_path: Path, seed: int) -> None:
     pattern, options = write_shards(tmp_path)
     expected = [list_order(pattern, options, epoch) for epoch in range(EPOCHS)]
     generator = random.Random(seed)
@@ -159,7 +159,7 @@ def test_kills_at_random_moments_lose_and_double_nothing(tmp_path: Path, seed: i
     seen: dict[tuple[int, int], list[int]] = {}
     for line in log.read_text().splitlines():
         epoch, update, numbers = json.loads(line)
-        assert seen.setdefault((epoch, update), numbers) == numbers, "an update that is repeated has the same records"
+        assert seen.setdefault((epoch, update), numbers) == numbers, "a repeated update must have the same records"
     assert [update for _, update in sorted(seen)] == list(range(1, 1 + EPOCHS * -(-COUNT // BATCH)))
     for epoch in range(EPOCHS):
         found = [number for (each, _), numbers in sorted(seen.items()) if each == epoch for number in numbers]
@@ -167,7 +167,7 @@ def test_kills_at_random_moments_lose_and_double_nothing(tmp_path: Path, seed: i
 
 
 @pytest.mark.parametrize("num_stripes", [2, pytest.param(1, marks=pytest.mark.matrix)])
-def test_each_machine_fetches_the_blocks_of_its_stripes(tmp_path: Path, num_stripes: int) -> None:
+def test_each_machine_fetches_only_the_blocks_of_its_stripes(tmp_path: Path, num_stripes: int) -> None:
     records = make_records(400)
     for number in range(40):
         write_shard(tmp_path / f"part-{number:02d}.jsonl", records[10 * number : 10 * number + 10])
@@ -176,7 +176,7 @@ def test_each_machine_fetches_the_blocks_of_its_stripes(tmp_path: Path, num_stri
         options |= {"num_stripes": num_stripes, "samples_per_step": 8}
     with SlowServer(tmp_path) as server:
         places = [f"{server.url}/part-{number:02d}.jsonl" for number in range(40)]
-        found = run_ranks(read_on_host, 2, places, options, str(tmp_path), 8)
+        found = run_ranks(read_with_own_cache, 2, places, options, str(tmp_path), 8)
     whole = ShardedDataset(f"{tmp_path}/part-*.jsonl", cache_dir=tmp_path / "cache", **options)
     assert join_ranks([rows for rows, _ in found]) == [record["id"] for record in whole]
     num_fetched = sum(count for _, count in found)

@@ -1,4 +1,4 @@
-"""Ranks that wait in FSDP's exchanges, or for a stage of a pipeline: a report names that, the line and the missing rank."""
+"""Ranks that wait in FSDP's collectives or for a pipeline stage: the report names the operation, the line and the missing rank."""
 
 import re
 import subprocess
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_hang import TIMEOUT, begin, line_of
+from tests.distributed.test_hang import TIMEOUT, find_line
+from tests.distributed.test_launch import start_launch
 
 MODEL = """
 import os, time, torch
@@ -97,11 +98,11 @@ for step in range(2):
 }  # fmt: skip
 
 
-def run(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
+def run_case(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
     folder.mkdir()
     layout, num_ranks = name.split()[0], {"hsdp=2": "4", "pp": "3"}.get(name.split()[0], "2")
     flags = ("--cpu", "-n", num_ranks, "-q", "--timeout", str(TIMEOUT), "--strategy", layout)
-    process = begin(folder, CASES[name][0], *flags)
+    process = start_launch(folder, CASES[name][0], *flags)
     try:
         out, err = process.communicate(timeout=200)
     finally:
@@ -109,7 +110,7 @@ def run(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-FEW = ("fsdp before", "ep experts", "pp stopped")
+QUICK = ("fsdp before", "ep experts", "pp stopped")
 
 
 @pytest.mark.slow
@@ -117,18 +118,18 @@ FEW = ("fsdp before", "ep experts", "pp stopped")
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(FEW, id="few"),
-        pytest.param([name for name in CASES if name not in FEW], id="the others", marks=pytest.mark.matrix),
+        pytest.param(QUICK, id="few"),
+        pytest.param([name for name in CASES if name not in QUICK], id="the others", marks=pytest.mark.matrix),
     ],
 )
-def test_a_hang_inside_an_engine_names_unit_line_and_rank(names, tmp_path):
+def test_hang_report_names_unit_line_and_rank(names, tmp_path):
     with ThreadPoolExecutor(len(names)) as pool:
-        ran = {name: pool.submit(run, tmp_path / re.sub(r"\W", "_", name), name) for name in names}
+        futures = {name: pool.submit(run_case, tmp_path / re.sub(r"\W", "_", name), name) for name in names}
     for name in names:
         body, missing, waiting = CASES[name]
-        result = ran[name].result()
+        result = futures[name].result()
         shown = f"{name}:\n{result.stderr}"
-        gone, waits = line_of(body, "# GONE"), line_of(body, "# WAITS")
+        gone, waits = find_line(body, "# GONE"), find_line(body, "# WAITS")
         assert result.returncode == 1, shown
         assert re.search(rf"this run hangs: rank {missing} of \d is missing from ", result.stderr), shown
         assert re.search(rf"(is|was) at train.py:{gone}\b", result.stderr), shown

@@ -1,4 +1,4 @@
-"""Sharded models themselves: prepared again, copied, built without memory; number formats and optimizers on parts."""
+"""Sharded models: preparing again, copying, the meta device, number formats, and optimizers on shards."""
 
 import copy
 from typing import Any
@@ -14,37 +14,48 @@ from headway.core.strategies.fully_sharded.units import find_units
 from headway.core.strategies.fully_sharded.values import fill_model
 from headway.core.weights.pieces import is_dtensor
 from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
-from tests.distributed.layouts import GPT, each, gpt2, llama, norm, seeded, squares, start, text, whole_weights
+from tests.distributed.layouts import (
+    GPT,
+    build_seeded,
+    gather_weights,
+    gpt2,
+    llama,
+    make_tokens,
+    mean_square,
+    measure_norm,
+    run_each,
+    start_fsdp,
+)
 from tests.distributed.ranks import run_ranks
 
-# ---------------------------------------------------------------- prepare again, copies, methods
+# ---------------------------------------------------------------- preparing again, copies, methods
 
 
-def prepared_again() -> None:
-    accelerator = start()
-    model, optimizer = accelerator.prepare(model := seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator.backward(squares(model, text()))
+def prepare_again() -> None:
+    accelerator = start_fsdp()
+    model, optimizer = accelerator.prepare(model := build_seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(mean_square(model, make_tokens()))
     optimizer.step()
-    before = whole_weights(model)
+    before = gather_weights(model)
     accelerator.free_memory()
     assert type(model).__name__ == "FSDPGPT"
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert all(torch.equal(value, before[name]) for name, value in whole_weights(model).items())
+    assert all(torch.equal(value, before[name]) for name, value in gather_weights(model).items())
     optimizer.zero_grad()
-    accelerator.backward(squares(model, text()))
-    assert norm(accelerator, model) > 0
+    accelerator.backward(mean_square(model, make_tokens()))
+    assert measure_norm(accelerator, model) > 0
     accelerator.free_memory()
     with pytest.raises(PrepareError, match="already sharded in another way"):
-        start(kwargs_handlers=[ShardingOptions(reshard_after_forward=False)]).prepare(model)
+        start_fsdp(kwargs_handlers=[ShardingOptions(reshard_after_forward=False)]).prepare(model)
 
 
-def copies() -> None:
-    accelerator = start()
-    model = accelerator.prepare(seeded(0, GPT))
+def copy_model() -> None:
+    accelerator = start_fsdp()
+    model = accelerator.prepare(build_seeded(0, GPT))
     for copier in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
         with pytest.raises(UnsupportedError, match="cannot be copied"):
             copier(model)
-    # An average of the parts needs no copy of the model.
+    # an average of the shards needs no copy of the model
     average = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
         average[name].lerp_(parameter.detach(), 0.5)
@@ -66,62 +77,62 @@ class Encoder(nn.Module):
         return self.encode(x)
 
 
-def other_methods() -> None:
-    accelerator = start(kwargs_handlers=[ShardingOptions(forward_methods=("encode",))])
-    model, plain, x = accelerator.prepare(seeded(0, Encoder)), seeded(0, Encoder), torch.ones(2, 4)
+def call_other_methods() -> None:
+    accelerator = start_fsdp(kwargs_handlers=[ShardingOptions(forward_methods=("encode",))])
+    model, plain, x = accelerator.prepare(build_seeded(0, Encoder)), build_seeded(0, Encoder), torch.ones(2, 4)
     torch.testing.assert_close(model.encode(x), plain.encode(x))
     accelerator.backward(model.encode(x).sum())
     plain.encode(x).sum().backward()
     torch.testing.assert_close(model.head.bias.grad.full_tensor(), plain.head.bias.grad)
     accelerator.free_memory()
     with pytest.raises(PrepareError, match="forward_methods"):
-        start(kwargs_handlers=[ShardingOptions(forward_methods=("encodes",))]).prepare(seeded(0, Encoder))
+        start_fsdp(kwargs_handlers=[ShardingOptions(forward_methods=("encodes",))]).prepare(build_seeded(0, Encoder))
 
 
-def local_sgd() -> None:
-    accelerator = start()
-    model = accelerator.prepare(seeded(0, GPT))
+def keep_gradients_local() -> None:
+    accelerator = start_fsdp()
+    model = accelerator.prepare(build_seeded(0, GPT))
     with pytest.raises(HeadwayError, match="local SGD"), accelerator.strategy.keep_local(model):
         pass
     accelerator.free_memory()
 
 
-def optimizers() -> None:
-    """What works on parts: one step as on one process."""
+def compare_optimizers() -> None:
+    """Optimizers that support shards make the same steps as on one process."""
     kinds: dict[str, Any] = {
         "foreach": lambda ps: torch.optim.AdamW(ps, lr=0.1, foreach=True),
         "fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
         "nesterov": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
         "muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.1),
     }
-    accelerator = start()
+    accelerator = start_fsdp()
     for kind, make in kinds.items():
-        plain = seeded(0, GPT)
+        plain = build_seeded(0, GPT)
         by_hand = make(list(plain.parameters()))
-        model, optimizer = accelerator.prepare(model := seeded(0, GPT), make(list(model.parameters())))
+        model, optimizer = accelerator.prepare(model := build_seeded(0, GPT), make(list(model.parameters())))
         for seed in (1, 2):
             with accelerator.accumulate(model):
-                accelerator.backward(squares(model, text(seed)))
+                accelerator.backward(mean_square(model, make_tokens(seed)))
                 optimizer.step()
                 optimizer.zero_grad()
-            squares(plain, text(seed)).backward()
+            mean_square(plain, make_tokens(seed)).backward()
             by_hand.step()
             by_hand.zero_grad()
-        found, expected = squares(model, text()), squares(plain, text())
+        found, expected = mean_square(model, make_tokens()), mean_square(plain, make_tokens())
         assert found.item() == pytest.approx(expected.item(), rel=1e-2 if kind == "muon" else 1e-5), kind
         accelerator.free_memory()
-    accelerator = start(kwargs_handlers=[ShardingOptions(whole_updates=False)])
+    accelerator = start_fsdp(kwargs_handlers=[ShardingOptions(whole_updates=False)])
     with pytest.raises(UnsupportedError, match=r"Adafactor cannot train a sharded model.*AdamW"):
         accelerator.prepare(model := GPT(), torch.optim.Adafactor(model.parameters()))
 
 
-def overflow_on_one_rank() -> None:
-    """fp16: an overflow in one rank's part skips the update on all, and the scale shrinks alike."""
-    accelerator = start(mixed_precision="fp16")
-    model, optimizer = accelerator.prepare(model := seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
+def overflow_with_fp16_on_one_rank() -> None:
+    """An fp16 overflow in one rank's shard skips the update on all ranks, and reduces the scale on all."""
+    accelerator = start_fsdp(mixed_precision="fp16")
+    model, optimizer = accelerator.prepare(model := build_seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
     skipped = []
     for step in range(3):
-        accelerator.backward(squares(model, text()))
+        accelerator.backward(mean_square(model, make_tokens()))
         if step == 1 and accelerator.process_index == 1:
             get_local_shard(dict(model.named_parameters())["norm.weight"].grad).fill_(float("inf"))  # type: ignore[arg-type]
         optimizer.step()
@@ -130,20 +141,20 @@ def overflow_on_one_rank() -> None:
     assert skipped == [False, True, False]
     accelerator.precision.adjust()
     assert accelerator.precision.get_gradient_scale() == 32768.0
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in whole_weights(model).values())
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in gather_weights(model).values())
     accelerator.free_memory()
 
 
-def formats() -> None:
-    """Gathered in bf16, kept in float32; what has converted a part is told before the first update."""
-    accelerator = start(mixed_precision="bf16")
-    model, optimizer = accelerator.prepare(model := seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
+def gather_in_bf16() -> None:
+    """Parameters are gathered in bf16 and kept in float32. A wrong gathered dtype is an error before the first update."""
+    accelerator = start_fsdp(mixed_precision="bf16")
+    model, optimizer = accelerator.prepare(model := build_seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
     gathered_in: dict[str, torch.dtype] = {}
     model.blocks[0].up.register_forward_pre_hook(lambda linear, args: gathered_in.update(linear=linear.weight.dtype))
     model.blocks[0].first.register_forward_pre_hook(
         lambda norm, args: gathered_in.update(norm=norm.weight.dtype, stream=args[0].dtype)
     )
-    accelerator.backward(squares(model, text()))
+    accelerator.backward(mean_square(model, make_tokens()))
     assert gathered_in == {"linear": torch.bfloat16, "norm": torch.float32, "stream": torch.float32}
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}  # type: ignore[union-attr]
     record = next(r for r in fsdp_state.iterate_records(model) if r._param_fqn == "blocks.0.up.weight")
@@ -153,17 +164,17 @@ def formats() -> None:
     ):
         optimizer.step()
     accelerator.free_memory()
-    accelerator = start(kwargs_handlers=[ShardingOptions(param_dtype="bf16", output_dtype="float32")])
-    model = accelerator.prepare(seeded(0, GPT))
-    assert model(text()).dtype == torch.float32
+    accelerator = start_fsdp(kwargs_handlers=[ShardingOptions(param_dtype="bf16", output_dtype="float32")])
+    model = accelerator.prepare(build_seeded(0, GPT))
+    assert model(make_tokens()).dtype == torch.float32
     assert model.tokens.weight.dtype == torch.float32 or not is_dtensor(model.tokens.weight)
     accelerator.free_memory()
 
 
-# ---------------------------------------------------------------- models without memory
+# ---------------------------------------------------------------- models on the meta device
 
 
-class Measured(nn.Module):
+class NormBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(6))
@@ -174,25 +185,25 @@ class Measured(nn.Module):
         return x
 
 
-def without_memory() -> None:
-    accelerator = start()
+def prepare_meta_models() -> None:
+    accelerator = start_fsdp()
     with torch.device("meta"):
         model = GPT()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(accelerator.process_index)
     model, optimizer = accelerator.prepare(model, optimizer)
     assert model.tokens.weight is model.head.weight
-    found = whole_weights(model)
+    found = gather_weights(model)
     assert float(found["tokens.weight"].std()) == pytest.approx(1.0, abs=0.1)
     assert torch.equal(found["norm.weight"], torch.ones(16))
     everywhere = accelerator.strategy.everyone.gather_objects({n: t.double().sum().item() for n, t in found.items()})
     assert everywhere[0] == everywhere[1]
-    accelerator.backward(squares(model, text()))
+    accelerator.backward(mean_square(model, make_tokens()))
     optimizer.step()
     accelerator.free_memory()
-    # In the order of its modules, each unit begins as it would by itself.
+    # Each unit is initialized as it would be alone, in the order of modules.
     with init_empty_weights():
-        model = Measured()
+        model = NormBlocks()
     torch.manual_seed(3)
     model = accelerator.prepare(model)
     torch.manual_seed(3)
@@ -200,15 +211,15 @@ def without_memory() -> None:
         expected = nn.Linear(64, 64)
         torch.testing.assert_close(block[0].weight.full_tensor(), expected.weight.detach(), msg=str(index))
     accelerator.free_memory()
-    # What has memory already is rank 0's, too.
+    # Values that exist already are replaced by those of rank 0, too.
     with init_empty_weights():
         model = nn.Sequential(nn.Linear(3, 3))
     model.register_buffer("scale", torch.full((2,), 1.0 + accelerator.process_index))
     assert accelerator.prepare(model).scale.tolist() == [1.0, 1.0]
     accelerator.free_memory()
-    # Beside its parts, a rank holds one unit at a time.
+    # A rank holds one whole unit at a time, besides its shards.
     with torch.device("meta"):
-        model = Measured()
+        model = NormBlocks()
     units = find_units(model, ShardingOptions())
     inner = accelerator.strategy._shard(model, units, (), ())  # type: ignore[attr-defined]
     largest = fill_model(model, inner, torch.device("cpu"), accelerator.collectives)
@@ -217,35 +228,35 @@ def without_memory() -> None:
     accelerator.free_memory()
 
 
-class Nameless(nn.Module):
+class Uninitializable(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(3))
 
 
-def models_of_transformers() -> None:
-    """Built without memory, they begin as their own `_init_weights` says; `generate` runs on all ranks alike."""
-    accelerator = start()
+def prepare_transformers_models() -> None:
+    """On the meta device, models are initialized by their own `_init_weights`. `generate` gives the same tokens on all ranks."""
+    accelerator = start_fsdp()
     for make in (lambda: llama(tied=True), gpt2):
         with torch.device("meta"):
             model = make()
-        found, expected = whole_weights(accelerator.prepare(model)), seeded(0, make).state_dict()
+        found, expected = gather_weights(accelerator.prepare(model)), build_seeded(0, make).state_dict()
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert float(found[name].std()) == pytest.approx(float(value.std()), abs=0.004), name
             assert float(found[name].mean()) == pytest.approx(float(value.mean()), abs=0.006), name
-        assert bool(torch.isfinite(model(text()).logits).all())
+        assert bool(torch.isfinite(model(make_tokens()).logits).all())
         accelerator.free_memory()
-    model, plain = accelerator.prepare(seeded(0, llama)).eval(), seeded(0, llama).eval()
+    model, plain = accelerator.prepare(build_seeded(0, llama)).eval(), build_seeded(0, llama).eval()
     how = {"max_new_tokens": 5, "do_sample": False, "use_cache": False}
-    assert torch.equal(model.generate(text()[:, :4], **how), plain.generate(text()[:, :4], **how))
+    assert torch.equal(model.generate(make_tokens()[:, :4], **how), plain.generate(make_tokens()[:, :4], **how))
     accelerator.free_memory()
 
 
-def without_memory_refused() -> None:
-    accelerator = start()
+def reject_meta_models() -> None:
+    accelerator = start_fsdp()
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 3), Nameless())
+        model = nn.Sequential(nn.Linear(3, 3), Uninitializable())
     with pytest.raises(PrepareError, match=r"cannot initialize themselves: 1\. .*reset_parameters"):
         accelerator.prepare(model)
     with pytest.raises(PrepareError, match=r"was passed for evaluation, but is on the meta device"):
@@ -257,16 +268,17 @@ def without_memory_refused() -> None:
 
 
 GROUPS = {
-    "formats": (optimizers, overflow_on_one_rank, formats),
-    "models": (prepared_again, copies, other_methods, local_sgd, without_memory, models_of_transformers, without_memory_refused),
+    "formats": (compare_optimizers, overflow_with_fp16_on_one_rank, gather_in_bf16),
+    "models": (prepare_again, copy_model, call_other_methods, keep_gradients_local, prepare_meta_models,
+               prepare_transformers_models, reject_meta_models),
 }  # fmt: skip
 
 
-def go(group: str, only: str = "") -> list[str]:
-    return each(GROUPS[group], only)
+def run_group(group: str, only: str = "") -> list[str]:
+    return run_each(GROUPS[group], only)
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_sharded_models(group):
-    for failed in run_ranks(go, 2, group):
+def test_sharded_model_scenarios(group):
+    for failed in run_ranks(run_group, 2, group):
         assert not failed, failed[0]

@@ -1,4 +1,4 @@
-"""On two processes: planted bad batches are found by all ranks or by none, and going back leaves nothing of them."""
+"""Two processes find planted bad batches on all ranks or on none, and going back leaves no trace of them."""
 
 from typing import Any
 
@@ -14,20 +14,22 @@ from tests.distributed.ranks import run_ranks
 
 SIZE, WORLD = 4, 2
 ROWS = SIZE * WORLD
-"""Of an update, where each rank has rows of its own."""
-CUT = ("tp", "cp", "pp")
-"""Strategies under which both ranks have the same rows, and parts of one model or of its sequences."""
+"""Rows per update, if each rank has its own rows."""
+SPLIT = ("tp", "cp", "pp")
+"""Strategies in which both ranks have the same rows, and parts of one model or of its sequences."""
 
 
-def num_parts(strategy: str) -> int:
-    """Ranks with rows of their own."""
-    return 1 if strategy in CUT else WORLD
+def count_parts(strategy: str) -> int:
+    """Return the number of ranks with their own rows."""
+    return 1 if strategy in SPLIT else WORLD
 
 
-def data(num_updates: int, bad: dict[int, str], seed: int, strategy: str = "ddp") -> tuple[torch.Tensor, torch.Tensor]:
-    """A noisy line; the rows of bad updates are spoilt on one rank alone."""
-    generator, parts = torch.Generator().manual_seed(seed), num_parts(strategy)
-    shape = (4, 6) if strategy in CUT else (6,)
+def make_data(
+    num_updates: int, bad: dict[int, str], seed: int, strategy: str = "ddp"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets of a noisy linear function. Rows of bad updates are spoiled on one rank only."""
+    generator, parts = torch.Generator().manual_seed(seed), count_parts(strategy)
+    shape = (4, 6) if strategy in SPLIT else (6,)
     x = torch.randn(num_updates * SIZE * parts, *shape, generator=generator)
     y = x.sum(-1, keepdim=True) + 0.3 * torch.randn(*x.shape[:-1], 1, generator=generator)
     for number, kind in bad.items():
@@ -42,8 +44,8 @@ def data(num_updates: int, bad: dict[int, str], seed: int, strategy: str = "ddp"
     return x, y
 
 
-class Sequences(nn.Module):
-    """Attention over sequences of 4, which every strategy can cut."""
+class SequenceModel(nn.Module):
+    """Model with attention over sequences of 4, which every strategy can split."""
 
     def __init__(self, dropout: float, num_blocks: int) -> None:
         super().__init__()
@@ -61,12 +63,12 @@ class Sequences(nn.Module):
 def train(
     strategy: str, rows: tuple[torch.Tensor, torch.Tensor], on_spike: Any, with_clip: bool = False, dropout: float = 0.1
 ) -> tuple[Accelerator, list[int], dict[str, torch.Tensor]]:
-    """Train over the rows once, in order; the updates made before each batch, and the state after the last."""
+    """Train over the rows once, in order. Return the number of updates before each batch, and the final state."""
     torch.manual_seed(0)
     handlers = [PipelineOptions(first=["first"], last=["last"])] if strategy == "pp" else []
     accelerator = Accelerator(cpu=True, strategy=strategy, on_spike=on_spike, kwargs_handlers=handlers)
     line = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 1))
-    model = Sequences(dropout, 1 if strategy == "tp" else 2) if strategy in CUT else line
+    model = SequenceModel(dropout, 1 if strategy == "tp" else 2) if strategy in SPLIT else line
     model.register_buffer("calls", torch.zeros(()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4000)
@@ -97,13 +99,13 @@ def train(
 KINDS = ("targets", "inputs", "noise")
 
 
-def planted_ones_are_skipped(strategy: str, seed: int, with_clip: bool) -> int:
+def check_skipped_updates(strategy: str, seed: int, with_clip: bool) -> int:
     generator = torch.Generator().manual_seed(seed)
     bad, number = {}, 40
     while number < 130:
         bad[number] = KINDS[len(bad) % 3]
         number += 4 + int(torch.randint(4, (), generator=generator))
-    accelerator, before, _ = train(strategy, data(140, bad, seed), "skip", with_clip)
+    accelerator, before, _ = train(strategy, make_data(140, bad, seed), "skip", with_clip)
     after = [*before[1:], accelerator.num_updates]
     left_out = [number for number, (one, other) in enumerate(zip(before, after)) if one == other]
     assert left_out == list(bad)
@@ -115,17 +117,17 @@ def planted_ones_are_skipped(strategy: str, seed: int, with_clip: bool) -> int:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(("seed", "with_clip"), [(0, False), (1, True)])
-def test_planted_ones_are_skipped(strategy, seed, with_clip):
-    """In all, over the four, more than 50; none is missed, and nothing else is taken for one."""
-    (found, _) = run_ranks(planted_ones_are_skipped, WORLD, strategy, seed, with_clip)
+def test_planted_bad_batches_are_skipped(strategy, seed, with_clip):
+    """The four cases have more than 50 bad batches. None may be missed, and no good batch may be skipped."""
+    (found, _) = run_ranks(check_skipped_updates, WORLD, strategy, seed, with_clip)
     assert found >= 13
 
 
-def differences(
+def list_differences(
     strategy: str, left_out: set[int], num: int, rows: Any, state: dict[str, torch.Tensor], dropout: float = 0.1
 ) -> list[str]:
-    """Where the state differs from that of a run whose data never had those updates."""
-    size = SIZE * num_parts(strategy)
+    """Return the names of values that differ from a run whose data never had the updates in `left_out`."""
+    size = SIZE * count_parts(strategy)
     index = [i * size + j for i in range(num) if i not in left_out for j in range(size)]
     other, _, expected = train(strategy, tuple(each[index] for each in rows), None, dropout=dropout)  # type: ignore[arg-type]
     assert other.num_updates == num - len(left_out)
@@ -133,64 +135,68 @@ def differences(
     return [name for name in state if not torch.equal(state[name], expected[name])]
 
 
-def skipping(strategy: str) -> None:
+def skip_batches(strategy: str) -> None:
     if strategy == "pp":
         with pytest.raises(UnsupportedError, match="use on_spike='skip'"):
             Accelerator(cpu=True, strategy=strategy, on_spike="go_back")
     bad = {35: "noise", 36: "targets"}
-    rows = data(42, bad, 3, strategy)
+    rows = make_data(42, bad, 3, strategy)
     accelerator, _, state = train(strategy, rows, "skip", dropout=0.0)
     assert accelerator.spikes is not None
     assert accelerator.spikes.num_spikes == 2
     assert accelerator.num_updates == 40
-    different = differences(strategy, set(bad), 42, rows, state, dropout=0.0)
+    different = list_differences(strategy, set(bad), 42, rows, state, dropout=0.0)
     assert set(different) <= {"calls", "model calls"}, different  # the script's own counter
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *CUT])
-def test_skipping_leaves_the_state_of_a_run_that_never_saw_the_batches(strategy):
-    run_ranks(skipping, WORLD, strategy)
+@pytest.mark.parametrize("strategy", ["ddp", *SPLIT])
+def test_skipping_leaves_the_state_of_a_run_without_the_batches(strategy):
+    run_ranks(skip_batches, WORLD, strategy)
 
 
-def going_back(strategy: str) -> None:
-    kind = "noise" if strategy in CUT else "inputs"
+def go_back(strategy: str) -> None:
+    kind = "noise" if strategy in SPLIT else "inputs"
     bad, num = {45: kind, 61: "targets", 63: "noise"}, 68
-    if strategy not in CUT:
+    if strategy not in SPLIT:
         bad, num = {**bad, 90: kind}, 100
-    rows = data(num, bad, 3, strategy)
+    rows = make_data(num, bad, 3, strategy)
     accelerator, before, state = train(strategy, rows, SpikePolicy("go_back", updates=5))
     left_out = set()
     for number in bad:
         back_to = before[number + 1]
         first = max(i for i in range(number + 1) if before[i] == back_to and i not in left_out)
-        assert (5 if number != 63 else 1) <= number - first < 10  # soon after going back, to the same place
+        assert (
+            (5 if number != 63 else 1) <= number - first < 10
+        )  # the second of two close spikes goes back to the same point
         left_out.update(range(first, number + 1))
     assert accelerator.num_updates == num - len(left_out)
-    different = differences(strategy, left_out, num, rows, state)
+    different = list_differences(strategy, left_out, num, rows, state)
     assert not different, different
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp", "cp"])
-def test_going_back_leaves_the_state_of_a_run_that_never_saw_the_batches(strategy):
-    run_ranks(going_back, WORLD, strategy)
+def test_going_back_leaves_the_state_of_a_run_without_the_batches(strategy):
+    run_ranks(go_back, WORLD, strategy)
 
 
-class Odd(nn.Module):
+class Log(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.log()
 
 
-class Root(nn.Module):
+class SquareRoot(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.sqrt()
 
 
-def origin(strategy: str, in_backward: bool) -> tuple[str, str, tuple[int, ...], int]:
-    """Rank 1's third row makes a nan."""
+def find_origin(strategy: str, in_backward: bool) -> tuple[str, str, tuple[int, ...], int]:
+    """Return the operation, module, rows and rank that produced a NaN. It comes from the third row of rank 1."""
     torch.manual_seed(0)
     policy = NonFinitePolicy("skip", explains=True)
     accelerator = Accelerator(cpu=True, strategy=strategy, on_non_finite=policy)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Sequential(Root() if in_backward else Odd()), nn.Linear(4, 1))
+    model = nn.Sequential(
+        nn.Linear(4, 4, bias=False), nn.Sequential(SquareRoot() if in_backward else Log()), nn.Linear(4, 1)
+    )
     nn.init.eye_(model[0].weight)
     x = torch.ones(3 * ROWS, 4)
     x[ROWS + SIZE + 2] = 0
@@ -208,12 +214,12 @@ def origin(strategy: str, in_backward: bool) -> tuple[str, str, tuple[int, ...],
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_rank_that_made_a_nan_is_named(strategy):
-    for found in run_ranks(origin, WORLD, strategy, False):
+def test_rank_whose_forward_produced_a_nan_is_named(strategy):
+    for found in run_ranks(find_origin, WORLD, strategy, False):
         assert found == ("aten.log", "1.0", (2,), 1)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_rank_whose_backward_made_a_nan_is_named(strategy):
-    for found in run_ranks(origin, WORLD, strategy, True):
+def test_rank_whose_backward_produced_a_nan_is_named(strategy):
+    for found in run_ranks(find_origin, WORLD, strategy, True):
         assert found == ("aten.div in SqrtBackward0", "1.0", (2,), 1)

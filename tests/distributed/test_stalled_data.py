@@ -1,4 +1,4 @@
-"""Storage that stalls for one rank: the others wait longer than their collectives' timeout, until a limit ends the run."""
+"""Storage that stalls for one rank: the other rank waits longer than its collectives' timeout, until a limit ends the run."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def server(tmp_path: Path) -> Iterator[SlowServer]:
 
 
 def stall(go: Path, seconds: float) -> Fault:
-    """Return a fault: from the first request for data after `go` exists, answer 503 for some seconds."""
+    """Return a fault that answers 503 for some seconds, starting with the first data request after `go` exists."""
     began: list[float] = []
 
     def fault(handler: Handler, number: int) -> bool:
@@ -40,7 +40,7 @@ def stall(go: Path, seconds: float) -> Fault:
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_others_wait_longer_than_a_collective_would(server: SlowServer, tmp_path: Path, num_workers: int) -> None:
+def test_other_rank_waits_longer_than_a_collective_would(server: SlowServer, tmp_path: Path, num_workers: int) -> None:
     expected = train_alone(f"{server.url}/a.jsonl", str(tmp_path / "alone"))
     server.fault = stall(tmp_path / "go", 8.0)
     found = run_ranks(train_while_one_waits, 2, f"{server.url}/a.jsonl", str(tmp_path), num_workers)
@@ -50,7 +50,7 @@ def test_others_wait_longer_than_a_collective_would(server: SlowServer, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_after_the_limit_the_run_ends_with_the_shard_and_the_error(
+def test_run_ends_after_the_limit_and_names_shard_and_error(
     server: SlowServer, tmp_path: Path, num_workers: int
 ) -> None:
     server.fault = stall(tmp_path / "go", 1e6)

@@ -1,4 +1,4 @@
-"""Streams of `datasets` with several shards that are continued on other numbers of ranks and workers, twice in a row."""
+"""Hugging Face `datasets` streams with several shards continue on other numbers of ranks and workers, twice in a row."""
 
 from itertools import chain, zip_longest
 from typing import Any
@@ -10,7 +10,7 @@ from tests.distributed.stream_resume_ranks import ROWS, read
 
 GLOBAL_BATCH = 8
 
-CASES = [  # kind of stream, shards, ranks at first, ranks in the middle, workers at first, workers in the middle
+CASES = [  # kind of stream, shards, first number of ranks, second number of ranks, first number of workers, second number of workers
     ("shuffled", 8, 2, 1, 0, 0),
     *(
         pytest.param(*case, marks=pytest.mark.matrix)
@@ -29,37 +29,37 @@ CASES = [  # kind of stream, shards, ranks at first, ranks in the middle, worker
 
 
 def join_rounds(ranks: list[Any]) -> list[list[int]]:
-    """Return the rows of all ranks by round, in the order of the ranks."""
+    """Return the rows of all ranks by round, in rank order."""
     return [[*chain(*batches)] for batches in zip_longest(*[rank[0] for rank in ranks], fillvalue=[])]
 
 
 @pytest.mark.parametrize(("kind", "num_shards", "first", "second", "workers", "workers_then"), CASES)
-def test_each_update_has_the_samples_of_the_undisturbed_run(
+def test_resumed_updates_have_the_samples_of_an_uninterrupted_run(
     kind: str, num_shards: int, first: int, second: int, workers: int, workers_then: int
 ) -> None:
     case = kind, num_shards, {}
     whole = run_ranks(read, first, case, GLOBAL_BATCH // first, workers, None, None)
-    begun = run_ranks(read, first, case, GLOBAL_BATCH // first, workers, None, 3)
-    middle = run_ranks(read, second, case, GLOBAL_BATCH // second, workers_then, begun[0][1], 2)
+    first_part = run_ranks(read, first, case, GLOBAL_BATCH // first, workers, None, 3)
+    middle = run_ranks(read, second, case, GLOBAL_BATCH // second, workers_then, first_part[0][1], 2)
     rest = run_ranks(read, first, case, GLOBAL_BATCH // first, workers, middle[0][1], None)
-    found = join_rounds(begun) + join_rounds(middle) + join_rounds(rest)
+    found = join_rounds(first_part) + join_rounds(middle) + join_rounds(rest)
     assert found == join_rounds(whole)
-    if kind != "interleaved":  # which repeats samples
+    if kind != "interleaved":  # interleaving repeats samples
         assert sorted(chain(*found)) == list(range(ROWS))
         assert sorted(row for rank in rest for batch in rank[2] for row in batch) == list(range(ROWS))  # the next epoch
 
 
-def test_other_batches_lose_nothing() -> None:
+def test_resume_with_another_batch_size_reads_each_sample_once() -> None:
     case = "shuffled", 5, {}
-    begun = run_ranks(read, 2, case, 4, 0, None, 3)
-    rest = run_ranks(read, 1, case, 3, 0, begun[0][1], None)
-    assert sorted(chain(*join_rounds(begun), *join_rounds(rest))) == list(range(ROWS))
+    first_part = run_ranks(read, 2, case, 4, 0, None, 3)
+    rest = run_ranks(read, 1, case, 3, 0, first_part[0][1], None)
+    assert sorted(chain(*join_rounds(first_part), *join_rounds(rest))) == list(range(ROWS))
 
 
 @pytest.mark.slow
-def test_a_registered_stream_continues_from_its_own_state_on_two_ranks() -> None:
+def test_registered_stream_continues_from_its_own_state_on_two_ranks() -> None:
     case = "plain", 4, {}
-    begun = run_ranks(read, 1, case, 8, 0, None, 3, True)
-    middle = run_ranks(read, 2, case, 4, 0, begun[0][1], 2, True)
+    first_part = run_ranks(read, 1, case, 8, 0, None, 3, True)
+    middle = run_ranks(read, 2, case, 4, 0, first_part[0][1], 2, True)
     rest = run_ranks(read, 1, case, 8, 0, middle[0][1], None, True)
-    assert [*chain(*join_rounds(begun), *join_rounds(middle), *join_rounds(rest))] == list(range(ROWS))
+    assert [*chain(*join_rounds(first_part), *join_rounds(middle), *join_rounds(rest))] == list(range(ROWS))

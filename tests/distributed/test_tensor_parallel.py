@@ -1,4 +1,4 @@
-"""Tensor parallel beside plain PyTorch on one process: losses, norms and weights; ties, dropout, generation, other styles."""
+"""Tensor parallelism compared with plain PyTorch on one process: training, tied weights, dropout, generation and other plans."""
 
 import zlib
 from dataclasses import replace
@@ -20,11 +20,11 @@ from headway.layouts.tensor.tensor_parallel import TensorParallel
 from tests.devices import ON_CPU
 from tests.distributed import cut_models, layouts
 from tests.distributed.cut_models import GPT, GPT_PLAN
-from tests.distributed.layouts import VOCABULARY, Task, by_hand, difference
+from tests.distributed.layouts import VOCABULARY, Task, measure_differences, train_by_hand
 from tests.distributed.ranks import RankFailed, run_ranks
 
-OWN = TensorParallelOptions()
-GIVEN = TensorParallelOptions(GPT_PLAN)
+DEFAULT = TensorParallelOptions()
+WITH_PLAN = TensorParallelOptions(GPT_PLAN)
 MODELS: dict[str, Any] = {
     "mixtral": lambda: mixtral(),
     "gpt, cut": lambda: GPT(VOCABULARY),
@@ -32,67 +32,67 @@ MODELS: dict[str, Any] = {
     "llama, four heads": lambda: cut_models.llama(vocab_size=VOCABULARY, use_cache=False, num_key_value_heads=4),
 }
 TABLE = {
-    "gpt on two": ("tp", 2, Task("gpt, cut", optimizer="fused", handlers=(GIVEN,))),
+    "gpt on two": ("tp", 2, Task("gpt, cut", optimizer="fused", handlers=(WITH_PLAN,))),
     "gpt on four, recomputed": (
-        "tp", 4, Task("gpt, cut", handlers=(replace(GIVEN, sequence_parallel=True), ActivationCheckpointing())),
+        "tp", 4, Task("gpt, cut", handlers=(replace(WITH_PLAN, sequence_parallel=True), ActivationCheckpointing())),
     ),
-    "llama on two, its own plan": ("tp", 2, Task("llama, cut", handlers=(OWN,), seed_by_rank=True)),
+    "llama on two, its own plan": ("tp", 2, Task("llama, cut", handlers=(DEFAULT,), seed_by_rank=True)),
     "llama on four, sequences and loss": (
-        "tp", 4, Task("llama, four heads", handlers=(replace(OWN, sequence_parallel=True, loss_parallel=True),)),
+        "tp", 4, Task("llama, four heads", handlers=(replace(DEFAULT, sequence_parallel=True, loss_parallel=True),)),
     ),
-    "gpt, sharded and cut": ("fsdp+tp=2", 4, Task("gpt, cut", optimizer="fused", handlers=(GIVEN,))),
+    "gpt, sharded and cut": ("fsdp+tp=2", 4, Task("gpt, cut", optimizer="fused", handlers=(WITH_PLAN,))),
     "llama, sharded and cut, sequences": (
-        "fsdp+tp=2", 4, Task("llama, cut", handlers=(replace(OWN, sequence_parallel=True), ActivationCheckpointing())),
+        "fsdp+tp=2", 4, Task("llama, cut", handlers=(replace(DEFAULT, sequence_parallel=True), ActivationCheckpointing())),
     ),
     "gpt, sharded and cut and compiled": (
-        "fsdp+tp=2", 4, Task("gpt, cut", updates=3, handlers=(GIVEN,), options={"dynamo_backend": "aot_eager"}),
+        "fsdp+tp=2", 4, Task("gpt, cut", updates=3, handlers=(WITH_PLAN,), options={"dynamo_backend": "aot_eager"}),
     ),
-    "mixtral, sharded and cut": ("fsdp+tp=2", 4, Task("mixtral", updates=3, handlers=(OWN,))),
-    "gpt, copied and cut, loss": ("ddp=2+tp=2", 4, Task("gpt, cut", handlers=(replace(GIVEN, loss_parallel=True),))),
+    "mixtral, sharded and cut": ("fsdp+tp=2", 4, Task("mixtral", updates=3, handlers=(DEFAULT,))),
+    "gpt, copied and cut, loss": ("ddp=2+tp=2", 4, Task("gpt, cut", handlers=(replace(WITH_PLAN, loss_parallel=True),))),
 }  # fmt: skip
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
+def gather(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
 
 
-def crc(tensor: torch.Tensor) -> int:
+def compute_checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(get_local_shard(tensor).detach().contiguous().cpu().numpy().tobytes())
 
 
-def trained(task: Task, layout: str) -> dict[str, Any]:
-    """The prepared run, and what each rank holds of the parameters that the plan leaves whole."""
+def train_prepared(task: Task, layout: str) -> dict[str, Any]:
+    """Train the prepared model. Return the curve, and this rank's checksums of the parameters that the plan does not split."""
     layouts.MODELS.update(MODELS)
     kept: list[nn.Module] = []
     layouts.MODELS[task.model] = lambda: kept.append(MODELS[task.model]()) or kept[-1]  # type: ignore[func-returns-value]
-    curve = layouts.prepared(task, layout)
-    whole = {n: crc(p) for n, p in kept[0].named_parameters() if p.placements[-1].is_replicate()}  # type: ignore[attr-defined]
+    curve = layouts.train_prepared(task, layout)
+    whole = {n: compute_checksum(p) for n, p in kept[0].named_parameters() if p.placements[-1].is_replicate()}  # type: ignore[attr-defined]
     return {**curve, "whole": whole}
 
 
 @pytest.mark.on_device
 @pytest.mark.parametrize("name", TABLE)
-def test_a_cut_model_learns_as_a_whole_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight updates: windows of two micro-batches, ragged, weighed by tokens, clipped; AdamW made before prepare."""
+def test_split_model_matches_a_whole_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trains eight updates by default: ragged windows of two micro-batches, weighted by tokens and clipped."""
     if not ON_CPU and "mixtral" in name:
-        pytest.skip("the simulated runtime computes with the CPU's kernels, and it has no histogram of integers")
+        pytest.skip("the simulated device uses CPU kernels, which have no histogram of integers")
     layout, num_ranks, task = TABLE[name]
     for model, make in MODELS.items():
         monkeypatch.setitem(layouts.MODELS, model, make)
-    expected = by_hand(replace(task, handlers=()))
-    found = run_ranks(trained, num_ranks, task, layout, timeout=240)
+    expected = train_by_hand(replace(task, handlers=()))
+    found = run_ranks(train_prepared, num_ranks, task, layout, timeout=240)
     for rank in found:
-        off = difference(expected, rank)
+        off = measure_differences(expected, rank)
         assert max(off["losses"], off["norms"], off["weights"] / 10) < 2e-6, off
-    # Neighbors along tp, the innermost axis, hold the same bits of what is whole.
+    # Neighbors along tp, the innermost axis, must hold exactly equal copies of unsplit parameters.
     assert found[0]["whole"]
     assert all(found[i]["whole"] == found[i + 1]["whole"] for i in range(0, num_ranks, 2))
 
 
-# ---------------------------------------------------------------- without the Accelerator: what one cut model does
+# ---------------------------------------------------------------- one split model, without the Accelerator
 
 
-def mesh() -> Any:
+def make_mesh() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     if not dist.is_initialized():
@@ -100,15 +100,15 @@ def mesh() -> Any:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
-def ids(rows: int = 3, length: int = 12) -> torch.Tensor:
+def make_ids(rows: int = 3, length: int = 12) -> torch.Tensor:
     return torch.randint(0, 37, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-def run_of(model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    out = cut_models.logits(model, tokens)
+def compute_gradients(model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    out = cut_models.compute_logits(model, tokens)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
     (out * weights).mean().backward()
-    return out.detach(), {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return out.detach(), {name: gather(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def mixtral(**changes: Any) -> nn.Module:
@@ -121,8 +121,8 @@ def mixtral(**changes: Any) -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**few, num_local_experts=4, **changes))
 
 
-def moe_models() -> dict[str, Any]:
-    """Transformers' models whose plans name the other styles: packed experts, norms within heads, latent keys, gathered outputs."""
+def make_transformers_models() -> dict[str, Any]:
+    """Return transformers models whose plans use other styles: packed experts, norms within heads, latent keys, gathered outputs."""
     import transformers
 
     few: dict[str, Any] = {
@@ -149,78 +149,78 @@ def moe_models() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def other_styles() -> dict[str, float]:
+def measure_other_styles() -> dict[str, float]:
     found = {}
-    names = list(moe_models())
+    names = list(make_transformers_models())
     for name in names:
         torch.manual_seed(0)
-        whole = moe_models()[name]
+        whole = make_transformers_models()[name]
         torch.manual_seed(0)
-        cut = moe_models()[name]
+        cut = make_transformers_models()[name]
         for seed, parameter in enumerate(zip(whole.parameters(), cut.parameters())):
             values = 0.2 * torch.randn(parameter[0].shape, generator=torch.Generator().manual_seed(seed))
             for each in parameter:
                 each.data.copy_(values)
-        TensorParallel(cut, mesh(), OWN)
-        (out, wanted), (cut_out, grads) = run_of(whole, ids()), run_of(cut, ids())
+        TensorParallel(cut, make_mesh(), DEFAULT)
+        (out, wanted), (cut_out, grads) = compute_gradients(whole, make_ids()), compute_gradients(cut, make_ids())
         assert wanted.keys() == grads.keys()
         largest = max(float(g.abs().max()) for g in wanted.values())
         off = max(float((wanted[n] - grads[n]).abs().max()) for n in wanted) / largest
         found[name] = max(off, float((out - cut_out).abs().max() / out.abs().max()))
-        states = {n: full(p.detach()) for n, p in cut.named_parameters()}
-        assert all(torch.equal(states[n], p) for n, p in whole.named_parameters()), name  # packed ones too
+        states = {n: gather(p.detach()) for n, p in cut.named_parameters()}
+        assert all(torch.equal(states[n], p) for n, p in whole.named_parameters()), name  # also packed parameters
         parts = {n: dtensors.shard_like(states[n], p.detach()) for n, p in cut.named_parameters()}
         assert all(torch.equal(get_local_shard(parts[n]), get_local_shard(p)) for n, p in cut.named_parameters()), name
     return found
 
 
-def test_other_styles_of_transformers_compute_the_same() -> None:
-    found = run_ranks(other_styles, 2, timeout=240)[0]
+def test_other_styles_of_transformers_match_whole_models() -> None:
+    found = run_ranks(measure_other_styles, 2, timeout=240)[0]
     assert all(off < 5e-6 for off in found.values()), found
 
 
-def generated() -> list[tuple[list[int], list[int]]]:
+def generate_whole_and_split() -> list[tuple[list[int], list[int]]]:
     torch.manual_seed(0)
     whole = cut_models.llama(eos_token_id=None, pad_token_id=0).eval()
     torch.manual_seed(0)
     cut = cut_models.llama(eos_token_id=None, pad_token_id=0).eval()
-    TensorParallel(cut, mesh(), replace(OWN, loss_parallel=True))
+    TensorParallel(cut, make_mesh(), replace(DEFAULT, loss_parallel=True))
     made = []
     for sampled in (False, True):
         pair = []
         for model in (whole, cut):
             torch.manual_seed(3)
-            pair.append(model.generate(ids(2, 6), max_new_tokens=8, do_sample=sampled).flatten().tolist())
+            pair.append(model.generate(make_ids(2, 6), max_new_tokens=8, do_sample=sampled).flatten().tolist())
         made.append((pair[0], pair[1]))
     return made
 
 
-def test_generation_gives_the_tokens_of_one_process() -> None:
-    for ranks in run_ranks(generated, 2, timeout=240):
+def test_generation_yields_the_tokens_of_one_process() -> None:
+    for ranks in run_ranks(generate_whole_and_split, 2, timeout=240):
         for whole, cut in ranks:
             assert whole == cut
 
 
-def functional_tie() -> tuple[float, bool, float]:
-    """Ties stay; two owners have one gradient. A head cut alone would be off by 1e-2 (measured on torch's own way)."""
+def compare_tied_model() -> tuple[float, bool, float]:
+    """Compare a model with tied weights. Splitting only the head, as torch does, gives gradients that differ by 1e-2."""
     torch.manual_seed(0)
     whole = GPT()
     torch.manual_seed(0)
     cut = GPT()
-    TensorParallel(cut, mesh(), GIVEN)
-    (_, wanted), (_, grads) = run_of(whole, ids()), run_of(cut, ids())
+    TensorParallel(cut, make_mesh(), WITH_PLAN)
+    (_, wanted), (_, grads) = compute_gradients(whole, make_ids()), compute_gradients(cut, make_ids())
     off = max(float((wanted[n] - grads[n]).abs().max()) for n in wanted)
     return off, cut.head.weight is cut.tokens.weight, len(grads) - len(wanted)
 
 
-def test_ties_stay_ties() -> None:
-    off, is_tied, more = run_ranks(functional_tie, 2, timeout=240)[0]
+def test_tied_weights_stay_tied() -> None:
+    off, is_tied, more = run_ranks(compare_tied_model, 2, timeout=240)[0]
     assert off < 1e-6
     assert is_tied
     assert more == 0
 
 
-def torch_styles() -> float:
+def measure_torch_styles() -> float:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
@@ -240,12 +240,12 @@ def torch_styles() -> float:
         return model
 
     whole, cut = build(), build()
-    TensorParallel(cut, mesh(), TensorParallelOptions(plan))
+    TensorParallel(cut, make_mesh(), TensorParallelOptions(plan))
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, foreach=True) for m in (whole, cut)]
     off = 0.0
     for _ in range(3):
         for _ in range(2):
-            (_, wanted), (_, grads) = run_of(whole, ids()), run_of(cut, ids())
+            (_, wanted), (_, grads) = compute_gradients(whole, make_ids()), compute_gradients(cut, make_ids())
         off = max(off, max(float((wanted[n] - grads[n]).abs().max()) for n in wanted))
         for optimizer in optimizers:
             optimizer.step()
@@ -253,19 +253,19 @@ def torch_styles() -> float:
     return off
 
 
-def test_torchs_own_styles_are_taken() -> None:
-    """Sequence-parallel norms leave sums to be made, in windows of several backwards too."""
-    assert run_ranks(torch_styles, 2, timeout=240)[0] < 1e-6
+def test_plans_of_torch_styles_match_whole_models() -> None:
+    """Sequence-parallel norms need gradient sums over the ranks, even in windows with several backward passes."""
+    assert run_ranks(measure_torch_styles, 2, timeout=240)[0] < 1e-6
 
 
 # ---------------------------------------------------------------- random numbers
 
 
-def dropped(sequence_parallel: bool) -> dict[str, Any]:
-    options = replace(GIVEN, sequence_parallel=sequence_parallel)
+def run_with_dropout(sequence_parallel: bool) -> dict[str, Any]:
+    options = replace(WITH_PLAN, sequence_parallel=sequence_parallel)
     torch.manual_seed(0)
     model = GPT(dropout=0.5)
-    TensorParallel(model, mesh(), options)
+    TensorParallel(model, make_mesh(), options)
     masks: dict[str, Any] = {}
 
     def note(name: str) -> Any:
@@ -277,34 +277,34 @@ def dropped(sequence_parallel: bool) -> dict[str, Any]:
     model.blocks[0].drop.register_forward_hook(note("residual"))
     model.blocks[0].drop_within.register_forward_hook(note("within"))
     torch.manual_seed(5)
-    out, grads = run_of(model, ids())
+    out, grads = compute_gradients(model, make_ids())
     follows = torch.rand(2).tolist()
     model.zero_grad()
-    # The same with every block computed again in backward.
+    # The same pass with every block recomputed in backward.
     for block in model.blocks:
         block.forward = lambda x, run=block.forward: checkpoint(run, x, use_reentrant=False)  # type: ignore[method-assign]
     torch.manual_seed(5)
-    again, recomputed = run_of(model, ids())
+    again, recomputed = compute_gradients(model, make_ids())
     is_alike = torch.equal(out, again) and all(torch.equal(recomputed[n], g) for n, g in grads.items())
-    # A model without dropout leaves the stream where it was.
+    # A model without dropout does not change the RNG state.
     torch.manual_seed(0)
-    quiet = GPT()
-    TensorParallel(quiet, mesh(), options)
+    without_dropout = GPT()
+    TensorParallel(without_dropout, make_mesh(), options)
     torch.manual_seed(5)
-    run_of(quiet, ids())
+    compute_gradients(without_dropout, make_ids())
     untouched = torch.rand(2).tolist()
     torch.manual_seed(5)
     return {
-        "residual": masks["residual"], "within": masks["within"], "follows": follows, "out": crc(out), "is_alike": is_alike,
-        "is_untouched": untouched == torch.rand(2).tolist(),
+        "residual": masks["residual"], "within": masks["within"], "follows": follows, "out": compute_checksum(out),
+        "is_alike": is_alike, "is_untouched": untouched == torch.rand(2).tolist(),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_dropout_is_alike_where_activations_are_whole_and_a_ranks_own_where_they_are_cut(
+def test_dropout_is_equal_on_whole_activations_and_different_on_split_ones(
     sequence_parallel: bool,
 ) -> None:
-    one, other = run_ranks(dropped, 2, sequence_parallel, timeout=240)
+    one, other = run_ranks(run_with_dropout, 2, sequence_parallel, timeout=240)
     assert one["out"] == other["out"]
     assert one["follows"] == other["follows"]
     assert one["is_alike"]
@@ -312,15 +312,15 @@ def test_dropout_is_alike_where_activations_are_whole_and_a_ranks_own_where_they
     assert one["is_untouched"]
     assert other["is_untouched"]
     assert one["within"] != other["within"]
-    # The residual stream is cut along the sequence under sequence parallel, and whole otherwise.
+    # Sequence parallelism splits the residual stream along the sequence. Otherwise, the stream is whole.
     assert (one["residual"] == other["residual"]) is not sequence_parallel
 
 
 # ---------------------------------------------------------------- wrong use
 
 
-class Scaled(nn.Module):
-    """A parameter that the plan leaves whole acts on cut activations: its gradient differs from rank to rank."""
+class PartialModel(nn.Module):
+    """Model in which an unsplit parameter acts on split activations, so that its gradients differ between ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,55 +331,55 @@ class Scaled(nn.Module):
         return self.head(self.down(self.scale(self.up(x))))
 
 
-def scaled(is_named: bool) -> float:
+def train_partial_model(is_named: bool) -> float:
     plan = {"up": "colwise", "down": "rowwise", **({"scale": "replicated_with_grad_allreduce"} if is_named else {})}
     accelerator = Accelerator(cpu=ON_CPU, strategy="tp", kwargs_handlers=[TensorParallelOptions(plan)])
     torch.manual_seed(0)
-    whole = Scaled()
+    whole = PartialModel()
     torch.manual_seed(0)
-    model = Scaled()
+    model = PartialModel()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.randn(4, 8)
     whole(x).square().mean().backward()
     with accelerator.accumulate(model):
         accelerator.backward(model(x).square().mean())
-        off = float((full(model.scale.weight.grad) - whole.scale.weight.grad).abs())
+        off = float((gather(model.scale.weight.grad) - whole.scale.weight.grad).abs())
         optimizer.step()
     accelerator.end_training()
     return off
 
 
-def test_a_whole_parameter_on_cut_activations_is_named_at_the_first_update() -> None:
+def test_unsplit_parameter_on_split_activations_is_named_at_the_first_update() -> None:
     with pytest.raises(RankFailed, match=r"scale\.weight.*replicated_with_grad_allreduce"):
-        run_ranks(scaled, 2, False, timeout=240)
-    assert run_ranks(scaled, 2, True, timeout=240)[0] < 1e-7
+        run_ranks(train_partial_model, 2, False, timeout=240)
+    assert run_ranks(train_partial_model, 2, True, timeout=240)[0] < 1e-7
 
 
-def odd_sequence() -> None:
+def use_odd_sequence() -> None:
     model = GPT()
-    TensorParallel(model, mesh(), replace(GIVEN, sequence_parallel=True))
+    TensorParallel(model, make_mesh(), replace(WITH_PLAN, sequence_parallel=True))
     with pytest.raises(DataError, match="length 11"):
-        model(ids(length=11))
+        model(make_ids(length=11))
     assert is_dtensor(model.norm.weight)
     assert is_dtensor(model.blocks[0].attention.out.bias)
-    model(ids())
+    model(make_ids())
 
 
-def wrong_heads() -> None:
+def split_wrong_heads() -> None:
     model = cut_models.llama()
     before = {n: p.clone() for n, p in model.named_parameters()}
     with pytest.raises(PrepareError, match=r"num_key_value_heads|2 heads"):
-        TensorParallel(model, mesh(), OWN)
+        TensorParallel(model, make_mesh(), DEFAULT)
     assert all(torch.equal(p, before[n]) and not is_dtensor(p) for n, p in model.named_parameters())
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_changed() -> None:
-    run_ranks(odd_sequence, 2, timeout=240)
-    run_ranks(wrong_heads, 4, timeout=240)
+def test_misfits_are_errors_before_anything_changes() -> None:
+    run_ranks(use_odd_sequence, 2, timeout=240)
+    run_ranks(split_wrong_heads, 4, timeout=240)
 
 
-def adapted(layout: str | None, **lora: Any) -> list[float]:
-    """Losses of a Llama with low-rank adapters on all its matrices."""
+def train_lora(layout: str | None, **lora: Any) -> list[float]:
+    """Return the losses of a Llama with LoRA adapters on all its matrices."""
     from peft import LoraConfig, get_peft_model
 
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
@@ -390,7 +390,7 @@ def adapted(layout: str | None, **lora: Any) -> list[float]:
     model, optimizer = accelerator.prepare(model, optimizer)
     losses = []
     for _ in range(3):
-        loss = model(input_ids=ids(), labels=ids()).loss
+        loss = model(input_ids=make_ids(), labels=make_ids()).loss
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -398,32 +398,32 @@ def adapted(layout: str | None, **lora: Any) -> list[float]:
     return losses
 
 
-def adapted_in_all_ways() -> tuple[list[float], list[float], str]:
-    plain, with_dropout = adapted("tp"), adapted("tp", lora_dropout=0.3)
-    with pytest.raises(PrepareError, match=r"cannot split .*q_proj.*no plain LoRA .lora_magnitude_vector.") as refused:
-        adapted("tp", use_dora=True)
-    return plain, with_dropout, str(refused.value)
+def train_lora_variants() -> tuple[list[float], list[float], str]:
+    plain, with_dropout = train_lora("tp"), train_lora("tp", lora_dropout=0.3)
+    with pytest.raises(PrepareError, match=r"cannot split .*q_proj.*no plain LoRA .lora_magnitude_vector.") as error:
+        train_lora("tp", use_dora=True)
+    return plain, with_dropout, str(error.value)
 
 
-def test_low_rank_adapters_learn_as_on_a_whole_model() -> None:
-    (wanted,) = run_ranks(adapted, 1, None)
-    first, second = run_ranks(adapted_in_all_ways, 2)
+def test_lora_adapters_match_those_of_a_whole_model() -> None:
+    (wanted,) = run_ranks(train_lora, 1, None)
+    first, second = run_ranks(train_lora_variants, 2)
     assert first == second
     assert first[0] == pytest.approx(wanted, rel=1e-5)
     assert first[1] != first[0]
 
 
-def silenced() -> tuple[bool, float]:
-    """A loss of weight 0 that is nan leaves no trace in any parameter, whole or cut."""
-    accelerator = Accelerator(cpu=ON_CPU, strategy="tp", gradient_accumulation_steps=2, kwargs_handlers=[GIVEN])
+def train_with_nan_of_weight_zero() -> tuple[bool, float]:
+    """Train with a NaN loss of weight 0. Return whether all parameters are finite, and the gradient norm."""
+    accelerator = Accelerator(cpu=ON_CPU, strategy="tp", gradient_accumulation_steps=2, kwargs_handlers=[WITH_PLAN])
     torch.manual_seed(0)
     model = GPT()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     norm = 0.0
     for is_filler in (False, True):
         with accelerator.accumulate(model):
-            targets = ids().roll(-1, 1)
-            loss = cross_entropy(model(ids()).flatten(0, 1), targets.flatten())
+            targets = make_ids().roll(-1, 1)
+            loss = cross_entropy(model(make_ids()).flatten(0, 1), targets.flatten())
             accelerator.backward(loss * float("nan") if is_filler else loss, weight=0 if is_filler else 3)
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(model.parameters(), 1e9).item()
@@ -433,27 +433,27 @@ def silenced() -> tuple[bool, float]:
     return is_fine, norm
 
 
-def test_a_weightless_loss_that_is_nan_leaves_no_trace() -> None:
-    for is_fine, norm in run_ranks(silenced, 2, timeout=240):
+def test_nan_loss_of_weight_zero_has_no_effect() -> None:
+    for is_fine, norm in run_ranks(train_with_nan_of_weight_zero, 2, timeout=240):
         assert is_fine
         assert 0 < norm < 1e3
 
 
-def prepared_again() -> list[float]:
-    """Logits that stay cut need losses that know them, also after free_memory()."""
-    accelerator = Accelerator(cpu=ON_CPU, strategy="tp", kwargs_handlers=[replace(GIVEN, loss_parallel=True)])
+def prepare_twice() -> list[float]:
+    """Prepare a model with split logits twice, and return its losses. After `free_memory`, losses must still support split logits."""
+    accelerator = Accelerator(cpu=ON_CPU, strategy="tp", kwargs_handlers=[replace(WITH_PLAN, loss_parallel=True)])
     torch.manual_seed(0)
     model, losses = GPT(), []
     for _ in range(2):
         model = accelerator.prepare(model)
-        loss = cross_entropy(model(ids()).flatten(0, 1), ids().roll(-1, 1).flatten())
+        loss = cross_entropy(model(make_ids()).flatten(0, 1), make_ids().roll(-1, 1).flatten())
         accelerator.backward(loss)
-        losses.append(full(loss.detach()).item())
+        losses.append(gather(loss.detach()).item())
         accelerator.free_memory()
     accelerator.end_training()
     return losses
 
 
-def test_a_model_with_a_cut_head_is_prepared_again() -> None:
-    for first, second in run_ranks(prepared_again, 2, timeout=240):
+def test_model_with_a_split_head_can_be_prepared_again() -> None:
+    for first, second in run_ranks(prepare_twice, 2, timeout=240):
         assert first == second

@@ -1,4 +1,4 @@
-"""From three ranks on a sum's last bits depend on where in DDP's buckets a number lies: a resumed run takes up their order."""
+"""With three or more ranks, a sum's last bits depend on the position in DDP's buckets, so a resumed run restores their order."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ OPTIONS = {
 
 
 def train(folder, options, stop_after=None):
-    """The weights' sum after each update, from where the run begins, and how many gradients the script's own hook has seen."""
+    """Train, and return the sum of weights after each update since the start, and how often the script's gradient hook ran."""
     set_seed(7)
     seen = []
     accelerator = Accelerator(
@@ -45,7 +45,7 @@ def train(folder, options, stop_after=None):
     return sums, len(seen)
 
 
-def whole_and_in_two(folder, options):
+def run_whole_and_in_two(folder, options):
     whole, _ = train(f"{folder}/whole", options)
     found = []
     for stop_after in (1, 6):
@@ -56,6 +56,6 @@ def whole_and_in_two(folder, options):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_resumed_run_sums_in_the_same_order(options, tmp_path):
-    for found in run_ranks(whole_and_in_two, 3, str(tmp_path), OPTIONS[options]):
+def test_resumed_run_sums_gradients_in_the_same_order(options, tmp_path):
+    for found in run_ranks(run_whole_and_in_two, 3, str(tmp_path), OPTIONS[options]):
         assert found == [(True, True, True)] * 2

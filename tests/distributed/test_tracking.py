@@ -1,4 +1,4 @@
-"""Trackers of real processes: rank 0 alone writes, and a run that was killed and restarted is one run in every tracker."""
+"""Trackers of real processes: only rank 0 writes, and a run that is killed and restarted is one run in every tracker."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from tests.unit.core.tracking.test_trackers import events_of
 from tests.unit.core.tracking.wandb_file import offline_run
 
 
-class Noted(Tracker):
+class RecordingTracker(Tracker):
     name = "noted"
 
     def __init__(self):
@@ -33,14 +33,14 @@ class Noted(Tracker):
         self.calls.append("finish")
 
 
-class Everywhere(Noted):
+class AllRanksTracker(RecordingTracker):
     name = "everywhere"
     main_process_only = False
 
 
 def log_on_every_rank(folder):
     os.chdir(folder)
-    main, everywhere = Noted(), Everywhere()
+    main, everywhere = RecordingTracker(), AllRanksTracker()
     accelerator = Accelerator(
         cpu=True, log_with=["tensorboard", main, everywhere], project_config=ProjectConfiguration(folder)
     )
@@ -50,13 +50,13 @@ def log_on_every_rank(folder):
     accelerator.log_images({"one": torch.zeros(4, 4)}, step=1)
     accelerator.log_event("evaluation", rank=rank)
     writer = accelerator.get_tracker("tensorboard", unwrap=True)
-    writer.add_scalar("by hand", 3.0, 1)  # the scripts that do so on every rank are many
+    writer.add_scalar("by hand", 3.0, 1)  # many scripts do this on every rank
     found = [tracker.name for tracker in accelerator.trackers], bool(writer)
     accelerator.end_training()
     return found, main.calls, everywhere.calls
 
 
-def test_rank_0_alone_writes(tmp_path):
+def test_only_rank_0_writes(tmp_path):
     first, second = run_ranks(log_on_every_rank, 2, str(tmp_path))
     assert first == (
         (["tensorboard", "noted", "everywhere"], True), ["config", {"loss": 1.0}, "finish"], ["config", {"loss": 1.0}, "finish"]
@@ -70,7 +70,7 @@ def test_rank_0_alone_writes(tmp_path):
     assert set(events_of(tmp_path / "p").Tags()["scalars"]) == {"loss", "by hand"}
 
 
-def log_to_a_collector(address):
+def log_to_collector(address):
     os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = address
     accelerator = Accelerator(cpu=True, log_with="opentelemetry", on_non_finite="skip")
     accelerator.init_trackers("p", {"lr": 0.1})
@@ -85,9 +85,9 @@ def log_to_a_collector(address):
     accelerator.end_training()
 
 
-def test_rank_0_alone_sends_to_a_collector():
+def test_only_rank_0_sends_to_a_collector():
     with listening() as (collector, address):
-        run_ranks(log_to_a_collector, 2, address)
+        run_ranks(log_to_collector, 2, address)
     assert dict(collector.metrics) == {"loss": 2.0, "headway.step": 2.0}
     assert len({each["service.instance.id"] for each in collector.resources}) == 1
     assert [name for name, _ in collector.records] == ["headway.config", "headway.non_finite", "headway.end"]
@@ -118,26 +118,28 @@ for epoch in accelerator.epochs(2):
         if accelerator.num_updates % 4 == 0:
             accelerator.save_state()
         if accelerator.num_updates == 10 and accelerator.trackers[0].is_first:
-            os.killpg(0, signal.SIGKILL)  # and what the trackers have started
+            os.killpg(0, signal.SIGKILL)  # also kills processes that the trackers started
 accelerator.end_training()
 """
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_and_restarted_is_one_run_in_every_tracker(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # no database that takes seconds to make
+def test_killed_and_restarted_run_is_one_run_in_every_tracker(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # avoids creating a database, which takes seconds
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # an earlier test of this process: not the one that is killed
+    monkeypatch.delenv(
+        "WANDB_SERVICE", raising=False
+    )  # set by an earlier test of this process, and not the service that is killed here
     for code in (-signal.SIGKILL, 0):
-        ran = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, start_new_session=True, capture_output=True,
+        result = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, start_new_session=True, capture_output=True,
                              text=True, timeout=250)  # fmt: skip
-        assert ran.returncode == code, ran.stdout + ran.stderr
+        assert result.returncode == code, result.stdout + result.stderr
     run = read_run(tmp_path / "run" / "p")
     assert [start.attempt for start in run.starts] == [1, 2]
     assert [point[0] for point in run.values["loss"]] == list(range(1, 13))
-    told = [(each.name, each.step) for each in run.events if each.name in ("restart", "resumed", "checkpoint")]
-    assert told == [("checkpoint", 4), ("checkpoint", 8), ("restart", 0), ("resumed", 8), ("checkpoint", 12)]
+    events = [(each.name, each.step) for each in run.events if each.name in ("restart", "resumed", "checkpoint")]
+    assert events == [("checkpoint", 4), ("checkpoint", 8), ("restart", 0), ("resumed", 8), ("checkpoint", 12)]
     assert run.summary["num_updates"] == 12
     losses = [pytest.approx(point[2]) for point in run.values["loss"]]
 
@@ -150,7 +152,9 @@ def test_a_run_that_was_killed_and_restarted_is_one_run_in_every_tracker(tmp_pat
     assert first.name.rpartition("-")[2] == second.name.rpartition("-")[2] == after["id"]
     assert after["exit"] == 0
     rows = {row["global_step"]: row["loss"] for row in before["rows"] + after["rows"]}
-    assert [rows.get(step) for step in range(1, 13)] == losses  # what was not yet written at the kill was fed again
+    assert [
+        rows.get(step) for step in range(1, 13)
+    ] == losses  # values that were not yet written at the kill were sent again
 
     from mlflow import MlflowClient
 

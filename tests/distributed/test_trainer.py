@@ -1,4 +1,4 @@
-"""The Trainer on several ranks is the Trainer on one; and a training that is killed goes on as if nothing had happened."""
+"""The Trainer on several ranks matches the Trainer on one, and a killed training continues as if it had not been killed."""
 
 import os
 import signal
@@ -13,23 +13,23 @@ from tests.distributed.ranks import RankFailed, run_ranks
 from tests.unit.trainer.models import Net, Points, Speaker, cross_entropy, texts
 
 
-def arguments(folder, **given):
+def make_arguments(folder, **given):
     base = {"output_dir": folder, "use_cpu": True, "disable_tqdm": True, "learning_rate": 0.01, "logging_steps": 1,
             "save_strategy": "no", "log_level": "error", "report_to": "none"}  # fmt: skip
     return TrainingArguments(**{**base, **given})
 
 
-def weights(model):
+def flatten_weights(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def curve(trainer):
+def read_curve(trainer):
     keys = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy")
     return [{key: entry[key] for key in keys if key in entry} for entry in trainer.state.log_history]
 
 
 class Accuracy:
-    """Takes batches as they come."""
+    """Metric that accumulates batches."""
 
     def reset(self):
         self.right = self.seen = 0
@@ -48,8 +48,8 @@ class StopOnOneRank(TrainerCallback):
             control.should_training_stop = True
 
 
-class Tight(Net):
-    """Rank 1 runs out of memory with more than two rows."""
+class LimitedNet(Net):
+    """Net that runs out of memory on rank 1 with more than two rows."""
 
     def forward(self, x):
         if self.training and len(x) > 2 and os.environ["RANK"] == "1":
@@ -57,49 +57,51 @@ class Tight(Net):
         return super().forward(x)
 
 
-def everything(folder, num_rows):
-    """`num_rows`: of a micro-batch on each rank."""
+def train_all(folder, num_rows):
+    """Train and evaluate several models, with micro-batches of `num_rows` rows on each rank, and return all results."""
     out = {}
     # 27 rows in windows of 12: the last window of an epoch has 3, which two ranks of 3 cannot share evenly.
     given = {"per_device_train_batch_size": num_rows, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
     both = {**given, "eval_strategy": "epoch", "per_device_eval_batch_size": num_rows}
-    points = Trainer(Net(), arguments(folder / "points", **both), train_dataset=Points(27), eval_dataset=Points(13),
+    points = Trainer(Net(), make_arguments(folder / "points", **both), train_dataset=Points(27), eval_dataset=Points(13),
                      loss_function=cross_entropy, compute_metrics=Accuracy())  # fmt: skip
     points.train()
     found = points.predict(Points(13))
-    out["points"] = curve(points), weights(points.model)
+    out["points"] = read_curve(points), flatten_weights(points.model)
     out["predictions"] = (
         torch.as_tensor(found.predictions),
         torch.as_tensor(found.label_ids),
         found.metrics["test_seen"],
     )
-    tokens = Trainer(Speaker(), arguments(folder / "tokens", **both), train_dataset=texts(27), eval_dataset=texts(7))
+    tokens = Trainer(
+        Speaker(), make_arguments(folder / "tokens", **both), train_dataset=texts(27), eval_dataset=texts(7)
+    )
     tokens.train()
-    out["tokens"] = curve(tokens), weights(tokens.model)
+    out["tokens"] = read_curve(tokens), flatten_weights(tokens.model)
     out["logits"] = tokens.predict(texts(7)).predictions.shape
-    tight = Trainer(Tight(), arguments(folder / "tight", **given, auto_find_batch_size=True), train_dataset=Points(27),
+    tight = Trainer(LimitedNet(), make_arguments(folder / "tight", **given, auto_find_batch_size=True), train_dataset=Points(27),
                     loss_function=cross_entropy)  # fmt: skip
     tight.train()
-    out["tight"] = curve(tight), weights(tight.model)
-    stopped = Trainer(Net(), arguments(folder / "stopped", **given), train_dataset=Points(27), loss_function=cross_entropy,
+    out["tight"] = read_curve(tight), flatten_weights(tight.model)
+    stopped = Trainer(Net(), make_arguments(folder / "stopped", **given), train_dataset=Points(27), loss_function=cross_entropy,
                       callbacks=[StopOnOneRank])  # fmt: skip
     out["stopped"] = stopped.train().global_step
     return out
 
 
-def alike(a, b):
+def assert_close(a, b):
     assert len(a[0]) == len(b[0]) > 4
     for one, other in zip(a[0], b[0]):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
     assert torch.allclose(a[1], b[1], atol=1e-5)
 
 
-def test_two_ranks_train_and_evaluate_like_one_with_the_same_global_batch(tmp_path):
-    (one,) = run_ranks(everything, 1, tmp_path / "one", 6)
-    ranks = run_ranks(everything, 2, tmp_path / "two", 3)
+def test_two_ranks_match_one_with_the_same_global_batch(tmp_path):
+    (one,) = run_ranks(train_all, 1, tmp_path / "one", 6)
+    ranks = run_ranks(train_all, 2, tmp_path / "two", 3)
     for rank in ranks:
         for name in ("points", "tokens", "tight"):
-            alike(rank[name], one[name])
+            assert_close(rank[name], one[name])
         for a, b in zip(rank["predictions"][:2], one["predictions"][:2]):
             assert torch.allclose(a, b, atol=1e-5)
         assert rank["predictions"][2] == one["predictions"][2] == 13
@@ -120,7 +122,7 @@ class Kill(TrainerCallback):
 
 
 class Terminate(TrainerCallback):
-    """Asks the run to end, on one rank, in the middle of an evaluation."""
+    """Sends SIGTERM to rank 0 during an evaluation."""
 
     def on_prediction_step(self, args, state, control, **kwargs):
         if state.global_step == 6 and state.is_world_process_zero:
@@ -128,21 +130,23 @@ class Terminate(TrainerCallback):
 
 
 def train(folder, kill_at=None, resume=None):
-    args = arguments(folder, num_train_epochs=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_strategy="steps",
-                     save_steps=2, eval_strategy="steps", eval_steps=3,
-                     per_device_eval_batch_size=1, logging_steps=2, lr_scheduler_type="cosine")  # fmt: skip
+    args = make_arguments(
+        folder, num_train_epochs=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_strategy="steps",
+        save_steps=2, eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=1, logging_steps=2,
+        lr_scheduler_type="cosine",
+    )  # fmt: skip
     trainer = Trainer(Net(0.3), args, train_dataset=Points(18), eval_dataset=Points(5), loss_function=cross_entropy,
                       callbacks=[Terminate if kill_at == "evaluation" else Kill(kill_at)] if kill_at else None)  # fmt: skip
     output = trainer.train(resume_from_checkpoint=resume)
-    return curve(trainer), weights(trainer.model), output.training_loss, output.global_step
+    return read_curve(trainer), flatten_weights(trainer.model), output.training_loss, output.global_step
 
 
-def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
-    """Killed after an update; and asked to end in an evaluation, which the resumed run then still makes."""
+def test_killed_training_continues_bit_for_bit(tmp_path):
+    """One run is killed after an update. Another gets SIGTERM in an evaluation, which the resumed run makes up for."""
     whole = run_ranks(train, 2, tmp_path / "whole")
     assert whole[0][3] == 9
-    for name, when, told in (("killed", 7, "did not finish"), ("ended", "evaluation", "Preempted")):
-        with pytest.raises(RankFailed, match=told):
+    for name, when, message in (("killed", 7, "did not finish"), ("ended", "evaluation", "Preempted")):
+        with pytest.raises(RankFailed, match=message):
             run_ranks(train, 2, tmp_path / name, when, timeout=100)
         assert list(Path(tmp_path, name, "checkpoints").glob("checkpoint_*"))
         resumed = run_ranks(train, 2, tmp_path / name, None, True)
@@ -153,14 +157,14 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
 
 
 def check_evaluation(folder):
-    """A metric that raises on rank 1 only; both ranks are told before the first update."""
+    """Train with a metric that raises on rank 1 only. Both ranks get the error before the first update."""
 
     def metrics(prediction):
         if os.environ["RANK"] == "1":
             raise KeyError("f1")
         return {"f1": 0.5}
 
-    args = arguments(folder, eval_strategy="epoch", metric_for_best_model="f1")
+    args = make_arguments(folder, eval_strategy="epoch", metric_for_best_model="f1")
     trainer = Trainer(
         Net(),
         args,
@@ -169,12 +173,12 @@ def check_evaluation(folder):
         loss_function=cross_entropy,
         compute_metrics=metrics,
     )
-    with pytest.raises(MetricError) as told:
+    with pytest.raises(MetricError) as caught:
         trainer.train()
-    return str(told.value), trainer.state.global_step
+    return str(caught.value), trainer.state.global_step
 
 
-def test_a_sanity_check_that_fails_on_one_rank_ends_all(tmp_path):
+def test_evaluation_check_that_fails_on_one_rank_ends_all_ranks(tmp_path):
     (first, step), (second, other) = run_ranks(check_evaluation, 2, tmp_path)
     assert (step, other) == (0, 0)
     assert "the evaluation failed on another rank: MetricError: compute_metrics raised KeyError: 'f1'" in first

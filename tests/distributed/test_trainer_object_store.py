@@ -1,4 +1,4 @@
-"""A Trainer whose `output_dir` is a place in a bucket: all that it leaves lies there, and a preempted one goes on from there."""
+"""A Trainer whose `output_dir` is in a bucket writes everything to the bucket, and resumes from there after preemption."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from headway.cli.checkpoints import merge
 from headway.common import scope
 from headway.common.object_path import to_path
 from headway.errors import CheckpointError, ConfigError
-from tests.distributed.test_trainer_preempted import SCRIPT, run
+from tests.distributed.test_trainer_preempted import SCRIPT, run_script
 from tests.stores import server
 from tests.unit.trainer.models import bert, classes
 
@@ -22,7 +22,7 @@ IN_A_BUCKET = SCRIPT.replace('TrainingArguments("out"', f'TrainingArguments("{UR
 
 
 class Words:
-    """Writes itself, as tokenizers do: with `open`, to a folder."""
+    """Tokenizer stand-in that saves itself with `open`, as tokenizers do."""
 
     def save_pretrained(self, folder):
         with open(f"{folder}/words.txt", "w") as file:
@@ -40,13 +40,13 @@ def port(monkeypatch):
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.matrix)])
-def test_the_same_command_goes_on_from_the_bucket(num_processes, port, tmp_path):
-    code, curve, end, err = run(tmp_path / "whole", num_processes)
+def test_same_command_resumes_from_the_bucket(num_processes, port, tmp_path):
+    code, curve, end, err = run_script(tmp_path / "whole", num_processes)
     assert code == 0, err
-    code, first, _, err = run(tmp_path / "here", num_processes, strike=7, script=IN_A_BUCKET)
+    code, first, _, err = run_script(tmp_path / "here", num_processes, strike=7, script=IN_A_BUCKET)
     assert code == 75, err
     assert "run/preempted.json" in server.keys(port)
-    code, last, resumed, err = run(tmp_path / "here", num_processes, script=IN_A_BUCKET)
+    code, last, resumed, err = run_script(tmp_path / "here", num_processes, script=IN_A_BUCKET)
     assert code == 0, err
     assert f"the run in {URL} was preempted" in err
     assert first | last == curve
@@ -56,7 +56,7 @@ def test_the_same_command_goes_on_from_the_bucket(num_processes, port, tmp_path)
     assert sorted(path.name for path in (tmp_path / "here").iterdir() if not path.name.startswith(".")) == ["train.py"]
 
 
-def test_what_a_trainer_leaves_lies_there(port, tmp_path, monkeypatch):
+def test_all_files_of_a_trainer_are_in_the_bucket(port, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = TrainingArguments(URL, num_train_epochs=3, eval_strategy="epoch", save_strategy="epoch", save_total_limit=2,
                              load_best_model_at_end=True, use_cpu=True, disable_tqdm=True, logging_steps=1)  # fmt: skip
@@ -84,7 +84,7 @@ def test_what_a_trainer_leaves_lies_there(port, tmp_path, monkeypatch):
         assert torch.equal(one, other)
 
 
-def test_weights_and_objects_go_there_and_replace_each_other(port, tmp_path, monkeypatch):
+def test_weights_and_objects_are_written_to_the_bucket_and_replaced(port, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(64, 64))
@@ -101,7 +101,7 @@ def test_weights_and_objects_go_there_and_replace_each_other(port, tmp_path, mon
     with pytest.raises(ConfigError, match="lost a slash"):
         accelerator.save_model(model, Path(URL))
     accelerator.save_state(tmp_path / "saved")
-    told = CliRunner().invoke(merge, [str(tmp_path / "saved"), f"{URL}/merged"])
-    assert isinstance(told.exception, ConfigError)
-    assert "is a URL; give a folder for the weights" in str(told.exception)
+    result = CliRunner().invoke(merge, [str(tmp_path / "saved"), f"{URL}/merged"])
+    assert isinstance(result.exception, ConfigError)
+    assert "is a URL; give a folder for the weights" in str(result.exception)
     accelerator.end_training()

@@ -1,4 +1,4 @@
-"""A Trainer's script that is asked to end: the same command goes on from there, and touches no other run's checkpoints."""
+"""A preempted Trainer script: the same command resumes the run, and leaves the checkpoints of other runs untouched."""
 
 import json
 import os
@@ -55,7 +55,7 @@ if trainer.is_world_process_zero():
 """
 
 
-def run(
+def run_script(
     folder: Path,
     num_processes: int,
     strike: int | None = None,
@@ -63,7 +63,7 @@ def run(
     *arguments: str,
     script=SCRIPT,
 ):
-    """The command; struck after that update. Returns the exit code, losses by update, what is told at the end, and errors."""
+    """Run the script, and send a signal after update `strike`. Return exit code, losses by update, final output and stderr."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(script)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "OMP_", "GLOO_"))}
@@ -77,41 +77,41 @@ def run(
     for line in process.stdout:
         if not line.startswith("{"):
             continue
-        told = json.loads(line)
-        if "weights" in told:
-            end = told
+        record = json.loads(line)
+        if "weights" in record:
+            end = record
             continue
-        losses[told["update"]] = told["loss"]
-        if told["update"] == strike:
+        losses[record["update"]] = record["loss"]
+        if record["update"] == strike:
             process.send_signal(number)
     _, err = process.communicate(timeout=120)
     return process.returncode, losses, end, err
 
 
-def checkpoints(folder: Path) -> set[str]:
+def list_checkpoints(folder: Path) -> set[str]:
     return {path.name for path in (folder / "out" / "checkpoints").glob("checkpoint_*")}
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_the_same_command_goes_on(tmp_path, num_processes):
-    """A run that ended well stays as it is; one that is preempted twice, and killed in between, is the undisturbed one."""
-    code, curve, end, err = run(tmp_path, num_processes)
+def test_same_command_resumes_a_preempted_run(tmp_path, num_processes):
+    """A finished run is left unchanged. A run preempted twice and killed in between matches an uninterrupted one."""
+    code, curve, end, err = run_script(tmp_path, num_processes)
     assert code == 0, err
     updates = len(curve)
     assert sorted(curve) == list(range(1, updates + 1))
-    elder = checkpoints(tmp_path)
-    assert len(elder) == 2
+    old_checkpoints = list_checkpoints(tmp_path)
+    assert len(old_checkpoints) == 2
 
-    code, first, _, err = run(tmp_path, num_processes, strike=7)
+    code, first, _, err = run_script(tmp_path, num_processes, strike=7)
     assert code == PREEMPTED, err
     assert "start the same command again, and it goes on from there" in err
-    assert min(first) == 1  # the run before had ended
-    code, _, _, _ = run(tmp_path, num_processes, strike=max(first) + 7, number=signal.SIGKILL)
+    assert min(first) == 1  # the previous run had ended, so this one starts from the beginning
+    code, _, _, _ = run_script(tmp_path, num_processes, strike=max(first) + 7, number=signal.SIGKILL)
     assert code not in (0, PREEMPTED)
-    code, second, _, err = run(tmp_path, num_processes, strike=max(first) + 9)
+    code, second, _, err = run_script(tmp_path, num_processes, strike=max(first) + 9)
     assert code == PREEMPTED, err
     assert min(second) in range(max(first) + 1, max(first) + 8)
-    code, last, resumed, err = run(tmp_path, num_processes)
+    code, last, resumed, err = run_script(tmp_path, num_processes)
     assert code == 0, err
     assert "resumes from its newest checkpoint" in err
     assert min(last) == max(second) + 1
@@ -119,24 +119,24 @@ def test_the_same_command_goes_on(tmp_path, num_processes):
     assert set(curve) - {*first, *second, *last} <= set(range(max(first) + 1, min(second)))
     assert resumed == end
 
-    assert elder < checkpoints(tmp_path)  # theirs were rotated by nobody
-    assert len(checkpoints(tmp_path)) == 4
+    assert old_checkpoints < list_checkpoints(tmp_path)  # the checkpoints of the first run are kept
+    assert len(list_checkpoints(tmp_path)) == 4
     assert not (tmp_path / "out" / "preempted.json").exists()
 
 
 @pytest.mark.parametrize("strategy", ["epoch", "steps"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_an_evaluation_that_is_broken_off_is_made_once_more_and_not_twice(tmp_path, strategy, batch):
-    """Also where it was that of an epoch's end, which the resumed run comes to again."""
-    code, losses, whole, err = run(tmp_path / "whole", 1, None, 0, strategy)
+def test_interrupted_evaluation_is_repeated_once(tmp_path, strategy, batch):
+    """This includes an evaluation at the end of an epoch, which the resumed run reaches again."""
+    code, losses, whole, err = run_script(tmp_path / "whole", 1, None, 0, strategy)
     assert code == 0, err
     folder = tmp_path / "struck"
     folder.mkdir()
     (folder / "strike").write_text(str(batch))
-    code, first, _, err = run(folder, 1, None, 0, strategy)
+    code, first, _, err = run_script(folder, 1, None, 0, strategy)
     assert code == PREEMPTED, err
     (folder / "strike").unlink()
-    code, rest, end, err = run(folder, 1, None, 0, strategy)
+    code, rest, end, err = run_script(folder, 1, None, 0, strategy)
     assert code == 0, err
     assert {**first, **rest} == losses
     assert end == whole

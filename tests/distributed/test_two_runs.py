@@ -1,4 +1,4 @@
-"""Two runs in one folder: the second one is told who has it, and the first goes on as if it had been alone."""
+"""Two runs in one folder: the second gets an error that names the first, and the first continues undisturbed."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from tests.distributed.ranks import run_ranks
 
 
 def train(folder, num_updates, on_update=lambda update: None, is_resumed=False):
-    """The losses of so many updates, each of which is saved."""
+    """Train and save `num_updates` updates, and return their losses."""
     set_seed(5)
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
@@ -45,7 +45,7 @@ def train(folder, num_updates, on_update=lambda update: None, is_resumed=False):
 
 
 def hold(folder, held, until):
-    """Train, and wait after the third update while the file `held` is there and `until` is not."""
+    """Train, and wait after the third update: create the file `held`, and continue once `until` exists."""
 
     def wait(update):
         if update == 3:
@@ -56,7 +56,7 @@ def hold(folder, held, until):
     return train(folder, 6, wait)
 
 
-def second(folder, is_resumed):
+def run_second(folder, is_resumed):
     try:
         return train(folder, 6, is_resumed=is_resumed)
     except CheckpointError as error:
@@ -65,7 +65,7 @@ def second(folder, is_resumed):
 
 @pytest.fixture
 def holder(tmp_path):
-    """A run of another process that is in the middle of its training."""
+    """Start another process with a run that is in the middle of its training."""
     held, until = tmp_path / "held", tmp_path / "until"
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from tests.distributed.test_two_runs import hold; "
@@ -81,19 +81,19 @@ def holder(tmp_path):
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.matrix), 2])
-def test_the_second_run_is_told_who_has_the_folder(num_ranks, holder, tmp_path):
+def test_second_run_is_told_which_process_uses_the_folder(num_ranks, holder, tmp_path):
     folder = str(tmp_path / "run")
     for is_resumed in (True, False):
-        for error in run_ranks(second, num_ranks, folder, is_resumed):
+        for error in run_ranks(run_second, num_ranks, folder, is_resumed):
             assert f"{folder}/checkpoints is in use by another run" in error
             assert f"process {holder.pid} on" in error
     holder.until.touch()
-    told, _ = holder.communicate()
-    assert told.strip() == str(run_ranks(train, 1, str(tmp_path / "alone"), 6)[0])
+    output, _ = holder.communicate()
+    assert output.strip() == str(run_ranks(train, 1, str(tmp_path / "alone"), 6)[0])
     assert sorted(path.name for path in Path(folder).iterdir()) == ["checkpoints"]
 
 
-def test_a_run_that_was_killed_is_in_nobodys_way(holder, tmp_path):
+def test_killed_run_does_not_block_the_next_one(holder, tmp_path):
     folder = str(tmp_path / "run")
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()

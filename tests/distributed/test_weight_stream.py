@@ -1,4 +1,4 @@
-"""Weights out to an engine that generates: bit-equal to save_model, bounded, and all ranks in step when a receiver fails."""
+"""Weight streams to a generating engine equal save_model exactly, need bounded memory, and report failed receivers on all ranks."""
 
 import json
 import os
@@ -21,16 +21,16 @@ from headway.core.weights.files import open_checkpoint
 from headway.core.weights.shards import get_dtype_name
 from headway.errors import CollectiveError, StateError
 from tests.devices import ON_CPU
-from tests.distributed.layouts import seeded
+from tests.distributed.layouts import build_seeded
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_pretrained import LAYOUTS, Stack, pairs_of_heads, seen
+from tests.distributed.test_pretrained import LAYOUTS, Stack, make_two_head_llama, read_process_counter
 
 
-def streamed(folder: str, layout: str) -> dict[str, Any]:
+def check_streamed(folder: str, layout: str) -> dict[str, Any]:
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
     sizes = []
     for tied in (False, True):
-        model = accelerator.prepare(seeded(0, lambda tied=tied: pairs_of_heads(tied)).bfloat16())
+        model = accelerator.prepare(build_seeded(0, lambda tied=tied: make_two_head_llama(tied)).bfloat16())
         path = Path(folder, str(tied))
         accelerator.save_model(model, path)
         stream, found = accelerator.stream_weights(model, "6KiB"), {}
@@ -53,15 +53,15 @@ def streamed(folder: str, layout: str) -> dict[str, Any]:
     "layout",
     ["fsdp+tp=2", "pp", *(pytest.param(each, marks=pytest.mark.matrix) for each in LAYOUTS if each != "fsdp+tp=2")],
 )
-def test_every_layout_gives_what_save_model_writes(tmp_path, layout):
-    run_ranks(streamed, 4 if "+" in layout or layout == "hsdp=2" else 2, str(tmp_path), layout)
+def test_every_layout_streams_what_save_model_writes(tmp_path, layout):
+    run_ranks(check_streamed, 4 if "+" in layout or layout == "hsdp=2" else 2, str(tmp_path), layout)
 
 
-# -------------------------------------------------------------------- receivers that fail
+# -------------------------------------------------------------------- failing receivers
 
 
-def receiver(connection: socket.socket, ends: signal.Signals) -> int:
-    """Fork a process that takes up one bucket, and then gets a signal."""
+def fork_receiver(connection: socket.socket, ends: signal.Signals) -> int:
+    """Fork a process that receives one bucket, and then sends itself a signal."""
     child = os.fork()
     if not child:
         with suppress(StateError):
@@ -72,11 +72,11 @@ def receiver(connection: socket.socket, ends: signal.Signals) -> int:
     return child
 
 
-def failing(ends: str) -> list[str]:
+def stream_to_failing_receiver(ends: str) -> list[str]:
     accelerator = Accelerator(cpu=ON_CPU, strategy="fsdp")
-    model = accelerator.prepare(seeded(0, lambda: pairs_of_heads(True)))
+    model = accelerator.prepare(build_seeded(0, lambda: make_two_head_llama(True)))
     own, other = socket.socketpair()
-    child = receiver(other, signal.Signals[ends]) if accelerator.is_main_process else None
+    child = fork_receiver(other, signal.Signals[ends]) if accelerator.is_main_process else None
     channel = WeightChannel(own, "the generator", timeout=2)
     messages = []
     try:
@@ -85,7 +85,7 @@ def failing(ends: str) -> list[str]:
                 channel.send(bucket)
     except (StateError, CollectiveError) as error:
         messages.append(f"{type(error).__name__}: {error}")
-    # They are together still: a rank that is not the first leaves, and then nobody does.
+    # The ranks are still in step. In the next stream, rank 1 leaves early, and the last stream is complete.
     try:
         for _ in accelerator.stream_weights(model, "6KiB"):
             if accelerator.process_index:
@@ -99,44 +99,44 @@ def failing(ends: str) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize(("ends", "told"), [("SIGKILL", "is gone"), ("SIGSTOP", "has done nothing for 2 s")])
-def test_a_receiver_that_dies_or_stalls_is_an_error_with_its_name(ends, told):
-    first, second = run_ranks(failing, 2, ends)
-    assert first[0].startswith(f"StateError: the generator {told}")
+@pytest.mark.parametrize(("ends", "expected"), [("SIGKILL", "is gone"), ("SIGSTOP", "has done nothing for 2 s")])
+def test_receiver_that_dies_or_stalls_is_named_in_the_error(ends, expected):
+    first, second = run_ranks(stream_to_failing_receiver, 2, ends)
+    assert first[0].startswith(f"StateError: the generator {expected}")
     assert first[1].startswith("CollectiveError: another rank left accelerator.stream_weights()")
     assert second[0].startswith("CollectiveError: another rank left accelerator.stream_weights()")
     assert len(second) == 2
     assert first[-1] == second[-1] == "20"
 
 
-# -------------------------------------------------------------------- memory, protocols, the example
+# -------------------------------------------------------------------- memory, protocols, and the example
 
 
-def size_of(bucket: list[tuple[str, torch.Tensor]]) -> int:
+def count_bytes(bucket: list[tuple[str, torch.Tensor]]) -> int:
     return sum(tensor.nbytes for _, tensor in bucket)
 
 
-def peak(width: int, num_blocks: int) -> int:
+def measure_peak(width: int, num_blocks: int) -> int:
     accelerator = Accelerator(cpu=True, strategy="fsdp")
     accelerator.prepare(Stack(4, 2))
     accelerator.free_memory()
     model = accelerator.prepare(Stack(width, num_blocks))
     for _ in accelerator.stream_weights(model, "4KiB"):
-        break  # what is allocated once
+        break  # one-time allocations happen here
     Path("/proc/self/clear_refs").write_text("5")
-    before = seen("status", "VmRSS")
-    total = sum(size_of(bucket) for bucket in accelerator.stream_weights(model, "64MiB"))
+    before = read_process_counter("status", "VmRSS")
+    total = sum(count_bytes(bucket) for bucket in accelerator.stream_weights(model, "64MiB"))
     assert total == 4 * width * width * num_blocks
-    return seen("status", "VmHWM") - before
+    return read_process_counter("status", "VmHWM") - before
 
 
-def test_memory_is_a_bucket_and_a_unit():
-    for found in run_ranks(peak, 2, 2048, 12):
+def test_streaming_needs_memory_for_a_bucket_and_a_unit():
+    for found in run_ranks(measure_peak, 2, 2048, 12):
         assert found <= (64 + 16) * 2**20, found
 
 
 class Server(BaseHTTPRequestHandler):
-    """What a generating engine answers, by its paths; it keeps what was posted."""
+    """Server that answers like a generating engine, and records what is posted."""
 
     posted: ClassVar[list[tuple[str, Any]]] = []
 
@@ -151,24 +151,24 @@ class Server(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_stream_is_what_the_client_of_vllm_sends(monkeypatch):
+def test_vllm_client_sends_the_streamed_weights(monkeypatch):
     client_module = pytest.importorskip("trl.generation.vllm_client")
     import requests
 
     sent = {}
 
-    class Engine:  # the card's side: NCCL
+    class Engine:  # stands in for NCCL on the GPU
         @staticmethod
         def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
             sent.update((name, tensor.clone()) for name, tensor in iterator)
 
     monkeypatch.setattr(client_module, "NCCLWeightTransferEngine", Engine, raising=False)
     monkeypatch.setattr(client_module, "NCCLTrainerSendWeightsArgs", lambda **_: None, raising=False)
-    model = seeded(0, lambda: pairs_of_heads(False))
+    model = build_seeded(0, lambda: make_two_head_llama(False))
     stream = Accelerator(cpu=True).stream_weights(model)
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        client = client_module.VLLMClient.__new__(client_module.VLLMClient)  # its constructor wants vLLM itself
+        client = client_module.VLLMClient.__new__(client_module.VLLMClient)  # its constructor needs vLLM
         client.session, client.communicator, client._updating_weights = requests.Session(), None, False
         client.base_url = f"http://127.0.0.1:{server.server_port}"
         client.update_named_params(stream.metadata, (pair for bucket in stream for pair in bucket))
@@ -182,8 +182,8 @@ def test_the_stream_is_what_the_client_of_vllm_sends(monkeypatch):
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 
 
-def by_hand() -> list[tuple[float, float]]:
-    """One process, which generates with the model that it trains."""
+def train_by_hand() -> list[tuple[float, float]]:
+    """Train on one process, and generate with the model itself. Return mean reward and gradient norm of each update."""
     parts = runpy.run_path(str(EXAMPLE), run_name="__example__")
     model = parts["build"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -203,8 +203,8 @@ def by_hand() -> list[tuple[float, float]]:
 
 
 @pytest.mark.matrix
-def test_the_example_gives_the_numbers_of_one_process():
-    (wanted,) = run_ranks(by_hand, 1)
+def test_grpo_example_matches_one_process():
+    (wanted,) = run_ranks(train_by_hand, 1)
     assert wanted[-1][0] > wanted[0][0] + 0.05
     expected = [f"update {n}: reward {wanted[n - 1][0]:.4f}, norm {wanted[n - 1][1]:.4f}" for n in (4, 8)]
     for num_ranks in ("1", "2"):

@@ -1,4 +1,4 @@
-"""Optimizers that read whole parameters, on distributed experts: losses of one process, other layouts, and float16."""
+"""Optimizers of whole parameters on distributed experts: losses of one process, other layouts, and float16."""
 
 import math
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from headway import Accelerator
 from headway.core.strategies.fully_sharded.dtensors import get_local_shard
 from headway.layouts.whole_updates import ownership
 from tests.distributed.cut_models import mixtral
-from tests.distributed.layouts import seeded
+from tests.distributed.layouts import build_seeded
 from tests.distributed.ranks import run_ranks
 from tests.distributed.whole_updates import MAKERS, UPDATES
 
 NAMES = ["MatrixOptimizer", "Adafactor", "SOAP", "Shampoo"]
 TOLERANCES = {"SOAP": 5e-2}
-"""Relative tolerances of losses; others: 1e-8, in float64.
+"""Relative tolerances of losses. The default is 1e-8, in float64.
 
 On one process, SOAP's losses change by 2% after 20 updates if the initial weights change in their last bits.
 """
@@ -30,13 +30,13 @@ HALF = UPDATES // 2
 EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
 
 
-def build(precision: str) -> nn.Module:
-    model: nn.Module = seeded(0, mixtral)
+def build_model(precision: str) -> nn.Module:
+    model: nn.Module = build_seeded(0, mixtral)
     return model.double() if precision == "no" else model
 
 
-def rows(number: int) -> torch.Tensor:
-    """Eight rows of one update, whose next tokens can be learned."""
+def make_rows(number: int) -> torch.Tensor:
+    """Return eight rows of one update, whose next tokens can be learned."""
     start = torch.randint(0, 37, (8, 1), generator=torch.Generator().manual_seed(number))
     return (start + 3 * torch.arange(12)) % 37
 
@@ -53,11 +53,11 @@ Curve = list[tuple[float, float]]
 def run_by_hand(names: Sequence[str], precision: str = "no") -> dict[str, Curve]:
     found: dict[str, Curve] = {}
     for name in names:
-        model, scaler = build(precision), torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+        model, scaler = build_model(precision), torch.amp.GradScaler("cpu", enabled=precision == "fp16")
         optimizers, found[name] = MAKERS[name](model), []
         for number in range(UPDATES):
             with torch.autocast("cpu", torch.float16, enabled=precision == "fp16"):
-                loss = compute_loss(model, rows(number))
+                loss = compute_loss(model, make_rows(number))
             scaler.scale(loss).backward()
             if precision == "fp16" and number == OVERFLOW:
                 dict(model.named_parameters())[EXPERTS].grad[-1, 0, 0] = math.inf  # type: ignore[index]
@@ -75,12 +75,12 @@ def run_by_hand(names: Sequence[str], precision: str = "no") -> dict[str, Curve]
 def run_prepared(
     layout: str, names: Sequence[str], precision: str = "no", save: str = "", load: str = ""
 ) -> tuple[dict[str, Curve], dict[str, list[bool]], dict[str, float]]:
-    """Train on this rank's rows in two micro-batches, and save before the tenth update or continue from there.
+    """Train on this rank's rows in two micro-batches. With `save`, save before the tenth update; `load` continues there.
 
     Returns:
         By name, the losses and norms, whether the first optimizer skipped each update, and the last loss scale.
     """
-    ownership.BUCKET_BYTES = 3000  # several buckets, also of a small model
+    ownership.BUCKET_BYTES = 3000  # several buckets even for a small model
     found: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] = {}, {}, {}
     for name in names:
         accelerator = Accelerator(
@@ -89,7 +89,7 @@ def run_prepared(
             mixed_precision=precision,
             gradient_accumulation_steps=2,  # type: ignore[arg-type]
         )
-        model = build(precision)
+        model = build_model(precision)
         optimizers: list[Any] = MAKERS[name](model)
         model, *optimizers = accelerator.prepare(model, *optimizers)
         if load:
@@ -99,7 +99,7 @@ def run_prepared(
             if save and number == HALF:
                 accelerator.save_state(str(Path(save, name)), blocking=True)
             losses = []
-            for ids in rows(number).chunk(shard.count)[shard.index].chunk(2):
+            for ids in make_rows(number).chunk(shard.count)[shard.index].chunk(2):
                 with accelerator.accumulate(model):
                     with accelerator.autocast():
                         loss = compute_loss(model, ids)
@@ -131,31 +131,31 @@ def compare(found: dict[str, Curve], expected: dict[str, Curve], tolerances: dic
             assert [one for one, _ in norms] == pytest.approx([other for _, other in norms], rel=100 * tolerance), name
 
 
-def check(layout: str, num_ranks: int, names: Sequence[str]) -> None:
+def check_layout(layout: str, num_ranks: int, names: Sequence[str]) -> None:
     (expected,) = run_ranks(run_by_hand, 1, names, timeout=250)
     for found, _, _ in run_ranks(run_prepared, num_ranks, layout, names, timeout=280):
         compare(found, expected, TOLERANCES)
 
 
-def test_muon_updates_experts_as_one_process():
-    check("ep", 2, ["MatrixOptimizer"])
+def test_muon_on_experts_matches_one_process():
+    check_layout("ep", 2, ["MatrixOptimizer"])
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("layout", "num_ranks"), [("cp=2+ep=2", 4), ("fsdp=2+ep=2+tp=2", 8)])
-def test_muon_and_adafactor_update_experts_on_several_axes(layout, num_ranks):
-    check(layout, num_ranks, ["MatrixOptimizer", "Adafactor"])
+def test_muon_and_adafactor_on_experts_with_several_axes(layout, num_ranks):
+    check_layout(layout, num_ranks, ["MatrixOptimizer", "Adafactor"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "num_ranks"), [("ep", 2), ("fsdp+ep=2", 4), ("ep=2+tp=2", 4)])
-def test_every_kind_updates_experts_as_one_process(layout, num_ranks):
+def test_all_optimizers_on_experts_match_one_process(layout, num_ranks):
     pytest.importorskip("pytorch_optimizer", reason="pytorch_optimizer is not installed")
-    check(layout, num_ranks, NAMES)
+    check_layout(layout, num_ranks, NAMES)
 
 
 @pytest.mark.slow
-def test_states_of_experts_are_loaded_in_other_layouts(tmp_path):
+def test_expert_states_load_in_other_layouts(tmp_path):
     pytest.importorskip("pytorch_optimizer", reason="pytorch_optimizer is not installed")
     names = [name for name in NAMES if name != "Shampoo"]  # its state holds objects that only pickle could store
     (expected,) = run_ranks(run_by_hand, 1, names, timeout=250)
@@ -173,7 +173,7 @@ def test_states_of_experts_are_loaded_in_other_layouts(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "num_ranks"), [("fsdp", 2), ("ep", 2), ("fsdp+ep=2", 4), ("ep=2+tp=2", 4)])
-def test_float16_updates_are_those_of_one_process_and_an_overflow_skips_them_on_all_ranks(layout, num_ranks):
+def test_float16_matches_one_process_and_overflow_skips_updates_on_all_ranks(layout, num_ranks):
     names = ["MatrixOptimizer", "Adafactor", "Shampoo"]
     pytest.importorskip("pytorch_optimizer", reason="pytorch_optimizer is not installed")
     (expected,) = run_ranks(run_by_hand, 1, names, "fp16", timeout=250)

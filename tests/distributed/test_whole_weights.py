@@ -1,4 +1,4 @@
-"""Whole weights of sharded models: brought to rank 0 one tensor at a time, on all ranks or with an error on all."""
+"""Whole weights of sharded models are gathered to rank 0 one tensor at a time; failures are errors on all ranks."""
 
 from pathlib import Path
 
@@ -10,89 +10,97 @@ from headway.core.weights.files import open_checkpoint
 from headway.errors import HeadwayError
 from headway.layouts.deepspeed.optimizer import make_piece
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_boxes import MB, ROWS, Anonymous, door, made, numbered, values
+from tests.distributed.test_boxes import (
+    MB,
+    ROWS,
+    AnonymousMemoryPeak,
+    make_parts,
+    make_saver_and_reader,
+    make_values,
+    number_tensors,
+)
 
 
-def collectives():
-    saver, _, world_size = door()
+def make_collectives():
+    saver, _, world_size = make_saver_and_reader()
     return saver._collectives, world_size
 
 
-def written(folder):
-    door_to_all, world_size = collectives()
+def save_whole_weights(folder):
+    collectives, world_size = make_collectives()
     for layout in ("fsdp", "hsdp", "tp", "fsdp+tp", "packed"):
-        model, _, _ = made(layout, world_size, 1)
-        for number, tensor in numbered(model):  # what no strategy cuts must be alike
+        model, _, _ = make_parts(layout, world_size, 1)
+        for number, tensor in number_tensors(model):  # tensors that the strategy does not shard must be equal
             assert tensor.shape, number
-        save_gathered(model.state_dict().items(), Path(folder, layout), "300B", door_to_all)
-        found = gather_state(model.state_dict().items(), door_to_all)
-        if door_to_all.rank:
+        save_gathered(model.state_dict().items(), Path(folder, layout), "300B", collectives)
+        found = gather_state(model.state_dict().items(), collectives)
+        if collectives.rank:
             assert found == {}
             continue
         assert list(found) == list(model.state_dict())
-        for (number, tensor), whole in zip(numbered(model), found.values()):
+        for (number, tensor), whole in zip(number_tensors(model), found.values()):
             assert type(whole) is torch.Tensor
-            assert torch.equal(whole, values(tensor.shape, number + 1)), (layout, number)
+            assert torch.equal(whole, make_values(tensor.shape, number + 1)), (layout, number)
         assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
-    return [(number, tuple(tensor.shape)) for number, tensor in numbered(model)], list(model.state_dict())
+    return [(number, tuple(tensor.shape)) for number, tensor in number_tensors(model)], list(model.state_dict())
 
 
-def test_whole_weights_of_every_layout(tmp_path):
-    numbers, names = run_ranks(written, 4, str(tmp_path))[0]
+def test_whole_weights_of_every_layout_are_saved_and_gathered(tmp_path):
+    numbers, names = run_ranks(save_whole_weights, 4, str(tmp_path))[0]
     for layout in ("fsdp", "hsdp", "tp", "fsdp+tp", "packed"):
         folder = tmp_path / layout
         assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
         found = open_checkpoint(folder)
         for (number, shape), name in zip(numbers, names):
             tensor = found.tensors[found.ties.get(name, name)].tensor()
-            assert torch.equal(tensor, values(shape, number + 1)), (layout, name)
+            assert torch.equal(tensor, make_values(shape, number + 1)), (layout, name)
         assert found.ties == {"head.weight": "embedding.weight"}
 
 
-def out_of_memory(self):
+def raise_memory_error(self):
     raise MemoryError("no more of it")
 
 
-def failing(folder):
-    door_to_all, world_size = collectives()
-    model, _, _ = made("fsdp", world_size, 1)
+def collect_errors(folder):
+    collectives, world_size = make_collectives()
+    model, _, _ = make_parts("fsdp", world_size, 1)
     path = Path(folder, "taken")
-    if door_to_all.rank == 0:
+    if collectives.rank == 0:
         path.write_text("a file")
-    door_to_all.barrier()
+    collectives.barrier()
     messages = []
     for tensors in (model.state_dict(), {**model.state_dict(), "complex": torch.ones(1, dtype=torch.complex128)}):
         try:
-            save_gathered(tensors.items(), path if len(messages) == 0 else Path(folder, "new"), "300B", door_to_all)
+            save_gathered(tensors.items(), path if len(messages) == 0 else Path(folder, "new"), "300B", collectives)
         except HeadwayError as error:
             messages.append(str(error))
-    save_gathered(model.state_dict().items(), Path(folder, "good"), "300B", door_to_all)  # they are still together
-    if door_to_all.rank:
+    save_gathered(model.state_dict().items(), Path(folder, "good"), "300B", collectives)  # the ranks are still in step
+    if collectives.rank:
         model.register_buffer("more", torch.ones(1))
-    own = {"one": model.first.weight} if door_to_all.rank else {"other": model.first.weight}
+    own = {"one": model.first.weight} if collectives.rank else {"other": model.first.weight}
     try:
-        gather_state(own.items(), door_to_all)
+        gather_state(own.items(), collectives)
     except HeadwayError as error:
         messages.append(str(error))
-    part = make_piece((4,), torch.ones(1), door_to_all.rank, True)
+    part = make_piece((4,), torch.ones(1), collectives.rank, True)
     try:
-        gather_state([("half", part)], door_to_all)  # nobody brings the last two values
+        gather_state([("half", part)], collectives)  # no rank has the last two values
     except HeadwayError as error:
         messages.append(str(error))
     with pytest.MonkeyPatch.context() as patch:
-        if door_to_all.rank == 0:
-            patch.setattr(GatheredTensor, "whole", out_of_memory)
+        if collectives.rank == 0:
+            patch.setattr(GatheredTensor, "whole", raise_memory_error)
         try:
-            gather_state(model.state_dict().items(), door_to_all)
+            gather_state(model.state_dict().items(), collectives)
         except (HeadwayError, MemoryError) as error:
             messages.append(str(error))
-    found = gather_state([("weight", model.first.weight), ("first._extra_state", {"count": 3})], door_to_all)
-    assert found.get("first._extra_state") == (None if door_to_all.rank else {"count": 3})
+    found = gather_state([("weight", model.first.weight), ("first._extra_state", {"count": 3})], collectives)
+    assert found.get("first._extra_state") == (None if collectives.rank else {"count": 3})
     return messages
 
 
-def test_a_failure_on_rank_0_is_one_on_every_rank(tmp_path):
-    for messages in run_ranks(failing, 2, str(tmp_path)):
+def test_failure_on_rank_0_is_an_error_on_every_rank(tmp_path):
+    for messages in run_ranks(collect_errors, 2, str(tmp_path)):
         assert len(messages) == 5
         assert "is a file" in messages[0]
         assert "complex128" in messages[1]
@@ -103,23 +111,25 @@ def test_a_failure_on_rank_0_is_one_on_every_rank(tmp_path):
     assert not list((tmp_path / "new").glob("*.safetensors"))
 
 
-def peak(folder):
+def measure_peak(folder):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    door_to_all, world_size = collectives()
+    collectives, world_size = make_collectives()
     mesh = init_device_mesh("cpu", (world_size,))
     tensors = {}
-    for number, dim in enumerate((0, 0, 1, 0)):  # four of 64 MB
-        tensors[f"{number}"] = distribute_tensor(values((ROWS, ROWS), number), mesh, [Shard(dim)], src_data_rank=None)
-    with Anonymous() as memory:
-        save_gathered(tensors.items(), folder, "10GB", door_to_all)
+    for number, dim in enumerate((0, 0, 1, 0)):  # four tensors of 64 MB
+        tensors[f"{number}"] = distribute_tensor(
+            make_values((ROWS, ROWS), number), mesh, [Shard(dim)], src_data_rank=None
+        )
+    with AnonymousMemoryPeak() as memory:
+        save_gathered(tensors.items(), folder, "10GB", collectives)
     return memory.most
 
 
-def test_one_whole_tensor_is_in_memory_at_a_time(tmp_path):
-    first, second = run_ranks(peak, 2, str(tmp_path))
+def test_gathering_needs_memory_for_one_whole_tensor(tmp_path):
+    first, second = run_ranks(measure_peak, 2, str(tmp_path))
     whole = ROWS * ROWS * 4
-    # Rank 0: the tensor, and a box of one that is cut along its second dim; the other ranks: nothing but buffers.
+    # Rank 0 holds one whole tensor, and a box of a tensor sharded along its second dim. The other rank holds only buffers.
     assert whole / 2 < first < 1.5 * whole + 32 * MB
     assert second < 48 * MB

@@ -1,4 +1,4 @@
-"""A program under the launcher finds what it finds under Python itself."""
+"""A program under the launcher sees the same environment as under Python itself."""
 
 import bz2
 import os
@@ -24,7 +24,7 @@ print(json.dumps({
 '''
 
 
-def both(folder: Path, kind: str, target: str, *args: str) -> tuple[subprocess.CompletedProcess[str], ...]:
+def run_both_ways(folder: Path, kind: str, target: str, *args: str) -> tuple[subprocess.CompletedProcess[str], ...]:
     how = {"script": [target], "module": ["-m", target]}[kind]
     worker = ["-m", "headway.launch", "worker", str(os.getpid()), kind, "apart", target]
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_ERROR_FILE"}
@@ -36,8 +36,8 @@ def both(folder: Path, kind: str, target: str, *args: str) -> tuple[subprocess.C
     )
 
 
-def same(folder: Path, kind: str, target: str, *args: str) -> subprocess.CompletedProcess[str]:
-    plain, ours = both(folder, kind, target, *args)
+def run_and_compare(folder: Path, kind: str, target: str, *args: str) -> subprocess.CompletedProcess[str]:
+    plain, ours = run_both_ways(folder, kind, target, *args)
     assert plain.stdout == ours.stdout
     assert plain.returncode == ours.returncode
     return ours
@@ -56,33 +56,33 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["show.py", "./sub/show.py", "sub/../show.py", "link.py", "sub/pkg", "app.zip"])
-def test_scripts(folder, target):
-    assert '"same": true' in same(folder, "script", target, "-x", "--", "a b", "").stdout
+def test_scripts_run_as_under_python(folder, target):
+    assert '"same": true' in run_and_compare(folder, "script", target, "-x", "--", "a b", "").stdout
 
 
-def test_a_script_by_its_absolute_path(folder):
-    same(folder, "script", str(folder / "sub" / "show.py"), "1")
+def test_script_with_an_absolute_path(folder):
+    run_and_compare(folder, "script", str(folder / "sub" / "show.py"), "1")
 
 
 @pytest.mark.parametrize("target", ["show", "pkg", "pkg.inner"])
-def test_modules(folder, target):
-    assert '"own": true' in same(folder / "sub", "module", target, "-x", "--help").stdout
+def test_modules_run_as_under_python(folder, target):
+    assert '"own": true' in run_and_compare(folder / "sub", "module", target, "-x", "--help").stdout
 
 
-def test_a_users_file_does_not_stand_in_for_the_launchers(folder):
+def test_users_file_does_not_shadow_the_launchers_modules(folder):
     for name in ("json.py", "signal.py", "headway.py"):
         (folder / name).write_text("raise SystemExit('the wrong file')\n")
     (folder / "quiet.py").write_text("print('ran')\n")
     (folder / "sub/quiet.py").write_text("print('ran')\n")
     worker = ["-m", "headway.launch", "worker", str(os.getpid()), "script", "apart", "sub/quiet.py"]
-    # `headway` itself is looked up in the current folder first, as `-m` says; a real installation has no such file.
+    # With `-m`, Python looks up `headway` in the current folder first. A real installation has no such file there.
     (folder / "headway.py").unlink()
-    # An empty entry of PYTHONPATH is the current folder, where Python is asked to look.
+    # An empty entry of PYTHONPATH would add the current folder.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *worker], cwd=folder, capture_output=True, text=True, env=environment, timeout=60
     )
-    assert ran.stdout == "ran\n", ran.stderr
+    assert result.stdout == "ran\n", result.stderr
 
 
 @pytest.mark.parametrize(
@@ -95,25 +95,25 @@ def test_a_users_file_does_not_stand_in_for_the_launchers(folder):
         ("def f(:", 1),
     ],
 )
-def test_ends(folder, body, code):
+def test_exit_codes_and_stderr_are_the_same(folder, body, code):
     (folder / "end.py").write_text(body + "\n")
-    plain, ours = both(folder, "script", "end.py")
+    plain, ours = run_both_ways(folder, "script", "end.py")
     assert plain.returncode == ours.returncode == code
     assert plain.stderr == ours.stderr
 
 
-def test_the_traceback_is_the_same(folder):
+def test_traceback_is_the_same(folder):
     (folder / "deep.py").write_text("def f():\n    raise KeyError('k')\ntry:\n    f()\nexcept KeyError:\n    1 / 0\n")
-    plain, ours = both(folder, "script", "deep.py")
+    plain, ours = run_both_ways(folder, "script", "deep.py")
     assert "ZeroDivisionError" in plain.stderr
     assert plain.stderr == ours.stderr
 
 
-def test_a_users_exception_hook_runs(folder):
+def test_users_exception_hook_runs(folder):
     (folder / "hook.py").write_text(
         "import sys\nsys.excepthook = lambda kind, error, trace: print('hook', kind.__name__, trace.tb_lineno)\n1 / 0\n"
     )
-    assert same(folder, "script", "hook.py").stdout == "hook ZeroDivisionError 3\n"
+    assert run_and_compare(folder, "script", "hook.py").stdout == "hook ZeroDivisionError 3\n"
 
 
 def test_exit_functions_see_the_program(folder):
@@ -121,7 +121,7 @@ def test_exit_functions_see_the_program(folder):
         "import atexit, sys\nvalue = 7\n"
         "atexit.register(lambda: print(value, sys.modules['__main__'].value))\n"
     )  # fmt: skip
-    assert same(folder, "script", "late.py").stdout == "7 7\n"
+    assert run_and_compare(folder, "script", "late.py").stdout == "7 7\n"
 
 
 def test_spawned_children_import_the_program(folder):
@@ -130,22 +130,22 @@ def test_spawned_children_import_the_program(folder):
         "if __name__ == '__main__':\n"
         "    with mp.get_context('spawn').Pool(1) as pool:\n        print(pool.map(work, [1, 2]))\n"
     )
-    assert same(folder, "script", "spawn.py").stdout == "[2, 4]\n"
+    assert run_and_compare(folder, "script", "spawn.py").stdout == "[2, 4]\n"
 
 
 @pytest.mark.parametrize("kind", ["script", "module"])
-def test_a_program_that_is_not_there(folder, kind):
-    plain, ours = both(folder, kind, "nothing_here")
+def test_missing_program_is_an_error(folder, kind):
+    plain, ours = run_both_ways(folder, kind, "nothing_here")
     assert plain.returncode != 0
     assert ours.returncode != 0
     assert "nothing_here" in ours.stderr
 
 
-def test_a_worker_without_its_launcher_ends(folder):
+def test_worker_without_its_launcher_ends(folder):
     worker = ["-m", "headway.launch", "worker", "1", "script", "apart", "show.py"]
-    ran = subprocess.run([sys.executable, *worker], cwd=folder, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 1
-    assert "the launcher died while this process started" in ran.stderr
+    result = subprocess.run([sys.executable, *worker], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "the launcher died while this process started" in result.stderr
 
 
 LEAVING = """
@@ -159,7 +159,7 @@ both.write(b"nor that")
 atexit.register(print, "atexit")
 def later():
     time.sleep(0.5)
-    print("a thread that is waited for")
+    print("a thread that Python waits for")
 threading.Thread(target=later).start()
 def forever():
     while True:
@@ -174,11 +174,11 @@ WAY
     ("", 0), ("sys.exit()", 0), ("sys.exit(3)", 3), ("sys.exit(-1)", 255), ("sys.exit('a word')", 1), ("1 / 0", 1),
     ("sys.exit(True)", 1), ("atexit.register(lambda: 1 / 0)", 0), ("atexit.register(sys.exit, 4)", 0),
 ])  # fmt: skip
-def test_it_ends_as_python_ends(tmp_path, way, code):
+def test_worker_shuts_down_like_python(tmp_path, way, code):
     (tmp_path / "leave.py").write_text(LEAVING.replace("WAY", way))
-    ours = same(tmp_path, "script", "leave.py")
+    ours = run_and_compare(tmp_path, "script", "leave.py")
     assert ours.returncode == code
-    assert "a thread that is waited for" in ours.stdout
+    assert "a thread that Python waits for" in ours.stdout
     assert "atexit" in ours.stdout
     assert (tmp_path / "text.txt").read_text() == "not closed"
     assert bz2.decompress((tmp_path / "packed.bz2").read_bytes()) == b"nor this"
@@ -191,7 +191,7 @@ ABORTING = """
 import torch, torch.distributed as dist
 class Last:
     def __del__(self):
-        print("taken down")
+        print("finalized")
 last = Last()
 dist.init_process_group("gloo")
 values = [torch.ones(4) for _ in range(300)]
@@ -202,16 +202,16 @@ del works
 """
 
 
-def test_the_interpreter_is_not_taken_down_under_an_engines_threads(tmp_path):
-    # The group is left as it is. Under plain Python about one such process in fifteen aborts: a thread of gloo drops the
-    # last hold on a tensor and finds no interpreter any more.
-    ran = launch(tmp_path, ABORTING, "--cpu", "-n", "2")
-    assert ran.returncode == 0, ran.stderr
-    assert "taken down" not in ran.stdout
+def test_interpreter_is_not_finalized_while_gloo_threads_run(tmp_path):
+    # The group is left open. Under plain Python, about one in fifteen such processes aborts: a gloo thread releases the last
+    # reference to a tensor after the interpreter is gone.
+    result = launch(tmp_path, ABORTING, "--cpu", "-n", "2")
+    assert result.returncode == 0, result.stderr
+    assert "finalized" not in result.stdout
 
 
-def test_the_lines_of_several_ranks_stay_whole(tmp_path):
-    ran = launch(tmp_path, "for number in range(2000): print('line', number, 'is', 'whole')", "--cpu", "-n", "2")
-    assert ran.returncode == 0, ran.stderr
+def test_lines_of_several_ranks_are_not_mixed(tmp_path):
+    result = launch(tmp_path, "for number in range(2000): print('line', number, 'is', 'whole')", "--cpu", "-n", "2")
+    assert result.returncode == 0, result.stderr
     wanted = [f"line {number} is whole" for number in range(2000) for _ in range(2)]
-    assert sorted(ran.stdout.splitlines()) == sorted(wanted)
+    assert sorted(result.stdout.splitlines()) == sorted(wanted)

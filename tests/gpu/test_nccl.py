@@ -12,7 +12,7 @@ from headway.core.runtime import group
 from headway.core.runtime.flight_recorder import FlightRecorder
 from headway.core.runtime.group import can_coalesce, start_collectives
 from headway.core.strategies.ddp import check_hook
-from tests.distributed.test_launch import begin
+from tests.distributed.test_launch import start_launch
 from tests.unit.core.runtime.nccl_dump import entry
 
 pytestmark = [
@@ -117,7 +117,7 @@ torch.cuda.synchronize()
 
 def ended(folder: Path, body: str, *flags: str) -> tuple[int, str, str, float]:
     began = time.monotonic()
-    process = begin(folder, body, "-n", "2", "-q", "--log_dir", "logs", *flags)
+    process = start_launch(folder, body, "-n", "2", "-q", "--log_dir", "logs", *flags)
     try:
         out, err = process.communicate(timeout=180)
     finally:

@@ -8,7 +8,7 @@ import pytest
 from headway.common.callsite import Frame
 from headway.launch.watch import judge, report
 from headway.launch.watch.views import CollectiveCall, RankView
-from tests.distributed.test_launch import begin
+from tests.distributed.test_launch import start_launch
 
 AFTER = {
     "wait_for_everyone": "accelerator.wait_for_everyone()",
@@ -126,7 +126,7 @@ for step, (x,) in enumerate(loader):
     optimizer.zero_grad()
 {after}
 """
-    process = begin(folder, body, "--cpu", "-n", "2", "-q", "--timeout", "600")
+    process = start_launch(folder, body, "--cpu", "-n", "2", "-q", "--timeout", "600")
     try:
         _, err = process.communicate(timeout=240)
     finally:

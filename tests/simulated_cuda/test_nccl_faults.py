@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_launch import begin
+from tests.distributed.test_launch import start_launch
 
 pytest.importorskip("simulated_cuda", reason="needs torch over the simulated runtime: make cuda")
 from tests.simulated_cuda.test_out_of_memory import trained
@@ -36,7 +36,7 @@ print("the end", flush=True)
 
 
 def ended(folder: Path, body: str, fault: str = "", *flags: str) -> tuple[int, str, str]:
-    process = begin(folder, body, "-n", "2", "-q", "--log_dir", "logs", *flags, SIMULATED_CUDA_NCCL_FAULT=fault)
+    process = start_launch(folder, body, "-n", "2", "-q", "--log_dir", "logs", *flags, SIMULATED_CUDA_NCCL_FAULT=fault)
     try:
         out, err = process.communicate(timeout=180)
     finally:

@@ -31,7 +31,7 @@ from headway.core.checkpoint.saving.writer import SavePolicy
 from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
 from headway.errors import CheckpointError
-from tests.distributed.killed_saves import VARIANTS, choose_writer, found_value, save, state, wait_traced
+from tests.distributed.killed_saves import VARIANTS, choose_writer, make_state, read_newest_value, save, wait_for_tracer
 from tests.sweep.tables import laid_out
 
 CALLS = ("openat", "write", "pwrite64", "sync_file_range", "fsync", "rename", "renameat2", "unlink", "unlinkat", "rmdir",
@@ -106,7 +106,7 @@ class Ranks:
         try:
             choose_writer(self.variant)
             policy = SavePolicy(1, (), True, self.variant["is_blocking"], timeout=20)
-            saver.save(final, state(value), {"value": value}, policy)
+            saver.save(final, make_state(value), {"value": value}, policy)
             saver.wait()
         except CheckpointError as error:
             return f"refused: {error}"
@@ -163,7 +163,7 @@ def run(folder: Path, case: Case) -> tuple[bool, list[str]]:
             ["strace", "-f", "-qq", "-y", "-o", str(log), "-e", f"trace={case.call}",
              "-e", f"inject={case.call}:error={case.error}:when={case.when}", "-p", str(pid)],
             stderr=subprocess.DEVNULL)  # fmt: skip
-        wait_traced(pid)
+        wait_for_tracer(pid)
         ranks.order(2)
         told = ranks.answers()
         tracer.send_signal(signal.SIGINT)  # it lets go of the rank, whose later saves are not disturbed
@@ -185,7 +185,7 @@ def _judge(root: Path, variant: dict, told: list[str]) -> list[str]:
     if len({each.split(":")[0] for each in told}) > 1:
         found.append("ranks disagree")
     try:
-        value = found_value(root)
+        value = read_newest_value(root)
     except BaseException as error:
         return [*found, f"nothing can be loaded: {type(error).__name__}: {error}; there is {sorted(os.listdir(root))}"]
     if told[0] == "saved" and value != 2:
@@ -198,7 +198,7 @@ def _judge(root: Path, variant: dict, told: list[str]) -> list[str]:
 def _judge_later(root: Path, variant: dict, told: list[str]) -> list[str]:
     if told != ["saved"] * variant["world_size"]:
         return [f"the next save: {told}"]
-    value, left = found_value(root), sorted(path.name for path in root.iterdir())
+    value, left = read_newest_value(root), sorted(path.name for path in root.iterdir())
     wanted = ["checkpoint_1" if variant["same_name"] else "checkpoint_3", "latest"]
     return [] if (value, left) == (3, wanted) else [f"after the next save {value} is loaded, and there is {left}"]
 

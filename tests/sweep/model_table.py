@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator, DataLoaderConfiguration
 from headway.errors import HeadwayError
 from tests.devices import ON_CPU
-from tests.distributed.layouts import whole_weights
+from tests.distributed.layouts import gather_weights
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.sweep.models import CASES
 
@@ -91,7 +91,7 @@ def by_hand(name: str, num_parts: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total / count)
-    return {"losses": losses, "norms": norms, "weights": whole_weights(model)}
+    return {"losses": losses, "norms": norms, "weights": gather_weights(model)}
 
 
 def _num_parts(name: str, num_ranks: int) -> int:

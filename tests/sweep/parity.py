@@ -18,7 +18,7 @@ import torch
 from headway import ActivationCheckpointing, TensorParallelOptions
 from tests.distributed import cut_models, layouts
 from tests.distributed.cut_models import GPT_PLAN
-from tests.distributed.layouts import Curve, Task, by_hand, prepared
+from tests.distributed.layouts import Curve, Task, train_by_hand, train_prepared
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.sweep import model_table
 from tests.sweep.tables import laid_out
@@ -112,7 +112,7 @@ def _all(tasks: dict[str, Task], layout: str) -> dict[str, Curve | str]:
     found: dict[str, Curve | str] = {}
     for name, task in tasks.items():
         try:
-            curve = prepared(task, layout)
+            curve = train_prepared(task, layout)
             found[name] = {kind: curve[kind] for kind in ("losses", "norms")}
         except Exception as error:  # ranks may have parted: nothing comes after
             found[name] = f"{error!r}\n{traceback.format_exc(limit=-4)}"
@@ -139,7 +139,7 @@ def measure(row: Row, columns: Sequence[str], timeout: float = 300) -> dict[str,
 
 
 def _compared(task: Task, curves: Sequence[Curve | str]) -> float | str:
-    expected, largest = by_hand(task), 0.0
+    expected, largest = train_by_hand(task), 0.0
     for curve in curves:
         if isinstance(curve, str):
             return curve

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.distributed.test_kill_sweep import _reason
+from tests.distributed.test_kill_sweep import _find_skip_reason
 from tests.sweep import failed_calls, jobs, modes, runs
 
 SEED = 7
@@ -64,7 +64,7 @@ def test_a_run_that_is_ended_again_and_again_is_the_undisturbed_one(chosen, swee
     assert any(outcome.struck)
 
 
-@pytest.mark.skipif(bool(_reason()), reason=_reason())
+@pytest.mark.skipif(bool(_find_skip_reason()), reason=_find_skip_reason())
 def test_a_call_that_fails_loses_nothing(tmp_path):
     """In a process of its own, as each case is a fork of it."""
     ran = subprocess.run(

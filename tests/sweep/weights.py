@@ -9,7 +9,7 @@ import sys
 import tempfile
 
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_pretrained import measured, write_stack
+from tests.distributed.test_pretrained import measure_loading, write_stack
 
 WIDTH, NUM_BLOCKS = 4096, 30
 """30 units of 64 MiB."""
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_stack(folder, chosen.width, chosen.blocks)
         for num_ranks in chosen.ranks:
-            found = run_ranks(measured, num_ranks, folder, chosen.width, chosen.blocks, timeout=600)
+            found = run_ranks(measure_loading, num_ranks, folder, chosen.width, chosen.blocks, timeout=600)
             read = max(each["read"] / each["part"] for each in found)
             above = max((each["peak"] - each["part"]) / unit for each in found)
             together = sum(each["peak"] for each in found) / (unit * chosen.blocks)

@@ -1,1 +1,1 @@
-"""Steps for the test of `python -m benchmarks.gpu`: they fail, hang or succeed, and measure nothing."""
+"""Benchmark steps for the test of `python -m benchmarks.gpu`. They fail, hang or succeed, and measure nothing."""

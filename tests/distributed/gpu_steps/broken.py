@@ -1,4 +1,4 @@
-"""A step that finds one row, fails in one part, and then as a whole."""
+"""Benchmark step that records one row, fails in one attempt, and then fails as a whole."""
 
 from benchmarks.gpu.bench import Bench, Row
 

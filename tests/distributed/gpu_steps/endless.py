@@ -1,4 +1,4 @@
-"""A step that never ends, with a process in a session of its own."""
+"""Benchmark step that never ends and starts a process in a new session."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A step that ends well; what it imports came in a wheel."""
+"""Benchmark step that succeeds. It imports a module from a wheel that the test provides."""
 
 from importlib import import_module
 

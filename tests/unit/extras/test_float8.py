@@ -170,12 +170,12 @@ def test_training_equals_torchao_by_hand_bit_for_bit(recipe):
     torchao = pytest.importorskip("torchao.float8", reason="torchao is not installed")
     from dataclasses import replace
 
-    from tests.distributed.layouts import GPT, seeded, squares, text
+    from tests.distributed.layouts import GPT, build_seeded, make_tokens, mean_square
 
     accelerator = Accelerator(
         cpu=True, mixed_precision="fp8", kwargs_handlers=[Float8Options(recipe=recipe, emulate=True)]
     )
-    model, plain = seeded(0, GPT), seeded(0, GPT)
+    model, plain = build_seeded(0, GPT), build_seeded(0, GPT)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     torchao.convert_to_float8_training(
         plain,
@@ -186,11 +186,11 @@ def test_training_equals_torchao_by_hand_bit_for_bit(recipe):
         plain.get_submodule(name).register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
     by_hand = torch.optim.AdamW(plain.parameters(), lr=0.01)
     for seed in range(3):
-        accelerator.backward(squares(model, text(seed)))
+        accelerator.backward(mean_square(model, make_tokens(seed)))
         optimizer.step()
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = squares(plain, text(seed))
+            loss = mean_square(plain, make_tokens(seed))
         loss.backward()
         by_hand.step()
         by_hand.zero_grad()
