@@ -26,7 +26,7 @@ def make_stream(kind, num_shards):
     return stream.map(lambda row: {"x": row["x"]}) if kind == "mapped" else stream
 
 
-def read(case, batch_size, num_workers, state, num_batches, is_registered=False):
+def read_stream(case, batch_size, num_workers, state, num_batches, is_registered=False):
     """Read batches and return this rank's valid rows, the state after them, and the rows of a second epoch, or the error.
 
     Args:

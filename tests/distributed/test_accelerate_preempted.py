@@ -55,17 +55,17 @@ def run_script(folder, *args, **variables):
 def test_script_resumes_from_its_own_save_after_sigterm(tmp_path):
     _, whole, _ = run_script(tmp_path / "whole")
     assert len(whole) == 16
-    code, first, said = run_script(tmp_path / "cut", "once")
-    assert code in (-signal.SIGTERM, 128 + signal.SIGTERM), said
+    code, first, stderr = run_script(tmp_path / "cut", "once")
+    assert code in (-signal.SIGTERM, 128 + signal.SIGTERM), stderr
     assert sorted(path.name for path in (tmp_path / "cut/run/checkpoints").glob("checkpoint_*")) == ["checkpoint_0"]
-    code, rest, said = run_script(tmp_path / "cut", "once")
-    assert code == 0, said
+    code, rest, stderr = run_script(tmp_path / "cut", "once")
+    assert code == 0, stderr
     assert {**first, **rest} == whole
     assert min(map(int, rest)) == 4
 
 
 @pytest.mark.slow
 def test_preemption_setting_saves_before_exit(tmp_path):
-    code, _, said = run_script(tmp_path / "cut", "once", HEADWAY_PREEMPTION="1")
-    assert code == 75, said
+    code, _, stderr = run_script(tmp_path / "cut", "once", HEADWAY_PREEMPTION="1")
+    assert code == 75, stderr
     assert (tmp_path / "cut/run/checkpoints/checkpoint_1").is_dir()

@@ -17,7 +17,7 @@ from tests.distributed.test_saves_of_one_rank import Training
 
 
 def call_next_save_at_once(training, folder):
-    """Other ranks reach a second save at once. It counts as the same save."""
+    """Reach a second save at once on the other rank. It counts as the same save."""
     if training.accelerator.is_main_process:
         training.accelerator.save_state(f"{folder}/one")
     training.accelerator.save_state(f"{folder}/two")

@@ -46,7 +46,7 @@ def trace_rates(num_rows: int = 20, length: int = 100, **options: Any) -> list[f
 
 
 def per_process() -> None:
-    """20 rows in batches of 2: a single process makes 10 updates, two processes make 5 with two ticks each."""
+    """With 20 rows in batches of 2, a single process makes 10 updates, and two processes make 5 with two ticks each."""
     assert trace_rates() == [98, 96, 94, 92, 90]
     assert trace_rates(gradient_accumulation_steps=2) == [98, 96, 94]
 

@@ -65,7 +65,7 @@ def read_states(library):
 
 def test_states_have_the_same_values(results):
     theirs, ours = results["surroundings"]
-    if len(ours) == 1:  # Accelerate speaks of gloo among one process, where a launcher set the variables
+    if len(ours) == 1:  # On one process with a launcher's variables, Accelerate reports the backend gloo.
         for each in (*theirs, *ours):
             assert each.pop("kind") in ("DistributedType.NO", "DistributedType.MULTI_CPU")
             del each["backend"], each["printed"]

@@ -106,7 +106,7 @@ def make_parts(recipe: Recipe, seed: int = 0) -> tuple[nn.Module, torch.optim.Op
     return model, optimizer, schedule, ids
 
 
-def token_loss(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+def compute_token_loss(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     targets = ids[:, 1:].flatten()
     losses = cross_entropy(model(ids)[:, :-1].flatten(0, 1).float(), targets, reduction="none")
     real = targets != 0
@@ -118,7 +118,7 @@ def train_by_hand(recipe: Recipe) -> dict[str, Any]:
     losses, norms = [], []
     for _ in range(recipe.epochs):
         for start in range(0, ROWS, BATCH * STEPS):
-            total, count = token_loss(model, ids[start : start + BATCH * STEPS])
+            total, count = compute_token_loss(model, ids[start : start + BATCH * STEPS])
             (total / count).backward()
             losses.append(total.item() / count)
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
@@ -155,9 +155,9 @@ def train_with_deepspeed(recipe: Recipe) -> dict[str, Any]:
             with accelerator.accumulate(model):
                 rows = batch if loader.mask is None else batch[loader.mask]
                 if len(rows):
-                    total, count = token_loss(model, rows)
+                    total, count = compute_token_loss(model, rows)
                 else:
-                    total, count = token_loss(model, batch)[0] * 0, 0
+                    total, count = compute_token_loss(model, batch)[0] * 0, 0
                 accelerator.backward(total, weight=count, reduction="sum")
                 part = [part[0] + total.item(), part[1] + count]
                 if accelerator.sync_gradients:

@@ -354,7 +354,7 @@ def run_scenarios(names: list[str]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, str]]:
-    """Share one pair of processes for all scenarios, because DeepSpeed starts slowly."""
+    """Run all scenarios in one pair of processes, because DeepSpeed starts slowly."""
     return run_ranks(run_scenarios, 2, [each.__name__ for each in SCENARIOS], timeout=500)
 
 

@@ -198,20 +198,20 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two(folder):
+def two_ranks(folder):
     return run_ranks(run_on_two_ranks, 2, str(folder), timeout=560)
 
 
 @pytest.fixture(scope="module")
-def one(two, folder):
+def one_rank(two_ranks, folder):
     return run_ranks(run_on_one_rank, 1, str(folder))[0]
 
 
 @pytest.mark.slow
-def test_losses_agree_between_layouts(one, two):
+def test_losses_agree_between_layouts(one_rank, two_ranks):
     """All layouts compute the same micro-batches: one process accumulates what two ranks compute in parallel."""
-    alone, bf16 = one["curves"]
-    ddp, fsdp, half, rows = two[0]["curves"]
+    alone, bf16 = one_rank["curves"]
+    ddp, fsdp, half, rows = two_ranks[0]["curves"]
     # Gathering weights in float8 gives the same values and scale as converting whole weights, so losses are equal.
     assert fsdp["losses"] == ddp["losses"]
     assert measure_differences(fsdp, ddp)["weights"] < 1e-6
@@ -223,25 +223,25 @@ def test_losses_agree_between_layouts(one, two):
     assert alone["losses"][0] - alone["losses"][-1] > 1
 
 
-def test_scenarios_on_two_ranks(two):
-    for rank in two:
+def test_scenarios_on_two_ranks(two_ranks):
+    for rank in two_ranks:
         assert not rank["failed"], rank["failed"]
 
 
-def test_checkpoints_have_plain_weights_and_load_in_other_layouts(one, two, folder):
+def test_checkpoints_have_plain_weights_and_load_in_other_layouts(one_rank, two_ranks, folder):
     from safetensors.torch import load_file
 
-    saved, again = two[0]["saved"], two[0]["loaded"]
+    saved, again = two_ranks[0]["saved"], two_ranks[0]["loaded"]
     plain = load_file(folder / "weights" / "model.safetensors")
     assert {tensor.dtype for tensor in plain.values()} == {torch.float32}
     assert all(torch.equal(tensor, saved["weights"][name]) for name, tensor in plain.items())
     GPT().load_state_dict(plain, strict=False)
     four = run_ranks(load, 4, str(folder / "state"), ("hsdp=2",))
-    for found in (*again, *four[0], *one["loaded"]):
+    for found in (*again, *four[0], *one_rank["loaded"]):
         assert all(torch.equal(tensor, saved["weights"][name]) for name, tensor in found["weights"].items())
         assert found["loss"] == pytest.approx(saved["loss"], rel=1e-3)
     assert again[0]["loss"] == saved["loss"]
 
 
-def test_float8_example_learns(two):
-    assert two[0]["example"] == two[1]["example"] < 1.5
+def test_float8_example_learns(two_ranks):
+    assert two_ranks[0]["example"] == two_ranks[1]["example"] < 1.5

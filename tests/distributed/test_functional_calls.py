@@ -102,7 +102,7 @@ def train_compiled(layout: str) -> tuple[list[torch.Tensor], list[str]]:
     accelerator = Accelerator(cpu=True, strategy=layout)
     model, optimizer = accelerator.prepare(*make_parts())
     called = torch.compile(model, backend="eager")
-    with warnings.catch_warnings(record=True) as messages:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(UPDATES):
             # Under tensor parallelism, all ranks see the same rows.
@@ -112,7 +112,7 @@ def train_compiled(layout: str) -> tuple[list[torch.Tensor], list[str]]:
             accelerator.backward(compute_loss(called, *batch))
             optimizer.step()
             optimizer.zero_grad()
-    return list(accelerator.get_state_dict(model).values()), [str(each.message) for each in messages]
+    return list(accelerator.get_state_dict(model).values()), [str(each.message) for each in caught]
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])

@@ -138,16 +138,16 @@ def automatic_microbatching() -> None:
 
 
 def slow_rank_is_named() -> None:
-    """With a simulated clock: a forward pass takes rank 1 three seconds, and rank 0 one second."""
+    """With a simulated clock, a forward pass takes three seconds on rank 1 and one second on rank 0."""
     accelerator, model, optimizer = prepare_training(None)
     is_slow = accelerator.process_index == 1
     now = [0.0]
     lines: list[str] = []
-    heard: list[events.RunEvent] = []
+    seen_events: list[events.RunEvent] = []
 
     class Ear:
         def hear(self, happening: events.RunEvent) -> None:
-            heard.append(happening)
+            seen_events.append(happening)
 
     ear = Ear()
     events.subscribe(ear.hear)
@@ -176,7 +176,7 @@ def slow_rank_is_named() -> None:
     assert meter.total() == {"samples_per_second": 1.0, "mfu": flops / (100.0 * 2), "data_wait": 0.0}
     is_main = accelerator.is_main_process
     assert len(lines) == is_main  # reported once, although the rank stays slow
-    assert [happening.name for happening in heard if happening.name == "straggler"] == ["straggler"] * is_main
+    assert [happening.name for happening in seen_events if happening.name == "straggler"] == ["straggler"] * is_main
     assert (
         not is_main or "rank 1 holds up the others: it takes 3,000 ms for a forward, 3.0 times the median" in lines[0]
     )

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> dict:
+def run_undisturbed(tmp_path_factory) -> dict:
     """Return a function that runs a layout without kills or states in memory, once per layout."""
     made: dict = {}
 
@@ -32,8 +32,8 @@ def whole(tmp_path_factory) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.matrix)])
-def test_killed_worker_loses_at_most_one_update(layout, whole, tmp_path):
-    outcome = memory.compare(memory.launch(tmp_path / "cut", layout, "1", 2, 1), whole(layout))
+def test_killed_worker_loses_at_most_one_update(layout, run_undisturbed, tmp_path):
+    outcome = memory.compare(memory.launch(tmp_path / "cut", layout, "1", 2, 1), run_undisturbed(layout))
     assert outcome.problems == []
     assert len(outcome.lost) == 2
     assert max(outcome.lost) <= 1
@@ -45,9 +45,9 @@ def test_killed_worker_loses_at_most_one_update(layout, whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["newest", pytest.param("all", marks=pytest.mark.matrix)])
-def test_flipped_byte_falls_back_to_another_state(damage, whole, tmp_path):
+def test_flipped_byte_falls_back_to_another_state(damage, run_undisturbed, tmp_path):
     outputs = memory.launch(tmp_path / "cut", "ddp", "2", 2, 1, damage)
-    outcome = memory.compare(outputs, whole("ddp"))
+    outcome = memory.compare(outputs, run_undisturbed("ddp"))
     assert outcome.problems == []
     if damage == "all":  # to the disk, or to the start if nothing has been saved
         assert not any(outcome.from_memory)

@@ -171,7 +171,7 @@ def test_objects_of_a_run(proxy, port):
     assert copy.bias.item() == 2
     assert torch.equal(copy.weight, model.weight)
     nonces = {key.split("/")[2] for key in server.keys(port, "elsewhere/mine/")}
-    assert len(nonces) == 2, "the manifest, and the files of one save"
+    assert len(nonces) == 2, "only the manifest and the files of one save may remain"
     server.s3(port).put_object(Bucket=server.BUCKET, Key="elsewhere/theirs/notes.txt", Body=b"mine")
     with pytest.raises(CheckpointError, match="contains objects"):
         free.save_state(f"s3://{server.BUCKET}/elsewhere/theirs")

@@ -292,7 +292,7 @@ def gradient_scaler_is_restored() -> None:
         if form == "function":  # its loss was returned before memory ran out
             found["losses"][batch] = wanted["losses"][batch]
         compare(found, wanted, is_exact=True)
-        assert found["scale"] == 64.0 * 2**3  # six updates, growing every second
+        assert found["scale"] == 64.0 * 2**3  # six updates; the scale grows at every second one
 
 
 def failure_with_one_row_is_an_error_on_all_ranks() -> None:

@@ -204,7 +204,7 @@ def test_optimizer_made_before_prepare_works_in_any_order() -> None:
 
 
 def use_unprepared_optimizers() -> None:
-    """An optimizer that was not prepared holds the former parameters. Its steps raise errors."""
+    """Step optimizers that were not prepared and hold the former parameters. The steps raise errors."""
     accelerator = Accelerator(cpu=True, strategy="fsdp", gradient_accumulation_steps=2)
     model, x, y = make_parts()
     stray = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -413,7 +413,7 @@ def compare_norms(accelerator: Accelerator, model: nn.Module, plain: nn.Module) 
 
 
 def changing_batches() -> None:
-    """More kinds of batches than the cache holds, and more kinds of micro-batches within one batch."""
+    """A run uses more kinds of batches than the cache holds, and even more kinds of micro-batches within one batch."""
     known.CAPACITY = 2
     accelerator, model, _ = prepare_training(*make_options("gpipe", 4))
     plain = build_seeded(0, lambda: GPT(num_blocks=2))

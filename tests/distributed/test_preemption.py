@@ -60,8 +60,8 @@ class Run:
         accelerator.register_save_state_pre_hook(lambda *_: send_signal("save", accelerator))
         try:
             self.train(send_signal, blocking, *prepared)
-        except Preempted as outcomes:
-            self.stopped = outcomes
+        except Preempted as error:
+            self.stopped = error
 
     def train(self, send_signal, blocking, model, optimizer, train, evaluation):
         accelerator = self.accelerator
@@ -181,7 +181,7 @@ def make_update(accelerator, model, optimizer, x, y):
 
 
 def check_flag(folder):
-    """With Preemption(exits=False), every rank sees the flag at the same batch, and training continues."""
+    """Return the flag at each batch with Preemption(exits=False): all ranks see it at the same batch, and training continues."""
     accelerator, model, optimizer, loader = prepare_training(folder, preemption=Preemption(("SIGUSR1",), exits=False))
     send_signal, seen = SignalSender("training", (0,), 2, signal.SIGUSR1), []
     for _, x, y in loader:
@@ -192,19 +192,19 @@ def check_flag(folder):
 
 
 def reach_time_limit(folder):
-    """A time limit interrupts like a signal."""
+    """Train until the time limit, which interrupts like a signal."""
     limit = Preemption(time_limit=timedelta(seconds=1), reserve=timedelta(0))
     accelerator, model, optimizer, loader = prepare_training(folder, preemption=limit)
     try:
         while True:
             for _, x, y in loader:
                 make_update(accelerator, model, optimizer, x, y)
-    except Preempted as outcomes:
-        return str(outcomes)
+    except Preempted as error:
+        return str(error)
 
 
 def train_without_loader(folder):
-    """In a loop without a prepared loader, ranks check for preemption at each window."""
+    """Train without a prepared loader, so that ranks check for preemption at each window."""
     accelerator, model, optimizer, _ = prepare_training(folder)
     send_signal = SignalSender("training", (0,), 2)
     try:
@@ -217,7 +217,7 @@ def train_without_loader(folder):
 
 
 def signal_in_pass_of_one_rank(folder):
-    """Rank 0 gets a signal in a pass that only it makes. The stop moves to the next window, which all ranks reach."""
+    """Send a signal in a pass that only rank 0 makes. The stop moves to the next window, which all ranks reach."""
     stopping.LATE = 0.5
     accelerator, model, optimizer, loader = prepare_training(folder)
     other = accelerator.prepare(DataLoader(NoisyRows(), batch_size=3))
@@ -238,7 +238,7 @@ def signal_in_pass_of_one_rank(folder):
 
 
 def abandon_long_window(folder):
-    """A window expected to take long is abandoned, and the resumed run repeats it."""
+    """Stop in a window that is expected to take long. It is abandoned, and the resumed run repeats it."""
     stopping.SOON = -1.0
     try:
         first = Run(folder, SignalSender("training", (0, 1), 3))
@@ -249,7 +249,7 @@ def abandon_long_window(folder):
 
 
 def abandon_slow_window(folder):
-    """A window that becomes slow is abandoned, too. Its duration was unknown when the signal came."""
+    """Stop in a window that becomes slow. It is abandoned, too, although its duration was unknown when the signal came."""
     stopping.SOON = 0.5
     accelerator, model, optimizer, loader = prepare_training(folder, gradient_accumulation_steps=3)
     send_signal, has_struck = SignalSender("training", (0,), 1), False
@@ -268,7 +268,7 @@ def abandon_slow_window(folder):
 
 
 def repeat_failed_save(folder):
-    """A background save that failed is repeated before the process ends."""
+    """Stop after a failed background save. It is repeated before the process ends."""
     accelerator, model, optimizer, loader = prepare_training(folder)
     send_signal = SignalSender("training", (1,), 3)
     try:
@@ -280,8 +280,8 @@ def repeat_failed_save(folder):
                 accelerator._checkpoint_state.saver.wait()
                 accelerator._checkpoint_state.saver.wait = fail_once(accelerator._checkpoint_state.saver)
             send_signal("training", accelerator)
-    except Preempted as outcomes:
-        return accelerator.num_updates, outcomes.checkpoint
+    except Preempted as error:
+        return accelerator.num_updates, error.checkpoint
 
 
 def fail_once(saver):

@@ -198,7 +198,7 @@ def frozen_critic() -> None:
 
 
 def repeated_loss_value() -> None:
-    """loss.repeat(batch_size) in an epoch of 2 x 5 + 3 samples, whose last round has fewer samples."""
+    """A script gathers loss.repeat(batch_size) in an epoch of 2 x 5 + 3 samples, whose last round has fewer samples."""
     accelerator = Accelerator(cpu=True)
     accelerator.even_batches = False
     loader = accelerator.prepare(DataLoader(TensorDataset(make_data(13)[0]), batch_size=5))

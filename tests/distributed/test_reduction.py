@@ -40,7 +40,7 @@ def call_submodules(model: Any, x: torch.Tensor, y: torch.Tensor, backward: _Bac
 
 
 def call_one_submodule(model: Any, x: torch.Tensor, y: torch.Tensor, backward: _Backward) -> None:
-    """The head gets no gradient."""
+    """Compute a loss from the encoder only, so that the head gets no gradient."""
     backward(mse_loss(model.encoder(x).sum(1, keepdim=True), y))
 
 
@@ -49,7 +49,7 @@ def call_model_and_submodule(model: Any, x: torch.Tensor, y: torch.Tensor, backw
 
 
 def add_penalty_afterwards(model: Any, x: torch.Tensor, y: torch.Tensor, backward: _Backward) -> None:
-    """The second loss covers some of the parameters and uses no forward pass."""
+    """Add a second loss that covers some of the parameters and uses no forward pass."""
     backward(mse_loss(model(x), y))
     backward(0.01 * sum(p.abs().sum() for p in model.parameters() if p.ndim > 1))
 
@@ -60,7 +60,7 @@ def add_penalty_first(model: Any, x: torch.Tensor, y: torch.Tensor, backward: _B
 
 
 def compute_two_separate_losses(model: Any, x: torch.Tensor, y: torch.Tensor, backward: _Backward) -> None:
-    """Each of two losses covers a part of the parameters."""
+    """Compute two losses, each for a part of the parameters."""
     backward(mse_loss(model.encoder(x).sum(1, keepdim=True), y))
     backward(mse_loss(model.head(model.encoder(x).detach()), y))
 
@@ -71,7 +71,7 @@ def call_forward_then_model(model: Any, x: torch.Tensor, y: torch.Tensor, backwa
 
 
 def call_model_without_loss_first(model: Any, x: torch.Tensor, y: torch.Tensor, backward: _Backward) -> None:
-    """The first forward pass has no loss."""
+    """Call the model once without using its output, and then compute a loss."""
     model(x)
     backward(mse_loss(model.forward(x), y))
 

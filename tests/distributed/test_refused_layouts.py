@@ -36,7 +36,7 @@ def freeze_on_one_stage() -> None:
 
 
 def compile_with_context_parallelism() -> None:
-    """A model compiled by the user can be split. Compilation by Headway is rejected before the first update."""
+    """Check that a model compiled by the user can be split, and that compilation by Headway is rejected."""
     accelerator, plain, ids = Accelerator(cpu=True, strategy="cp"), build_seeded(0, gpt), make_tokens(9)
     model = accelerator.prepare(torch.compile(build_seeded(0, gpt), backend="eager"))
     wanted, mine = plain(ids).square().mean(), model(ids).square().mean()
@@ -56,7 +56,7 @@ def compile_with_context_parallelism() -> None:
 
 
 def use_ended_group() -> None:
-    """The group has ended, as after an attempt of `find_executable_batch_size` that ran out of memory."""
+    """Use an ended group, as after an attempt of `find_executable_batch_size` that ran out of memory."""
     accelerator = Accelerator(cpu=True, strategy="fsdp")
     accelerator.prepare(build_seeded(0, gpt))
     process.leave_group()
@@ -77,7 +77,7 @@ def run_on_two() -> list[str]:
 
 
 def use_labels_that_cannot_be_padded() -> list[str]:
-    """Only the first pair of ranks has labels of -1. Padding would turn these into labels that count."""
+    """Use labels of -1 on the first pair of ranks only. Padding would turn these into labels that count."""
     accelerator = Accelerator(cpu=True, strategy="fsdp=2+cp=2")
     model = accelerator.prepare(build_seeded(0, lambda: CustomLossGPT("by hand", -1)))
     ids, targets = make_tokens(2, rows=3)[:, :10], make_tokens(3, rows=3)[:, :10].clamp(min=1)

@@ -309,7 +309,7 @@ def save_best(root):
 
 
 def fail_to_save(root):
-    """A save that fails on rank 0 raises there, and the other rank continues."""
+    """Fail to save on rank 0. The save raises there, and the other rank continues."""
     training = Training()
     Path(root, "file").write_text("no folder")
     training.accelerator.wait_for_everyone()

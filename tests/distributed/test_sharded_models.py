@@ -98,7 +98,7 @@ def keep_gradients_local() -> None:
 
 
 def compare_optimizers() -> None:
-    """Optimizers that support shards make the same steps as on one process."""
+    """Check that optimizers that support shards make the same steps as on one process."""
     kinds: dict[str, Any] = {
         "foreach": lambda ps: torch.optim.AdamW(ps, lr=0.1, foreach=True),
         "fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
@@ -146,7 +146,7 @@ def overflow_with_fp16_on_one_rank() -> None:
 
 
 def gather_in_bf16() -> None:
-    """Parameters are gathered in bf16 and kept in float32. A wrong gathered dtype is an error before the first update."""
+    """Check that parameters are gathered in bf16 and kept in float32, and that a wrong gathered dtype is an error."""
     accelerator = start_fsdp(mixed_precision="bf16")
     model, optimizer = accelerator.prepare(model := build_seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
     gathered_in: dict[str, torch.dtype] = {}
@@ -235,7 +235,7 @@ class Uninitializable(nn.Module):
 
 
 def prepare_transformers_models() -> None:
-    """On the meta device, models are initialized by their own `_init_weights`. `generate` gives the same tokens on all ranks."""
+    """Check that models on the meta device use their own `_init_weights`, and that `generate` matches one process."""
     accelerator = start_fsdp()
     for make in (lambda: llama(tied=True), gpt2):
         with torch.device("meta"):

@@ -29,7 +29,7 @@ from tests.distributed.ranks import run_ranks
 
 
 def trap_old_optimizer() -> None:
-    """2: An optimizer and a parameter list made before `prepare` continue with the shards."""
+    """An optimizer and a parameter list made before `prepare` continue with the shards."""
     accelerator = start_fsdp()
     model = build_seeded(0, GPT)
     listed = list(model.parameters())
@@ -46,7 +46,7 @@ def trap_old_optimizer() -> None:
 
 
 def trap_not_finite_on_one_rank() -> None:
-    """3: A non-finite value in one rank's shard makes the total norm non-finite on all ranks."""
+    """A non-finite value in one rank's shard makes the total norm non-finite on all ranks."""
     accelerator = start_fsdp(on_non_finite="skip")
     model, optimizer = accelerator.prepare(model := build_seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
     for bad in (float("inf"), float("nan")):
@@ -70,7 +70,7 @@ def trap_not_finite_on_one_rank() -> None:
 
 
 def trap_weightless_nan() -> None:
-    """4: A loss of 0/0 with weight 0 leaves the gradients finite on every rank."""
+    """A loss of 0/0 with weight 0 leaves the gradients finite on every rank."""
     accelerator = start_fsdp()
     model, optimizer = accelerator.prepare(model := build_seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(2):
@@ -86,7 +86,7 @@ def trap_weightless_nan() -> None:
 
 
 def trap_failed_window() -> None:
-    """5: Gradients of a failed window do not leak into the next window."""
+    """Gradients of a failed window do not leak into the next window."""
     norms = []
     for fails in (False, True):
         accelerator = start_fsdp(gradient_accumulation_steps=2)
@@ -109,7 +109,7 @@ def trap_failed_window() -> None:
 
 
 def trap_after_evaluation() -> None:
-    """6: An evaluation forward does not change parameter names and parameters."""
+    """An evaluation forward does not change parameter names and parameters."""
     accelerator = start_fsdp()
     model, _optimizer = accelerator.prepare(model := build_seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
     parts = [id(p) for p in model.parameters()]
@@ -142,7 +142,7 @@ class TiedBlocks(nn.Module):
 
 
 def trap_ties() -> None:
-    """7: Tied weights stay tied in the root and across blocks, and their gradient is the sum over all uses."""
+    """Tied weights stay tied in the root and across blocks, and their gradient is the sum over all uses."""
     accelerator = start_fsdp()
     model = accelerator.prepare(build_seeded(0, GPT))
     mean_square(model, make_tokens())
@@ -163,7 +163,7 @@ def trap_ties() -> None:
 
 
 def trap_seeds() -> None:
-    """8: Models built from different seeds start with rank 0's values and buffers on all ranks."""
+    """Models built from different seeds start with rank 0's values and buffers on all ranks."""
     accelerator = start_fsdp()
     made = build_seeded(accelerator.process_index, lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     made[1].running_mean.fill_(accelerator.process_index)
@@ -183,7 +183,7 @@ class OptionalLayers(nn.Module):
 
 
 def trap_unused_parameters() -> None:
-    """10: A parameter used on one rank gets the sum over the ranks. One used nowhere gets no gradient and no weight decay."""
+    """A parameter used on one rank gets the sum over the ranks. One used nowhere gets no gradient and no weight decay."""
     accelerator = start_fsdp()
     torch.manual_seed(0)
     model = OptionalLayers()

@@ -202,7 +202,7 @@ def test_generation_yields_the_tokens_of_one_process() -> None:
 
 
 def compare_tied_model() -> tuple[float, bool, float]:
-    """Compare a model with tied weights. Splitting only the head, as torch does, gives gradients that differ by 1e-2."""
+    """Compare a model with tied weights. If only the head were split, as by torch itself, gradients would differ by 1e-2."""
     torch.manual_seed(0)
     whole = GPT()
     torch.manual_seed(0)
