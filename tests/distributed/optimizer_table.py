@@ -41,7 +41,8 @@ def make_optimizer(name: str, model: torch.nn.Module) -> Any:
 
     kind: Any = pytorch_optimizer.load_optimizer(name)
     if name in ("adalomo", "adammini", "lomo"):
-        # With its default learning rate of 1.0, Adam-mini diverges on this model, which amplifies rounding without limit.
+        # With its default learning rate of 1.0, Adam-mini diverges on this model, which amplifies rounding without
+        # limit.
         return kind(model, **({"lr": 1e-3} if name == "adammini" else {}))
     if name == "magma":
         return kind(torch.optim.AdamW(model.parameters(), lr=1e-3))

@@ -85,7 +85,8 @@ def run_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, tim
 def _start_ranks(
     function: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float
 ) -> dict[int, tuple[bool, Any]]:
-    # A fork server that has imported torch starts each rank in milliseconds. It has no threads or process groups itself.
+    # A fork server that has imported torch starts each rank in milliseconds. It has no threads or process groups
+    # itself.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.preloaded"])
     with tempfile.TemporaryDirectory() as folder:

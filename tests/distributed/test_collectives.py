@@ -221,7 +221,8 @@ def replicate_model_of_many_types():
 def test_model_is_replicated_in_place():
     for are_alike, most, error in run_ranks(replicate_model_of_many_types, 2):
         assert all(are_alike.values()), are_alike
-        # Of 120 kB, only non-contiguous tensors are copied, one after another. gloo's thread frees the last a moment later.
+        # Of 120 kB, only non-contiguous tensors are copied, one after another. gloo's thread frees the last a moment
+        # later.
         assert most <= (64 * 64 + 8 * 8 * 9) * 4
         assert "ranks have built different models: weight of Linear" in error
         assert "(4, 3)" in error

@@ -77,7 +77,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def make_parts(name: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
     torch.manual_seed(0)
     model = MODELS[name]()
-    # Adam turns a gradient that is zero except for rounding into a full step, as for BERT's key biases. This eps prevents it.
+    # Adam turns a gradient that is zero except for rounding into a full step, as for BERT's key biases. This eps
+    # prevents it.
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, eps=1e-4)
     return model, optimizer, torch.randint(1, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
 

@@ -105,8 +105,8 @@ def compare_resumed_runs(folder, cases, num_ranks_before=None):
     """Stop and resume a run for each case, and compare it with an uninterrupted run.
 
     Returns:
-        For each case: the error that ended the first part, the micro-batches with differences, whether the final states are
-        equal, whether all micro-batches were run, and how many ran after the resume.
+        For each case: the error that ended the first part, the micro-batches with differences, whether the final states
+        are equal, whether all micro-batches were run, and how many ran after the resume.
     """
     outcomes = {}
     for name, settings in cases.items():

@@ -56,7 +56,8 @@ CASES = [
     Case("lora"),
     Case("schedule_free"),
     Case("local_sgd", "--gradient_accumulation_steps 2"),
-    # Two processes end on a batch of repeats that was read ahead with its window, so the script's own arithmetic is right.
+    # Two processes end on a batch of repeats that was read ahead with its window, so the script's own arithmetic is
+    # right.
     Case("autoregressive_accumulation", "--num_sequences 93"),
 ]
 
@@ -136,7 +137,8 @@ def test_numbers_equal_those_of_accelerate(case, world_size, run, tmp_path):
     """Compares all losses, gradients, norms, learning rates, parameters and metrics, on all ranks."""
     args = case.args(world_size)
     if "../class_images" in args:
-        # Class images are drawn beforehand, because the libraries draw from the generator a different number of times (see below).
+        # Class images are drawn beforehand, because the libraries draw from the generator a different number of times
+        # (see below).
         run("accelerate", case.script, args, 1)
     theirs = run("accelerate", case.script, args, world_size)
     ours = run("headway" if world_size == 1 else "flat", case.script, args, world_size)

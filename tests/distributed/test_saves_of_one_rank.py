@@ -227,7 +227,7 @@ def test_saving_code_of_public_scripts(tmp_path):
     assert all(loss == loss for loss in losses)
 
 
-# -------------------------------------------------------------------- numbers, rotation, hooks, and later saves of all ranks
+# -------------------------------------------------------------------- numbers, rotation, hooks, later saves of all ranks
 
 
 def save_numbered(root):

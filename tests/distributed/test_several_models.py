@@ -116,7 +116,8 @@ def alternate_updates(
                 is_ds_turn = not is_ds_turn
 
 
-# The result must not depend on the number of micro-batches, except in turn: there, later micro-batches of G use an updated D.
+# The result must not depend on the number of micro-batches, except in turn: there, later micro-batches of G use an
+# updated D.
 LOOPS: dict[str, Callable[..., None]] = {
     "in turn": train_in_turn,
     "at once": train_at_once,
@@ -183,7 +184,8 @@ def train_with_headway(
     pair = Pair(shares)
     count = accelerator.strategy.data_shard.count
     loader = prepare_pair(accelerator, pair, make_data(), BATCH // steps // count)
-    # Scripts call step() and zero_grad() in every micro-batch. Only the alternating loop needs to know the window's end.
+    # Scripts call step() and zero_grad() in every micro-batch. Only the alternating loop needs to know the window's
+    # end.
     ends = (lambda: accelerator.sync_gradients) if loop is alternate_updates else lambda: True
     loop(pair, loader, accelerator.accumulate, accelerator.backward, ends, penalty)
     found = pair.weights()

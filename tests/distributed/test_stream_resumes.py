@@ -10,7 +10,8 @@ from tests.distributed.stream_resume_ranks import ROWS, read_stream
 
 GLOBAL_BATCH = 8
 
-CASES = [  # kind of stream, shards, first number of ranks, second number of ranks, first number of workers, second number of workers
+# kind of stream, number of shards, ranks before and after the first stop, workers before and after it
+CASES = [
     ("shuffled", 8, 2, 1, 0, 0),
     *(
         pytest.param(*case, marks=pytest.mark.matrix)

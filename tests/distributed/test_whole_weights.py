@@ -130,6 +130,7 @@ def measure_peak(folder):
 def test_gathering_needs_memory_for_one_whole_tensor(tmp_path):
     first, second = run_ranks(measure_peak, 2, str(tmp_path))
     whole = ROWS * ROWS * 4
-    # Rank 0 holds one whole tensor, and a box of a tensor sharded along its second dim. The other rank holds only buffers.
+    # Rank 0 holds one whole tensor, and a box of a tensor sharded along its second dim. The other rank holds only
+    # buffers.
     assert whole / 2 < first < 1.5 * whole + 32 * MB
     assert second < 48 * MB

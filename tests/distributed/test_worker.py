@@ -203,8 +203,8 @@ del works
 
 
 def test_interpreter_is_not_finalized_while_gloo_threads_run(tmp_path):
-    # The group is left open. Under plain Python, about one in fifteen such processes aborts: a gloo thread releases the last
-    # reference to a tensor after the interpreter is gone.
+    # The group is left open. Under plain Python, about one in fifteen such processes aborts: a gloo thread releases
+    # the last reference to a tensor after the interpreter is gone.
     result = launch(tmp_path, ABORTING, "--cpu", "-n", "2")
     assert result.returncode == 0, result.stderr
     assert "finalized" not in result.stdout
