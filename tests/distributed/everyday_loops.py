@@ -63,7 +63,7 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
         samples = [sorted(self.accelerator.gather_for_metrics(batch)[:, 0].tolist()) for batch in batches]
-        self.note(update=self.accelerator.num_updates, samples=samples)
+        self.log(update=self.accelerator.num_updates, samples=samples)
 
     def save(self):
         is_end = self.stop is not None and self.accelerator.num_updates >= self.stop
@@ -76,16 +76,16 @@ class Training:
     def evaluate(self, loader):
         with torch.no_grad():
             found = [self.accelerator.gather_for_metrics(self.model(batch).square()) for batch in loader]
-        self.note(evaluated_after=self.accelerator.num_updates, loss=torch.cat(found).mean().item())
+        self.log(evaluated_after=self.accelerator.num_updates, loss=torch.cat(found).mean().item())
 
-    def note(self, **line):
+    def log(self, **line):
         if self.accelerator.is_main_process:
             with (self.folder / "log").open("a") as log:
                 log.write(json.dumps(line) + "\n")
 
     def end(self):
         model = self.accelerator.unwrap_model(self.model)
-        self.note(weights=[each.tolist() for each in model.parameters()])
+        self.log(weights=[each.tolist() for each in model.parameters()])
 
 
 def zip_loaders(training):

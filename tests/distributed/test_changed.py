@@ -168,7 +168,7 @@ def train_with_trainer(folder, rows, stop_after, **settings):
             seen.append(len(x))
             return {"loss": (self.body(x).squeeze(1) - labels).square().mean()}
 
-    class Teller(TrainerCallback):
+    class StepRecorder(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == stop_after:
                 control.should_save = control.should_training_stop = True
@@ -184,7 +184,7 @@ def train_with_trainer(folder, rows, stop_after, **settings):
         use_cpu=True, disable_tqdm=True, resume_from_checkpoint=not stop_after, **settings,
     )  # fmt: skip
     try:
-        Trainer(Net(), arguments, train_dataset=data, callbacks=[Teller()]).train()
+        Trainer(Net(), arguments, train_dataset=data, callbacks=[StepRecorder()]).train()
     except CheckpointError as error:
         return str(error), seen
     return warned, seen

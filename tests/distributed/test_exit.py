@@ -12,7 +12,7 @@ def engine_threads():
     return sum("gloo" in name for name in names)
 
 @atexit.register  # registered before Headway's function, so called after it
-def tell():
+def report():
     print("engine threads:", during, engine_threads())
 
 import torch

@@ -340,8 +340,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator, ProjectConfiguration, set_seed
 
-def tell(**what):
-    sys.stdout.write(json.dumps(what) + "\\n")
+def print_json(**values):
+    sys.stdout.write(json.dumps(values) + "\\n")
     sys.stdout.flush()
 
 set_seed(0)
@@ -373,7 +373,7 @@ for epoch in accelerator.epochs(2):
         accelerator.wait_for_everyone()
         loss = accelerator.reduce(loss.detach(), "mean")
         if accelerator.is_main_process:
-            tell(update=accelerator.num_updates, loss=loss.item().hex())
+            print_json(update=accelerator.num_updates, loss=loss.item().hex())
 """
 
 

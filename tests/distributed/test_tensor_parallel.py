@@ -268,14 +268,14 @@ def run_with_dropout(sequence_parallel: bool) -> dict[str, Any]:
     TensorParallel(model, make_mesh(), options)
     masks: dict[str, Any] = {}
 
-    def note(name: str) -> Any:
+    def record_mask(name: str) -> Any:
         def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
             masks.setdefault(name, (out == 0).flatten().tolist())
 
         return hook
 
-    model.blocks[0].drop.register_forward_hook(note("residual"))
-    model.blocks[0].drop_within.register_forward_hook(note("within"))
+    model.blocks[0].drop.register_forward_hook(record_mask("residual"))
+    model.blocks[0].drop_within.register_forward_hook(record_mask("within"))
     torch.manual_seed(5)
     out, grads = compute_gradients(model, make_ids())
     follows = torch.rand(2).tolist()

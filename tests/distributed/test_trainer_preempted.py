@@ -25,14 +25,14 @@ class Net(torch.nn.Module):
         logits = self.body(x)
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
-class Tell(TrainerCallback):
+class PrintLosses(TrainerCallback):
     def on_log(self, args, state, control, logs, **kwargs):
         if "loss" in logs and state.is_world_process_zero:
             sys.stdout.write(json.dumps({"update": state.global_step, "loss": logs["loss"].hex()}) + "\\n")
             sys.stdout.flush()
             time.sleep(0.02)
 
-class Strike(TrainerCallback):
+class SendSignal(TrainerCallback):
     num_left = int(pathlib.Path("strike").read_text()) if pathlib.Path("strike").exists() else 0
 
     def on_prediction_step(self, args, state, control, **kwargs):
@@ -46,7 +46,7 @@ rows = [{"x": row, "labels": int(row.sum() > 0)} for row in points]
 args = TrainingArguments("out", per_device_train_batch_size=3, num_train_epochs=4, save_steps=5, save_total_limit=2, logging_steps=1,
                          eval_strategy=(sys.argv[1:] or ["steps"])[0], eval_steps=11, learning_rate=0.01, use_cpu=True,
                          disable_tqdm=True)
-trainer = Trainer(Net(), args, train_dataset=rows, eval_dataset=rows[:8], callbacks=[Tell, Strike])
+trainer = Trainer(Net(), args, train_dataset=rows, eval_dataset=rows[:8], callbacks=[PrintLosses, SendSignal])
 trainer.train()
 if trainer.is_world_process_zero():
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters())).hexdigest()
