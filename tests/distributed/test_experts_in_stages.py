@@ -17,11 +17,11 @@ from headway.planning.dry_run.trial import dry_run_rank, dry_run_stages, run_upd
 from headway.planning.outcome import build_plan
 from tests.devices import ON_CPU
 from tests.distributed import layouts
-from tests.distributed.layouts import VOCABULARY, Curve, Task, by_hand, difference
+from tests.distributed.layouts import VOCABULARY, Curve, Task, measure_differences, train_by_hand
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_expert_parallel import mixtral
 from tests.distributed.test_pipeline import train
-from tests.distributed.test_plan import Text, sgd
+from tests.distributed.test_plan import TokenBatch, sgd
 
 CLOSE = 1e-6
 FOR_PLAN = EngineOptions(pipeline=PipelineOptions("1f1b", num_microbatches=3))
@@ -72,7 +72,7 @@ def test_training_matches_the_hand_written_loop(layout):
     num_ranks, calls, schedules = LAYOUTS[layout]
     by_rank: list[dict[str, Curve]] = run_ranks(train_tasks, num_ranks, calls, schedules, layout, timeout=400)
     for name, task in (calls | schedules).items():
-        expected = by_hand(task)
+        expected = train_by_hand(task)
         for rank, curves in enumerate(by_rank):
             found = curves[name]
             weights = {key: value for key, value in expected["weights"].items() if key in found["weights"]}
@@ -81,7 +81,7 @@ def test_training_matches_the_hand_written_loop(layout):
             )  # only rank 0 has the whole weights of a task with a schedule
             if not weights:
                 found["weights"] = weights = {"": torch.zeros(1)}
-            differences = difference({**expected, "weights": weights}, found)
+            differences = measure_differences({**expected, "weights": weights}, found)
             assert max(differences.values()) < (1e-3 if task.optimizer == "fused" else CLOSE), (name, rank, differences)
 
 
@@ -127,7 +127,7 @@ def compute_masked_mean(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> to
     return (losses * mask.flatten()).sum() / mask.sum()
 
 
-def train_by_hand(num_items: list[int], lengths: list[int]) -> dict[str, torch.Tensor]:
+def train_rows_by_hand(num_items: list[int], lengths: list[int]) -> dict[str, torch.Tensor]:
     """Return the weights after the same update in plain PyTorch on one process."""
     torch.manual_seed(0)
     model = mixtral(num_hidden_layers=2)
@@ -149,7 +149,7 @@ def train_by_hand(num_items: list[int], lengths: list[int]) -> dict[str, torch.T
 )
 def test_ranks_with_different_rows_exchange_tokens(layout, num_ranks, as_batch, num_items, lengths):
     found = run_ranks(train_on_rows, num_ranks, layout, num_items, lengths, as_batch)[0]
-    expected = train_by_hand(num_items, lengths)
+    expected = train_rows_by_hand(num_items, lengths)
     for name, tensor in expected.items():
         torch.testing.assert_close(
             found[name], tensor, rtol=0, atol=CLOSE, msg=lambda text, name=name: f"{name}: {text}"
@@ -204,15 +204,15 @@ def measure_update() -> tuple[Any, int]:
     """Run one update by 1F1B. Return the record of its exchanges, and the bytes of this rank's weights."""
     accelerator = Accelerator(cpu=True, strategy="pp=2+ep=2", kwargs_handlers=[FOR_PLAN.pipeline])
     model = accelerator.prepare(make_for_plan())
-    drive = PipelineDriver(accelerator.strategy, "1f1b", Text(6))
-    trial = run_update(model, parse_layout("pp=2+ep=2").resolve(4), Text(6), sgd, drive=drive)
+    drive = PipelineDriver(accelerator.strategy, "1f1b", TokenBatch(6))
+    trial = run_update(model, parse_layout("pp=2+ep=2").resolve(4), TokenBatch(6), sgd, drive=drive)
     return trial, sum(p.to_local().nbytes for p in model.parameters() if not p.is_meta)  # type: ignore[attr-defined]
 
 
 def test_plan_matches_real_ranks():
     """Only agreements of a few numbers are not in a plan, and it assumes that tokens are spread evenly over experts."""
     layout = parse_layout("pp=2+ep=2").resolve(4)
-    dry_run = partial(dry_run_rank, make_for_plan, layout, step=Text(6), make_optimizer=sgd, options=FOR_PLAN)
+    dry_run = partial(dry_run_rank, make_for_plan, layout, step=TokenBatch(6), make_optimizer=sgd, options=FOR_PLAN)
     trials = dry_run_stages(layout, lambda rank, answers: dry_run(rank, peer_answers=answers))
     planned = build_plan("pp=2+ep=2", layout, trials, 0)
     for rank, (trial, weights) in enumerate(run_ranks(measure_update, 4)):

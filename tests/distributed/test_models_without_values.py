@@ -10,7 +10,7 @@ from torch import nn
 from headway import Accelerator, init_empty_weights
 from headway.core.strategies.fully_sharded.dtensors import get_local_shard
 from tests.devices import ON_CPU
-from tests.distributed.layouts import VOCABULARY, seeded
+from tests.distributed.layouts import VOCABULARY, build_seeded
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_expert_parallel import mixtral
 
@@ -29,7 +29,7 @@ def compare_models(layout: str, file: str) -> None:
     for source in ("values", "file", "initializers"):
         accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
         if source == "values":
-            model = seeded(0, mixtral)
+            model = build_seeded(0, mixtral)
         else:
             with init_empty_weights():
                 model = mixtral()
@@ -50,7 +50,7 @@ def compare_models(layout: str, file: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_models_on_the_meta_device_are_split(layout, tmp_path: Path):
-    model = seeded(0, mixtral)
+    model = build_seeded(0, mixtral)
     save_file(
         {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors"
     )
