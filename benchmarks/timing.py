@@ -30,9 +30,18 @@ def children() -> float:
 
 
 def interleave(
-    passes: Mapping[str, Callable[[], Any]], repeats: int, cpu_clock: Callable[[], float] = time.process_time
+    passes: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    cpu_clock: Callable[[], float] = time.process_time,
+    before: Callable[[], None] = lambda: None,
 ) -> dict[str, list[tuple[float, float]]]:
     """Run each pass once as a warm-up, then all of them in turn, `repeats` times, each time from another one on.
+
+    Args:
+        passes: Functions to measure, by name.
+        repeats: Number of measured calls of each function.
+        cpu_clock: Function that returns the CPU seconds used so far. Default: those of this process.
+        before: Function called before each pass, outside of the measured time. Default: a function that does nothing.
 
     Returns:
         For each name, (wall, CPU) seconds of every repeat; repeat i of all names ran side by side.
@@ -43,6 +52,7 @@ def interleave(
     for repeat in range(repeats):
         shift = repeat % len(names)
         for name in names[shift:] + names[:shift]:
+            before()
             wall, cpu = time.perf_counter(), cpu_clock()
             passes[name]()
             found[name].append((time.perf_counter() - wall, cpu_clock() - cpu))

@@ -1,6 +1,10 @@
-"""How close do saves and loads come to the disk? The floors write and read the same bytes in plain Python, in the same run.
+"""How close do saves and loads come to the disk? The floors do the same work by hand, in the same run.
 
-`python benchmarks/run.py disk [repeats] [GB...]`. Sizes that the folder's disk or the memory cannot hold four times are left out.
+`python -m benchmarks.disk.measure [repeats] [GB...]`. Sizes that the folder's disk cannot hold six times are left out.
+
+A floor keeps only the promises in its name, such as fsync, new tensors for the optimizer's state, hashes that are compared
+before a weight changes, or one file that is read back before a rename puts it in place. Before a cold load, the files are
+removed from the page cache.
 """
 
 import gc
@@ -16,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from benchmarks.timing import HAS_ACCELERATE, interleave, num_repeats, rows_of, save
 
@@ -23,6 +28,9 @@ LAYER = 2041  # 16.7 MB of weights, and twice that in Adam
 STREAMS = 4
 SIZES = (0.2, 0.7, 1.5)
 """Training states in GB."""
+Times = Sequence[tuple[float, float]]
+"""(wall, CPU) seconds of each repeat."""
+Passes = dict[str, Callable[[], Any]]
 
 
 def prepare(library: str, num_bytes: float, folder: Path, is_cpu: bool = True) -> tuple[Any, Any, Any]:
@@ -90,16 +98,86 @@ def write_floor(views: Sequence[memoryview], folder: Path, num_streams: int, is_
     shutil.rmtree(former, ignore_errors=True)
 
 
-def read_floor(views: Sequence[memoryview], folder: Path, num_streams: int) -> None:
-    """Read the bytes that `write_floor` wrote with as many streams into the same memory."""
-    parts = deal(views, num_streams)
+def read_floor(
+    views: Sequence[memoryview], folder: Path, num_streams: int, is_kept: bool = True, is_hashed: bool = False
+) -> list[str]:
+    """Read the bytes that `write_floor` wrote with as many streams, and return the hash of each stream.
+
+    Args:
+        views: Memory of the tensors.
+        folder: Folder that `write_floor` wrote.
+        num_streams: Number of threads, each of which reads one file.
+        is_kept: Whether to read into the memory of the tensors. False: each thread reuses one block. Default: True.
+        is_hashed: Whether to hash the bytes. Default: False, the hashes are those of no bytes.
+    """
+    parts, hashes = deal(views, num_streams), [""] * num_streams
 
     def read(index: int) -> None:
+        digest, block = xxhash.xxh3_128(), memoryview(bytearray(2**20))
         with open(folder / str(index), "rb", buffering=0) as file:
             for piece in parts[index]:
-                file.readinto(piece)
+                target = piece if is_kept else block[: len(piece)]
+                file.readinto(target)
+                if is_hashed:
+                    digest.update(target)
+        hashes[index] = digest.hexdigest()
 
     run_streams(read, num_streams)
+    return hashes
+
+
+def load_floor(
+    weights: Sequence[memoryview], state: Sequence[torch.Tensor], folder: Path, hashes: Sequence[str] = ()
+) -> list[str]:
+    """Read the optimizer's state into new tensors, and the weights into the parameters.
+
+    If hashes are given, all bytes are compared with them before a parameter changes, so the weights are read twice.
+
+    Args:
+        weights: Memory of the parameters.
+        state: Tensors of the optimizer's state, which are not changed.
+        folder: Folder with one folder of streams for the weights and one for the state.
+        hashes: Hashes that an earlier call has returned. Default: (), nothing is compared.
+    """
+    found = read_floor(weights, folder / "weights", STREAMS, is_kept=False, is_hashed=True) if hashes else []
+    made = [view_of(torch.empty_like(tensor)) for tensor in state]
+    found += read_floor(made, folder / "state", STREAMS, is_hashed=bool(hashes))
+    if list(hashes) != (found if hashes else []):
+        raise RuntimeError("other bytes were read than were written")
+    read_floor(weights, folder / "weights", STREAMS)
+    return found
+
+
+def replace_floor(views: Sequence[memoryview], path: Path, is_compared: bool) -> None:
+    """Write one file and rename it to its name, without fsync.
+
+    Args:
+        views: Memory of the tensors.
+        path: File to create or replace.
+        is_compared: Whether to hash the bytes, and to read the file back and compare its hash before the rename.
+    """
+    written, read, made = xxhash.xxh3_128(), xxhash.xxh3_128(), path.with_suffix(".tmp")
+    with open(made, "wb", buffering=0) as file:
+        for piece in deal(views, 1)[0]:
+            file.write(piece)
+            if is_compared:
+                written.update(piece)
+    if is_compared:
+        block = memoryview(bytearray(2**20))
+        with open(made, "rb", buffering=0) as file:
+            while count := file.readinto(block):
+                read.update(block[:count])
+        if read.digest() != written.digest():
+            raise RuntimeError("other bytes were read than were written")
+    made.replace(path)
+
+
+def evict(folder: Path) -> None:
+    """Remove the files below a folder from the page cache. They must have been forced to the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def force(folder: Path) -> None:
@@ -110,27 +188,41 @@ def force(folder: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def list_passes(folder: Path, num_bytes: float) -> dict[str, dict[str, Callable[[], Any]]]:
-    """Return the passes by group. The first of each group is the floor that the others are compared with."""
+def list_passes(folder: Path, num_bytes: float) -> dict[str, Passes]:
+    """Return the passes by group. Within a group, the floors come first."""
     ours, model, optimizer = prepare("headway", num_bytes, folder / "ours")
-    weights, state = list_bytes(model, optimizer)
-    every, raw = [*weights, *state], folder / "raw"
-    groups: dict[str, dict[str, Callable[[], Any]]] = {
+    weights, _ = list_bytes(model, optimizer)
+    tensors = [each for one in optimizer.optimizer.state.values() for each in one.values() if each.ndim]
+    every, raw, read = [*weights, *map(view_of, tensors)], folder / "raw", folder / "read"
+    read.mkdir()
+    write_floor(weights, read / "weights", STREAMS)
+    write_floor([view_of(tensor) for tensor in tensors], read / "state", STREAMS)
+    hashes = read_floor(weights, read / "weights", STREAMS, False, True)
+    hashes += read_floor([view_of(tensor) for tensor in tensors], read / "state", STREAMS, False, True)
+    loads: Passes = {
+        "floor, new tensors for the optimizer": lambda: load_floor(weights, tensors, read),
+        "floor, and hashes compared first": lambda: load_floor(weights, tensors, read, hashes),
+        "floor, all into tensors that exist": lambda: [
+            read_floor(weights, read / "weights", STREAMS),
+            read_floor([view_of(tensor) for tensor in tensors], read / "state", STREAMS),
+        ],
+        "headway load_state": ours.load_state,
+    }
+    groups: dict[str, Passes] = {
         "save": {
             "floor, 4 streams and fsync": lambda: write_floor(every, raw, STREAMS),
             "floor, 1 stream and fsync": lambda: write_floor(every, raw, 1),
             "headway save_state": ours.save_state,
         },
-        "load": {
-            "floor, 4 streams": lambda: read_floor(every, folder / "read", STREAMS),
-            "headway load_state": ours.load_state,
-        },
+        "load": loads,
+        "load, cold": loads,
         "save_model": {
-            "floor, 4 streams, no fsync": lambda: write_floor(weights, raw, STREAMS, False),
+            "floor, one file and a rename": lambda: replace_floor(weights, folder / "raw.safetensors", False),
+            "floor, and read back": lambda: replace_floor(weights, folder / "raw.safetensors", True),
+            "floor, 4 files": lambda: write_floor(weights, raw, STREAMS, False),
             "headway save_model": lambda: ours.save_model(model, folder / "weights"),
         },
     }
-    write_floor(every, folder / "read", STREAMS)
     if HAS_ACCELERATE:
         peer, their_model, _ = prepare("accelerate", num_bytes, folder / "peer")
 
@@ -142,22 +234,34 @@ def list_passes(folder: Path, num_bytes: float) -> dict[str, dict[str, Callable[
             "accelerate save_state, no fsync": peer.save_state,
             "accelerate save_state and fsync": save_and_force,
         }
-        groups["load"]["accelerate load_state"] = peer.load_state
+        loads["accelerate load_state"] = peer.load_state
         groups["save_model"]["accelerate save_model"] = lambda: peer.save_model(their_model, folder / "their_weights")
     return groups
 
 
-def measure(folder: Path, num_gb: float, repeats: int) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return the rows of one size, and each pass's pace as a multiple of its floor's: the median of pairs in turn."""
-    rows, paces = {}, {}
-    for group, passes in list_passes(folder, num_gb * 1e9).items():
-        found = interleave({f"{num_gb:g} GB, {group}: {name}": act for name, act in passes.items()}, repeats)
-        rows |= rows_of(found, 1.0)
-        floor = next(iter(found.values()))
-        for name, times in found.items():
-            paces[name] = round(statistics.median(base[0] / time[0] for base, time in zip(floor, times)), 2)
+def measure(folder: Path, num_gb: float, repeats: int) -> tuple[dict[str, Any], list[str]]:
+    """Return the rows of one size, and a line for each pass that is not a floor: its pace beside each floor."""
+    rows, lines = {}, []
+
+    def forget() -> None:
         os.sync()
-    return rows, paces
+        evict(folder)
+
+    for group, passes in list_passes(folder, num_gb * 1e9).items():
+        # Bytes that a pass has not forced to the disk would slow the next one down.
+        found = interleave(passes, repeats, before=forget if group == "load, cold" else os.sync)
+        rows |= rows_of({f"{num_gb:g} GB, {group}: {name}": times for name, times in found.items()}, 1.0)
+        floors = [name for name in found if name.startswith("floor")]
+        for name in found.keys() - set(floors):
+            paces = ", ".join(f"{_compare(found[floor], found[name])} ({floor})" for floor in floors)
+            lines.append(f"{num_gb:g} GB, {group}, {name}: {paces}")
+    return rows, sorted(lines)
+
+
+def _compare(floor: Times, times: Times) -> str:
+    """Return the pace as a multiple of a floor's, by wall time and by CPU time: medians of repeats side by side."""
+    wall, cpu = (statistics.median(base[at] / time[at] for base, time in zip(floor, times)) for at in (0, 1))
+    return f"{wall:.2f}/{cpu:.2f}"
 
 
 def main() -> None:
@@ -165,21 +269,16 @@ def main() -> None:
     logging.disable(logging.WARNING)
     repeats, sizes = num_repeats(7), [float(word) for word in sys.argv[2:]] or SIZES
     rows: dict[str, Any] = {}
-    paces: dict[str, float] = {}
+    lines: list[str] = []
     for num_gb in sizes:
         with tempfile.TemporaryDirectory(dir=os.environ.get("BENCHMARK_FOLDER")) as name:
             if shutil.disk_usage(name).free < 6e9 * num_gb:
                 continue
             found = measure(Path(name), num_gb, repeats)
-            rows, paces = rows | found[0], paces | found[1]
+            rows, lines = rows | found[0], lines + found[1]
         gc.collect()
-    told = "; ".join(f"{name}: {pace:g}" for name, pace in paces.items())
-    save(
-        "disk",
-        "s",
-        rows,
-        note=f"Pace as a multiple of the first row of the group, median of repeats side by side: {told}",
-    )
+    told = "Pace as a multiple of each floor's, by wall time/CPU time, median of repeats side by side"
+    save("disk", "s", rows, note=f"{told}: {'; '.join(lines)}")
 
 
 if __name__ == "__main__":

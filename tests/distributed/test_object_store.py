@@ -370,10 +370,10 @@ def test_object_store_example_ends_with_the_undisturbed_loss():
 
 def test_upload_buffers_one_part_per_thread(proxy, port):
     """While 160 MB are sent from memory, only four parts of 16 MiB are buffered."""
-    from headway.core.checkpoint.format.tensors import write_shard
+    from headway.core.checkpoint.format.tensors import write_shards
 
     tensors = [(str(i), torch.full((10_000_000,), float(i))) for i in range(4)]
-    write_shard(to_path(f"s3://{server.BUCKET}/warm/a.safetensors"), [("x", torch.ones(3))])
+    write_shards(to_path(f"s3://{server.BUCKET}/warm"), {"a.safetensors": [("x", torch.ones(3))]})
     before, peak, is_over = _read_resident_bytes(), [0], threading.Event()
 
     def watch():
@@ -396,12 +396,12 @@ def test_upload_buffers_one_part_per_thread(proxy, port):
 
 def _send_without_proxy(port, path, tensors):
     """Send to the server directly, because the proxy would buffer the data in this process."""
-    from headway.core.checkpoint.format.tensors import write_shard
+    from headway.core.checkpoint.format.tensors import write_shards
 
     os.environ.update(server.environment(port, patience=120, timeout=60))
     scope.clear()
     path.parent.exists()
-    return write_shard(path, tensors)
+    return write_shards(path.parent, {path.name: tensors})[0]
 
 
 def _read_resident_bytes():

@@ -23,7 +23,8 @@ class TaskThreads:
     still be running then, so these are plain threads.
 
     Args:
-        num_threads: Number of threads. Fewer are used if the system cannot start that many.
+        num_threads: Number of threads. Fewer are used if the system cannot start that many. 0: the caller's thread runs
+            submitted tasks in `submit`, and added tasks in `wait`.
         name: Name of the threads.
         max_waiting: Maximum number of unfinished submitted tasks. `submit` blocks until there are fewer.
     """
@@ -65,6 +66,9 @@ class TaskThreads:
         Raises:
             BaseException: The error of an earlier task, if one has failed.
         """
+        if not self._num_threads:
+            call()
+            return
         self._free.acquire()
         self._tasks.put(_Task(next(self._numbers), call, is_limited=True))
         self.check()
@@ -79,6 +83,9 @@ class TaskThreads:
         Raises:
             BaseException: The error of the earliest failed task, if one has failed.
         """
+        while not (self._num_threads or self._tasks.empty()):
+            self._tasks.get().call()  # type: ignore[union-attr]
+            self._tasks.task_done()
         self._tasks.join()
         self.check()
 

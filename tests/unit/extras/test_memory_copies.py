@@ -113,14 +113,14 @@ def test_the_resumed_checkpoint_is_newer_than_the_damaged_one(memory, tmp_path):
 
 
 def test_training_continues_when_shared_memory_is_full(memory, tmp_path, monkeypatch, caplog):
-    real = writer.write_shard
+    real = writer.write_shards
 
-    def write_shard(path, tensors, num_files):
-        if memory in path.parents:
+    def write_shards(folder, files, num_files):
+        if memory in folder.parents:
             raise OSError(28, "No space left on device")
-        return real(path, tensors, num_files)
+        return real(folder, files, num_files)
 
-    monkeypatch.setattr(writer, "write_shard", write_shard)
+    monkeypatch.setattr(writer, "write_shards", write_shards)
     whole, _ = run(tmp_path / "whole", every=0)
     with caplog.at_level(logging.WARNING):
         losses, _ = run(tmp_path, save_at=(4,))
@@ -131,17 +131,17 @@ def test_training_continues_when_shared_memory_is_full(memory, tmp_path, monkeyp
 
 
 def test_a_change_while_it_is_kept_is_noticed(memory, tmp_path, monkeypatch, caplog):
-    real = writer.write_shard
+    real = writer.write_shards
     changed = []
 
-    def write_shard(path, tensors, num_files):
-        for name, tensor in tensors:
-            if memory in path.parents and name == "model/0/0.weight":
+    def write_shards(folder, files, num_files):
+        for name, tensor in (each for tensors in files.values() for each in tensors):
+            if memory in folder.parents and name == "model/0/0.weight":
                 changed.append(name)
                 tensor.add_(0)  # in the memory of the parameter itself
-        return real(path, tensors, num_files)
+        return real(folder, files, num_files)
 
-    monkeypatch.setattr(writer, "write_shard", write_shard)
+    monkeypatch.setattr(writer, "write_shards", write_shards)
     with caplog.at_level(logging.WARNING):
         run(tmp_path)
     assert changed == ["model/0/0.weight"]

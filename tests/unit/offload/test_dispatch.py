@@ -134,16 +134,23 @@ def test_an_adapter_is_trained_on_weights_in_files(tmp_path):
 
 
 def test_a_save_that_did_not_reach_the_disk_is_an_error_and_replaces_nothing(tmp_path, monkeypatch):
-    from headway.core.weights import export as weights
-    from headway.core.weights.shards import write_file
+    from headway.core.weights.parallel_writer import ParallelWriter
     from headway.errors import CheckpointError
 
     save_weights([("a", torch.zeros(2))], tmp_path, "1GB")
 
-    def damaged(path, specs, values, metadata):
-        write_file(path, specs, [(name, tensor + 1) for name, tensor in values], metadata)
+    real = ParallelWriter.write
 
-    monkeypatch.setattr(weights, "write_file", damaged)
+    def damaged(writer, path, specs, values, *args, on_written):
+        def change(file):
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+            on_written(file)
+
+        return real(writer, path, specs, values, *args, on_written=change)
+
+    monkeypatch.setattr(ParallelWriter, "write", damaged)
     with pytest.raises(CheckpointError, match="does not contain what was written"):
         save_weights([("a", torch.ones(2))], tmp_path, "1GB")
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

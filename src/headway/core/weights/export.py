@@ -14,7 +14,7 @@ import json
 import logging
 import pickle
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatch
 from functools import partial
@@ -23,24 +23,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from headway.common.atomic import open_replacement, write_text
 from headway.common.object_path import open_writable, to_path
 from headway.common.optional import require
 from headway.common.text import parse_bytes
-from headway.core.weights.files import map_safetensors
 from headway.core.weights.parallel_writer import (
     LazyFullTensor,
     ParallelWriter,
     RangedFile,
     check_specs,
     compare_range,
-    is_large,
+    count_threads,
 )
 from headway.core.weights.pieces import get_memory_key
-from headway.core.weights.shards import TensorSpec, get_raw_bytes, is_bit_identical, order_widest_first, write_file
-from headway.errors import CheckpointError, ConfigError
+from headway.core.weights.shards import TensorSpec, order_widest_first, write_file
+from headway.errors import ConfigError
 from headway.log import get_logger
 
 # A separate logger, so that HEADWAY_LOG_LEVEL does not make every rank log each file.
@@ -147,11 +145,7 @@ def _save(tensors: Iterable[tuple[str, Any]], folder: Path, max_shard_size: int 
             for file, shard in zip(names, shards)
         }
         logging.getLogger(__name__).info("writing %s to %s", ", ".join(names), folder)
-        if is_large(_spec(tensor).num_bytes for tensor in kept.values()):
-            _write_in_parallel(files, tied)
-        else:
-            for staged, part in files.items():
-                _verify(staged, part, _write(staged, part, tied))
+        _write_and_compare(files, tied)
     if len(shards) > 1:
         total = sum(_spec(tensor).num_bytes for tensor in kept.values())
         weight_map = {name: file for file, shard in zip(names, shards) for name in shard}
@@ -220,7 +214,10 @@ def save_object(obj: Any, path: str | Path, safe_serialization: bool = False) ->
     path = to_path(path)
     with open_writable(path.parent) as folder, open_replacement(folder / path.name) as staged:
         if safe_serialization:
-            _write(staged, *split_ties(obj.items()))
+            kept, tied = split_ties(obj.items())
+            write_file(
+                staged, order_widest_first({name: _spec(each) for name, each in kept.items()}), kept.items(), tied
+            )
         else:
             torch.save(obj, staged)
 
@@ -248,32 +245,8 @@ def _spec(tensor: Any) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
 
-def _write(path: Path, tensors: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, str]:
-    """Write tensors to a file, and return the hashes of those that had to be assembled in memory, by name.
-
-    Args:
-        path: File to write.
-        tensors: Tensors by name.
-        tied: Mapping from each tied name to the name under which the tensor is written.
-    """
-    specs = order_widest_first({name: _spec(tensor) for name, tensor in tensors.items()})
-    hashes: dict[str, str] = {}
-
-    def values() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in specs:
-            tensor = tensors[name]
-            if not isinstance(tensor, torch.Tensor):
-                tensor = tensor.whole()
-                hashes[name] = _hash(tensor)
-            yield name, tensor
-            del tensor  # free it before the next one is assembled
-
-    write_file(path, specs, values(), tied)
-    return hashes
-
-
-def _write_in_parallel(files: Mapping[Path, Mapping[str, Any]], tied: Mapping[str, str]) -> None:
-    """Write files from several threads. Each file is read back and compared while the next one is written.
+def _write_and_compare(files: Mapping[Path, Mapping[str, Any]], tied: Mapping[str, str]) -> None:
+    """Write files. Each file is read back and compared. If several threads write, the next file is written meanwhile.
 
     Args:
         files: Tensors by name, for each file.
@@ -282,7 +255,8 @@ def _write_in_parallel(files: Mapping[Path, Mapping[str, Any]], tied: Mapping[st
     Raises:
         CheckpointError: If a file, when read back, differs from the tensors.
     """
-    with ParallelWriter() as writer:
+    num_bytes = sum(_spec(tensor).num_bytes for tensors in files.values() for tensor in tensors.values())
+    with ParallelWriter(count_threads(num_bytes)) as writer:
 
         def compare(specs: Mapping[str, TensorSpec], file: RangedFile) -> None:
             check_specs(file.path, specs)
@@ -293,33 +267,6 @@ def _write_in_parallel(files: Mapping[Path, Mapping[str, Any]], tied: Mapping[st
             specs = order_widest_first({name: _spec(tensor) for name, tensor in tensors.items()})
             values = ((name, tensors[name]) for name in specs)
             writer.write(path, specs, values, tied, on_written=partial(compare, specs))
-
-
-def _hash(tensor: torch.Tensor) -> str:
-    return xxhash.xxh3_128(memoryview(get_raw_bytes(tensor).numpy())).hexdigest()  # type: ignore[arg-type]
-
-
-def _verify(path: Path, wanted: Mapping[str, Any], hashes: Mapping[str, str]) -> None:
-    """Raise `CheckpointError` unless a file contains exactly the given tensors, bit by bit.
-
-    Args:
-        path: File to read.
-        wanted: Tensors by name.
-        hashes: Hashes, by name, of the tensors that were assembled in memory for the file and have been freed.
-    """
-    stored, _ = map_safetensors(path)
-
-    def is_held(name: str) -> bool:
-        if name not in stored:
-            return False
-        tensor = stored[name].tensor()
-        return _hash(tensor) == hashes[name] if name in hashes else is_bit_identical(tensor, wanted[name])
-
-    differing = [name for name in wanted if not is_held(name)]
-    if differing or len(stored) != len(wanted):
-        raise CheckpointError(
-            f"{path} does not contain what was written ({', '.join(differing[:3])}); nothing was replaced. Save to another disk"
-        )
 
 
 def _folder(path: str | Path) -> Path:

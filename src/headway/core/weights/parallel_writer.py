@@ -2,8 +2,8 @@
 
 A range is 16 MiB of a file, so that one large file keeps several threads busy. Each thread collects the bytes of a
 range from the tensors, hashes them, and writes them to their offset. There is one hash for each piece of a file. A
-piece has a fixed number of bytes. The thread that writes the last range of a file flushes the file to the disk (fsync),
-while the others write the next file.
+piece has a fixed number of bytes. After the last range of a file, a thread flushes the file to the disk (fsync), while
+the others write the next file. The calling thread writes small files itself, and flushes them when all are written.
 
 Values that are contiguous in host memory are written without a copy. Contiguous values on a device are copied
 through one small buffer per thread. Other values are first copied to host memory. `MAX_COPIES` limits these copies.
@@ -306,14 +306,16 @@ class _FileInProgress:
         self._lock = threading.Lock()
         self._num_unfinished = -(-file.num_bytes // range_bytes)
 
-    def finish_range(self) -> None:
-        """Record that a range has been written. The last range completes the file."""
+    def finish_range(self) -> bool:
+        """Record that a range has been written. Return True if it is the last one, after which `finish` must be called."""
         with self._lock:
             self._num_unfinished -= 1
-            is_last = self._num_unfinished == 0
-        if is_last:
-            self.sink.finish()
-            self._on_written(self.file)
+            return self._num_unfinished == 0
+
+    def finish(self) -> None:
+        """Complete the file."""
+        self.sink.finish()
+        self._on_written(self.file)
 
 
 class ParallelWriter:
@@ -323,7 +325,7 @@ class ParallelWriter:
     MiB of pinned memory. All threads together use at most `MAX_COPIES` for host copies, or a single larger copy.
 
     Args:
-        num_threads: Number of threads. Default: 4.
+        num_threads: Number of threads. 0: the calling thread writes, as `count_threads` advises for few bytes. Default: 4.
     """
 
     def __init__(self, num_threads: int = THREADS) -> None:
@@ -468,7 +470,8 @@ class ParallelWriter:
         offset, digests = wanted.start, []
         digest, filled = xxhash.xxh3_128(), 0
         is_whole = isinstance(sink, _ObjectSink)
-        for view in self._gather(wanted.segments, progress.range_bytes if is_whole else BLOCK, is_whole):
+        most = progress.range_bytes if is_whole else BLOCK
+        for view in self._gather(wanted.segments, min(most, wanted.num_bytes), is_whole):
             if self._threads.has_failed:
                 return
             sink.write(view, offset)
@@ -490,7 +493,8 @@ class ParallelWriter:
         wanted.segments.clear()  # frees the copies before others are made, and before the fsync
         self._copies.release(num_copied)
         sink.end_range(wanted.start, wanted.num_bytes)
-        progress.finish_range()
+        if progress.finish_range():
+            self._threads.add(progress.finish)
 
     def _gather(self, segments: Sequence[_Segment], num_bytes: int, is_whole: bool) -> Iterator[memoryview]:
         """Yield the bytes of the segments in blocks of at most `num_bytes`.
@@ -553,16 +557,13 @@ class ParallelWriter:
         return found
 
 
-def is_large(sizes: Iterable[int]) -> bool:
-    """Whether tensors of these sizes should be written by several threads.
+def count_threads(num_bytes: int) -> int:
+    """Return the number of threads that should write the given number of bytes to a disk: 4, or 0 for fewer than 64 MiB.
 
-    The result is False if the address space of the process is limited. A new thread that gets no memory would then end
-    the process.
-
-    Args:
-        sizes: Sizes of the tensors in bytes.
+    The result is 0 if the address space of the process is limited. A new thread that gets no memory would then end the
+    process.
     """
-    return sum(sizes) >= _LARGE and not _is_address_space_limited()
+    return THREADS if num_bytes >= _LARGE and not _is_address_space_limited() else 0
 
 
 def _is_address_space_limited() -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +19,6 @@ from typing import Any, BinaryIO
 import torch
 
 from headway.common.garbage import pause_garbage_collection
-from headway.common.object_path import ObjectPath
 from headway.errors import CheckpointError
 
 DTYPES = {
@@ -220,8 +219,6 @@ def write_file(
     specs: Mapping[str, TensorSpec],
     values: Iterable[tuple[str, torch.Tensor]],
     metadata: Mapping[str, str] | None = None,
-    passing: Callable[[memoryview], None] | None = None,
-    is_forced: bool = False,
 ) -> None:
     """Write a safetensors file, with one tensor in memory at a time.
 
@@ -230,9 +227,6 @@ def write_file(
         specs: Shape and dtype of each tensor, in the order of the file.
         values: Pairs of (name, tensor), on any device and in any order.
         metadata: Entries for the metadata in the file's header. Default: None.
-        passing: Function that receives the bytes as they are written. They are in the file's order if the values are.
-            Default: None.
-        is_forced: Whether to flush the file to the disk with fsync before returning. Default: False.
 
     Raises:
         OSError: If the disk is full or not writable.
@@ -242,8 +236,8 @@ def write_file(
     left = set(specs)
     try:
         # Small tensors are collected in the buffer and written together. Larger blocks bypass it.
-        with path.open("wb", buffering=0 if isinstance(path, ObjectPath) else BLOCK) as file:
-            _put(file, memoryview(header), passing)
+        with path.open("wb", buffering=BLOCK) as file:
+            _put(file, memoryview(header))
             for name, tensor in values:
                 spec = specs.get(name)
                 if spec is None or (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
@@ -252,14 +246,11 @@ def write_file(
                     )
                 if file.tell() != starts[name]:
                     file.seek(starts[name])
-                _put_blocks(file, tensor, passing)
+                _put(file, memoryview(get_raw_bytes(tensor).numpy()))  # type: ignore[arg-type]
                 left.discard(name)
                 del tensor  # free it before the next one is produced
             if left:
                 raise CheckpointError(f"{path}: no values came for {', '.join(sorted(left)[:5])}")
-            if is_forced and not isinstance(path, ObjectPath):
-                file.flush()
-                os.fsync(file.fileno())
     except OSError as error:
         _add_path(error, path)
         raise
@@ -311,14 +302,6 @@ def encode_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) 
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in offsets.items()}
 
 
-def _put_blocks(file: BinaryIO, tensor: torch.Tensor, passing: Callable[[memoryview], None] | None) -> None:
-    data = memoryview(get_raw_bytes(tensor).numpy())  # type: ignore[arg-type]
-    for start in range(0, tensor.nbytes, BLOCK):
-        _put(file, data[start : start + BLOCK], passing)
-
-
-def _put(file: BinaryIO, view: memoryview, passing: Callable[[memoryview], None] | None) -> None:
-    if passing is not None:
-        passing(view)
+def _put(file: BinaryIO, view: memoryview) -> None:
     while view:
         view = view[file.write(view) :]

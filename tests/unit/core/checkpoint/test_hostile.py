@@ -21,7 +21,7 @@ from headway.core.checkpoint.format.manifest import (
     _digest,
     read_manifest,
 )
-from headway.core.checkpoint.format.tensors import hash_file, write_shard
+from headway.core.checkpoint.format.tensors import hash_file, write_shards
 from headway.core.checkpoint.loading.files import read_state, verify_checkpoint
 from headway.errors import CheckpointError
 from tests.unit.core.checkpoint.loading.test_files import TENSORS, job, save
@@ -116,7 +116,7 @@ def test_chunks_in_no_grid_are_read(tmp_path):
     whole = torch.arange(9.0).reshape(3, 3)
     boxes = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
     parts = {str(i): whole[y : y + h, x : x + w] for i, ((y, x), (h, w)) in enumerate(boxes)}
-    written = write_shard(tmp_path / "f", list(parts.items()))
+    [written] = write_shards(tmp_path, {"f": list(parts.items())})
     chunks = tuple(Chunk(place, shape, "f", str(i)) for i, (place, shape) in enumerate(boxes))
     found = Manifest.decode(Manifest({"a": TensorEntry((3, 3), "float32", chunks)}, {"f": written}).encode())
     assert torch.equal(dict(read_tensors(tmp_path, found))["a"], whole)

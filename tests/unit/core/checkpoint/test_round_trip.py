@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as npst
 
 from headway.core.checkpoint.format.arrays import read_values
 from headway.core.checkpoint.format.manifest import ITEM_BYTES, Manifest
-from headway.core.checkpoint.format.tensors import check_header, write_shard
+from headway.core.checkpoint.format.tensors import write_shards
 from headway.core.checkpoint.format.text import to_logical_name
 from headway.core.checkpoint.format.values import decode_value, encode_value
 from headway.core.weights.shards import find_dtype, get_raw_bytes, view_as_bits
@@ -29,8 +29,7 @@ def through_bytes(value, folder):
     tensors = {}
     encoded = encode_value(value, "custom/0", tensors)
     path = folder / "custom-00000.safetensors"
-    write_shard(path, list(tensors.items()))
-    check_header(path, tensors.items())
+    write_shards(folder, {path.name: list(tensors.items())})
     manifest = Manifest.decode(Manifest({}, {}, {}, {"custom": encoded}, {}).encode())
     read = read_shard(path, [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
     return decode_value(manifest.state["custom"], read)

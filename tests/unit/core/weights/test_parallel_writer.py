@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 import xxhash
 
-from headway.core.weights import export, parallel_writer
+from headway.core.weights import parallel_writer
 from headway.core.weights.export import save_weights
 from headway.core.weights.parallel_writer import RANGE, ParallelWriter
 from headway.core.weights.shards import TensorSpec, write_file
@@ -64,11 +64,12 @@ def hashes(data, piece):
     return [xxhash.xxh3_128(data[start : start + piece]).hexdigest() for start in range(0, len(data), piece)]
 
 
+@pytest.mark.parametrize("num_threads", [0, 4])
 @pytest.mark.parametrize("piece", [RANGE, RANGE // 4])
-def test_the_file_is_that_of_the_serial_writer(tmp_path, piece):
+def test_the_file_is_that_of_the_serial_writer(tmp_path, piece, num_threads):
     tensors = many()
     write_file(tmp_path / "serial", specs_of(tensors), tensors.items(), {"a": "b"})
-    with ParallelWriter() as writer:
+    with ParallelWriter(num_threads) as writer:
         files = [
             writer.write(tmp_path / name, specs_of(tensors), tensors.items(), {"a": "b"}, piece=piece, is_forced=True)
             for name in ("one", "two")
@@ -80,12 +81,12 @@ def test_the_file_is_that_of_the_serial_writer(tmp_path, piece):
     assert not [thread for thread in threading.enumerate() if thread.name == "headway-write"]
 
 
-@pytest.mark.parametrize(("limit", "most"), [(30 * 2**20, 4), (1, 3)])
-def test_assembled_tensors_are_bounded(tmp_path, monkeypatch, limit, most):
+@pytest.mark.parametrize(("limit", "most", "num_threads"), [(30 * 2**20, 4, 4), (1, 3, 4), (1, 3, 0)])
+def test_assembled_tensors_are_bounded(tmp_path, monkeypatch, limit, most, num_threads):
     monkeypatch.setattr(parallel_writer, "MAX_COPIES", limit)
     monkeypatch.setattr(Assembled, "most", 0)
     tensors = {str(i): torch.full((5_000_000 if i % 2 else 100,), float(i)) for i in range(12)}  # 20 MB and 400 bytes
-    with ParallelWriter() as writer:
+    with ParallelWriter(num_threads) as writer:
         writer.write(tmp_path / "f", specs_of(tensors), [(name, Assembled(each)) for name, each in tensors.items()])
     write_file(tmp_path / "serial", specs_of(tensors), tensors.items())
     assert (tmp_path / "f").read_bytes() == (tmp_path / "serial").read_bytes()
@@ -108,13 +109,13 @@ def test_other_values_than_were_said_are_refused(tmp_path, values, said):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
-@pytest.mark.parametrize("num_elements", [2, 20_000_000])
-def test_an_error_of_a_thread_names_the_file_and_leaves_nothing_open(tmp_path, num_elements):
+@pytest.mark.parametrize(("num_elements", "num_threads"), [(2, 4), (20_000_000, 4), (2, 0), (20_000_000, 0)])
+def test_an_error_of_a_thread_names_the_file_and_leaves_nothing_open(tmp_path, num_elements, num_threads):
     tensors = {"a": torch.ones(num_elements)}
     before = set(os.listdir("/proc/self/fd"))
 
     def write_all():
-        with ParallelWriter() as writer:
+        with ParallelWriter(num_threads) as writer:
             for path in (tmp_path / "f", Path("/dev/full"), tmp_path / "g"):
                 writer.write(path, specs_of(tensors), tensors.items())
 
@@ -150,24 +151,16 @@ def test_weights_that_a_disk_changes_replace_nothing(tmp_path, monkeypatch, num_
 
 
 def _change_on_write(monkeypatch):
-    """Let both writers leave a file whose last byte is another one than they were given."""
-    finish, real = parallel_writer._DiskSink.finish, export.write_file
-
-    def change(path):
-        with open(path, "r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(b"\1")
+    """Let the writer leave a file whose last byte is another one than it was given."""
+    finish = parallel_writer._DiskSink.finish
 
     def finish_and_change(sink):
         finish(sink)
-        change(sink._path)
-
-    def write_and_change(path, *args, **options):
-        real(path, *args, **options)
-        change(path)
+        with open(sink._path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\1")
 
     monkeypatch.setattr(parallel_writer._DiskSink, "finish", finish_and_change)
-    monkeypatch.setattr(export, "write_file", write_and_change)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2**30])

@@ -58,12 +58,6 @@ def test_values_come_in_any_order_and_lie_as_was_said(tmp_path):
     assert all(is_bit_identical(read[name], tensor) for name, tensor in TENSORS.items())
 
 
-def test_bytes_are_passed_in_the_order_of_the_file(tmp_path):
-    passed = []
-    write_file(tmp_path / "f", specs_of(TENSORS), TENSORS.items(), passing=lambda view: passed.append(bytes(view)))
-    assert b"".join(passed) == (tmp_path / "f").read_bytes()
-
-
 def test_what_others_wrote_is_read(tmp_path):
     save_file({name: tensor.contiguous() for name, tensor in TENSORS.items()}, tmp_path / "f", {"a": "b"})
     tensors, metadata = header(tmp_path / "f")

@@ -1,22 +1,27 @@
 """Places in object stores, files in parts, and checkpoints as objects, on a store in memory."""
 
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from headway.common import object_path
 from headway.common.object_client import ObjectClient
-from headway.common.object_path import ObjectPath, to_path
+from headway.common.object_path import THREADS, ObjectPath, to_path
 from headway.core.checkpoint import folders
+from headway.core.checkpoint.format import tensors as tensors_of_checkpoints
 from headway.core.checkpoint.format.chunks import ChunkGrid, TensorChunk
 from headway.core.checkpoint.format.manifest import Manifest, TensorEntry, read_manifest
-from headway.core.checkpoint.format.tensors import PieceHashes, write_shard, write_shards
+from headway.core.checkpoint.format.tensors import PieceHashes, write_shards
 from headway.core.checkpoint.loading.files import read_state, verify_checkpoint
 from headway.core.weights import parallel_writer
+from headway.core.weights.export import save_weights
 from headway.errors import CheckpointError, ConfigError, ObjectStoreError
+from headway.integrations.object_store import store as object_store
 from headway.integrations.object_store.lock import ObjectLock
 from headway.integrations.object_store.log_mirror import MirroredFolder, fetch_log
 from headway.integrations.object_store.store import FetchedCheckpoint, ObjectStore
@@ -90,11 +95,12 @@ def written(url, value=1.0, nonce="0123456789abcdef"):
     """A checkpoint of one tensor in two boxes and one whole one, committed; its folder."""
     final = to_path(url)
     staging = folders.find_store(final).staging(nonce)
-    files = [
-        write_shard(staging / f"model-{part:05d}.safetensors", [("model/0/w", torch.full((300, 4), value + part))])
-        for part in range(2)
-    ]
-    files.append(write_shard(staging / "optimizer-00000.safetensors", [("optimizer/0/m", torch.full((10,), value))]))
+    content = {
+        f"model-{part:05d}.safetensors": [("model/0/w", torch.full((300, 4), value + part))] for part in range(2)
+    }
+    files = write_shards(
+        staging, content | {"optimizer-00000.safetensors": [("optimizer/0/m", torch.full((10,), value))]}
+    )
     tensors = {
         "model/0/w": TensorEntry(
             (600, 4), "float32", ChunkGrid("model/0/w", [[(300, 2)], [(4, 1)]], "model-*.safetensors", [(0, 1, 2)])
@@ -172,9 +178,9 @@ def test_ranges_are_fetched_once_and_compared(bucket, monkeypatch):
 
 def test_small_pieces_are_many_in_an_object_store_only(bucket, tmp_path):
     tensors = [("x", torch.zeros(200_000))]
-    local = write_shard(tmp_path / "a.safetensors", tensors)
-    there = write_shard(to_path("s3://bucket/a.safetensors"), tensors)
-    most = write_shard(to_path("s3://bucket/b.safetensors"), tensors, 2**16)
+    [local] = write_shards(tmp_path, {"a.safetensors": tensors})
+    [there] = write_shards(to_path("s3://bucket"), {"a.safetensors": tensors})
+    [most] = write_shards(to_path("s3://bucket"), {"b.safetensors": tensors}, 2**16)
     assert [len(each.digests) for each in (local, there, most)] == [1, 49, 1]
     assert [each.piece for each in (local, there, most)] == [2**24, 2**14, 2**24]
     back = Manifest.decode(Manifest({}, {"a": there, "b": local}).encode()).files
@@ -290,8 +296,9 @@ def test_several_threads_send_what_one_does(bucket, monkeypatch, part):
         "a.safetensors": [("x", torch.randn(900_000)), ("y", torch.randn(30, 40).t()), ("z", torch.randn(0, 3))],
         "b.safetensors": [(f"small {number}", torch.randn(number)) for number in range(200)],
     }
-    one = [write_shard(to_path("s3://bucket/one") / name, tensors, 3) for name, tensors in files.items()]
     several = write_shards(to_path("s3://bucket/several"), files, 3)
+    monkeypatch.setattr(tensors_of_checkpoints, "THREADS", 0)
+    one = write_shards(to_path("s3://bucket/one"), files, 3)
     assert several == one
     assert len(one[0].digests) > 3
     for written in one:
@@ -307,3 +314,50 @@ def test_a_part_that_cannot_be_sent_by_a_thread_is_an_error(bucket, monkeypatch)
     monkeypatch.setattr(ObjectClient, "put", fail)
     with pytest.raises(ObjectStoreError, match="no room for several/a"):
         write_shards(to_path("s3://bucket/several"), {"a": [("x", torch.ones(3))], "b": [("x", torch.ones(3))]})
+
+
+class Crowd:
+    """Lets each call of a function wait until four calls are in it at once, for at most ten seconds."""
+
+    def __init__(self, real):
+        self._real, self._num_inside, self._lock, self.has_met = real, 0, threading.Lock(), threading.Event()
+
+    def __call__(self, *args):
+        with self._lock:
+            self._num_inside += 1
+            if self._num_inside == THREADS:
+                self.has_met.set()
+        self.has_met.wait(10)
+        try:
+            return self._real(*args)
+        finally:
+            with self._lock:
+                self._num_inside -= 1
+
+
+def test_four_parts_are_sent_and_received_at_once(bucket, monkeypatch):
+    part = 2**14
+    for module in (object_path, parallel_writer, object_store):
+        monkeypatch.setattr(module, "PART", part)
+    tensors = [("x", torch.arange(2.0 * part))]  # eight parts
+
+    def meet_in(method, act):
+        crowd = Crowd(getattr(ObjectClient, method))
+        with monkeypatch.context() as patch:
+            patch.setattr(ObjectClient, method, lambda *args: crowd(*args))
+            made = act()
+        assert crowd.has_met.is_set(), act
+        return made
+
+    staging = to_path("s3://bucket/run/data-0123456789abcdef")
+    files = meet_in("put", lambda: write_shards(staging, {"model-00000.safetensors": tensors}))
+    entry = TensorEntry((2 * part,), "float32", (TensorChunk((0,), (2 * part,), "model-00000.safetensors", "x"),))
+    folders.commit_checkpoint(staging, staging.parent, Manifest({"x": entry}, {files[0].name: files[0]}, {}, {}, {}))
+    meet_in("get_range", lambda: verify_checkpoint(staging.parent))
+    manifest = read_manifest(staging.parent)
+    name, written = next(iter(manifest.files.items()))
+    meet_in("get_range", lambda: FetchedCheckpoint(staging.parent, manifest).fetch({name: [(0, written.num_bytes)]}))
+    # save_model() writes a temporary file, and sends its parts.
+    meet_in("put", lambda: save_weights(tensors, "s3://bucket/weights", "1GB"))
+    with to_path("s3://bucket/weights/model.safetensors").open() as file:
+        assert torch.equal(safetensors.torch.load(file.read())["x"], tensors[0][1])

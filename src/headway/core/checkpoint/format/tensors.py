@@ -20,12 +20,12 @@ import torch
 import xxhash
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from headway.common.object_path import ObjectPath
+from headway.common.object_path import THREADS, ObjectPath
 from headway.common.untrusted import open_regular_file
 from headway.core.checkpoint import _torch
 from headway.core.checkpoint.format.manifest import PIECE, WrittenFile
 from headway.core.weights.files import StoredTensor
-from headway.core.weights.parallel_writer import ParallelWriter, RangedFile
+from headway.core.weights.parallel_writer import ParallelWriter, RangedFile, count_threads
 from headway.core.weights.pieces import ShardPiece, get_local_part, is_dtensor, replace_local
 from headway.core.weights.shards import (
     CODES,
@@ -34,7 +34,6 @@ from headway.core.weights.shards import (
     get_raw_bytes,
     read_header,
     view_as_bits,
-    write_file,
 )
 from headway.errors import CheckpointError
 
@@ -268,34 +267,10 @@ def get_stored_spec(dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
     return TensorSpec(tuple(shape), dtype)
 
 
-def write_shard(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], num_files: int = 1) -> WrittenFile:
-    """Write tensors to a file, flush it to the disk with fsync, and return its length and hashes.
-
-    Tensors on a device and tensors that are not contiguous are copied to host memory, one at a time. For an object
-    store, one part of the upload per thread is also in memory.
-
-    Args:
-        path: File to write.
-        tensors: Pairs of (name, values).
-        num_files: Number of files that all ranks write with this name pattern. In object stores, it determines how many
-            bytes one hash covers: 8 KiB times `num_files`, rounded up to a power of two, and at least 16 KiB. A rank
-            then reads few bytes beyond its own. One hash covers more bytes if all these files would otherwise have more
-            than 2^18 hashes. Default: 1.
-
-    Raises:
-        OSError: If the disk is full or not writable.
-    """
-    specs = {name: get_stored_spec(tensor.dtype, tensor.shape) for name, tensor in tensors}
-    piece = _choose_piece(specs.values(), num_files) if isinstance(path, ObjectPath) else PIECE
-    digests = PieceHashes(piece)
-    write_file(path, specs, _list_values(specs, tensors), passing=digests.update, is_forced=True)
-    return digests.written(path.name)
-
-
 def _choose_piece(specs: Iterable[TensorSpec], num_files: int) -> int:
     """Return the number of bytes that one hash covers in a file in an object store.
 
-    `write_shard` documents the rule.
+    `write_shards` documents the rule.
     """
     most = max(1, _MOST_PIECES // num_files)
     total = sum(spec.num_bytes for spec in specs)
@@ -312,28 +287,36 @@ def _list_values(
 def write_shards(
     folder: Path, files: Mapping[str, Sequence[tuple[str, torch.Tensor]]], num_files: int = 1
 ) -> list[WrittenFile]:
-    """Write files as `write_shard` does, from several threads, and return their lengths and hashes.
+    """Write files, flush them to the disk with fsync, and return their lengths and hashes.
 
-    Each header is checked with `check_header`. `ParallelWriter` documents how much memory this takes.
+    Several threads write files in object stores, and 64 MiB or more to a disk. Each header is checked with
+    `check_header`. `ParallelWriter` documents how much memory this takes.
 
     Args:
         folder: Folder of the files.
         files: Pairs of (tensor name, values), by file name.
-        num_files: Number of files that all ranks write with this name pattern, as in `write_shard`. Default: 1.
+        num_files: Number of files that all ranks write with this name pattern. In object stores, it determines how many
+            bytes one hash covers: 8 KiB times `num_files`, rounded up to a power of two, and at least 16 KiB. A rank
+            then reads few bytes beyond its own. One hash covers more bytes if all these files would otherwise have more
+            than 2^18 hashes. Default: 1.
 
     Raises:
         OSError: If the disk is full or not writable.
         CheckpointError: If a load would refuse the header of a written file.
     """
     written: dict[str, tuple[RangedFile, int]] = {}
-    with ParallelWriter() as writer:
+    num_bytes = sum(tensor.nbytes for tensors in files.values() for _, tensor in tensors)
+    is_object = isinstance(folder, ObjectPath)
+    with ParallelWriter(THREADS if is_object else count_threads(num_bytes)) as writer:
         for name, tensors in files.items():
-            path = folder / name
             specs = {key: get_stored_spec(tensor.dtype, tensor.shape) for key, tensor in tensors}
-            piece = _choose_piece(specs.values(), num_files) if isinstance(path, ObjectPath) else PIECE
+            piece = _choose_piece(specs.values(), num_files) if is_object else PIECE
             prove = partial(_prove_written, tensors)
             values = _list_values(specs, tensors)
-            written[name] = writer.write(path, specs, values, piece=piece, is_forced=True, on_written=prove), piece
+            written[name] = (
+                writer.write(folder / name, specs, values, piece=piece, is_forced=True, on_written=prove),
+                piece,
+            )
     return [WrittenFile(name, file.num_bytes, tuple(file.digests), piece) for name, (file, piece) in written.items()]
 
 

@@ -23,17 +23,15 @@ from typing import Any
 import torch
 
 from headway.common.garbage import pause_garbage_collection
-from headway.common.object_path import ObjectPath
 from headway.core.checkpoint import folders
 from headway.core.checkpoint.format.chunks import TensorChunk, make_file_name
 from headway.core.checkpoint.format.manifest import Manifest, TensorEntry, WrittenFile
-from headway.core.checkpoint.format.tensors import check_header, hash_file, write_shard, write_shards
+from headway.core.checkpoint.format.tensors import hash_file, write_shards
 from headway.core.checkpoint.saving.snapshot import SavePoint, entries, own_part, pattern_of
 from headway.core.checkpoint.state import CollectedState
 from headway.core.checkpoint.stores.disk import sync_folder
 from headway.core.runtime import pulse
 from headway.core.runtime.events import notify_listeners
-from headway.core.weights.parallel_writer import is_large
 from headway.core.weights.pieces import ShardPiece
 from headway.core.weights.shards import get_dtype_name
 from headway.errors import CheckpointError, ObjectStoreError
@@ -305,7 +303,7 @@ def _write_part(job: SaveJob, files: Mapping[str, Sequence[str]]) -> None:
         parts = {file: [(name, job.content.tensors[name]) for name in names] for file, names in files.items()}
         for file, boxes in spread.items():
             parts.setdefault(file, []).extend(boxes)
-        written = _write_files(job, parts)
+        written = write_shards(job.staging, parts, job.share.num_parts)
         job.confirm()
         working.write_text(json.dumps({"files": [[w.name, w.num_bytes, w.digests, w.piece] for w in written], **told}))
         working.replace(done)
@@ -313,17 +311,6 @@ def _write_part(job: SaveJob, files: Mapping[str, Sequence[str]]) -> None:
         # Removing a file works on a full disk too.
         working.unlink(missing_ok=True)
         raise
-
-
-def _write_files(job: SaveJob, parts: Mapping[str, Sequence[tuple[str, torch.Tensor]]]) -> list[WrittenFile]:
-    is_object = isinstance(job.staging, ObjectPath)
-    if is_object or is_large([tensor.nbytes for tensors in parts.values() for _, tensor in tensors]):
-        return write_shards(job.staging, parts, job.share.num_parts)
-    written = []
-    for file, tensors in parts.items():
-        written.append(write_shard(job.staging / file, tensors, job.share.num_parts))
-        check_header(job.staging / file, tensors)
-    return written
 
 
 def _collect(job: SaveJob) -> tuple[dict[str, WrittenFile], list[dict[str, Any]]]:

@@ -144,10 +144,13 @@ class DiskStore:
                 DiskStore(staging).remove()
 
     def point_latest(self) -> None:
-        """Write the checkpoint's name to the file `latest` next to it."""
+        """Write the checkpoint's name to the file `latest` next to it.
+
+        The rename is not flushed to the disk here. After a power failure, the file may still contain the former name.
+        `remove` flushes it before it removes any checkpoint.
+        """
         with open_replacement(self.folder.parent / LATEST) as staged:
             write_forced(staged, os.fsencode(f"{self.folder.name}\n"))
-        sync_folder(self.folder.parent)
 
     # ---------------------------------------------------------------- find
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, safe_open
 
 from headway.core.checkpoint import folders
 from headway.core.checkpoint.format.manifest import MANIFEST, Chunk, Manifest, TensorEntry, WrittenFile, read_manifest
-from headway.core.checkpoint.format.tensors import hash_file, write_shard
+from headway.core.checkpoint.format.tensors import hash_file, write_shards
 from headway.core.checkpoint.loading.files import read_state, verify_checkpoint
 from headway.core.checkpoint.saving import writer
 from headway.core.checkpoint.state import CollectedState
@@ -193,7 +193,7 @@ SMALL = Manifest({"a": TensorEntry((4, 2), "float32", (Chunk((0, 0), (2, 2), "f"
 
 def test_chunks_are_joined(tmp_path):
     whole = torch.arange(8.0).reshape(4, 2)
-    written = write_shard(tmp_path / "f", [("a", whole[:2]), ("b", whole[2:])])
+    [written] = write_shards(tmp_path, {"f": [("a", whole[:2]), ("b", whole[2:])]})
     found = replace(SMALL, files={"f": written})
     assert torch.equal(dict(read_tensors(tmp_path, found))["a"], whole)
 

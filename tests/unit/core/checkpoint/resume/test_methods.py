@@ -420,7 +420,7 @@ def test_a_failed_background_write_is_raised(monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("headway.core.checkpoint.saving.writer.write_shard", full)
+    monkeypatch.setattr("headway.core.checkpoint.saving.writer.write_shards", full)
     accelerator.save_state(blocking=False)
     accelerator._checkpoint_state.saver._background._thread.join()
     with pytest.raises(CheckpointError, match="No space left on device"):
